@@ -1,0 +1,81 @@
+"""A torch Future as an awaitable, and torch's transport errors by name.
+
+With `_world` the only room that knows how torch completes. Facts, seen on torch 2.13 and 2.15 and
+held by tests/test_bridge.py: a callback runs on one of torch's threads, or at once on the caller's
+if the future is done; `wait()` on a done future does not block and orders CUDA streams, `value()`
+does not; a future cannot be cancelled and keeps its callbacks until it completes.
+"""
+
+import asyncio
+from typing import Any, TypeVar
+from weakref import WeakKeyDictionary
+
+from torch._C import Future as _AnyFuture  # what rpc_async returns; torch.futures.Future's base
+from torch.futures import Future
+
+from ._inbox import Inbox
+from .errors import RemoteError, RpcError, WorkerLost
+
+__all__ = ("wrap_future",)
+
+T = TypeVar("T")
+
+_Completion = tuple[asyncio.Future[Any], "Future[Any]"]
+
+_inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox[_Completion]] = WeakKeyDictionary()
+
+
+def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
+    """An asyncio future of the running loop for any `torch.futures.Future`.
+
+    The result is taken with `wait()` on the loop's thread, so work queued on the current CUDA
+    stream after the `await` is ordered after whatever produced the result. Cancelling the
+    awaiting task drops the result; a torch future itself cannot be cancelled.
+
+    Raises:
+        TypeError: if `future` is not a `torch.futures.Future`.
+        RuntimeError: if no event loop is running in this thread.
+    """
+    if not isinstance(future, _AnyFuture):
+        raise TypeError(f"wrap_future takes a torch.futures.Future, not {future!r}")
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+    if future.done():
+        _deliver((result, future))
+    else:
+        inbox = _inbox_of(loop)
+        future.add_done_callback(lambda done: inbox.push((result, done)))
+    return result
+
+
+def _inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox[_Completion]:
+    inbox = _inboxes.get(loop)
+    if inbox is None:
+        inbox = _inboxes[loop] = Inbox(loop, _deliver)
+    return inbox
+
+
+def _deliver(completion: _Completion) -> None:
+    result, future = completion
+    if result.done():  # the awaiting task was cancelled
+        return
+    try:
+        value = future.wait()
+    except StopIteration as exc:  # asyncio refuses it in a future, a coroutine cannot raise it
+        result.set_exception(RuntimeError(f"the future raised {exc!r}"))
+    except Exception as exc:
+        result.set_exception(exc)
+    else:
+        result.set_result(value)
+
+
+def transport_error(exc: BaseException, worker: str) -> RpcError:
+    """What torch's RuntimeError about a message to `worker` means.
+
+    Our own functions answer with envelopes and never raise, so an error here is the transport's:
+    every text of a broken pipe names the TensorPipe source file it comes from.
+    """
+    text = str(exc).strip()
+    if "tensorpipe" in text or "RPC has not been initialized" in text:
+        return WorkerLost(worker, text.splitlines()[0])
+    return RemoteError(f"the message to worker {worker!r} failed: {text}")

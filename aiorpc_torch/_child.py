@@ -1,0 +1,174 @@
+"""One child process that is a worker: its start, the pipe to it, and its end.
+
+The pipe carries a word from the parent (`LEAVE` or `CANCEL`) and, if the child fails, its failure
+to the parent. Its end is the sign of death, both ways: the kernel closes it however a process goes.
+"""
+
+import asyncio
+import contextlib
+import enum
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
+
+from ._exceptions import Failure
+from ._threads import daemon, run_blocking
+from ._world import Place, Worker, take_place
+from .errors import WorkerLost
+
+Main = Callable[..., Awaitable[Any]]
+
+
+class Word(enum.Enum):
+    """What a parent tells a child."""
+
+    LEAVE = "leave"  # everybody is leaving: a child that only serves leaves too
+    CANCEL = "cancel"  # something went wrong, or Ctrl-C: stop now
+
+
+class Child:
+    """A process that takes `place` in a world and there runs `main(me, *args)`, or only serves."""
+
+    def __init__(self, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:
+        self.name = place.name
+        self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
+        self._failure: BaseException | None = None
+        self._pipe, theirs = multiprocessing.Pipe()
+        # Not "fork", which copies torch's threads' locks but not its threads.
+        context = multiprocessing.get_context("spawn")
+        self._process = context.Process(
+            target=live, args=(theirs, place, main, args), name=place.name
+        )
+        with _sigint_held_back():
+            self._process.start()
+        theirs.close()
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._listen)
+
+    def __repr__(self) -> str:
+        return f"<Child {self.name}, {'ended' if self.ended.done() else 'running'}>"
+
+    def tell(self, word: Word) -> None:
+        """Send the child a word; it may have ended."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(word)
+
+    def _listen(self) -> None:
+        try:
+            self._failure = self._pipe.recv().exception()
+        except (EOFError, OSError):
+            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self._process.join(0.5)  # the kernel closes its files just before it is reaped
+            if not self.ended.done():
+                self.ended.set_result(self._failure or self._death())
+
+    def _death(self) -> BaseException | None:
+        code = self._process.exitcode
+        return None if code == 0 else WorkerLost(self.name, f"its process ended with code {code}")
+
+    def close(self, patience: float) -> None:
+        """Wait for the process to end, `patience` seconds at most; then kill it."""
+        self._process.join(patience)
+        if self._process.exitcode is None:
+            self._process.kill()
+            self._process.join()
+        self._process.close()
+
+
+async def close_all(children: Iterable[Child], patience: float) -> None:
+    """See every child to its end."""
+    end = time.monotonic() + patience
+
+    def close() -> None:
+        for child in children:
+            child.close(max(0.0, end - time.monotonic()))
+
+    await run_blocking(daemon("aiorpc-reaper"), close)
+
+
+@contextlib.contextmanager
+def _sigint_held_back() -> Iterator[None]:
+    # Ctrl-C goes to the whole group of processes, and a child that is still importing torch would
+    # print a traceback. The mask is inherited; `live` puts a handler in its place.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ── in the child ────────────────────────────────────────────────────────────────────────────────
+
+
+class _Parent:
+    """The other end of the pipe: hears the parent's words, and its death, in a thread."""
+
+    def __init__(self, pipe: Connection) -> None:
+        self._pipe = pipe
+        self._word: Word | None = None
+        self._tell: Callable[[Word], None] | None = None
+        self._lock = threading.Lock()
+        threading.Thread(target=self._listen, name="aiorpc-parent", daemon=True).start()
+
+    def on_word(self, tell: Callable[[Word], None]) -> None:
+        """Call `tell` with each word, that which has come already included."""
+        with self._lock:
+            self._tell = tell
+            if self._word is not None:
+                tell(self._word)
+
+    def report(self, exc: BaseException, name: str) -> None:
+        """Tell the parent of a failure."""
+        with contextlib.suppress(OSError):
+            self._pipe.send(Failure.of(exc, name))
+
+    def _listen(self) -> None:
+        try:
+            while True:
+                self._heard(self._pipe.recv())
+        except (EOFError, OSError):
+            # The parent is gone, perhaps by kill -9: nobody is left to do anything for.
+            os._exit(1)
+
+    def _heard(self, word: Word) -> None:
+        with self._lock:
+            self._word = word
+            if self._tell is not None:
+                self._tell(word)
+
+
+def live(pipe: Connection, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:
+    """The whole life of a child."""
+    # A handler, not SIG_IGN, which programs started from here would inherit.
+    signal.signal(signal.SIGINT, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    parent = _Parent(pipe)
+    try:
+        asyncio.run(_work(parent, place, main, args))
+    except asyncio.CancelledError:
+        pass  # the parent said so
+    except BaseException as exc:
+        parent.report(exc, place.name)
+        raise SystemExit(1) from None  # its traceback is raised, and printed once, in the parent
+
+
+async def _work(parent: _Parent, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:
+    loop, task, leave = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    assert task is not None
+    obey = {Word.LEAVE: leave.set, Word.CANCEL: task.cancel}
+    parent.on_word(lambda word: _soon(loop, obey[word]))
+    async with take_place(place) as me:
+        await (_serve(me, leave) if main is None else main(me, *args))
+
+
+def _soon(loop: asyncio.AbstractEventLoop, act: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop has ended by itself meanwhile
+        loop.call_soon_threadsafe(act)
+
+
+async def _serve(me: Worker, leave: asyncio.Event) -> None:
+    await leave.wait()

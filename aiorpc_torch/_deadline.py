@@ -1,0 +1,46 @@
+"""How long a call may take: a point in time here, seconds left on the wire (clocks differ)."""
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextvars import ContextVar
+
+__all__ = ("timeout",)
+
+_deadline: ContextVar[float | None] = ContextVar("aiorpc_deadline", default=None)
+
+
+@contextlib.contextmanager
+def timeout(seconds: float | None) -> Iterator[None]:
+    """Give every remote call made inside at most `seconds` from now, all together.
+
+    What is left travels with each call and bounds the calls that it makes in turn. An enclosing
+    `timeout` is never lengthened; None sets no bound of its own.
+
+    Raises:
+        CallTimeout: from the call in whose time the deadline passes, or that comes after it.
+    """
+    token = _deadline.set(deadline_in(seconds))
+    try:
+        yield
+    finally:
+        _deadline.reset(token)
+
+
+def deadline_in(seconds: float | None) -> float | None:
+    """The nearer of the deadline in force and `seconds` from now, as a `time.monotonic()`."""
+    enclosing = _deadline.get()
+    if seconds is None:
+        return enclosing
+    own = time.monotonic() + seconds
+    return own if enclosing is None else min(own, enclosing)
+
+
+def budget(deadline: float | None) -> float | None:
+    """Seconds left until `deadline`, negative past it."""
+    return None if deadline is None else deadline - time.monotonic()
+
+
+def adopt(seconds: float | None) -> None:
+    """On the callee: what the caller has left bounds everything in this context."""
+    _deadline.set(None if seconds is None else time.monotonic() + seconds)

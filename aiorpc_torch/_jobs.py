@@ -1,0 +1,115 @@
+"""One call being answered: what runs, and how its end is told.
+
+A job ends in exactly one of `succeed` and `fail`, whichever comes first; a later end is dropped.
+It does not know where it runs: that is the server's.
+"""
+
+import abc
+import traceback
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.rpc import RRef
+from torch.distributed.rpc.internal import RemoteException
+from torch.futures import Future
+
+from ._exceptions import Failure
+from ._wire import Packed, pack
+
+Devices = list[torch.device]
+
+
+class Host(Protocol):
+    """Whom a job tells that it ended."""
+
+    name: str
+
+    def ended(self, job: "Job") -> bool:
+        """Forget the job; False if it had ended already."""
+
+
+class Job(abc.ABC):
+    """`function(*args, **kwargs)` for a caller who waits on `reply`."""
+
+    def __init__(
+        self,
+        host: Host,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        devices: Devices,
+    ) -> None:
+        self.host = host
+        self.function = function
+        self.args = args
+        self.kwargs = kwargs
+        self.key: Any = self
+        self.budget: float | None = None  # seconds it may take
+        self.abandoned = False
+        self.cancel: Callable[[], object] | None = None  # while it runs on the loop
+        self.reply: Future[Any] = Future(devices=devices)
+
+    def __repr__(self) -> str:
+        name = getattr(self.function, "__qualname__", repr(self.function))
+        return f"<{type(self).__name__} {name}{', abandoned' if self.abandoned else ''}>"
+
+    def abandon(self) -> None:
+        """Nobody waits any more: stop what can be stopped. On the loop's thread."""
+        self.abandoned = True
+        if self.cancel is not None:
+            self.cancel()
+
+    def call(self) -> Any:
+        """Run the function, in whichever thread this is."""
+        return self.function(*self.args, **self.kwargs)
+
+    def succeed(self, value: Any) -> None:
+        """The function returned `value`."""
+        if self.host.ended(self):
+            self.reply.set_result(self.answer(value))
+
+    def fail(self, exc: BaseException) -> None:
+        """The function raised `exc`."""
+        if self.host.ended(self):
+            # Never set_exception: torch would hand the exception to the caller as a *value*
+            # (seen on 2.13 and 2.15, tests/test_interop.py).
+            self.reply.set_result(self.error(exc))
+
+    @abc.abstractmethod
+    def answer(self, value: Any) -> Any:
+        """What the caller is sent for `value`. Never raises."""
+
+    @abc.abstractmethod
+    def error(self, exc: BaseException) -> Any:
+        """What the caller is sent for `exc`. Never raises."""
+
+
+class RpcJob(Job):
+    """A call that came through our own door: answered by a `Packed` or a `Failure`."""
+
+    as_rref = False
+
+    def answer(self, value: Any) -> Packed | Failure:
+        try:
+            return pack(RRef(value) if self.as_rref else value)
+        except Exception as exc:  # whatever pickling a user's object raises
+            exc.add_note(f"(while pickling the result of {self.function!r})")
+            return self.error(exc)
+
+    def error(self, exc: BaseException) -> Failure:
+        return Failure.of(exc, self.host.name)
+
+
+class TorchJob(Job):
+    """A call that plain torch made: answered as torch itself answers."""
+
+    def answer(self, value: Any) -> Any:
+        return value
+
+    def error(self, exc: BaseException) -> RemoteException:
+        text = "".join(traceback.format_exception(exc))
+        message = f"On worker {self.host.name}:\n{exc!r}\n{text}"
+        # torch decodes the message with unicode_escape (internal.py, 2.11 to 2.15), which garbles
+        # what is not ASCII and chokes on a backslash; encoded first, it comes out as it was.
+        return RemoteException(message.encode("unicode_escape").decode("ascii"), type(exc))

@@ -1,0 +1,182 @@
+"""The queue of one `@batched` function and instance: runs its batches on the loop that awaits.
+
+A thin driver: a timer, the places of those who wait, and `take` after every event. Whether a batch
+leaves is decided in `_batcher`; who gets what in `_answers`.
+"""
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from ._answers import failures, outcomes
+from ._batcher import Batch, Batcher, Fill, Round
+from ._server import in_thread
+from .errors import NotServing
+
+Row = tuple[Any, ...]
+
+# The batches that cannot end before this task does: in whose body it runs, and their callers'.
+_inside: contextvars.ContextVar[frozenset[Batch[Any]]] = contextvars.ContextVar(
+    "aiorpc_inside", default=frozenset()
+)
+
+_queues: "weakref.WeakSet[Queue]" = weakref.WeakSet()
+
+
+class Body:
+    """The user's function: from rows of arguments, one a caller, to columns, one a parameter."""
+
+    def __init__(self, function: Callable[..., Any], *, is_method: bool) -> None:
+        self.name = getattr(function, "__qualname__", repr(function))
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+        self._is_method = is_method
+        parameters = list(inspect.signature(function).parameters.values())[is_method:]
+        self._signature = inspect.Signature(parameters)
+        self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self._plain = len(parameters) if not self._keywords else -1
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
+        """One caller's arguments in the order of the parameters, defaults filled in."""
+        if not kwargs and len(args) == self._plain:
+            return args
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as exc:
+            raise TypeError(f"{self.name}() {exc}") from None
+        bound.apply_defaults()
+        return tuple(bound.arguments.values())
+
+    async def run(self, instance: Any, rows: list[Row]) -> Any:
+        """Call the function once for all rows."""
+        columns = [list(column) for column in zip(*rows, strict=True)]
+        split = len(columns) - len(self._keywords)
+        head = (instance,) if self._is_method else ()
+        keywords = dict(zip(self._keywords, columns[split:], strict=True))
+        call = functools.partial(self._function, *head, *columns[:split], **keywords)
+        return await (call() if self._is_async else in_thread(call))
+
+
+class Ask(asyncio.Future[Any]):
+    """One caller's place in a queue. Cancelling it gives the place up at once."""
+
+    def __init__(self, queue: "Queue", instance: Any, row: Row) -> None:
+        super().__init__(loop=queue.loop)
+        self._queue = queue
+        self.instance = instance
+        self.row = row
+        self.inside = _inside.get()
+
+    def cancel(self, msg: Any = None) -> bool:
+        cancelled = super().cancel(msg)
+        if cancelled:
+            self._queue.discard(self)
+        return cancelled
+
+    def settle(self, answer: Any) -> None:
+        """Give the caller its answer, an exception to raise or a value, unless it has left."""
+        if self.done():
+            return
+        if isinstance(answer, BaseException):
+            self.set_exception(answer)
+        else:
+            self.set_result(answer)
+
+
+class Queue:
+    """Those who wait for one body, on one instance, and the batch that runs."""
+
+    def __init__(self, body: Body, policy: Fill | Round) -> None:
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self._body = body
+        self._policy = policy
+        self._batcher: Batcher[Ask] = Batcher(policy)
+        self._running: dict[Batch[Ask], asyncio.Task[None]] = {}
+        self._due: asyncio.Handle | None = None
+        _queues.add(self)
+
+    def __repr__(self) -> str:
+        return f"<Queue {self._body.name}: {self._batcher}>"
+
+    def ask(self, instance: Any, row: Row) -> Ask:
+        """Join the queue, and await the result for `row`."""
+        self._refuse_reentry()
+        self._settle_on(asyncio.get_running_loop())
+        ask = Ask(self, instance, row)
+        self._batcher.add(ask, ask.get_loop().time())
+        self._pump_soon()
+        return ask
+
+    def discard(self, ask: Ask) -> None:
+        """The caller gave up."""
+        if self._batcher.discard(ask):
+            self._pump_soon()
+
+    async def close(self) -> None:
+        """Answer everybody who waits, and cancel the batch that runs."""
+        waiting, tasks = self._batcher.close(), list(self._running.values())
+        for ask in (*waiting, *(ask for batch in self._running for ask in batch.items)):
+            ask.settle(NotServing(f"the worker stopped before {self._body.name} answered"))
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    def _refuse_reentry(self) -> None:
+        if not _inside.get().isdisjoint(self._running):
+            raise RuntimeError(
+                f"{self._body.name} awaits itself: the call would wait for the very batch that "
+                "makes it, for ever. Call the undecorated function, or another instance"
+            )
+
+    def _settle_on(self, loop: asyncio.AbstractEventLoop) -> None:
+        if self.loop is loop:
+            return
+        if self.loop is not None and self.loop.is_closed():
+            self._batcher = Batcher(self._policy)  # whoever waited there is gone with it
+            self._running.clear()
+        elif not self._batcher.idle:
+            raise RuntimeError(f"{self._body.name} is busy on another event loop")
+        self.loop, self._due = loop, None
+
+    # What one turn of the loop brings leaves together: look only at its end.
+    def _pump_soon(self) -> None:
+        assert self.loop is not None
+        if self._due is not None:
+            if not isinstance(self._due, asyncio.TimerHandle):
+                return
+            self._due.cancel()
+        # In nobody's context: the body runs for all its callers, so for none's deadline.
+        self._due = self.loop.call_soon(self._pump, context=contextvars.Context())
+
+    def _pump(self) -> None:
+        assert self.loop is not None
+        self._due = None
+        while (batch := self._batcher.take(self.loop.time())) is not None:
+            self._running[batch] = self.loop.create_task(self._run(batch))
+        deadline = self._batcher.deadline()
+        if deadline is not None:
+            self._due = self.loop.call_at(deadline, self._pump)
+
+    async def _run(self, batch: Batch[Ask]) -> None:
+        _inside.set(frozenset((batch,)).union(*(ask.inside for ask in batch.items)))
+        size, name = len(batch.items), self._body.name
+        try:
+            result = await self._body.run(batch.items[0].instance, [ask.row for ask in batch.items])
+            answers = outcomes(result, size, name)
+        except BaseException as exc:  # SystemExit too: every caller is answered, whatever it is
+            answers = failures(exc, size, name)
+        del self._running[batch]
+        self._batcher.finished()
+        self._pump_soon()
+        for ask, answer in zip(batch.items, answers, strict=True):
+            ask.settle(answer)
+
+
+async def close_queues() -> None:
+    """Close every queue of the running loop."""
+    loop = asyncio.get_running_loop()
+    await asyncio.gather(*(queue.close() for queue in list(_queues) if queue.loop is loop))

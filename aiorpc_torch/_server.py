@@ -1,0 +1,352 @@
+"""The callee: from a message to the loop or to a thread, and the result back.
+
+One door, `answer`, which runs on a thread of torch's and hands over: what wants the loop goes
+through one inbox, a plain `def` to a thread. It knows nothing of what `@batched` is (only that
+some callables want the loop) and of how a caller waits.
+"""
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Coroutine
+from typing import Any, NamedTuple, ParamSpec, TypeVar
+
+import torch
+from torch._C import Future as AnyFuture
+from torch.distributed.rpc import functions
+from torch.futures import Future
+
+from ._deadline import adopt
+from ._exceptions import Failure
+from ._inbox import Inbox
+from ._jobs import Devices, Job, RpcJob, TorchJob
+from ._lane import Lane
+from ._threads import Threads, daemon, run_blocking, tune
+from ._wire import Call, Cancel, Create, Goodbye, Message
+from .errors import CallTimeout, NotServing
+
+__all__ = ("async_execution",)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+log = logging.getLogger("aiorpc_torch")
+
+
+class _Start(NamedTuple):
+    """How a message takes effect once its turn has come."""
+
+    run: Callable[[], None]
+    on_loop: bool = True
+
+
+class Server:
+    """Answers calls on the loop that it was made on, from then until `close`."""
+
+    def __init__(self, name: str, threads: int, devices: Devices) -> None:
+        self.name = name
+        self._devices = devices
+        self._loop = asyncio.get_running_loop()
+        self._context = contextvars.copy_context()  # what a method sees, whoever calls it
+        self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
+        self._farewells: dict[str, asyncio.Future[bool]] = {}
+        self._lock = threading.Lock()
+        self._lanes: defaultdict[str, Lane[_Start]] = defaultdict(Lane)
+        self._jobs: dict[Any, Job] = {}
+        self._intra_op = torch.get_num_threads()
+        tune(self._intra_op)
+        self._threads = Threads(threads, self._intra_op)
+        # RPC threads also complete replies and time-outs, and with all of them busy a process is
+        # jammed: user code may have less than half of them.
+        self._inline = threading.Semaphore(max(0, threads // 2 - 1))
+
+    def __repr__(self) -> str:
+        return f"<Server {self.name}: {len(self._jobs)} running, {self._threads}>"
+
+    # ── on a thread of torch's ──────────────────────────────────────────────────────────────────
+
+    def accept(self, message: Message) -> "Future[Any]":
+        """Take a message in. A call's future completes with its `Packed` or `Failure`."""
+        if isinstance(message, Call):
+            return self._accept_call(message)
+        if isinstance(message, Cancel):
+            step = functools.partial(self._abandon, (message.caller, message.call))
+        else:
+            step = functools.partial(self._note_goodbye, message)
+        self._in_order(message, _Start(step))
+        return _completed(None)
+
+    def _accept_call(self, call: Call) -> "Future[Any]":
+        job = self._job(call)
+        if runs_on_loop(job.function):
+            start = _Start(functools.partial(self._begin, job))
+        else:
+            start = _Start(functools.partial(self._work, job), on_loop=False)
+        self._in_order(call, start)
+        return job.reply
+
+    def accept_torch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+        """Run `function`, which wants the loop, for a plain torch client."""
+        job = TorchJob(self, function, args, kwargs, self._devices)
+        self._jobs[job] = job
+        self._inbox.push(functools.partial(self._begin, job))
+        return job.reply
+
+    def _job(self, call: Call) -> Job:
+        assert not hasattr(call.work, "tensors"), "work arrives unpacked"
+        if isinstance(call.work, Failure):
+            function, args, kwargs, as_rref = call.work.throw, (), {}, False
+        else:
+            target, args, kwargs = call.work.value  # type: ignore[union-attr]
+            as_rref = isinstance(target, Create)
+            try:
+                function = target.bind()
+            except Exception as exc:
+                function, args, kwargs = Failure.of(exc, self.name).throw, (), {}
+        job = RpcJob(self, function, args, kwargs, self._devices)
+        job.key, job.budget, job.as_rref = (call.caller, call.seq), call.budget, as_rref
+        self._jobs[job.key] = job
+        return job
+
+    def _in_order(self, message: Message, start: _Start) -> None:
+        with self._lock:
+            due = self._lanes[message.caller].arrived(message.seq, start)
+            # Here and now, while threads are idle and nobody else's turn has come with ours: a
+            # lone `def` is answered without a change of threads.
+            here = len(due) == 1 and not start.on_loop and self._inline.acquire(blocking=False)
+            if not here:
+                for step in due:
+                    self._hand_over(step)
+        if here:
+            try:
+                tune(self._intra_op)
+                start.run()
+            finally:
+                self._inline.release()
+
+    def _hand_over(self, step: _Start) -> None:
+        if step.on_loop:
+            self._inbox.push(step.run)
+        else:
+            self._threads.submit(step.run)
+
+    def lend_thread(self, task: Callable[[], None]) -> None:
+        """Run `task` in one of the threads for plain `def`s."""
+        with self._lock:
+            self._threads.submit(task)
+
+    # ── in a thread, for a plain `def` ──────────────────────────────────────────────────────────
+
+    def _work(self, job: Job) -> None:
+        if not self._expired(job):
+            self._context.copy().run(self._call, job)
+
+    def _call(self, job: Job) -> None:
+        adopt(job.budget)
+        try:
+            value = job.call()
+        except BaseException as exc:  # SystemExit too is the caller's to see, not this process's
+            job.fail(exc)
+        else:
+            self._returned(job, value)
+
+    def _returned(self, job: Job, value: Any) -> None:
+        if isinstance(value, AnyFuture):  # torch's own async_execution style
+            value.add_done_callback(functools.partial(_take, job))
+        elif inspect.iscoroutine(value):  # an `async def` behind a decorator that is a plain def
+            context = contextvars.copy_context()
+            self._inbox.push(lambda: self._spawn(job, value, context))
+        else:
+            job.succeed(value)
+
+    # ── on the loop ─────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, job: Job) -> None:
+        if self._expired(job):
+            return
+        context = self._context.copy()
+        context.run(adopt, job.budget)
+        try:
+            value = context.run(job.call)
+        except BaseException as exc:
+            job.fail(exc)
+            return
+        if inspect.iscoroutine(value):
+            self._spawn(job, value, context)
+        elif asyncio.isfuture(value):
+            job.cancel = value.cancel
+            value.add_done_callback(functools.partial(_take_asyncio, job))
+        else:
+            self._returned(job, value)
+
+    def _spawn(
+        self, job: Job, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context
+    ) -> None:
+        task = self._loop.create_task(_run(job, coroutine), context=context)
+        job.cancel = task.cancel
+        # A task that is cancelled before its first step never enters _run: the job ends here.
+        task.add_done_callback(lambda _: (coroutine.close(), job.fail(asyncio.CancelledError())))
+
+    def _expired(self, job: Job) -> bool:
+        """End a job for which nobody waits, instead of starting it."""
+        if job.abandoned:
+            job.fail(asyncio.CancelledError())
+        elif job.budget is not None and job.budget <= 0.0:
+            job.fail(CallTimeout("the deadline had passed when the call was to start"))
+        else:
+            return False
+        return True
+
+    def _abandon(self, key: Any) -> None:
+        job = self._jobs.get(key)
+        if job is not None:
+            job.abandon()
+
+    def _note_goodbye(self, message: Goodbye) -> None:
+        farewell = self.farewell(message.caller)
+        if not farewell.done():
+            farewell.set_result(True)
+
+    def farewell(self, peer: str) -> "asyncio.Future[bool]":
+        """Done once `peer` has said goodbye (True) or was found lost (False)."""
+        if peer not in self._farewells:
+            self._farewells[peer] = self._loop.create_future()
+        return self._farewells[peer]
+
+    def ended(self, job: Job) -> bool:
+        """Forget `job`; False if it had ended already."""
+        return self._jobs.pop(job.key, None) is not None
+
+    async def close(self, patience: float) -> None:
+        """Cancel what runs, and answer everybody. Coroutines have `patience` seconds to end."""
+        jobs = list(self._jobs.values())
+        for job in jobs:
+            job.abandon()
+        end = self._loop.time() + patience
+        while self._jobs and self._loop.time() < end:
+            await asyncio.sleep(0.005)
+        for job in list(self._jobs.values()):
+            log.warning("%s did not end when its worker %s stopped", job, self.name)
+            job.fail(NotServing(f"worker {self.name!r} has stopped"))
+        stuck = self._threads.close(patience=0.1)
+        if stuck:
+            log.warning("%d plain `def` calls still run on worker %s", stuck, self.name)
+
+
+async def _run(job: Job, coroutine: Coroutine[Any, Any, Any]) -> None:
+    try:
+        value = await coroutine
+    except BaseException as exc:  # a KeyboardInterrupt would otherwise end the serving loop
+        job.fail(exc)
+    else:
+        job.succeed(value)
+
+
+def _take(job: Job, future: "Future[Any]") -> None:
+    try:
+        value = future.value()
+    except Exception as exc:
+        job.fail(exc)
+    else:
+        job.succeed(value)
+
+
+def _take_asyncio(job: Job, future: "asyncio.Future[Any]") -> None:
+    if future.cancelled():
+        job.fail(asyncio.CancelledError())
+    elif (exc := future.exception()) is not None:
+        job.fail(exc)
+    else:
+        job.succeed(future.result())
+
+
+def _completed(value: Any) -> "Future[Any]":
+    future: Future[Any] = Future()
+    future.set_result(value)
+    return future
+
+
+# ── the doors ───────────────────────────────────────────────────────────────────────────────────
+
+_serving: Server | None = None
+
+
+def serve(server: Server | None) -> None:
+    """Let `server` answer for this process; None: nobody does."""
+    global _serving
+    _serving = server
+
+
+@functions.async_execution
+def answer(message: Message) -> "Future[Any]":
+    """What every message between workers calls. On a thread of torch's."""
+    if _serving is None:
+        return _completed(Failure.of(NotServing(_NOBODY), "the callee"))
+    return _serving.accept(message)
+
+
+def answer_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+    """Run a function that wants the loop for a plain torch client, who gets the future."""
+    if _serving is None:
+        raise NotServing(_NOBODY)
+    return _serving.accept_torch(function, *args, **kwargs)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a plain function in one of the worker's threads; without a worker, in a new one."""
+    start = daemon("aiorpc-def") if _serving is None else _serving.lend_thread
+    return await run_blocking(start, functools.partial(contextvars.copy_context().run, function))
+
+
+_NOBODY = "no worker is serving in this process: enter worker() or local_world() first"
+
+_WANTS_LOOP = "_aiorpc_wants_loop"
+
+
+def wants_loop(function: Any) -> None:
+    """Mark a callable that returns an awaitable when it is called on an event loop."""
+    setattr(function, _WANTS_LOOP, True)
+
+
+def runs_on_loop(function: Callable[..., Any]) -> bool:
+    """Whether a call of `function` starts on the loop and not in a thread."""
+    return inspect.iscoroutinefunction(function) or getattr(function, _WANTS_LOOP, False)
+
+
+def on_a_loop() -> bool:
+    """Whether this thread is running an event loop."""
+    return asyncio._get_running_loop() is not None
+
+
+def async_execution(
+    function: Callable[P, Coroutine[Any, Any, R]],
+) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Let plain torch clients call an `async def`, as with `torch`'s decorator of the same name.
+
+    `rpc.rpc_sync("ps", f, args=...)` then runs the coroutine on the callee's serving loop and
+    occupies none of its RPC threads while it waits. Awaited locally, or called through this
+    library, it is the coroutine function that it was. As with torch's, `@staticmethod` and
+    `@classmethod` go outside.
+
+    Raises:
+        TypeError: if `function` is not an `async def`.
+    """
+    if not inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"async_execution decorates an `async def`, and {function!r} is none; a function "
+            "that returns a torch Future takes torch's own rpc.functions.async_execution"
+        )
+
+    @functools.wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if on_a_loop():
+            return function(*args, **kwargs)
+        return answer_torch(function, *args, **kwargs)
+
+    wants_loop(door)
+    return functions.async_execution(door)  # type: ignore[no-any-return, no-untyped-call]

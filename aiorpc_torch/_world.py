@@ -1,0 +1,335 @@
+"""A worker's life: it joins its world, serves on the running loop, and leaves.
+
+With `_bridge` the only room that knows how torch starts and stops. Processes are not its subject:
+those of a local world are `_local`'s.
+"""
+
+import asyncio
+import contextlib
+import logging
+import os
+import tempfile
+import warnings
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+import torch
+from torch.distributed import rpc
+from torch.distributed.rpc import api
+
+from . import _outbox, _server
+from ._outbox import Outbox
+from ._queue import close_queues
+from ._rendezvous import Meeting
+from ._server import Server
+from ._threads import daemon, run_blocking
+from .errors import RpcError, WorldTimeout
+
+__all__ = ("Worker", "worker")
+
+log = logging.getLogger("aiorpc_torch")
+
+DeviceMaps = Mapping[str, Mapping[Any, Any]]
+
+PING = 0.5  # seconds between two goodbyes to a peer that has not said its own
+AT_ONCE = 0.3  # seconds for goodbyes when an exception ends the world
+TOGETHER = 5.0  # seconds for torch's shutdown once every peer is known to be at it
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """This process as a member of a world: what `worker()` and `local_world()` yield."""
+
+    name: str
+    rank: int
+    world_size: int
+    peers: tuple[str, ...]
+    """The names of the other workers, in rank order."""
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Which worker of which world to be, and how. What `worker()` is given, checked."""
+
+    name: str
+    rank: int
+    world_size: int
+    init_method: str
+    threads: int = 16
+    transports: Sequence[str] | None = None
+    device_maps: DeviceMaps = field(default_factory=dict)
+    start_timeout: float = 60.0
+    stop_timeout: float | None = 10.0
+    is_local: bool = False
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.rank < self.world_size:
+            raise ValueError(f"rank is from 0 to world_size - 1, not {self.rank} of {self.world_size}")
+        if self.threads < 1:
+            raise ValueError(f"threads is at least 1, not {self.threads}")
+
+
+@contextlib.asynccontextmanager
+async def worker(
+    name: str | None = None,
+    *,
+    rank: int | None = None,
+    world_size: int | None = None,
+    init_method: str | None = None,
+    threads: int = 16,
+    transports: Sequence[str] | None = None,
+    device_maps: DeviceMaps | None = None,
+    start_timeout: float = 60.0,
+    stop_timeout: float = 10.0,
+) -> AsyncIterator[Worker]:
+    """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
+
+    The worker serves on the running loop from entry to exit. Exit waits, still serving, until
+    every live peer is done too, and always returns. An exception inside leaves at once and tells
+    the peers, whose calls to this worker then raise `WorkerLost`.
+
+    Args:
+        name: by which others call it; by default `worker{rank}`.
+        rank: its number, from 0; by default the environment's RANK, which torchrun sets.
+        world_size: how many workers there are; by default the environment's WORLD_SIZE.
+        init_method: where they meet, `tcp://host:port` or `file:///path`; by default the
+            environment's MASTER_ADDR and MASTER_PORT. A world of one needs none.
+        threads: of torch's RPC, and as many again for plain `def` methods.
+        transports: of TensorPipe, in order of preference; by default torch's choice. Shared memory
+            (`"shm"`) answers fastest and polls while it waits, `"uv"` idles at no cost.
+        device_maps: for each peer, this worker's devices to the peer's, as torch's `device_maps`.
+        start_timeout: seconds for the world to be complete.
+        stop_timeout: seconds that exit waits for peers.
+
+    Raises:
+        WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
+        ValueError: if the world is not described, here or in the environment.
+        RuntimeError: if this process is in a world already.
+    """
+    rank = _number("RANK", rank)
+    world_size = _number("WORLD_SIZE", world_size)
+    with _meeting_place(init_method, world_size) as where:
+        place = Place(
+            name=name or f"worker{rank}",
+            rank=rank,
+            world_size=world_size,
+            init_method=where,
+            threads=threads,
+            transports=transports,
+            device_maps=device_maps or {},
+            start_timeout=start_timeout,
+            stop_timeout=stop_timeout,
+        )
+        async with take_place(place) as me:
+            yield me
+
+
+@contextlib.asynccontextmanager
+async def take_place(place: Place) -> AsyncIterator[Worker]:
+    """Be the worker that `place` describes."""
+    if api._is_current_rpc_agent_set():
+        raise RuntimeError("this process is in a world already, and torch knows one at a time")
+    server = Server(place.name, place.threads, _devices(place))
+    _server.serve(server)  # before torch starts: a peer that is quicker may call already
+    try:
+        me = await _join(place)
+        log.info("%r: the world is complete", me)
+        clean = False
+        try:
+            yield me
+            clean = True
+        finally:
+            await _leave(me, server, place.stop_timeout if clean else AT_ONCE)
+    finally:
+        _server.serve(None)
+        _outbox.use(None)
+
+
+# ── joining ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _join(place: Place) -> Worker:
+    meeting = Meeting(place.init_method, place.rank, place.world_size, place.start_timeout)
+    try:
+        names = await run_blocking(daemon("aiorpc-join"), lambda: meeting.sign_in(place.name))
+    finally:
+        meeting.leave()
+    try:
+        async with asyncio.timeout(meeting.remaining() + 5.0):
+            await run_blocking(daemon("aiorpc-init"), lambda: _init_rpc(place))
+    except TimeoutError:
+        raise WorldTimeout("every worker came, but torch's start did not end: one has died") from None
+    _outbox.use(Outbox(place.name, api._get_current_rpc_agent().get_worker_infos()))
+    _keep[:] = [meeting]
+    peers = tuple(name for name in names if name != place.name)
+    return Worker(place.name, place.rank, place.world_size, peers)
+
+
+_keep: list[Meeting] = []  # the store of the world this process is in: rank 0's is its server
+
+
+def _init_rpc(place: Place) -> None:
+    options = rpc.TensorPipeRpcBackendOptions(
+        num_worker_threads=place.threads,
+        init_method=place.init_method,
+        device_maps={peer: dict(devices) for peer, devices in place.device_maps.items()},
+        _transports=None if place.transports is None else list(place.transports),
+    )
+    if place.is_local:
+        _forget_earlier_worlds()
+    # torch warns of the process group that its own init_rpc makes (2.11 to 2.15).
+    warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo")
+    with _loopback() if place.is_local else contextlib.nullcontext():
+        rpc.init_rpc(
+            place.name,
+            rank=place.rank,
+            world_size=place.world_size,
+            rpc_backend_options=options,
+        )
+
+
+def _forget_earlier_worlds() -> None:
+    # torch counts the worlds of a process and uses the counts as keys, so one that has left a
+    # world and a fresh one never meet (seen on 2.13 and 2.15, tests/test_worlds.py). A local
+    # world's store is new, so its count may start again.
+    rpc._init_counter = 0  # type: ignore[attr-defined]
+    api._all_gather_sequence_id.clear()
+    api._all_gather_sequence_id_to_states.clear()
+
+
+@contextlib.contextmanager
+def _loopback() -> Iterator[None]:
+    """Let gloo and TensorPipe bind to the loopback interface only, unless told otherwise."""
+    names = [name for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if name not in os.environ]
+    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
+    os.environ.update(dict.fromkeys(names, interface))
+    try:
+        yield
+    finally:
+        for name in names:
+            del os.environ[name]
+
+
+def _devices(place: Place) -> list[torch.device]:
+    used = {torch.device(own) for devices in place.device_maps.values() for own in devices}
+    return sorted((device for device in used if device.type == "cuda"), key=lambda d: d.index)
+
+
+# ── leaving ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def _leave(me: Worker, server: Server, patience: float | None) -> None:
+    """Leave the world, whatever happens meanwhile: a cancellation only ends the waiting."""
+    farewells = asyncio.create_task(_say_goodbye(me, server, patience))
+    ending = asyncio.create_task(_end(server, farewells))
+    interrupted = False
+    while not ending.done():
+        try:
+            # An anyio scope cancels again and again: once is enough.
+            with anyio.CancelScope(shield=interrupted):
+                await asyncio.wait((ending,))
+        except asyncio.CancelledError:
+            interrupted = True
+            farewells.cancel()
+    ending.result()
+    if interrupted:
+        raise asyncio.CancelledError
+
+
+async def _say_goodbye(me: Worker, server: Server, patience: float | None) -> bool:
+    """Tell every peer, and wait until each has said it too. True if all of them have."""
+    farewells = {peer: server.farewell(peer) for peer in me.peers}
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(patience):
+            await asyncio.gather(*(_part(peer, said) for peer, said in farewells.items()))
+    if silent := [peer for peer, said in farewells.items() if not said.done()]:
+        log.info("%r did not wait for %s", me, ", ".join(silent))
+    return all(said.done() and said.result() for said in farewells.values())
+
+
+async def _part(peer: str, farewell: "asyncio.Future[bool]") -> None:
+    try:
+        await _outbox.current().say_goodbye(peer)
+        while not farewell.done():
+            await asyncio.wait((farewell,), timeout=PING)
+            # Said again, it is the question whether the peer lives: a dead one breaks the pipe.
+            await _outbox.current().say_goodbye(peer)
+    except RpcError as exc:
+        log.debug("no goodbye from %s: %s", peer, exc)
+        if not farewell.done():
+            farewell.set_result(False)
+
+
+async def _end(server: Server, farewells: "asyncio.Task[bool]") -> None:
+    await asyncio.wait((farewells,))
+    together = not farewells.cancelled() and farewells.result()
+    await close_queues()
+    await server.close(patience=0.5)
+    _outbox.use(None)
+    await _stop_rpc(together=together)
+    _keep.clear()
+
+
+async def _stop_rpc(*, together: bool) -> None:
+    # Together, torch's own way out is quiet, and quick since all are on it; but it waits for a
+    # peer that does not come until that peer exits, whatever its timeout (seen on 2.13).
+    ways = [_shutdown_together, _shutdown_alone] if together else [_shutdown_alone]
+    for way in ways:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(TOGETHER):
+                await run_blocking(daemon("aiorpc-stop"), way)
+        if not api._is_current_rpc_agent_set():
+            return
+    log.error("torch's RPC did not stop within %g s", TOGETHER * len(ways))
+
+
+def _shutdown_together() -> None:
+    try:
+        rpc.shutdown(graceful=True)
+    except RuntimeError as exc:  # a peer died on the way out; torch has shut down all the same
+        log.debug("shutdown: %s", exc)
+
+
+def _shutdown_alone() -> None:
+    rpc.shutdown(graceful=False)
+
+
+# ── what the environment says ───────────────────────────────────────────────────────────────────
+
+
+def _number(variable: str, given: int | None) -> int:
+    if given is not None:
+        return given
+    try:
+        return int(os.environ[variable])
+    except KeyError:
+        raise ValueError(
+            f"worker() needs {variable.lower()}=, or {variable} in the environment (torchrun sets it)"
+        ) from None
+
+
+@contextlib.contextmanager
+def _meeting_place(init_method: str | None, world_size: int) -> Iterator[str]:
+    if init_method is not None:
+        yield init_method
+    elif world_size == 1:
+        with new_meeting_place() as where:
+            yield where
+    else:
+        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+            raise ValueError(
+                f"worker() needs init_method=, or {' and '.join(missing)} in the environment"
+            )
+        yield "env://"
+
+
+@contextlib.contextmanager
+def new_meeting_place() -> Iterator[str]:
+    """A file store's address for a new world on this machine: no port is opened for it."""
+    with tempfile.TemporaryDirectory(prefix="aiorpc-", ignore_cleanup_errors=True) as folder:
+        yield f"file://{folder}/store"

@@ -1,0 +1,90 @@
+"""What can go wrong, and what to do about each.
+
+Whatever the remote code raises arrives as itself, with a `RemoteTraceback` as its cause. The
+classes here are for what happens *to* a call: plain Python, no torch, no event loop.
+"""
+
+from collections.abc import Iterable
+
+__all__ = (
+    "BatchContractError",
+    "CallTimeout",
+    "NotServing",
+    "RemoteError",
+    "RemoteTraceback",
+    "RpcError",
+    "WorkerLost",
+    "WorldTimeout",
+)
+
+
+class RpcError(Exception):
+    """Something happened to a call that is not the callee's own exception."""
+
+
+class CallTimeout(RpcError, TimeoutError):
+    """The deadline passed before the answer came.
+
+    A coroutine on the callee has been told to stop; a plain `def` runs to its end and its
+    result is dropped. The call may have had its effect: retry only what may run twice.
+    """
+
+
+class WorkerLost(RpcError, ConnectionError):
+    """The worker is gone. The call may or may not have run.
+
+    `worker` is its name. A world's membership is fixed, so the worker does not come back into
+    this world: finish without it, or leave and start a new world.
+    """
+
+    def __init__(self, worker: str, reason: str = "the connection broke") -> None:
+        super().__init__(f"worker {worker!r} is lost: {reason}")
+        self.worker = worker
+
+
+class NotServing(RpcError):
+    """There is no serving worker, here or at the other end.
+
+    Here: enter `worker()` or `local_world()` first. There: the peer has not entered its world
+    through this library, or has left it already.
+    """
+
+
+class RemoteError(RpcError):
+    """The callee raised something that cannot be raised here; its text is the cause.
+
+    Either its class or a value in it cannot be pickled or imported here, or it is addressed to
+    the callee's own process or task (`SystemExit`, `KeyboardInterrupt`, `CancelledError`, ...)
+    and would be misunderstood in the caller's.
+    """
+
+
+class RemoteTraceback(Exception):  # noqa: N818 - what it is, not an error of its own
+    """The traceback on the worker that raised: the `__cause__` of every remote exception."""
+
+    def __init__(self, worker: str, text: str) -> None:
+        super().__init__(worker, text)
+        self.worker = worker
+        self.text = text
+
+    def __str__(self) -> str:
+        return f"on worker {self.worker!r}:\n\n{self.text}"
+
+
+class WorldTimeout(RpcError, TimeoutError):
+    """The world was not complete within `start_timeout`.
+
+    `missing` holds the ranks that did not come. Start them, or raise `start_timeout`.
+    """
+
+    def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
+        super().__init__(message)
+        self.missing = tuple(missing)
+
+
+class BatchContractError(RpcError, TypeError):
+    """A `@batched` body answered something that is not one result for each caller.
+
+    It may return a list or tuple as long as the batch, a tensor whose first dimension is the
+    batch, or `Broadcast(value)`. The message names the function and what it returned.
+    """
