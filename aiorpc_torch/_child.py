@@ -12,7 +12,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -38,6 +38,7 @@ class Child:
         self.name = place.name
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
+        # Ours stays open until `close`: its end would be our death to the child.
         self._pipe, theirs = multiprocessing.Pipe()
         # Not "fork", which copies torch's threads' locks but not its threads.
         context = multiprocessing.get_context("spawn")
@@ -61,10 +62,13 @@ class Child:
         try:
             self._failure = self._pipe.recv().exception()
         except (EOFError, OSError):
-            asyncio.get_running_loop().remove_reader(self._pipe.fileno())
+            self.forget()
             self._process.join(0.5)  # the kernel closes its files just before it is reaped
-            if not self.ended.done():
-                self.ended.set_result(self._failure or self._death())
+            self.ended.set_result(self._failure or self._death())
+
+    def forget(self) -> None:
+        """Watch the child no longer."""
+        self.ended.get_loop().remove_reader(self._pipe.fileno())
 
     def _death(self) -> BaseException | None:
         code = self._process.exitcode
@@ -77,11 +81,14 @@ class Child:
             self._process.kill()
             self._process.join()
         self._process.close()
+        self._pipe.close()
 
 
-async def close_all(children: Iterable[Child], patience: float) -> None:
+async def close_all(children: Sequence[Child], patience: float) -> None:
     """See every child to its end."""
     end = time.monotonic() + patience
+    for child in children:
+        child.forget()
 
     def close() -> None:
         for child in children:

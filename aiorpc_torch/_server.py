@@ -54,7 +54,7 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # what a method sees, whoever calls it
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
-        self._farewells: dict[str, asyncio.Future[bool]] = {}
+        self._farewells: dict[str, asyncio.Future[Goodbye | None]] = {}
         self._lock = threading.Lock()
         self._lanes: defaultdict[str, Lane[_Start]] = defaultdict(Lane)
         self._jobs: dict[Any, Job] = {}
@@ -210,10 +210,10 @@ class Server:
     def _note_goodbye(self, message: Goodbye) -> None:
         farewell = self.farewell(message.caller)
         if not farewell.done():
-            farewell.set_result(True)
+            farewell.set_result(message)
 
-    def farewell(self, peer: str) -> "asyncio.Future[bool]":
-        """Done once `peer` has said goodbye (True) or was found lost (False)."""
+    def farewell(self, peer: str) -> "asyncio.Future[Goodbye | None]":
+        """Done once `peer` has said goodbye, or was found lost (None)."""
         if peer not in self._farewells:
             self._farewells[peer] = self._loop.create_future()
         return self._farewells[peer]

@@ -189,10 +189,11 @@ class Cancel(NamedTuple):
 
 
 class Goodbye(NamedTuple):
-    """The sender leaves, and makes no more calls."""
+    """The sender leaves, and makes no more calls. `again`: it was in an earlier world too."""
 
     caller: str
     seq: int
+    again: bool
 
 
 Message = Call | Cancel | Goodbye

@@ -6,6 +6,7 @@ those of a local world are `_local`'s.
 
 import asyncio
 import contextlib
+import enum
 import logging
 import os
 import tempfile
@@ -25,6 +26,7 @@ from ._queue import close_queues
 from ._rendezvous import Meeting
 from ._server import Server
 from ._threads import daemon, run_blocking
+from ._wire import Goodbye
 from .errors import RpcError, WorldTimeout
 
 __all__ = ("Worker", "worker")
@@ -170,10 +172,13 @@ async def _join(place: Place) -> Worker:
     return Worker(place.name, place.rank, place.world_size, peers)
 
 
+_worlds = 0  # that this process has joined
 _keep: list[Meeting] = []  # the store of the world this process is in: rank 0's is its server
 
 
 def _init_rpc(place: Place) -> None:
+    global _worlds
+    _worlds += 1
     options = rpc.TensorPipeRpcBackendOptions(
         num_worker_threads=place.threads,
         init_method=place.init_method,
@@ -223,6 +228,39 @@ def _devices(place: Place) -> list[torch.device]:
 # ── leaving ─────────────────────────────────────────────────────────────────────────────────────
 
 
+def _together() -> None:
+    try:
+        rpc.shutdown(graceful=True)
+    except RuntimeError as exc:  # a peer died on the way out; torch has shut down all the same
+        log.debug("shutdown: %s", exc)
+
+
+def _by_itself() -> None:
+    try:
+        api._get_current_rpc_agent().join(shutdown=True)
+    finally:
+        rpc.shutdown(graceful=False)
+
+
+def _alone() -> None:
+    rpc.shutdown(graceful=False)
+
+
+class Way(enum.Enum):
+    """How to shut torch's RPC down; each value does it, blocking.
+
+    Seen on torch 2.13 and 2.15 (tests/test_worlds.py): TOGETHER is quiet, and quick once every
+    peer is at it. But it waits for a peer that does not come until that peer exits, whatever its
+    timeout, and its barriers are numbered by a counter of the process that nothing resets: one
+    that was in an earlier world and a fresh one wait for ever. ALONE waits for nobody, and peers
+    that are still up log a broken pipe. BY_ITSELF is the quiet way out of a world of one.
+    """
+
+    TOGETHER = enum.member(_together)
+    ALONE = enum.member(_alone)
+    BY_ITSELF = enum.member(_by_itself)
+
+
 async def _leave(me: Worker, server: Server, patience: float | None) -> None:
     """Leave the world, whatever happens meanwhile: a cancellation only ends the waiting."""
     farewells = asyncio.create_task(_say_goodbye(me, server, patience))
@@ -241,62 +279,53 @@ async def _leave(me: Worker, server: Server, patience: float | None) -> None:
         raise asyncio.CancelledError
 
 
-async def _say_goodbye(me: Worker, server: Server, patience: float | None) -> bool:
-    """Tell every peer, and wait until each has said it too. True if all of them have."""
+async def _say_goodbye(me: Worker, server: Server, patience: float | None) -> Way:
+    """Tell every peer, wait until each has said it too, and see which way out is open."""
     farewells = {peer: server.farewell(peer) for peer in me.peers}
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(patience):
             await asyncio.gather(*(_part(peer, said) for peer, said in farewells.items()))
     if silent := [peer for peer, said in farewells.items() if not said.done()]:
         log.info("%r did not wait for %s", me, ", ".join(silent))
-    return all(said.done() and said.result() for said in farewells.values())
+    if not me.peers:
+        return Way.BY_ITSELF
+    goodbyes = [said.result() if said.done() else None for said in farewells.values()]
+    fresh = _worlds == 1 and all(said is not None and not said.again for said in goodbyes)
+    return Way.TOGETHER if fresh else Way.ALONE
 
 
-async def _part(peer: str, farewell: "asyncio.Future[bool]") -> None:
+async def _part(peer: str, farewell: "asyncio.Future[Goodbye | None]") -> None:
+    again = _worlds > 1
     try:
-        await _outbox.current().say_goodbye(peer)
+        await _outbox.current().say_goodbye(peer, again=again)
         while not farewell.done():
             await asyncio.wait((farewell,), timeout=PING)
             # Said again, it is the question whether the peer lives: a dead one breaks the pipe.
-            await _outbox.current().say_goodbye(peer)
+            await _outbox.current().say_goodbye(peer, again=again)
     except RpcError as exc:
         log.debug("no goodbye from %s: %s", peer, exc)
         if not farewell.done():
-            farewell.set_result(False)
+            farewell.set_result(None)
 
 
-async def _end(server: Server, farewells: "asyncio.Task[bool]") -> None:
+async def _end(server: Server, farewells: "asyncio.Task[Way]") -> None:
     await asyncio.wait((farewells,))
-    together = not farewells.cancelled() and farewells.result()
+    way = Way.ALONE if farewells.cancelled() else farewells.result()
     await close_queues()
     await server.close(patience=0.5)
     _outbox.use(None)
-    await _stop_rpc(together=together)
+    await _stop_rpc(way)
     _keep.clear()
 
 
-async def _stop_rpc(*, together: bool) -> None:
-    # Together, torch's own way out is quiet, and quick since all are on it; but it waits for a
-    # peer that does not come until that peer exits, whatever its timeout (seen on 2.13).
-    ways = [_shutdown_together, _shutdown_alone] if together else [_shutdown_alone]
-    for way in ways:
+async def _stop_rpc(way: Way) -> None:
+    for attempt in dict.fromkeys((way, Way.ALONE)):
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(TOGETHER):
-                await run_blocking(daemon("aiorpc-stop"), way)
+                await run_blocking(daemon("aiorpc-stop"), attempt.value)
         if not api._is_current_rpc_agent_set():
             return
-    log.error("torch's RPC did not stop within %g s", TOGETHER * len(ways))
-
-
-def _shutdown_together() -> None:
-    try:
-        rpc.shutdown(graceful=True)
-    except RuntimeError as exc:  # a peer died on the way out; torch has shut down all the same
-        log.debug("shutdown: %s", exc)
-
-
-def _shutdown_alone() -> None:
-    rpc.shutdown(graceful=False)
+    log.error("torch's RPC did not stop within %g s", TOGETHER)
 
 
 # ── what the environment says ───────────────────────────────────────────────────────────────────
