@@ -5,16 +5,19 @@ to the parent. Its end is the sign of death, both ways: the kernel closes it how
 """
 
 import asyncio
+import atexit
 import contextlib
 import enum
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NoReturn
 
 from ._exceptions import Failure
 from ._threads import daemon, run_blocking
@@ -101,6 +104,8 @@ async def close_all(children: Sequence[Child], patience: float) -> None:
 def _sigint_held_back() -> Iterator[None]:
     # Ctrl-C goes to the whole group of processes, and a child that is still importing torch would
     # print a traceback. The mask is inherited; `live` puts a handler in its place.
+    # multiprocessing's tracker unblocks the signal when it starts: so it starts first.
+    resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
@@ -148,19 +153,31 @@ class _Parent:
                 self._tell(word)
 
 
-def live(pipe: Connection, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:
+def live(pipe: Connection, place: Place, main: Main | None, args: tuple[Any, ...]) -> NoReturn:
     """The whole life of a child."""
     # A handler, not SIG_IGN, which programs started from here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     parent = _Parent(pipe)
+    code = 0
     try:
         asyncio.run(_work(parent, place, main, args))
     except asyncio.CancelledError:
         pass  # the parent said so
     except BaseException as exc:
-        parent.report(exc, place.name)
-        raise SystemExit(1) from None  # its traceback is raised, and printed once, in the parent
+        parent.report(exc, place.name)  # raised, and its traceback printed once, in the parent
+        code = 1
+    _end(code)
+
+
+def _end(code: int) -> NoReturn:
+    # As a forked child of multiprocessing ends: exit functions run and streams are flushed, but
+    # the interpreter is not taken down, for which torch needs a second of every core.
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
 
 
 async def _work(parent: _Parent, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:

@@ -1,0 +1,110 @@
+"""How do two ways of doing one thing compare on a machine that is noisy?
+
+They take turns in one run and one world. A ratio is that of two neighbours in time, so what slows
+the machine for a while slows both; a row shows the median of the ratios, and the spread of each way.
+"""
+
+import argparse
+import gc
+import os
+import platform
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """What was measured in each repetition; `raw` is empty where torch has nothing to compare."""
+
+    ours: Sequence[float]
+    raw: Sequence[float] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the table: what was measured, in which unit, and the figure aimed at."""
+
+    what: str
+    unit: str
+    runs: Runs
+    aim: str
+
+    def cells(self) -> tuple[str, ...]:
+        ours, raw = self.runs.ours, self.runs.raw
+        ratios = [mine / theirs for mine, theirs in zip(ours, raw, strict=False)]
+        ratio = f"{median(ratios):.2f}" if ratios else ""
+        return self.what, self.unit, _spread(ours), _spread(raw), ratio, self.aim
+
+
+def arguments(description: str) -> argparse.Namespace:
+    """`quick`, and `repeat`: how many times each measurement is repeated."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="fewer calls, to see that it works")
+    parser.add_argument("--repeat", type=int, metavar="N", help="repetitions (5; quick: 2)")
+    given = parser.parse_args()
+    if given.repeat is None:
+        given.repeat = 2 if given.quick else 5
+    elif given.repeat < 1:
+        parser.error("--repeat is at least 1")
+    return given
+
+
+async def take_turns(
+    repeat: int, ours: Callable[[], Awaitable[float]], raw: Callable[[], float]
+) -> Runs:
+    """Measure both ways `repeat` times.
+
+    `raw` blocks the loop, since torch's own callers have none: in a thread beside a loop it would
+    pay for the change of threads.
+    """
+    runs: tuple[list[float], list[float]] = [], []
+    for turn in range(repeat + 1):
+        # Whoever comes second finds a warmer machine: they take that in turns too.
+        for way in (0, 1) if turn % 2 else (1, 0):
+            gc.collect()  # nobody pays for the other's garbage
+            runs[way].append(raw() if way else await ours())
+    return Runs(runs[0][1:], runs[1][1:])  # the first turn warms up
+
+
+async def repeated(repeat: int, ours: Callable[[], Awaitable[float]]) -> Runs:
+    """Measure what torch has no counterpart for."""
+    return Runs([await ours() for _ in range(repeat + 1)][1:])
+
+
+def show(rows: Sequence[Row]) -> None:
+    """Print the table, and where it was measured."""
+    heads = ("", "unit", "ours [min–max]", "raw torch [min–max]", "ratio", "aim")
+    table = [heads, *(row.cells() for row in rows)]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    table.insert(1, tuple("─" * width for width in widths))
+    for cells in table:
+        print("  ".join(map(str.ljust, cells, widths)).rstrip())
+    turns = len(rows[0].runs.ours)
+    print(f"\nmedians of {turns} repetitions; ratio: ours / raw, the median of the pairs' ratios")
+    print(
+        f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
+        f"torch {torch.__version__}, Python {platform.python_version()}, "
+        f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+    )
+
+
+def _spread(values: Sequence[float]) -> str:
+    if not values:
+        return "–"
+    return f"{_number(median(values))} [{_number(min(values))}–{_number(max(values))}]"
+
+
+def _number(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100.0 else f"{value:.3g}"
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [line.partition(":")[2].strip() for line in file if "model name" in line]
+    except OSError:
+        names = []
+    return names[0] if names else platform.machine()

@@ -1,0 +1,163 @@
+"""What does a call cost, alone, among thousands and with large tensors, against torch's own RPC?
+
+python -m benchmarks.calls [--quick] [--repeat N]
+"""
+
+import asyncio
+from functools import partial
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+from torch.distributed.rpc import RRef, WorkerInfo
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import remote
+
+from ._compare import Row, Runs, arguments, repeated, show, take_turns
+
+NAP = 0.01
+SMALL = torch.rand(4)
+MB = 1_000_000
+
+
+class Server:
+    def plain(self, x: Tensor) -> Tensor:
+        return x
+
+    async def on_loop(self, x: Tensor) -> Tensor:
+        return x
+
+    async def nap(self) -> None:
+        await asyncio.sleep(NAP)
+
+
+# Not `torch.add` or the like, which torch calls without Python: one's own code is what is called.
+def echo(x: Tensor) -> Tensor:
+    return x
+
+
+async def main(quick: bool, repeat: int) -> list[Row]:
+    calls = 500 if quick else 3_000
+    async with aiorpc.local_world(["server"]):
+        # By its WorkerInfo, and without a timeout to keep book of: torch's quickest way.
+        peer = rpc.get_worker_info("server")
+        server = await aiorpc.create("server", Server)
+        return [
+            *await lone_rows(server, peer, repeat, 100 if quick else 500),
+            *await crowd_rows(server, peer, repeat, calls),
+            *await tensor_rows(server, peer, repeat, [16] if quick else [16, 128]),
+            await nap_row(server, repeat, calls),
+        ]
+
+
+# ── a lone call ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def lone_rows(server: RRef[Server], peer: WorkerInfo, repeat: int, calls: int) -> list[Row]:
+    async def runs(method: str) -> Runs:
+        ours = partial(lone, server, method, calls)
+        return await take_turns(repeat, ours, partial(raw_lone, peer, calls))
+
+    return [
+        Row("lone call of a def", "µs", await runs("plain"), "≤ 1.0"),
+        Row("lone call of an async def", "µs", await runs("on_loop"), "≤ 1.1"),
+    ]
+
+
+async def lone(server: RRef[Server], method: str, calls: int) -> float:
+    times = []
+    for _ in range(calls):
+        start = perf_counter()
+        await getattr(remote(server), method)(SMALL)
+        times.append(perf_counter() - start)
+    return median(times) * 1e6
+
+
+def raw_lone(peer: WorkerInfo, calls: int) -> float:
+    times = []
+    for _ in range(calls):
+        start = perf_counter()
+        rpc.rpc_sync(peer, echo, args=(SMALL,), timeout=0)
+        times.append(perf_counter() - start)
+    return median(times) * 1e6
+
+
+# ── thousands at once ───────────────────────────────────────────────────────────────────────────
+
+
+async def crowd_rows(server: RRef[Server], peer: WorkerInfo, repeat: int, calls: int) -> list[Row]:
+    async def runs(method: str) -> Runs:
+        ours = partial(crowd, server, method, calls)
+        return await take_turns(repeat, ours, partial(raw_crowd, peer, calls))
+
+    return [
+        Row(f"{calls:,} at once of a def", "calls/s", await runs("plain"), "≥ 10"),
+        Row(f"{calls:,} at once of an async def", "calls/s", await runs("on_loop"), "≥ 10"),
+    ]
+
+
+async def crowd(server: RRef[Server], method: str, calls: int) -> float:
+    start = perf_counter()
+    await asyncio.gather(*(getattr(remote(server), method)(SMALL) for _ in range(calls)))
+    return calls / (perf_counter() - start)
+
+
+def raw_crowd(peer: WorkerInfo, calls: int) -> float:
+    start = perf_counter()
+    torch.futures.wait_all(
+        [rpc.rpc_async(peer, echo, args=(SMALL,), timeout=0) for _ in range(calls)]
+    )
+    return calls / (perf_counter() - start)
+
+
+# ── large tensors ───────────────────────────────────────────────────────────────────────────────
+
+
+async def tensor_rows(
+    server: RRef[Server], peer: WorkerInfo, repeat: int, sizes: list[int]
+) -> list[Row]:
+    rows = []
+    for size in sizes:
+        big, trips = torch.rand(size * MB // 4), max(2, 128 // size)
+        ours = partial(carry, server, big, trips)
+        runs = await take_turns(repeat, ours, partial(raw_carry, peer, big, trips))
+        rows.append(Row(f"{size} MB there and back", "MB/s", runs, "≥ 0.95"))
+    return rows
+
+
+async def carry(server: RRef[Server], big: Tensor, trips: int) -> float:
+    start = perf_counter()
+    for _ in range(trips):
+        await remote(server).plain(big)
+    return 2 * trips * big.nbytes / MB / (perf_counter() - start)
+
+
+def raw_carry(peer: WorkerInfo, big: Tensor, trips: int) -> float:
+    start = perf_counter()
+    for _ in range(trips):
+        rpc.rpc_sync(peer, echo, args=(big,), timeout=0)
+    return 2 * trips * big.nbytes / MB / (perf_counter() - start)
+
+
+# ── methods that wait ───────────────────────────────────────────────────────────────────────────
+
+
+async def nap_row(server: RRef[Server], repeat: int, calls: int) -> Row:
+    runs = await repeated(repeat, partial(naps, server, calls))
+    # Raw torch has no other way to wait than to block the thread that was given the call.
+    blocked = f"(2 blocked threads: {calls * NAP / 2:.3g} s)"
+    return Row(f"{calls:,} at once that sleep {NAP * 1e3:.0f} ms", "s", runs, blocked)
+
+
+async def naps(server: RRef[Server], calls: int) -> float:
+    start = perf_counter()
+    await asyncio.gather(*(remote(server).nap() for _ in range(calls)))
+    return perf_counter() - start
+
+
+if __name__ == "__main__":
+    given = arguments("What a call costs, against torch.distributed.rpc's own.")
+    show(asyncio.run(main(given.quick, given.repeat)))

@@ -1,0 +1,1 @@
+"""Programs as coroutines. Each runs alone: `python -m examples.cartpole`."""

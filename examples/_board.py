@@ -1,0 +1,80 @@
+"""What the demo shows: a live table while it trains, and the learning curve."""
+
+import statistics
+import time
+from pathlib import Path
+from typing import Protocol, Self
+
+import matplotlib as mpl
+from rich.live import Live
+from rich.table import Table
+
+RECENT = 20  # episodes in a running mean
+
+
+class Progress(Protocol):
+    """What the table is made of."""
+
+    rewards: list[float]
+    steps: int
+    batches: int
+
+
+class Board:
+    """A live table of an agent's progress, as a context manager."""
+
+    def __init__(self, agent: Progress) -> None:
+        self._agent = agent
+        self._start = self._since = time.monotonic()
+        self._steps = self._batches = 0
+        self._rate = self._size = 0.0
+        self._live = Live(get_renderable=self._table, refresh_per_second=4)
+
+    def __enter__(self) -> Self:
+        self._live.__enter__()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._live.__exit__(None, None, None)
+        if not self._live.console.is_terminal:
+            self._live.console.print()  # rich ends a redirected table without a line's end
+
+    def _table(self) -> Table:
+        self._measure()
+        table = Table(title="CartPole-v1: one agent, batched")
+        for name in ("seconds", "episodes", f"reward (last {RECENT})", "agent steps/s", "mean batch"):
+            table.add_column(name, justify="right")
+        rewards = self._agent.rewards
+        table.add_row(
+            f"{time.monotonic() - self._start:.0f}",
+            f"{len(rewards):,}",
+            f"{statistics.mean(rewards[-RECENT:]):.1f}" if rewards else "-",
+            f"{self._rate:,.0f}",
+            f"{self._size:.1f}",
+        )
+        return table
+
+    def _measure(self) -> None:
+        now, steps, batches = time.monotonic(), self._agent.steps, self._agent.batches
+        if now - self._since < 0.5:  # a shorter window flickers
+            return
+        self._rate = (steps - self._steps) / (now - self._since)
+        self._size = (steps - self._steps) / max(1, batches - self._batches)
+        self._since, self._steps, self._batches = now, steps, batches
+
+
+def plot(rewards: list[float], path: Path) -> Path:
+    """Write the learning curve as a picture, and return where."""
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # only after the backend is chosen
+
+    means = [statistics.mean(rewards[max(0, n - RECENT + 1) : n + 1]) for n in range(len(rewards))]
+    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
+    axes.plot(rewards, ".", markersize=3, alpha=0.4, label="episode")
+    axes.plot(means, label=f"mean of the last {RECENT}")
+    axes.set(xlabel="episode", ylabel="reward", title="REINFORCE on CartPole-v1, batched inference")
+    axes.legend()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+    plt.close(figure)
+    return path
