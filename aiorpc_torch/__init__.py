@@ -10,7 +10,7 @@ The map of the house, from the ground up; imports point down only.
     _jobs, _server                    the callee: from a message to the loop or a thread, and back
     _outbox, _remote                  the caller: what the user types, and the message it becomes
     _answers, _queue, _batched        `@batched`
-    _rendezvous, _world               a worker's life: it joins, serves and leaves
+    _rendezvous, _leaving, _world     a worker's life: it joins, serves and leaves
     _child, _local                    worlds on this machine
 """
 

@@ -58,7 +58,9 @@ def batched(
             raise TypeError("batched needs max_size=, a Fill or a Round")
         policy = Fill(max_size, max_wait)
     elif not isinstance(policy, Policy):
-        raise TypeError(f"batched takes a Fill or a Round first, as in @batched(max_size=64), not {policy!r}")
+        raise TypeError(
+            f"batched takes a Fill or a Round first, as in @batched(max_size=64), not {policy!r}"
+        )
     elif max_size is not None or max_wait:
         raise TypeError("batched takes a policy or the arguments of a Fill, not both")
     return functools.partial(Batched, policy=policy)

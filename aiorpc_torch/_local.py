@@ -105,9 +105,7 @@ def run_local(
         return asyncio.run(_run(main, places, tuple(args)))
 
 
-async def _run(
-    main: Callable[..., Awaitable[T]], places: list[Place], args: tuple[Any, ...]
-) -> T:
+async def _run(main: Callable[..., Awaitable[T]], places: list[Place], args: tuple[Any, ...]) -> T:
     async with _children(places[1:], main, args) as children:
         async with _unless_one_fails(children), take_place(places[0]) as me:
             with _last_word(children):

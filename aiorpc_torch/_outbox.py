@@ -73,9 +73,9 @@ class Outbox:
             raise transport_error(exc, worker) from exc
         return _result(outcome)
 
-    async def say_goodbye(self, worker: str, *, again: bool) -> None:
+    async def say_goodbye(self, worker: str, *, alone: bool) -> None:
         """Tell `worker` that this process leaves. Raises WorkerLost if it has gone itself."""
-        _, heard = self._send(worker, lambda seq: Goodbye(self.name, seq, again))
+        _, heard = self._send(worker, lambda seq: Goodbye(self.name, seq, alone))
         try:
             await wrap_future(heard)
         except RuntimeError as exc:

@@ -54,9 +54,11 @@ class Server:
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # what a method sees, whoever calls it
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
-        self._farewells: dict[str, asyncio.Future[Goodbye | None]] = {}
+        self.goodbyes: dict[str, Goodbye] = {}  # each peer's latest
+        self._farewells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._lock = threading.Lock()
         self._lanes: defaultdict[str, Lane[_Start]] = defaultdict(Lane)
+        self._early: list[_Start] | None = []  # until `open`
         self._jobs: dict[Any, Job] = {}
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
@@ -90,7 +92,9 @@ class Server:
         self._in_order(call, start)
         return job.reply
 
-    def accept_torch(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+    def accept_torch(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> "Future[Any]":
         """Run `function`, which wants the loop, for a plain torch client."""
         job = TorchJob(self, function, args, kwargs, self._devices)
         self._jobs[job] = job
@@ -116,6 +120,9 @@ class Server:
     def _in_order(self, message: Message, start: _Start) -> None:
         with self._lock:
             due = self._lanes[message.caller].arrived(message.seq, start)
+            if self._early is not None:
+                self._early += due
+                return
             # Here and now, while threads are idle and nobody else's turn has come with ours: a
             # lone `def` is answered without a change of threads.
             here = len(due) == 1 and not start.on_loop and self._inline.acquire(blocking=False)
@@ -128,6 +135,13 @@ class Server:
                 start.run()
             finally:
                 self._inline.release()
+
+    def open(self) -> None:
+        """This process has joined its world: start what its quicker peers have sent already."""
+        with self._lock:
+            early, self._early = self._early or [], None
+            for step in early:
+                self._hand_over(step)
 
     def _hand_over(self, step: _Start) -> None:
         if step.on_loop:
@@ -208,14 +222,11 @@ class Server:
             job.abandon()
 
     def _note_goodbye(self, message: Goodbye) -> None:
-        farewell = self.farewell(message.caller)
-        if not farewell.done():
-            farewell.set_result(message)
+        self.goodbyes[message.caller] = message
+        self.farewell(message.caller).set()
 
-    def farewell(self, peer: str) -> "asyncio.Future[Goodbye | None]":
-        """Done once `peer` has said goodbye, or was found lost (None)."""
-        if peer not in self._farewells:
-            self._farewells[peer] = self._loop.create_future()
+    def farewell(self, peer: str) -> asyncio.Event:
+        """Set once `peer` has said goodbye, or was found lost."""
         return self._farewells[peer]
 
     def ended(self, job: Job) -> bool:

@@ -189,11 +189,11 @@ class Cancel(NamedTuple):
 
 
 class Goodbye(NamedTuple):
-    """The sender leaves, and makes no more calls. `again`: it was in an earlier world too."""
+    """The sender leaves, and makes no more calls; `alone`, it does not join in torch's shutdown."""
 
     caller: str
     seq: int
-    again: bool
+    alone: bool
 
 
 Message = Call | Cancel | Goodbye

@@ -6,7 +6,6 @@ those of a local world are `_local`'s.
 
 import asyncio
 import contextlib
-import enum
 import logging
 import os
 import tempfile
@@ -15,29 +14,23 @@ from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import anyio
 import torch
 from torch.distributed import rpc
 from torch.distributed.rpc import api
 
 from . import _outbox, _server
+from ._leaving import AT_ONCE, Leaving
 from ._outbox import Outbox
-from ._queue import close_queues
 from ._rendezvous import Meeting
 from ._server import Server
 from ._threads import daemon, run_blocking
-from ._wire import Goodbye
-from .errors import RpcError, WorldTimeout
+from .errors import WorldTimeout
 
 __all__ = ("Worker", "worker")
 
 log = logging.getLogger("aiorpc_torch")
 
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
-
-PING = 0.5  # seconds between two goodbyes to a peer that has not said its own
-AT_ONCE = 0.3  # seconds for goodbyes when an exception ends the world
-TOGETHER = 5.0  # seconds for torch's shutdown once every peer is known to be at it
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +64,9 @@ class Place:
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:
-            raise ValueError(f"rank is from 0 to world_size - 1, not {self.rank} of {self.world_size}")
+            raise ValueError(
+                f"rank is from 0 to world_size - 1, not {self.rank} of {self.world_size}"
+            )
         if self.threads < 1:
             raise ValueError(f"threads is at least 1, not {self.threads}")
 
@@ -140,13 +135,21 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     _server.serve(server)  # before torch starts: a peer that is quicker may call already
     try:
         me = await _join(place)
+        server.open()
         log.info("%r: the world is complete", me)
         clean = False
         try:
             yield me
             clean = True
         finally:
-            await _leave(me, server, place.stop_timeout if clean else AT_ONCE)
+            await Leaving(
+                _outbox.current(),
+                server,
+                me.peers,
+                patience=place.stop_timeout if clean else AT_ONCE,
+                alone=_worlds > 1,
+            ).run()
+            _keep.clear()
     finally:
         _server.serve(None)
         _outbox.use(None)
@@ -165,7 +168,9 @@ async def _join(place: Place) -> Worker:
         async with asyncio.timeout(meeting.remaining() + 5.0):
             await run_blocking(daemon("aiorpc-init"), lambda: _init_rpc(place))
     except TimeoutError:
-        raise WorldTimeout("every worker came, but torch's start did not end: one has died") from None
+        raise WorldTimeout(
+            "every worker came, but torch's start did not end: one has died"
+        ) from None
     _outbox.use(Outbox(place.name, api._get_current_rpc_agent().get_worker_infos()))
     _keep[:] = [meeting]
     peers = tuple(name for name in names if name != place.name)
@@ -223,109 +228,6 @@ def _loopback() -> Iterator[None]:
 def _devices(place: Place) -> list[torch.device]:
     used = {torch.device(own) for devices in place.device_maps.values() for own in devices}
     return sorted((device for device in used if device.type == "cuda"), key=lambda d: d.index)
-
-
-# ── leaving ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def _together() -> None:
-    try:
-        rpc.shutdown(graceful=True)
-    except RuntimeError as exc:  # a peer died on the way out; torch has shut down all the same
-        log.debug("shutdown: %s", exc)
-
-
-def _by_itself() -> None:
-    try:
-        api._get_current_rpc_agent().join(shutdown=True)
-    finally:
-        rpc.shutdown(graceful=False)
-
-
-def _alone() -> None:
-    rpc.shutdown(graceful=False)
-
-
-class Way(enum.Enum):
-    """How to shut torch's RPC down; each value does it, blocking.
-
-    Seen on torch 2.13 and 2.15 (tests/test_worlds.py): TOGETHER is quiet, and quick once every
-    peer is at it. But it waits for a peer that does not come until that peer exits, whatever its
-    timeout, and its barriers are numbered by a counter of the process that nothing resets: one
-    that was in an earlier world and a fresh one wait for ever. ALONE waits for nobody, and peers
-    that are still up log a broken pipe. BY_ITSELF is the quiet way out of a world of one.
-    """
-
-    TOGETHER = enum.member(_together)
-    ALONE = enum.member(_alone)
-    BY_ITSELF = enum.member(_by_itself)
-
-
-async def _leave(me: Worker, server: Server, patience: float | None) -> None:
-    """Leave the world, whatever happens meanwhile: a cancellation only ends the waiting."""
-    farewells = asyncio.create_task(_say_goodbye(me, server, patience))
-    ending = asyncio.create_task(_end(server, farewells))
-    interrupted = False
-    while not ending.done():
-        try:
-            # An anyio scope cancels again and again: once is enough.
-            with anyio.CancelScope(shield=interrupted):
-                await asyncio.wait((ending,))
-        except asyncio.CancelledError:
-            interrupted = True
-            farewells.cancel()
-    ending.result()
-    if interrupted:
-        raise asyncio.CancelledError
-
-
-async def _say_goodbye(me: Worker, server: Server, patience: float | None) -> Way:
-    """Tell every peer, wait until each has said it too, and see which way out is open."""
-    farewells = {peer: server.farewell(peer) for peer in me.peers}
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(patience):
-            await asyncio.gather(*(_part(peer, said) for peer, said in farewells.items()))
-    if silent := [peer for peer, said in farewells.items() if not said.done()]:
-        log.info("%r did not wait for %s", me, ", ".join(silent))
-    if not me.peers:
-        return Way.BY_ITSELF
-    goodbyes = [said.result() if said.done() else None for said in farewells.values()]
-    fresh = _worlds == 1 and all(said is not None and not said.again for said in goodbyes)
-    return Way.TOGETHER if fresh else Way.ALONE
-
-
-async def _part(peer: str, farewell: "asyncio.Future[Goodbye | None]") -> None:
-    again = _worlds > 1
-    try:
-        await _outbox.current().say_goodbye(peer, again=again)
-        while not farewell.done():
-            await asyncio.wait((farewell,), timeout=PING)
-            # Said again, it is the question whether the peer lives: a dead one breaks the pipe.
-            await _outbox.current().say_goodbye(peer, again=again)
-    except RpcError as exc:
-        log.debug("no goodbye from %s: %s", peer, exc)
-        if not farewell.done():
-            farewell.set_result(None)
-
-
-async def _end(server: Server, farewells: "asyncio.Task[Way]") -> None:
-    await asyncio.wait((farewells,))
-    way = Way.ALONE if farewells.cancelled() else farewells.result()
-    await close_queues()
-    await server.close(patience=0.5)
-    _outbox.use(None)
-    await _stop_rpc(way)
-    _keep.clear()
-
-
-async def _stop_rpc(way: Way) -> None:
-    for attempt in dict.fromkeys((way, Way.ALONE)):
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(TOGETHER):
-                await run_blocking(daemon("aiorpc-stop"), attempt.value)
-        if not api._is_current_rpc_agent_set():
-            return
-    log.error("torch's RPC did not stop within %g s", TOGETHER)
 
 
 # ── what the environment says ───────────────────────────────────────────────────────────────────

@@ -1,7 +1,7 @@
 """How do two ways of doing one thing compare on a machine that is noisy?
 
 They take turns in one run and one world. A ratio is that of two neighbours in time, so what slows
-the machine for a while slows both; a row shows the median of the ratios, and the spread of each way.
+the machine for a while slows both; a row shows the median of the ratios and the spread of each way.
 """
 
 import argparse

@@ -10,8 +10,9 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
+from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import rpc
-from torch.distributed.rpc import RRef, WorkerInfo
+from torch.distributed.rpc import RRef
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import remote
@@ -121,7 +122,7 @@ async def tensor_rows(
 ) -> list[Row]:
     rows = []
     for size in sizes:
-        big, trips = torch.rand(size * MB // 4), max(2, 128 // size)
+        big, trips = torch.rand(size * MB // 4), 512 // size
         ours = partial(carry, server, big, trips)
         runs = await take_turns(repeat, ours, partial(raw_carry, peer, big, trips))
         rows.append(Row(f"{size} MB there and back", "MB/s", runs, "≥ 0.95"))

@@ -42,7 +42,13 @@ class Board:
     def _table(self) -> Table:
         self._measure()
         table = Table(title="CartPole-v1: one agent, batched")
-        for name in ("seconds", "episodes", f"reward (last {RECENT})", "agent steps/s", "mean batch"):
+        for name in (
+            "seconds",
+            "episodes",
+            f"reward (last {RECENT})",
+            "agent steps/s",
+            "mean batch",
+        ):
             table.add_column(name, justify="right")
         rewards = self._agent.rewards
         table.add_row(

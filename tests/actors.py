@@ -1,0 +1,260 @@
+"""Objects and functions that tests call in other processes: importable from everywhere."""
+
+import asyncio
+import os
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import rpc
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import Broadcast, Round, async_execution, batched, call, remote
+
+
+class Gate:
+    """Opened by one call, awaited by another."""
+
+    def __init__(self) -> None:
+        self._open = asyncio.Event()
+        self._entered = asyncio.Event()
+        self.cancelled = 0
+        self.order: list[Any] = []
+
+    async def wait(self) -> str:
+        self._entered.set()
+        try:
+            await self._open.wait()
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        return "through"
+
+    async def entered(self) -> None:
+        await self._entered.wait()
+
+    async def open(self) -> None:
+        self._open.set()
+
+    async def count_cancelled(self) -> int:
+        return self.cancelled
+
+    async def note(self, item: Any) -> None:
+        self.order.append(item)
+
+    async def noted(self) -> list[Any]:
+        return self.order
+
+
+class Counter:
+    """State, arithmetic, and where things ran."""
+
+    attribute = 3
+
+    def __init__(self, start: int = 0) -> None:
+        self.value = start
+
+    def add(self, amount: int = 1) -> int:
+        self.value += amount
+        return self.value
+
+    async def aadd(self, amount: int = 1) -> int:
+        self.value += amount
+        return self.value
+
+    def thread(self) -> str:
+        return threading.current_thread().name
+
+    async def on_loop(self) -> bool:
+        return asyncio.get_running_loop() is not None
+
+    def _secret(self) -> int:
+        return self.value
+
+    def scale(self, tensor: Tensor) -> Tensor:
+        return tensor * self.value
+
+    def threads(self) -> int:
+        return torch.get_num_threads()
+
+    def fails_to_pickle(self) -> Any:
+        return threading.Lock()
+
+    def later(self) -> Any:
+        """As plain torch does it: a Future that somebody completes."""
+        future: Any = torch.futures.Future()
+        future.set_result("later")
+        return future
+
+    def plain_def_coroutine(self) -> Any:
+        """A plain def that hands out a coroutine, as decorators make of an `async def`."""
+        return self.aadd(10)
+
+
+class Loud(Counter):
+    """Overrides a method."""
+
+    def add(self, amount: int = 1) -> int:
+        return super().add(amount) * 100
+
+
+class Failing:
+    """Cannot be made."""
+
+    def __init__(self) -> None:
+        raise KeyError("no such model")
+
+
+class Batching:
+    """Every kind of batched body."""
+
+    def __init__(self) -> None:
+        self.sizes: list[int] = []
+
+    @batched(max_size=8)
+    async def double(self, xs: list[int]) -> list[int]:
+        self.sizes.append(len(xs))
+        return [2 * x for x in xs]
+
+    @batched(max_size=8)
+    def double_in_thread(self, xs: list[int], offsets: list[int] = 0) -> list[int]:  # type: ignore[assignment]
+        return [2 * x + offset for x, offset in zip(xs, offsets, strict=True)]
+
+    @batched(Round(size=3))
+    async def total(self, xs: list[int]) -> Broadcast[int]:
+        return Broadcast(sum(xs))
+
+    @batched(max_size=8)
+    async def rows(self, xs: list[Tensor]) -> Tensor:
+        return torch.stack(xs) * 2
+
+    @batched(max_size=8)
+    async def broken(self, xs: list[int]) -> list[int]:
+        raise LookupError("the body", len(xs))
+
+    @staticmethod
+    @batched(max_size=8)
+    async def static_double(xs: list[int]) -> list[int]:
+        return [2 * x for x in xs]
+
+    async def batch_sizes(self) -> list[int]:
+        return self.sizes
+
+
+class PingPong:
+    """Calls itself back and forth between two workers."""
+
+    def __init__(self) -> None:
+        self.peer: Any = None
+
+    async def meet(self, peer: Any) -> None:
+        self.peer = peer
+
+    async def bounce(self, depth: int) -> int:
+        if depth == 0:
+            return 0
+        return 1 + int(await remote(self.peer).bounce(depth - 1))
+
+
+class Sleeper:
+    """Waits on its loop."""
+
+    async def sleep(self, seconds: float) -> float:
+        await asyncio.sleep(seconds)
+        return seconds
+
+    def block(self, release: str) -> None:
+        """Hold a thread until a file appears."""
+        while not os.path.exists(release):
+            threading.Event().wait(0.01)
+
+
+@async_execution
+async def add_slowly(a: int, b: int) -> int:
+    """An async def that plain torch clients may call."""
+    await asyncio.sleep(0)
+    return a + b
+
+
+@async_execution
+async def fail_slowly(text: str) -> None:
+    """The same, failing."""
+    await asyncio.sleep(0)
+    raise ValueError(text)
+
+
+async def ask_back(worker: str) -> str:
+    """On the callee: call the caller."""
+    return await call(worker, name_of_worker)
+
+
+def name_of_worker() -> str:
+    """Where this runs, according to torch."""
+    name: str = rpc.get_worker_info().name
+    return name
+
+
+async def remaining() -> float | None:
+    """Seconds left of the caller's time, as the callee sees it."""
+    from aiorpc_torch._deadline import budget, deadline_in
+
+    return budget(deadline_in(None))
+
+
+def pid() -> int:
+    """This process."""
+    return os.getpid()
+
+
+# ── exceptions ──────────────────────────────────────────────────────────────────────────────────
+
+
+class TwoArguments(Exception):
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"{code}: {reason}")
+        self.code, self.reason = code, reason
+
+
+class KeywordOnly(Exception):
+    def __init__(self, *, path: str) -> None:
+        super().__init__(path)
+        self.path = path
+
+
+class HoldsLock(Exception):
+    def __init__(self, text: str) -> None:
+        super().__init__(text, threading.Lock())
+
+
+class UnpicklesBadly(Exception):
+    def __reduce__(self) -> Any:
+        return int, ("not a number",)
+
+
+class Stop(BaseException):
+    pass
+
+
+def raise_local() -> None:
+    class Local(Exception):
+        pass
+
+    raise Local("nobody else knows this class")
+
+
+def raise_it(exc: Any, *args: Any, **kwargs: Any) -> None:
+    raise exc(*args, **kwargs)
+
+
+async def araise_it(exc: Any, *args: Any, **kwargs: Any) -> None:
+    raise exc(*args, **kwargs)
+
+
+async def raise_from_third(worker: str) -> None:
+    """B re-raises what C raised."""
+    await call(worker, raise_it, TwoArguments, 7, "third")
+
+
+__all__ = [name for name in dir() if not name.startswith("_")]
+assert aiorpc

@@ -1,0 +1,83 @@
+"""Plain, unmodified torch clients against our server methods, in a world of one."""
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+import actors
+import pytest
+import torch
+from actors import Batching
+from torch.distributed import rpc
+
+from aiorpc_torch import RRef, wrap_future
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """As a torch program does it: blocking, in a thread without a loop."""
+    return await asyncio.to_thread(function, *args, **kwargs)
+
+
+async def test_rpc_sync_of_an_async_execution_function() -> None:
+    """`rpc_sync` runs the coroutine on the callee's loop and returns its result."""
+    assert await in_thread(rpc.rpc_sync, "main", actors.add_slowly, args=(2, 3)) == 5
+
+
+async def test_rpc_async_future_is_awaitable() -> None:
+    """A future of torch's own `rpc_async`, awaited."""
+    future = rpc.rpc_async("main", torch.add, args=(torch.ones(2), 1))
+    assert torch.equal(await wrap_future(future), torch.full((2,), 2.0))
+
+
+@pytest.mark.parametrize("text", ["plain", "größer als π", r"C:\users\xyz", "two\nlines"])
+async def test_async_execution_errors_reach_torch_clients(text: str) -> None:
+    """As torch raises them, though torch's own channel garbles all but the first of these."""
+    with pytest.raises(ValueError, match="ValueError") as raised:
+        await in_thread(rpc.rpc_sync, "main", actors.fail_slowly, args=(text,))
+    assert repr(ValueError(text)) in str(raised.value)
+
+
+async def test_batched_through_an_rref() -> None:
+    """`rref.rpc_sync().method(x)` and `rpc_async`: per item, together in one batch."""
+    batching = Batching()
+    rref = RRef(batching)
+    assert await in_thread(lambda: rref.rpc_sync().double(4)) == 8
+    futures = [rref.rpc_async().double(n) for n in range(8)]
+    assert [await wrap_future(future) for future in futures] == [2 * n for n in range(8)]
+
+
+async def test_batched_by_function() -> None:
+    """`rpc_sync(owner, PS.update, args=(rref, x))`, as the PyTorch tutorials call it."""
+    rref = RRef(Batching())
+    assert await in_thread(rpc.rpc_sync, "main", Batching.double, args=(rref, 5)) == 10
+    assert await in_thread(rpc.rpc_sync, "main", Batching.static_double, args=(6,)) == 12
+
+
+async def test_a_round_of_torch_clients_and_ours() -> None:
+    """Callers of both kinds complete one round."""
+    batching = Batching()
+    rref = RRef(batching)
+    theirs = [wrap_future(rpc.rpc_async("main", Batching.total, args=(rref, n))) for n in (1, 2)]
+    assert await asyncio.gather(*theirs, batching.total(3)) == [6, 6, 6]
+
+
+async def test_batched_errors_reach_torch_clients() -> None:
+    """As torch raises exceptions: all but ValueError and TypeError as RuntimeError, with the text."""
+    rref = RRef(Batching())
+    with pytest.raises(RuntimeError, match="LookupError: .'the body', 1"):
+        await in_thread(rpc.rpc_sync, "main", Batching.broken, args=(rref, 1))
+
+
+async def test_set_exception_returns_a_value_in_torch() -> None:
+    """The reason why we never use it: torch hands the exception over as a result."""
+    result = await wrap_future(rpc.rpc_async("main", set_exception))
+    assert isinstance(result, LookupError)
+
+
+@rpc.functions.async_execution
+def set_exception() -> Any:
+    future: Any = torch.futures.Future()
+    future.set_exception(LookupError("raised"))
+    return future
