@@ -7,7 +7,7 @@ The map of the house, from the ground up; imports point down only.
     _lane, _exceptions, _deadline     order of arrival; how exceptions and deadlines cross (pure)
     _inbox, _threads                  from any thread into a loop; threads for plain `def`s
     _bridge, _wire                    torch's futures awaited; what travels
-    _jobs, _server                    the callee: from a message to the loop or a thread, and back
+    _jobs, _server, _doors            the callee: from a message to the loop or a thread, and back
     _outbox, _remote                  the caller: what the user types, and the message it becomes
     _answers, _queue, _batched        `@batched`
     _rendezvous, _leaving, _world     a worker's life: it joins, serves and leaves
@@ -22,13 +22,13 @@ from ._batcher import Fill as Fill
 from ._batcher import Round as Round
 from ._bridge import wrap_future as wrap_future
 from ._deadline import timeout as timeout
+from ._doors import async_execution as async_execution
 from ._local import local_world as local_world
 from ._local import run_local as run_local
 from ._remote import call as call
 from ._remote import create as create
 from ._remote import fetch as fetch
 from ._remote import remote as remote
-from ._server import async_execution as async_execution
 from ._world import Worker as Worker
 from ._world import worker as worker
 from .errors import BatchContractError as BatchContractError

@@ -12,11 +12,12 @@ from collections.abc import Awaitable, Callable
 from types import MethodType
 from typing import Any
 
-from torch.distributed.rpc import PyRRef
+from torch._C._distributed_rpc import PyRRef
 
 from ._batcher import Fill, Round
+from ._doors import answer_torch, on_a_loop
+from ._jobs import wants_loop
 from ._queue import Body, Queue
-from ._server import answer_torch, on_a_loop, wants_loop
 
 __all__ = ("batched",)
 
@@ -105,7 +106,8 @@ class Batched:
         if on_a_loop():
             return self._queue(instance).ask(instance, row)
         # On a thread of torch's, called by a plain torch client, who wants a torch Future.
-        return answer_torch(lambda: self._queue(instance).ask(instance, row))  # type: ignore[return-value]
+        joined: Any = answer_torch(lambda: self._queue(instance).ask(instance, row))
+        return joined  # type: ignore[no-any-return]
 
     def _instance(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         if not args:

@@ -91,7 +91,7 @@ class Batcher(Generic[T]):
         self._waiting[item] = now
 
     def discard(self, item: T) -> bool:
-        """The caller of `item` gave up: it vanishes. False if it has left already, or never came."""
+        """The caller of `item` gave up: it vanishes. False if it is not (any longer) waiting."""
         return self._waiting.pop(item, None) is not None
 
     def take(self, now: float) -> Batch[T] | None:

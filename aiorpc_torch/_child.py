@@ -183,7 +183,7 @@ def _end(code: int) -> NoReturn:
 async def _work(parent: _Parent, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:
     loop, task, leave = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
-    obey = {Word.LEAVE: leave.set, Word.CANCEL: task.cancel}
+    obey: dict[Word, Callable[[], object]] = {Word.LEAVE: leave.set, Word.CANCEL: task.cancel}
     parent.on_word(lambda word: _soon(loop, obey[word]))
     async with take_place(place) as me:
         await (_serve(me, leave) if main is None else main(me, *args))

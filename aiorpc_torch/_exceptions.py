@@ -56,8 +56,7 @@ class Failure:
         exc = _load(self.pickled)
         if exc is None:
             exc = RemoteError(f"worker {self.worker!r} raised {self.summary}")
-        exc.__cause__ = RemoteTraceback(self.worker, self.text)
-        return exc
+        return _caused(exc, RemoteTraceback(self.worker, self.text))
 
 
 def replica(exc: BaseException, doing: str) -> BaseException:
@@ -65,8 +64,7 @@ def replica(exc: BaseException, doing: str) -> BaseException:
     copy = _load(_dump(exc))
     if copy is None:
         copy = RemoteError(f"{doing} raised {_summary(exc)}")
-    copy.__cause__ = exc
-    return copy
+    return _caused(copy, exc)
 
 
 def raisable(exc: BaseException, doing: str) -> BaseException:
@@ -74,14 +72,26 @@ def raisable(exc: BaseException, doing: str) -> BaseException:
     return replica(exc, doing) if isinstance(exc, _STAY) else exc
 
 
+def _caused(exc: BaseException, cause: BaseException) -> BaseException:
+    object.__setattr__(exc, "__cause__", cause)  # a frozen dataclass forbids the plain way
+    return exc
+
+
 def _summary(exc: BaseException) -> str:
-    return "".join(traceback.format_exception_only(exc)).strip()
+    try:
+        return "".join(traceback.format_exception_only(exc)).strip()
+    except Exception:  # a SyntaxError whose line number is a text, for one
+        return type(exc).__qualname__
 
 
 def _text(exc: BaseException) -> str:
     # The first frame is ours (the one that called the user's code): of no use to the reader.
     where = exc.__traceback__
-    return "".join(traceback.format_exception(type(exc), exc, where and (where.tb_next or where)))
+    where = where and (where.tb_next or where)
+    try:
+        return "".join(traceback.format_exception(type(exc), exc, where))
+    except Exception:
+        return "".join(traceback.format_tb(where)) + _summary(exc)
 
 
 def _dump(exc: BaseException) -> bytes | None:
@@ -116,8 +126,10 @@ def reduce_exception(exc: BaseException) -> Any:
     own = cls.__reduce__ is not base.__reduce__ or cls.__reduce_ex__ is not base.__reduce_ex__
     if own or cls in copyreg.dispatch_table:
         return NotImplemented
-    _, args, *state = base.__reduce__(exc)
-    return rebuild, (cls, args, *state)
+    reduced: Any = base.__reduce__(exc)  # the class, its arguments and, if there is one, a state
+    slots = {name: getattr(exc, name) for name in _slots(cls) if hasattr(exc, name)}
+    state = {**(reduced[2] or {}), **slots} if len(reduced) > 2 else slots
+    return rebuild, (cls, reduced[1], state)
 
 
 def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any = None) -> BaseException:
@@ -125,9 +137,16 @@ def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any = None) 
     base = _builtin_base(cls)
     exc = base.__new__(cls, *args)
     base.__init__(exc, *args)
-    if state:
+    if state and cls.__setstate__ is not BaseException.__setstate__:
         exc.__setstate__(state)
+    elif state:
+        for name, value in state.items():
+            object.__setattr__(exc, name, value)  # a frozen dataclass forbids the plain way
     return exc
+
+
+def _slots(cls: type) -> list[str]:
+    return copyreg._slotnames(cls)  # type: ignore[attr-defined,no-any-return]
 
 
 def _builtin_base(cls: type[BaseException]) -> type[BaseException]:

@@ -5,6 +5,8 @@ It does not know where it runs: that is the server's.
 """
 
 import abc
+import asyncio
+import inspect
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -47,8 +49,8 @@ class Job(abc.ABC):
         self.key: Any = self
         self.budget: float | None = None  # seconds it may take
         self.abandoned = False
-        self.cancel: Callable[[], object] | None = None  # while it runs on the loop
-        self.reply: Future[Any] = Future(devices=devices)
+        self.task: asyncio.Future[Any] | None = None  # what runs it, on the loop
+        self.reply: Future[Any] = Future(devices=[*devices])
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__qualname__", repr(self.function))
@@ -57,8 +59,8 @@ class Job(abc.ABC):
     def abandon(self) -> None:
         """Nobody waits any more: stop what can be stopped. On the loop's thread."""
         self.abandoned = True
-        if self.cancel is not None:
-            self.cancel()
+        if self.task is not None:
+            self.task.cancel()
 
     def call(self) -> Any:
         """Run the function, in whichever thread this is."""
@@ -113,3 +115,18 @@ class TorchJob(Job):
         # torch decodes the message with unicode_escape (internal.py, 2.11 to 2.15), which garbles
         # what is not ASCII and chokes on a backslash; encoded first, it comes out as it was.
         return RemoteException(message.encode("unicode_escape").decode("ascii"), type(exc))
+
+
+# ── where a job runs ────────────────────────────────────────────────────────────────────────────
+
+_WANTS_LOOP = "_aiorpc_wants_loop"
+
+
+def wants_loop(function: Any) -> None:
+    """Mark a callable that returns an awaitable when it is called on an event loop."""
+    setattr(function, _WANTS_LOOP, True)
+
+
+def runs_on_loop(function: Callable[..., Any]) -> bool:
+    """Whether a call of `function` starts on the loop and not in a thread."""
+    return inspect.iscoroutinefunction(function) or getattr(function, _WANTS_LOOP, False)

@@ -11,8 +11,8 @@ import logging
 from collections.abc import Sequence
 
 import anyio
+from torch._C._distributed_rpc import _get_current_rpc_agent, _is_current_rpc_agent_set
 from torch.distributed import rpc
-from torch.distributed.rpc import api
 
 from ._outbox import Outbox
 from ._queue import close_queues
@@ -37,7 +37,7 @@ def _together() -> None:
 
 def _by_itself() -> None:
     try:
-        api._get_current_rpc_agent().join(shutdown=True)
+        _get_current_rpc_agent().join(shutdown=True)
     finally:
         rpc.shutdown(graceful=False)
 
@@ -62,7 +62,15 @@ class Way(enum.Enum):
 
 
 class Leaving:
-    """One worker on its way out. `patience`: seconds to wait for peers, None for as long as it takes."""
+    """One worker on its way out.
+
+    Args:
+        outbox: to its peers.
+        server: that still serves them.
+        peers: their names.
+        patience: seconds to wait for them, None for as long as they live.
+        alone: whether this worker cannot take part in a common shutdown.
+    """
 
     def __init__(
         self,
@@ -77,7 +85,7 @@ class Leaving:
         self._server = server
         self._peers = peers
         self._patience = patience
-        self._alone = alone  # whether this worker cannot take part in a common shutdown
+        self._alone = alone
         self._lost: set[str] = set()
 
     async def run(self) -> None:
@@ -154,6 +162,6 @@ class Leaving:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await run_blocking(daemon("aiorpc-stop"), attempt.value)
-            if not api._is_current_rpc_agent_set():
+            if not _is_current_rpc_agent_set():
                 return
         log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, TOGETHER)

@@ -161,7 +161,7 @@ async def _children(
     patience = STOP
     try:
         for place in places:
-            children.append(Child(place, main, args))
+            children.append(Child(place, main, args))  # noqa: PERF401 - one by one: if the next fails
         yield children
         patience = EXIT
     finally:

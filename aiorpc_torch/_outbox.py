@@ -4,15 +4,16 @@ One door, `Outbox.call`. It knows who the peers are and who waits; not what the 
 """
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import rpc
-from torch.distributed.rpc import WorkerInfo
 from torch.futures import Future
 
-from . import _server
+from . import _doors
 from ._bridge import transport_error, wrap_future
 from ._deadline import budget, deadline_in
 from ._exceptions import Failure
@@ -82,10 +83,8 @@ class Outbox:
             raise transport_error(exc, worker) from exc
 
     def _cancel(self, worker: str, call: int) -> None:
-        try:
+        with contextlib.suppress(RpcError):  # a lost worker has lost the call with it
             self._send(worker, lambda seq: Cancel(self.name, seq, call))
-        except RpcError:
-            pass  # the worker is lost, and the call with it
 
     def _send(self, worker: str, message: Callable[[int], Message]) -> tuple[int, "Future[Any]"]:
         info = self._workers[worker]
@@ -93,7 +92,7 @@ class Outbox:
         with self._lock:
             seq = self._sent[worker]
             try:
-                future = rpc.rpc_async(info, _server.answer, args=(message(seq),), timeout=0)
+                future = rpc.rpc_async(info, _doors.answer, args=(message(seq),), timeout=0)
             except RuntimeError as exc:
                 raise transport_error(exc, worker) from exc
             self._sent[worker] = seq + 1

@@ -14,7 +14,7 @@ from typing import Any
 
 from ._answers import failures, outcomes
 from ._batcher import Batch, Batcher, Fill, Round
-from ._server import in_thread
+from ._doors import in_thread
 from .errors import NotServing
 
 Row = tuple[Any, ...]

@@ -6,7 +6,8 @@ Sugar over the outbox: it names what is to run where, and gives it types.
 from collections.abc import Awaitable, Callable, Coroutine
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from torch.distributed.rpc import PyRRef, RRef, WorkerInfo
+from torch._C._distributed_rpc import PyRRef, WorkerInfo
+from torch.distributed.rpc import RRef
 
 from . import _outbox
 from ._wire import Create, Fetch, Function, Method, TypedMethod, check_public
@@ -110,7 +111,9 @@ async def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: A
         raise TypeError(f"call takes something that can be called, not {function!r}")
     outbox = _outbox.current()
     if isinstance(to, PyRRef):
-        return await outbox.call(to.owner_name(), TypedMethod(to, function), args, kwargs)
+        return await outbox.call(
+            to.owner_name(), TypedMethod(_check_rref(to), function), args, kwargs
+        )
     return await outbox.call(outbox.find(to), Function(function), args, kwargs)
 
 
@@ -157,7 +160,9 @@ async def fetch(rref: RRef[T]) -> T:
     return await outbox.call(rref.owner_name(), Fetch(rref))  # type: ignore[no-any-return]
 
 
-def _check_rref(rref: RRef[T]) -> RRef[T]:
+def _check_rref(rref: Any) -> RRef[Any]:
+    # What arrives through torch is a PyRRef, RRef's base: RRef is the class that is written.
     if not isinstance(rref, PyRRef):
         raise TypeError(f"expected an RRef, as `create` or torch returns it, not {rref!r}")
-    return rref
+    checked: Any = rref
+    return checked  # type: ignore[no-any-return]

@@ -12,7 +12,7 @@ from collections import Counter
 from datetime import timedelta
 from urllib.parse import urlparse
 
-from torch.distributed import FileStore, Store, TCPStore
+from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
 from .errors import WorldTimeout
 

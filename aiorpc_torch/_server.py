@@ -1,8 +1,8 @@
 """The callee: from a message to the loop or to a thread, and the result back.
 
-One door, `answer`, which runs on a thread of torch's and hands over: what wants the loop goes
-through one inbox, a plain `def` to a thread. It knows nothing of what `@batched` is (only that
-some callables want the loop) and of how a caller waits.
+`accept` runs on a thread of torch's and hands over: what wants the loop goes through one inbox, a
+plain `def` to a thread. The room knows nothing of what `@batched` is (only that some callables
+want the loop), nor how a message comes in or a caller waits.
 """
 
 import asyncio
@@ -13,27 +13,20 @@ import logging
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Coroutine
-from typing import Any, NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 from torch._C import Future as AnyFuture
-from torch.distributed.rpc import functions
 from torch.futures import Future
 
 from ._deadline import adopt
 from ._exceptions import Failure
 from ._inbox import Inbox
-from ._jobs import Devices, Job, RpcJob, TorchJob
+from ._jobs import Devices, Job, RpcJob, TorchJob, runs_on_loop
 from ._lane import Lane
-from ._threads import Threads, daemon, run_blocking, tune
+from ._threads import Threads, tune
 from ._wire import Call, Cancel, Create, Goodbye, Message
 from .errors import CallTimeout, NotServing
-
-__all__ = ("async_execution",)
-
-P = ParamSpec("P")
-R = TypeVar("R")
-T = TypeVar("T")
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -81,7 +74,7 @@ class Server:
         else:
             step = functools.partial(self._note_goodbye, message)
         self._in_order(message, _Start(step))
-        return _completed(None)
+        return completed(None)
 
     def _accept_call(self, call: Call) -> "Future[Any]":
         job = self._job(call)
@@ -106,7 +99,7 @@ class Server:
         if isinstance(call.work, Failure):
             function, args, kwargs, as_rref = call.work.throw, (), {}, False
         else:
-            target, args, kwargs = call.work.value  # type: ignore[union-attr]
+            target, args, kwargs = call.work.value
             as_rref = isinstance(target, Create)
             try:
                 function = target.bind()
@@ -193,7 +186,7 @@ class Server:
         if inspect.iscoroutine(value):
             self._spawn(job, value, context)
         elif asyncio.isfuture(value):
-            job.cancel = value.cancel
+            job.task = value
             value.add_done_callback(functools.partial(_take_asyncio, job))
         else:
             self._returned(job, value)
@@ -201,10 +194,11 @@ class Server:
     def _spawn(
         self, job: Job, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context
     ) -> None:
-        task = self._loop.create_task(_run(job, coroutine), context=context)
-        job.cancel = task.cancel
-        # A task that is cancelled before its first step never enters _run: the job ends here.
-        task.add_done_callback(lambda _: (coroutine.close(), job.fail(asyncio.CancelledError())))
+        task: asyncio.Task[None] = self._loop.create_task(_run(job, coroutine), context=context)
+        job.task = task
+        # A task that is cancelled before its first step never enters _run. To all others this
+        # comes too late to mean anything.
+        task.add_done_callback(functools.partial(_never_ran, job, coroutine))
 
     def _expired(self, job: Job) -> bool:
         """End a job for which nobody waits, instead of starting it."""
@@ -238,9 +232,9 @@ class Server:
         jobs = list(self._jobs.values())
         for job in jobs:
             job.abandon()
-        end = self._loop.time() + patience
-        while self._jobs and self._loop.time() < end:
-            await asyncio.sleep(0.005)
+        tasks = [job.task for job in jobs if job.task is not None]
+        if tasks:
+            await asyncio.wait(tasks, timeout=patience)
         for job in list(self._jobs.values()):
             log.warning("%s did not end when its worker %s stopped", job, self.name)
             job.fail(NotServing(f"worker {self.name!r} has stopped"))
@@ -256,6 +250,11 @@ async def _run(job: Job, coroutine: Coroutine[Any, Any, Any]) -> None:
         job.fail(exc)
     else:
         job.succeed(value)
+
+
+def _never_ran(job: Job, coroutine: Coroutine[Any, Any, Any], _: "asyncio.Task[None]") -> None:
+    coroutine.close()
+    job.fail(asyncio.CancelledError())
 
 
 def _take(job: Job, future: "Future[Any]") -> None:
@@ -276,88 +275,8 @@ def _take_asyncio(job: Job, future: "asyncio.Future[Any]") -> None:
         job.succeed(future.result())
 
 
-def _completed(value: Any) -> "Future[Any]":
+def completed(value: Any) -> "Future[Any]":
+    """A torch future that is done."""
     future: Future[Any] = Future()
     future.set_result(value)
     return future
-
-
-# ── the doors ───────────────────────────────────────────────────────────────────────────────────
-
-_serving: Server | None = None
-
-
-def serve(server: Server | None) -> None:
-    """Let `server` answer for this process; None: nobody does."""
-    global _serving
-    _serving = server
-
-
-@functions.async_execution
-def answer(message: Message) -> "Future[Any]":
-    """What every message between workers calls. On a thread of torch's."""
-    if _serving is None:
-        return _completed(Failure.of(NotServing(_NOBODY), "the callee"))
-    return _serving.accept(message)
-
-
-def answer_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
-    """Run a function that wants the loop for a plain torch client, who gets the future."""
-    if _serving is None:
-        raise NotServing(_NOBODY)
-    return _serving.accept_torch(function, *args, **kwargs)
-
-
-async def in_thread(function: Callable[[], T]) -> T:
-    """Run a plain function in one of the worker's threads; without a worker, in a new one."""
-    start = daemon("aiorpc-def") if _serving is None else _serving.lend_thread
-    return await run_blocking(start, functools.partial(contextvars.copy_context().run, function))
-
-
-_NOBODY = "no worker is serving in this process: enter worker() or local_world() first"
-
-_WANTS_LOOP = "_aiorpc_wants_loop"
-
-
-def wants_loop(function: Any) -> None:
-    """Mark a callable that returns an awaitable when it is called on an event loop."""
-    setattr(function, _WANTS_LOOP, True)
-
-
-def runs_on_loop(function: Callable[..., Any]) -> bool:
-    """Whether a call of `function` starts on the loop and not in a thread."""
-    return inspect.iscoroutinefunction(function) or getattr(function, _WANTS_LOOP, False)
-
-
-def on_a_loop() -> bool:
-    """Whether this thread is running an event loop."""
-    return asyncio._get_running_loop() is not None
-
-
-def async_execution(
-    function: Callable[P, Coroutine[Any, Any, R]],
-) -> Callable[P, Coroutine[Any, Any, R]]:
-    """Let plain torch clients call an `async def`, as with `torch`'s decorator of the same name.
-
-    `rpc.rpc_sync("ps", f, args=...)` then runs the coroutine on the callee's serving loop and
-    occupies none of its RPC threads while it waits. Awaited locally, or called through this
-    library, it is the coroutine function that it was. As with torch's, `@staticmethod` and
-    `@classmethod` go outside.
-
-    Raises:
-        TypeError: if `function` is not an `async def`.
-    """
-    if not inspect.iscoroutinefunction(function):
-        raise TypeError(
-            f"async_execution decorates an `async def`, and {function!r} is none; a function "
-            "that returns a torch Future takes torch's own rpc.functions.async_execution"
-        )
-
-    @functools.wraps(function)
-    def door(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if on_a_loop():
-            return function(*args, **kwargs)
-        return answer_torch(function, *args, **kwargs)
-
-    wants_loop(door)
-    return functions.async_execution(door)  # type: ignore[no-any-return, no-untyped-call]

@@ -81,7 +81,7 @@ def daemon(name: str) -> Callable[[Task], None]:
 
 
 async def run_blocking(start: Callable[[Task], None], function: Callable[[], T]) -> T:
-    """Await a blocking function that `start` runs in some thread. Cancelling leaves it to run on."""
+    """Await a blocking function that `start` runs in some thread; cancelled, it runs on there."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 

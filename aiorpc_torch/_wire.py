@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
-from torch.distributed.rpc import PyRRef, RRef
+from torch._C._distributed_rpc import PyRRef
+from torch.distributed.rpc import RRef
 
 from ._exceptions import Failure, reduce_exception
 
@@ -30,7 +31,7 @@ class Value:
 
 
 class Packed:
-    """A value ready to travel. Unpickling it gives a `Value`, or a `Failure` if it cannot be read."""
+    """A value ready to travel. It arrives as a `Value`, or a `Failure` if it cannot be read."""
 
     __slots__ = ("data", "tensors")
 
@@ -111,7 +112,7 @@ class Method(NamedTuple):
 
 
 class TypedMethod(NamedTuple):
-    """`function` of the object behind `rref`: its method, overridden or not, or a function of it."""
+    """`function` of the object behind `rref`: a method as it overrides it, or a function of it."""
 
     rref: RRef[Any]
     function: Callable[..., Any]
@@ -147,7 +148,7 @@ class Fetch(NamedTuple):
     rref: RRef[Any]
 
     def bind(self) -> Callable[..., Any]:
-        return self.rref.local_value  # type: ignore[no-any-return]
+        return self.rref.local_value
 
 
 Target = Method | TypedMethod | Function | Create | Fetch
@@ -172,7 +173,7 @@ def _public(obj: Any, name: str) -> Callable[..., Any]:
 
 
 class Call(NamedTuple):
-    """Run `work`, packed `(target, args, kwargs)`; `budget` seconds are left for it, None: no end."""
+    """Run `work`, packed `(target, args, kwargs)`; `budget` seconds are left for it, None: any."""
 
     caller: str
     seq: int

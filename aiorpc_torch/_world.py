@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch._C._distributed_rpc import _get_current_rpc_agent, _is_current_rpc_agent_set
 from torch.distributed import rpc
 from torch.distributed.rpc import api
 
-from . import _outbox, _server
+from . import _doors, _outbox
 from ._leaving import AT_ONCE, Leaving
 from ._outbox import Outbox
 from ._rendezvous import Meeting
@@ -129,10 +130,10 @@ async def worker(
 @contextlib.asynccontextmanager
 async def take_place(place: Place) -> AsyncIterator[Worker]:
     """Be the worker that `place` describes."""
-    if api._is_current_rpc_agent_set():
+    if _is_current_rpc_agent_set():
         raise RuntimeError("this process is in a world already, and torch knows one at a time")
     server = Server(place.name, place.threads, _devices(place))
-    _server.serve(server)  # before torch starts: a peer that is quicker may call already
+    _doors.serve(server)  # before torch starts: a peer that is quicker may call already
     try:
         me = await _join(place)
         server.open()
@@ -151,7 +152,7 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
             ).run()
             _keep.clear()
     finally:
-        _server.serve(None)
+        _doors.serve(None)
         _outbox.use(None)
 
 
@@ -171,7 +172,7 @@ async def _join(place: Place) -> Worker:
         raise WorldTimeout(
             "every worker came, but torch's start did not end: one has died"
         ) from None
-    _outbox.use(Outbox(place.name, api._get_current_rpc_agent().get_worker_infos()))
+    _outbox.use(Outbox(place.name, _get_current_rpc_agent().get_worker_infos()))
     _keep[:] = [meeting]
     peers = tuple(name for name in names if name != place.name)
     return Worker(place.name, place.rank, place.world_size, peers)
@@ -195,7 +196,7 @@ def _init_rpc(place: Place) -> None:
     # torch warns of the process group that its own init_rpc makes (2.11 to 2.15).
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo")
     with _loopback() if place.is_local else contextlib.nullcontext():
-        rpc.init_rpc(
+        rpc.init_rpc(  # type: ignore[no-untyped-call]
             place.name,
             rank=place.rank,
             world_size=place.world_size,
@@ -207,7 +208,7 @@ def _forget_earlier_worlds() -> None:
     # torch counts the worlds of a process and uses the counts as keys, so one that has left a
     # world and a fresh one never meet (seen on 2.13 and 2.15, tests/test_worlds.py). A local
     # world's store is new, so its count may start again.
-    rpc._init_counter = 0  # type: ignore[attr-defined]
+    rpc._init_counter = 0
     api._all_gather_sequence_id.clear()
     api._all_gather_sequence_id_to_states.clear()
 
@@ -240,7 +241,8 @@ def _number(variable: str, given: int | None) -> int:
         return int(os.environ[variable])
     except KeyError:
         raise ValueError(
-            f"worker() needs {variable.lower()}=, or {variable} in the environment (torchrun sets it)"
+            f"worker() needs {variable.lower()}=, or {variable} in the environment, "
+            "where torchrun puts it"
         ) from None
 
 

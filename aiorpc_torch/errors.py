@@ -59,7 +59,7 @@ class RemoteError(RpcError):
     """
 
 
-class RemoteTraceback(Exception):  # noqa: N818 - what it is, not an error of its own
+class RemoteTraceback(Exception):
     """The traceback on the worker that raised: the `__cause__` of every remote exception."""
 
     def __init__(self, worker: str, text: str) -> None:

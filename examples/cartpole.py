@@ -30,7 +30,7 @@ import torch
 from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, Round, batched, remote
+from aiorpc_torch import Round, RRef, batched, remote
 
 from ._board import Board, plot
 
@@ -77,7 +77,7 @@ class Agent:
         actions = torch.cat([episode.actions for episode in episodes])
         loss = (nn.functional.cross_entropy(logits, actions, reduction="none") * weights).mean()
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.rewards += [float(episode.rewards.sum()) for episode in episodes]
         return aiorpc.Broadcast(None)
@@ -87,8 +87,8 @@ class Agent:
         self.steps += len(states)
         self.batches += 1
         logits = self.policy(states)
-        chosen: list[int] = torch.distributions.Categorical(logits=logits).sample().tolist()
-        return chosen
+        chosen = torch.multinomial(torch.softmax(logits, dim=-1), num_samples=1)
+        return chosen.squeeze(-1).tolist()
 
 
 def discounted(rewards: Tensor) -> Tensor:
@@ -135,7 +135,7 @@ class Observer:
 
 
 async def play(observers: list[RRef[Observer]], seconds: float, method: str, learn: bool) -> None:
-    """Let all observers play for so long. The time-out cancels the calls, and they the coroutines."""
+    """Let all observers play; the time-out cancels the calls, and these their coroutines."""
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(seconds), asyncio.TaskGroup() as calls:
             for observer in observers:

@@ -1,0 +1,93 @@
+"""How calls come into this process: our own messages, and plain torch clients.
+
+What the doors open on is the process's `Server`, if it has one; they run on threads of torch's.
+"""
+
+import asyncio
+import contextvars
+import functools
+import inspect
+from collections.abc import Callable, Coroutine
+from typing import Any, ParamSpec, TypeVar
+
+from torch.distributed.rpc import functions
+from torch.futures import Future
+
+from ._exceptions import Failure
+from ._jobs import wants_loop
+from ._server import Server, completed
+from ._threads import daemon, run_blocking
+from ._wire import Message
+from .errors import NotServing
+
+__all__ = ("async_execution",)
+
+P = ParamSpec("P")
+R = TypeVar("R")
+T = TypeVar("T")
+
+_serving: Server | None = None
+
+
+def serve(server: Server | None) -> None:
+    """Let `server` answer for this process; None: nobody does."""
+    global _serving
+    _serving = server
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def answer(message: Message) -> "Future[Any]":
+    """What every message between workers calls. On a thread of torch's."""
+    if _serving is None:
+        return completed(Failure.of(NotServing(_NOBODY), "the callee"))
+    return _serving.accept(message)
+
+
+def answer_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+    """Run a function that wants the loop for a plain torch client, who gets the future."""
+    if _serving is None:
+        raise NotServing(_NOBODY)
+    return _serving.accept_torch(function, *args, **kwargs)
+
+
+async def in_thread(function: Callable[[], T]) -> T:
+    """Run a plain function in one of the worker's threads; without a worker, in a new one."""
+    start = daemon("aiorpc-def") if _serving is None else _serving.lend_thread
+    return await run_blocking(start, functools.partial(contextvars.copy_context().run, function))
+
+
+_NOBODY = "no worker is serving in this process: enter worker() or local_world() first"
+
+
+def on_a_loop() -> bool:
+    """Whether this thread is running an event loop."""
+    return asyncio._get_running_loop() is not None
+
+
+def async_execution(
+    function: Callable[P, Coroutine[Any, Any, R]],
+) -> Callable[P, Coroutine[Any, Any, R]]:
+    """Let plain torch clients call an `async def`, as with `torch`'s decorator of the same name.
+
+    `rpc.rpc_sync("ps", f, args=...)` then runs the coroutine on the callee's serving loop and
+    occupies none of its RPC threads while it waits. Awaited locally, or called through this
+    library, it is the coroutine function that it was. As with torch's, `@staticmethod` and
+    `@classmethod` go outside.
+
+    Raises:
+        TypeError: if `function` is not an `async def`.
+    """
+    if not inspect.iscoroutinefunction(function):
+        raise TypeError(
+            f"async_execution decorates an `async def`, and {function!r} is none; a function "
+            "that returns a torch Future takes torch's own rpc.functions.async_execution"
+        )
+
+    @functools.wraps(function)
+    def door(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if on_a_loop():
+            return function(*args, **kwargs)
+        return answer_torch(function, *args, **kwargs)
+
+    wants_loop(door)
+    return functions.async_execution(door)  # type: ignore[no-any-return, no-untyped-call]
