@@ -123,13 +123,14 @@ class Batched:
         return Body(self._function, is_method=self._is_method)
 
     def _queue(self, instance: Any) -> Queue:
-        key = id(instance)
+        # A function has one queue, for as long as the function itself lives.
+        owner = self if instance is None else instance
+        key = id(owner)
         known = self._queues.get(key)
-        if known is not None and known[0]() is instance:
+        if known is not None and known[0]() is owner:
             return known[1]
         # Weakly, by identity: an instance may define equality and forbid hashing, and a queue must
-        # not keep it alive. A function has one queue, for as long as the function itself lives.
-        owner = self if instance is None else instance
+        # not keep it alive.
         queue = Queue(self._body, self._policy)
         self._queues[key] = (_weak(owner, self._queues, key), queue)
         return queue

@@ -1,0 +1,883 @@
+"""`@batched` on a plain asyncio loop: no world, no RPC, and no sleep that decides an order."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+import weakref
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc_torch import (
+    BatchContractError,
+    Broadcast,
+    Fill,
+    NotServing,
+    RemoteError,
+    Round,
+    batched,
+)
+from aiorpc_torch._queue import close_queues
+
+
+async def turns(count: int = 4) -> None:
+    """Let the loop turn: whatever needs no more than that has happened after."""
+    for _ in range(count):
+        await asyncio.sleep(0)
+
+
+async def outcome(awaitable: Any) -> Any:
+    """What it returns or raises, as a value."""
+    try:
+        return await awaitable
+    except Exception as exc:
+        return exc
+
+
+class Doorman:
+    """A body that notes each batch and waits at its gate."""
+
+    def __init__(self) -> None:
+        self.batches: list[list[Any]] = []
+        self.started = asyncio.Event()
+        self.gate = asyncio.Event()
+
+    @batched(max_size=3)
+    async def pass_(self, items: list[Any]) -> list[Any]:
+        self.batches.append(items)
+        self.started.set()
+        await self.gate.wait()
+        return [("passed", item) for item in items]
+
+    @batched(Round(size=3))
+    async def meet(self, items: list[Any]) -> "Broadcast[tuple[Any, ...]]":
+        self.batches.append(items)
+        return Broadcast(tuple(items))
+
+    async def busy(self) -> "asyncio.Future[Any]":
+        """Let a first batch run, and stand at the gate."""
+        first = asyncio.ensure_future(self.pass_("first"))
+        await self.started.wait()
+        return first
+
+
+# ── arguments and answers ───────────────────────────────────────────────────────────────────────
+
+
+class Columns:
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    @batched(max_size=10)
+    async def mixed(self, a: list[Any], b: list[Any] = 7, *, c: list[Any], d: Any = None) -> Any:
+        self.seen.append((a, b, c, d))
+        return list(zip(a, b, c, d, strict=True))
+
+    @batched(max_size=10)
+    async def positional(self, a: list[Any], /, b: list[Any]) -> Any:
+        return list(zip(a, b, strict=True))
+
+    @batched(max_size=10)
+    async def nothing(self) -> Any:
+        return Broadcast("nothing")
+
+    @batched(max_size=10)
+    async def answer(self, answers: list[Any]) -> Any:
+        return answers[0]
+
+
+async def test_one_list_for_each_parameter() -> None:
+    """However a caller passes its arguments, they stand in their columns, defaults filled in."""
+    columns = Columns()
+    rows = await asyncio.gather(
+        columns.mixed(1, c="x"),
+        columns.mixed(2, 3, c="y", d=4),
+        columns.mixed(b=5, a=6, d=8, c="z"),
+    )
+    assert rows == [(1, 7, "x", None), (2, 3, "y", 4), (6, 5, "z", 8)]
+    assert columns.seen == [([1, 2, 6], [7, 3, 5], ["x", "y", "z"], [None, 4, 8])]
+
+
+async def test_positional_only_parameters() -> None:
+    """They are positional for the caller and for the body."""
+    assert await Columns().positional(1, b=2) == (1, 2)
+    with pytest.raises(TypeError, match=r"Columns\.positional\(\) .*'a'"):
+        Columns().positional(a=1, b=2)
+
+
+async def test_no_parameters() -> None:
+    """Callers without arguments are batched too."""
+    columns = Columns()
+    assert await asyncio.gather(columns.nothing(), columns.nothing()) == ["nothing"] * 2
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs"), [((), {}), ((1, 2, 3), {"c": 0}), ((1,), {}), ((1,), {"c": 0, "e": 1})]
+)
+async def test_arguments_that_do_not_fit(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """They are a TypeError of that caller, at the call, that names the function."""
+    columns = Columns()
+    neighbour = asyncio.ensure_future(columns.mixed(1, c=2))
+    with pytest.raises(TypeError, match=r"^Columns\.mixed\(\) "):
+        columns.mixed(*args, **kwargs)
+    assert await neighbour == (1, 7, 2, None)
+
+
+@pytest.mark.parametrize("make", [list, tuple, lambda rows: torch.tensor([[x] for x in rows])])
+async def test_each_gets_its_own(make: Callable[[Any], Any]) -> None:
+    """A list, a tuple, or a tensor whose first dimension is the batch: row i is caller i's."""
+
+    @batched(max_size=10)
+    async def double(items: list[int]) -> Any:
+        return make([2 * item for item in items])
+
+    answers = await asyncio.gather(*(double(n) for n in range(25)))
+    assert [int(answer) for answer in answers] == [2 * n for n in range(25)]
+    assert not isinstance(answers[0], torch.Tensor) or answers[0].shape == (1,)
+
+
+async def test_broadcast_is_one_answer_for_all() -> None:
+    """The very object, not a copy for each."""
+    value = {"lr": 0.1}
+    columns = Columns()
+    answers = await asyncio.gather(*(columns.answer(Broadcast(value)) for _ in range(3)))
+    assert all(answer is value for answer in answers)
+
+
+@pytest.mark.parametrize(
+    ("answer", "described"),
+    [
+        ("no", "a str"),
+        (b"no", "bytes"),
+        (bytearray(2), "a bytearray"),
+        ({1: 1, 2: 2}, "a dict"),
+        ({1, 2}, "a set"),
+        (None, "None"),
+        (7, "a int"),
+        (iter([1, 2]), "a list_iterator"),
+        (torch.tensor(1.0), "a tensor with no dimension"),
+        ([1], "returned 1 results"),
+        ([1, 2, 3], "returned 3 results"),
+        ([], "returned 0 results"),
+        (torch.zeros(3, 2), "returned 3 results"),
+    ],
+    ids=str,
+)
+async def test_an_answer_that_is_not_one_for_each(answer: Any, described: str) -> None:
+    """Every caller gets an error of its own that names the function, the batch and the answer."""
+    columns = Columns()
+    got = await asyncio.gather(*(outcome(columns.answer(answer)) for _ in range(2)))
+    assert [type(exc) for exc in got] == [BatchContractError] * 2
+    assert got[0] is not got[1]
+    for exc in got:
+        assert "Columns.answer got a batch of 2" in str(exc)
+        assert described in str(exc)
+    assert await columns.answer([5]) == 5
+
+
+# ── errors ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Failing:
+    @batched(max_size=10)
+    async def raise_(self, excs: list[BaseException]) -> Any:
+        raise excs[0]
+
+    @batched(max_size=10)
+    def raise_in_thread(self, excs: list[BaseException]) -> Any:
+        raise excs[0]
+
+    @batched(max_size=10)
+    async def hand_back(self, items: list[Any]) -> list[Any]:
+        return items
+
+
+class Formatted(Exception):
+    """Not to be made again from its arguments."""
+
+    def __init__(self, code: int, reason: str) -> None:
+        super().__init__(f"[{code}] {reason}")
+        self.code = code
+
+
+async def test_an_exception_among_the_answers_is_that_callers_alone() -> None:
+    """It raises for its caller; the neighbours have their results."""
+    mine, failing = Formatted(1, "mine"), Failing()
+    got = await asyncio.gather(*(outcome(failing.hand_back(x)) for x in (1, mine, 3)))
+    assert got == [1, mine, 3]
+    with pytest.raises(Formatted) as caught:
+        await failing.hand_back(mine)
+    assert caught.value is mine
+
+
+async def test_one_exception_handed_to_two_callers_is_two() -> None:
+    """Two tasks that raise one object write into each other's traceback."""
+    shared, failing = Formatted(1, "shared"), Failing()
+    got = await asyncio.gather(
+        *(outcome(failing.hand_back(x)) for x in (shared, shared, 3, shared))
+    )
+    excs = [got[0], got[1], got[3]]
+    assert got[2] == 3
+    assert len({id(exc) for exc in excs}) == 3
+    assert [type(exc) for exc in excs] == [Formatted] * 3
+    assert [exc.code for exc in excs] == [1] * 3
+
+
+async def test_broadcast_of_an_exception() -> None:
+    """It raises for every caller, for each an object of its own."""
+    columns = Columns()
+    got = await asyncio.gather(*(outcome(columns.answer(Broadcast(KeyError(1)))) for _ in "ab"))
+    assert [type(exc) for exc in got] == [KeyError] * 2
+    assert got[0] is not got[1]
+
+
+@pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
+async def test_a_raising_body_raises_for_each(method: str) -> None:
+    """Distinct exceptions like the one that was raised, which is the cause of all."""
+    failing, exc = Failing(), Formatted(503, "busy")
+    call = getattr(failing, method)
+    got = await asyncio.gather(*(outcome(call(exc)) for _ in range(4)))
+    assert len({id(each) for each in (exc, *got)}) == 5
+    for each in got:
+        assert (type(each), each.args, each.code) == (Formatted, exc.args, 503)
+        assert each.__cause__ is exc
+    assert await failing.hand_back(1) == 1
+
+
+STAYS = [
+    SystemExit(3),
+    KeyboardInterrupt("x"),
+    asyncio.CancelledError("x"),
+    GeneratorExit("x"),
+]
+
+
+@pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
+@pytest.mark.parametrize("exc", STAYS, ids=repr)
+async def test_whatever_a_body_raises_everybody_is_answered(
+    method: str, exc: BaseException
+) -> None:
+    """What would end the caller's task or process arrives as RemoteError, and the queue lives."""
+    failing = Failing()
+    call = getattr(failing, method)
+    got = await asyncio.gather(*(outcome(call(exc)) for _ in range(3)))
+    assert [type(each) for each in got] == [RemoteError] * 3
+    assert len({id(each) for each in got}) == 3
+    for each in got:
+        assert f"Failing.{method} raised" in str(each)
+        assert type(exc).__name__ in str(each)
+        assert each.__cause__ is exc
+    again = await asyncio.gather(*(outcome(call(ValueError("still there"))) for _ in range(2)))
+    assert [type(each) for each in again] == [ValueError] * 2
+
+
+@pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
+@pytest.mark.parametrize("exc", [StopIteration(3), StopAsyncIteration(3)], ids=repr)
+async def test_a_body_that_raises_the_end_of_an_iteration(method: str, exc: Exception) -> None:
+    """No coroutine can raise it; the callers are told by an error they can catch."""
+    got = await asyncio.gather(*(outcome(getattr(Failing(), method)(exc)) for _ in range(2)))
+    for each in got:
+        assert isinstance(each, RuntimeError | RemoteError)
+        assert type(exc).__name__ in str(each)
+
+
+@pytest.mark.parametrize("exc", [*STAYS, StopIteration(1), StopAsyncIteration(2)], ids=repr)
+async def test_whatever_is_among_the_answers_its_caller_can_catch_it(exc: BaseException) -> None:
+    """As RemoteError, caused by what was handed back; the neighbour has its result."""
+    failing = Failing()
+    got = await asyncio.gather(*(outcome(failing.hand_back(x)) for x in (exc, 2)))
+    assert type(got[0]) is RemoteError
+    assert got[0].__cause__ is exc
+    assert got[1] == 2
+
+
+class Stubborn(Exception):
+    """Cannot be changed, and cannot be described."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} cannot be set")
+
+    def __str__(self) -> str:
+        raise AttributeError("cannot be shown")
+
+
+@pytest.mark.parametrize("method", ["raise_", "hand_back"])
+async def test_an_exception_that_resists_reaches_its_callers(method: str) -> None:
+    """Nobody is left waiting because an exception's own methods raise."""
+    call, exc = getattr(Failing(), method), Stubborn()
+    got = await asyncio.wait_for(asyncio.gather(*(outcome(call(exc)) for _ in range(2))), 5.0)
+    assert [type(each) for each in got] == [Stubborn] * 2
+    assert got[0] is not got[1]
+
+
+# ── when a batch leaves ─────────────────────────────────────────────────────────────────────────
+
+
+async def test_what_one_turn_brings_leaves_together() -> None:
+    """Calls made in one turn of the loop are one batch, though nobody waits for company."""
+    columns = Columns()
+    await asyncio.gather(*(columns.mixed(n, c=n) for n in range(10)))
+    await asyncio.gather(*(columns.mixed(n, c=n) for n in range(4)))
+    assert [len(batch[0]) for batch in columns.seen] == [10, 4]
+
+
+async def test_a_batch_forms_while_the_body_is_busy() -> None:
+    """Members are chosen when the slot is free: who came and who left until then counts."""
+    door = Doorman()
+    first = await door.busy()
+    waiting = [asyncio.create_task(outcome(door.pass_(n))) for n in range(4)]
+    await turns()
+    waiting[0].cancel()
+    waiting[2].cancel()
+    await turns()
+    late = [asyncio.create_task(outcome(door.pass_(n))) for n in (4, 5)]
+    await turns()
+    assert door.batches == [["first"]]
+    door.gate.set()
+    await asyncio.gather(first, *waiting, *late, return_exceptions=True)
+    assert door.batches == [["first"], [1, 3, 4], [5]]
+    assert waiting[0].cancelled()
+    assert waiting[3].result() == ("passed", 3)
+    assert late[1].result() == ("passed", 5)
+
+
+async def test_a_caller_that_gives_up_in_its_own_turn_never_was() -> None:
+    """Joined and cancelled before the loop turned: no body runs for it."""
+    door = Doorman()
+    ask = asyncio.ensure_future(door.pass_(1))
+    ask.cancel()
+    await turns()
+    assert door.batches == []
+
+
+async def test_cancelled_while_its_batch_runs() -> None:
+    """The batch runs on for the others, and the place's answer is dropped."""
+    door = Doorman()
+    tasks = [asyncio.create_task(outcome(door.pass_(n))) for n in range(2)]
+    await door.started.wait()
+    tasks[0].cancel()
+    await turns()
+    assert tasks[0].cancelled()
+    door.gate.set()
+    assert await tasks[1] == ("passed", 1)
+    assert door.batches == [[0, 1]]
+
+
+async def test_a_cancelled_oldest_gives_its_place_in_a_round_up() -> None:
+    """A round waits for as many as it was told, not counting who has left."""
+    door = Doorman()
+    early = [asyncio.ensure_future(door.meet(n)) for n in range(2)]
+    await turns()
+    early[0].cancel()
+    later = asyncio.ensure_future(door.meet(2))
+    await turns()
+    assert door.batches == []
+    assert await asyncio.gather(door.meet(3), later, early[1]) == [(1, 2, 3)] * 3
+    assert door.batches == [[1, 2, 3]]
+
+
+async def test_rounds_are_of_exactly_their_size() -> None:
+    """Seven contributions make two rounds of three, and one that waits."""
+    door = Doorman()
+    tasks = [asyncio.ensure_future(door.meet(n)) for n in range(7)]
+    await asyncio.gather(*tasks[:6])
+    await turns()
+    assert door.batches == [[0, 1, 2], [3, 4, 5]]
+    assert not tasks[6].done()
+    tasks[6].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await tasks[6]
+
+
+class JumpingLoop(asyncio.SelectorEventLoop):
+    """Its time stands still while there is something to do, then jumps to the next timer."""
+
+    def __init__(self) -> None:
+        self.now = 1e6 / 3
+        super().__init__()
+
+    def time(self) -> float:
+        return self.now
+
+    def _run_once(self) -> None:
+        if not self._ready and self._scheduled:  # type: ignore[attr-defined]
+            self.now = max(self.now, self._scheduled[0]._when)  # type: ignore[attr-defined]
+        super()._run_once()  # type: ignore[misc]
+
+
+def in_virtual_time(main: Callable[[JumpingLoop], Coroutine[Any, Any, None]]) -> None:
+    loop = JumpingLoop()
+    with asyncio.Runner(loop_factory=lambda: loop) as runner:
+        runner.run(main(loop))
+
+
+def test_the_oldest_waits_for_company_no_longer_than_told() -> None:
+    """With `max_wait`, a batch leaves so long after its oldest member came, or when it is full."""
+
+    async def main(loop: JumpingLoop) -> None:
+        start, left = loop.now, []
+
+        @batched(max_size=3, max_wait=0.5)
+        async def note(items: list[str]) -> list[str]:
+            left.append((loop.now - start, items))
+            return items
+
+        async def at(seconds: float, item: str) -> str:
+            await asyncio.sleep(seconds)
+            return await note(item)
+
+        times = {"a": 0.0, "b": 0.25, "c": 1.0, "d": 1.125, "e": 1.25, "f": 2.0}
+        await asyncio.gather(*(at(seconds, item) for item, seconds in times.items()))
+        expected = [(0.5, ["a", "b"]), (1.25, ["c", "d", "e"]), (2.5, ["f"])]
+        assert [items for _, items in left] == [items for _, items in expected]
+        assert [at for at, _ in left] == pytest.approx([at for at, _ in expected])
+
+    in_virtual_time(main)
+
+
+def test_the_timer_follows_the_oldest_who_still_waits() -> None:
+    """When the oldest gives up, the next one's own arrival counts; when all do, nothing runs."""
+
+    async def main(loop: JumpingLoop) -> None:
+        start, left = loop.now, []
+
+        @batched(max_size=9, max_wait=1.0)
+        async def note(items: list[str]) -> list[str]:
+            left.append((loop.now - start, items))
+            return items
+
+        oldest = asyncio.ensure_future(note("a"))
+        await asyncio.sleep(0.5)
+        next_one = asyncio.ensure_future(note("b"))
+        await asyncio.sleep(0.25)
+        oldest.cancel()
+        assert await next_one == "b"
+        assert left == [(pytest.approx(1.5), ["b"])]
+        alone = asyncio.ensure_future(note("c"))
+        await asyncio.sleep(0.5)
+        alone.cancel()
+        await asyncio.sleep(10.0)
+        assert len(left) == 1
+
+    in_virtual_time(main)
+
+
+# ── instances, functions, threads ───────────────────────────────────────────────────────────────
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @batched(max_size=10)
+    async def who(self, items: list[int]) -> list[Any]:
+        return [(self.name, len(items), item) for item in items]
+
+    @staticmethod
+    @batched(max_size=10)
+    async def static(items: list[int]) -> list[Any]:
+        return [(len(items), item) for item in items]
+
+
+async def test_each_instance_has_its_own_queue() -> None:
+    """Callers of two objects are never in one batch, and nobody is answered by the other."""
+    a, b = Named("a"), Named("b")
+    got = await asyncio.gather(a.who(1), b.who(2), a.who(3), Named.who(b, 4))
+    assert got == [("a", 2, 1), ("b", 2, 2), ("a", 2, 3), ("b", 2, 4)]
+
+
+async def test_each_method_has_its_own_queue() -> None:
+    """Two batched methods of an object run at once."""
+    door = Doorman()
+    first = await door.busy()
+    assert await asyncio.gather(*(door.meet(n) for n in range(3))) == [(0, 1, 2)] * 3
+    door.gate.set()
+    await first
+
+
+async def test_a_static_method_has_one_queue() -> None:
+    """Through the class or any instance, its callers are together."""
+    got = await asyncio.gather(Named.static(1), Named("a").static(2), Named("b").static(3))
+    assert got == [(3, 1), (3, 2), (3, 3)]
+
+
+@batched(max_size=10)
+async def plain(items: list[int], factors: list[int] = 2) -> list[Any]:  # type: ignore[assignment]
+    """What it says."""
+    return [item * factor for item, factor in zip(items, factors, strict=True)]
+
+
+async def test_a_plain_function() -> None:
+    """Batched as a method is, without an instance; name and docstring are the function's."""
+    assert await asyncio.gather(plain(1), plain(2, 5), plain(factors=1, items=9)) == [2, 10, 9]
+    assert plain.__name__ == "plain"
+    assert plain.__doc__ == "What it says."
+    assert repr(plain) == "<batched plain Fill(max_size=10, max_wait=0.0)>"
+
+
+async def test_a_subclass_that_calls_the_batched_method_it_overrides() -> None:
+    """Each class's method is a queue of its own: `super()` is no reentry."""
+
+    class Loud(Named):
+        @batched(max_size=10)
+        async def who(self, items: list[int]) -> list[Any]:
+            inner = await asyncio.gather(*(super(Loud, self).who(item) for item in items))
+            return [(name.upper(), size, item) for name, size, item in inner]
+
+    loud = Loud("x")
+    assert await asyncio.gather(loud.who(1), loud.who(2)) == [("X", 2, 1), ("X", 2, 2)]
+
+
+class Unhashable:
+    """Equal to all others, and no key of a dict."""
+
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = None  # type: ignore[assignment]
+
+    @batched(max_size=10)
+    async def size(self, items: list[int]) -> list[int]:
+        return [len(items)] * len(items)
+
+
+async def test_instances_are_told_apart_by_identity() -> None:
+    """An instance may define equality and forbid hashing."""
+    a, b = Unhashable(), Unhashable()
+    assert await asyncio.gather(a.size(1), b.size(1), b.size(1)) == [1, 2, 2]
+
+
+async def test_an_instance_is_not_kept_alive() -> None:
+    """Once used, failed and given up on, it goes when its user lets it go."""
+    door, failing = Doorman(), Failing()
+    first = await door.busy()
+    given_up = asyncio.create_task(outcome(door.pass_(1)))
+    await turns()
+    given_up.cancel()
+    door.gate.set()
+    await asyncio.gather(first, *(door.meet(n) for n in range(3)))
+    await outcome(failing.raise_(ValueError()))
+    await turns()
+    gone = weakref.ref(door), weakref.ref(failing)
+    del door, failing, first, given_up
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+
+
+async def test_a_queue_goes_with_its_instance() -> None:
+    """A million short-lived instances leave no queues, and a reused address no neighbour's."""
+    for number in range(200):
+        assert await Named(str(number)).who(number) == (str(number), 1, number)
+    gc.collect()
+    assert len(Named.who._queues) <= 1  # type: ignore[attr-defined]
+
+
+async def test_slots_without_weak_references() -> None:
+    """The error says what to add to the class."""
+
+    class Slotted:
+        __slots__ = ()
+
+        @batched(max_size=2)
+        async def f(self, items: list[int]) -> list[int]:
+            return items
+
+    with pytest.raises(TypeError, match=r"'__weakref__' to the __slots__ of Slotted"):
+        Slotted().f(1)
+
+
+async def test_a_plain_def_runs_in_a_thread() -> None:
+    """The loop turns meanwhile, and the thread is none of the loop's."""
+    inside, release = threading.Event(), threading.Event()
+    names: list[str] = []
+
+    @batched(max_size=10)
+    def work(items: list[int]) -> list[int]:
+        names.append(threading.current_thread().name)
+        inside.set()
+        assert release.wait(30.0)
+        return [item + 1 for item in items]
+
+    calls = asyncio.gather(work(1), work(2))
+    await asyncio.to_thread(inside.wait)
+    await turns()
+    assert not calls.done()
+    release.set()
+    assert await calls == [2, 3]
+    assert len(names) == 1
+    assert names[0] != threading.current_thread().name
+
+
+async def test_one_batch_at_a_time_in_threads_too() -> None:
+    """The next body starts after the last one has returned."""
+    running, most = 0, 0
+
+    @batched(max_size=2)
+    def work(items: list[int]) -> list[int]:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        running -= 1
+        return items
+
+    assert await asyncio.gather(*(work(n) for n in range(20))) == list(range(20))
+    assert most == 1
+
+
+# ── a body that awaits itself ───────────────────────────────────────────────────────────────────
+
+
+class Nested:
+    def __init__(self, other: "Nested | None" = None) -> None:
+        self.other = other
+
+    @batched(max_size=10)
+    async def direct(self, items: list[int]) -> list[int]:
+        return [await self.direct(item) for item in items]
+
+    @batched(max_size=10)
+    async def in_a_task(self, items: list[int]) -> list[int]:
+        return await asyncio.gather(*(asyncio.create_task(self.again(item)) for item in items))
+
+    async def again(self, item: int) -> int:
+        return await self.in_a_task(item)
+
+    @batched(max_size=10)
+    async def first(self, items: list[int]) -> list[int]:
+        return [await self.second(item) for item in items]
+
+    @batched(max_size=10)
+    async def second(self, items: list[int]) -> list[int]:
+        return [await self.first(item) for item in items]
+
+    @batched(max_size=10)
+    async def down(self, items: list[int]) -> list[int]:
+        if self.other is None:
+            return items
+        return [10 * x for x in await asyncio.gather(*(self.other.down(x) for x in items))]
+
+    @batched(max_size=10)
+    async def caught(self, items: list[int]) -> list[int]:
+        with contextlib.suppress(RuntimeError):
+            await self.caught(1)
+        return items
+
+
+@pytest.mark.parametrize("method", ["direct", "in_a_task", "first", "second"])
+async def test_a_body_that_awaits_its_own_queue_raises(method: str) -> None:
+    """It would wait for itself: RuntimeError, directly, in a task, and through a second queue."""
+    call = getattr(Nested(), method)
+    got = await asyncio.wait_for(asyncio.gather(outcome(call(1)), outcome(call(2))), 10.0)
+    for exc in got:
+        assert type(exc) is RuntimeError
+        assert "awaits itself" in str(exc)
+        assert f"Nested.{method}" in str(exc)
+
+
+async def test_after_reentry_the_queue_goes_on() -> None:
+    """A body may catch the error, and later calls are served."""
+    nested = Nested()
+    assert await nested.caught(1) == 1
+    assert await asyncio.gather(nested.caught(2), nested.caught(3)) == [2, 3]
+
+
+async def test_another_instance_is_no_reentry() -> None:
+    """The same method of another object is another queue."""
+    chain = Nested(Nested(Nested()))
+    assert await asyncio.gather(chain.down(1), chain.down(2)) == [100, 200]
+
+
+async def test_who_was_called_from_a_body_may_call_it_later() -> None:
+    """A task that a body started and did not wait for may join the queue when the batch is over."""
+    later: list[asyncio.Task[int]] = []
+    go = asyncio.Event()
+
+    @batched(max_size=10)
+    async def f(items: list[int]) -> list[int]:
+        if not later:
+            later.append(asyncio.create_task(after()))
+        return items
+
+    async def after() -> int:
+        await go.wait()
+        return await f(5)
+
+    assert await f(1) == 1
+    go.set()
+    assert await later[0] == 5
+
+
+# ── loops ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_second_asyncio_run() -> None:
+    """A queue moves to the loop that awaits it, when nothing of it is left on the last one."""
+    named = Named("a")
+
+    async def main() -> list[Any]:
+        return await asyncio.gather(named.who(1), named.who(2))
+
+    for _ in range(3):
+        assert asyncio.run(main()) == [("a", 2, 1), ("a", 2, 2)]
+
+
+def test_a_second_run_after_one_that_was_cut_short() -> None:
+    """With a batch running, callers waiting and a timer set, the loop ends; the next one works."""
+
+    class Half:
+        @batched(max_size=2, max_wait=3600.0)
+        async def f(self, items: list[Any]) -> list[Any]:
+            if "stuck" in items:
+                await asyncio.Event().wait()
+            return items
+
+    half = Half()
+
+    async def cut_short() -> None:
+        tasks = [asyncio.create_task(outcome(half.f(x))) for x in ("stuck", 1, 2)]
+        await turns()
+        assert not any(task.done() for task in tasks)
+
+    async def main() -> list[Any]:
+        return await asyncio.wait_for(asyncio.gather(half.f(3), half.f(4)), 10.0)
+
+    asyncio.run(cut_short())
+    assert asyncio.run(main()) == [3, 4]
+    asyncio.run(cut_short())
+    assert asyncio.run(main()) == [3, 4]
+
+
+@contextlib.contextmanager
+def loop_on_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever)
+    thread.start()
+    try:
+        yield loop
+    finally:
+        loop.call_soon_threadsafe(loop.stop)
+        thread.join()
+        loop.close()
+
+
+async def test_busy_on_another_loop() -> None:
+    """While one loop waits for it, a call from another raises at once; afterwards it is served."""
+    door = Doorman()
+    first = await door.busy()
+
+    async def elsewhere() -> Any:
+        return await door.pass_("elsewhere")
+
+    with loop_on_a_thread() as loop:
+        call = asyncio.run_coroutine_threadsafe(elsewhere(), loop)
+        with pytest.raises(RuntimeError, match=r"Doorman\.pass_ is busy on another event loop"):
+            await asyncio.wrap_future(call)
+        door.gate.set()
+        assert await first == ("passed", "first")
+        await turns()
+        door.gate = asyncio.Event()
+        door.gate.set()
+        door.started = asyncio.Event()
+        call = asyncio.run_coroutine_threadsafe(elsewhere(), loop)
+        assert await asyncio.wrap_future(call) == ("passed", "elsewhere")
+
+
+def test_outside_a_loop_and_a_world() -> None:
+    """There is nobody to run the batch, and the error says what to enter."""
+    with pytest.raises(NotServing, match=r"worker\(\) or local_world\(\)"):
+        plain(1)
+
+
+async def test_closing_answers_everybody() -> None:
+    """Who runs and who waits gets NotServing, and the body is cancelled; new calls are served."""
+    door = Doorman()
+    calls = [asyncio.create_task(outcome(door.pass_(n))) for n in range(5)]
+    met = asyncio.create_task(outcome(door.meet(1)))
+    await door.started.wait()
+    await close_queues()
+    got = await asyncio.gather(*calls, met)
+    assert [type(each) for each in got] == [NotServing] * 6
+    assert len({id(each) for each in got}) == 6
+    assert "Doorman.pass_" in str(got[0])
+    assert "Doorman.meet" in str(got[5])
+    assert door.batches == [[0, 1, 2]]
+    door.gate.set()
+    assert await asyncio.wait_for(door.pass_(7), 5.0) == ("passed", 7)
+
+
+async def test_the_context_of_one_caller_is_not_the_bodys() -> None:
+    """A body runs for all its callers, so in none's context."""
+    import contextvars
+
+    who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+
+    @batched(max_size=10)
+    async def ask(items: list[int]) -> list[str]:
+        return [who.get()] * len(items)
+
+    who.set("caller")
+    assert await ask(1) == "nobody"
+
+
+# ── at the decoration ───────────────────────────────────────────────────────────────────────────
+
+
+async def body(self: Any, items: list[Any]) -> list[Any]:
+    return items
+
+
+async def starred(self: Any, *items: Any) -> list[Any]:
+    return list(items)
+
+
+async def keywords(self: Any, **items: Any) -> list[Any]:
+    return list(items)
+
+
+def test_a_signature_that_cannot_be() -> None:
+    """Any number of parameters is no number of columns; the message names what is wrong."""
+    for function, parameter in ((starred, r"\*items"), (keywords, r"\*\*items")):
+        with pytest.raises(TypeError, match=rf"{parameter}.* of {function.__name__}"):
+            batched(max_size=2)(function)
+
+
+@pytest.mark.parametrize("thing", [staticmethod(body), classmethod(body), Named, 5, None])
+def test_only_functions_are_batched(thing: Any) -> None:
+    """A staticmethod goes outside; a class or a value is none."""
+    with pytest.raises(TypeError, match="batched decorates a function"):
+        batched(max_size=2)(thing)
+
+
+@pytest.mark.parametrize(
+    ("args", "kwargs", "error", "text"),
+    [
+        ((), {}, TypeError, "needs max_size="),
+        ((), {"max_wait": 1.0}, TypeError, "needs max_size="),
+        ((64,), {}, TypeError, "takes a Fill or a Round first"),
+        ((body,), {}, TypeError, "takes a Fill or a Round first"),
+        ((Fill,), {}, TypeError, "takes a Fill or a Round first"),
+        ((Fill(2),), {"max_size": 3}, TypeError, "not both"),
+        ((Round(2),), {"max_wait": 1.0}, TypeError, "not both"),
+        ((), {"max_size": 0}, ValueError, "max_size is at least 1"),
+        ((), {"max_size": True}, TypeError, "max_size is a number"),
+        ((), {"max_size": 2.0}, TypeError, "max_size is a number"),
+        ((), {"max_size": 2, "max_wait": -1.0}, ValueError, "max_wait is seconds"),
+        ((), {"max_size": 2, "max_wait": float("nan")}, ValueError, "max_wait is seconds"),
+        ((), {"max_size": 2, "max_wiat": 1.0}, TypeError, "max_wiat"),
+    ],
+)
+def test_a_policy_that_cannot_be(
+    args: tuple[Any, ...], kwargs: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """What is wrong is told where it is written, not at the first call."""
+    with pytest.raises(error, match=text):
+        batched(*args, **kwargs)
+
+
+async def test_a_method_called_without_an_instance() -> None:
+    """`Agent.select()` says that it wants one."""
+    with pytest.raises(TypeError, match=r"Named\.who is a method: it is called on an instance"):
+        Named.who()
