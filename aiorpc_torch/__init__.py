@@ -7,7 +7,7 @@ The map of the house, from the ground up; imports point down only.
     _lane, _exceptions, _deadline     order of arrival; how exceptions and deadlines cross (pure)
     _inbox, _threads                  from any thread into a loop; threads for plain `def`s
     _bridge, _wire                    torch's futures awaited; what travels
-    _jobs, _server, _doors            the callee: from a message to the loop or a thread, and back
+    _jobs, _runner, _server, _doors   the callee: from a message to the loop or a thread, and back
     _outbox, _remote                  the caller: what the user types, and the message it becomes
     _answers, _queue, _batched        `@batched`
     _rendezvous, _leaving, _world     a worker's life: it joins, serves and leaves

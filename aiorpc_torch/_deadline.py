@@ -41,6 +41,11 @@ def budget(deadline: float | None) -> float | None:
     return None if deadline is None else deadline - time.monotonic()
 
 
-def adopt(seconds: float | None) -> None:
-    """On the callee: what the caller has left bounds everything in this context."""
-    _deadline.set(None if seconds is None else time.monotonic() + seconds)
+def deadline_after(seconds: float | None) -> float | None:
+    """On the callee: the point in time at which the caller's time will be over."""
+    return None if seconds is None else time.monotonic() + seconds
+
+
+def adopt(deadline: float | None) -> None:
+    """On the callee: the caller's deadline bounds everything in this context."""
+    _deadline.set(deadline)

@@ -47,8 +47,8 @@ class Failure:
         """Describe `exc`, raised on `worker`. Never raises, whatever `exc` is."""
         return cls(worker, _summary(exc), _text(exc), _dump(exc))
 
-    def throw(self) -> NoReturn:
-        """Raise it here."""
+    def get(self) -> NoReturn:
+        """Raise it here: where a value would be got, there is none."""
         raise self.exception()
 
     def exception(self) -> BaseException:

@@ -37,6 +37,10 @@ class Inbox(Generic[T]):
     def push(self, item: T) -> None:
         """From any thread. After the loop is closed the item is dropped: nobody waits for it."""
         self._items.append(item)
+        loop = self._loop()
+        if loop is None or loop.is_closed():  # it may have been closed while it was armed
+            self._items.clear()
+            return
         # Two threads may both see it unarmed and wake the loop twice: harmless. That none sees it
         # armed after the drain has looked is what counts, and why the drain disarms first.
         if not self._armed:

@@ -7,6 +7,7 @@ It does not know where it runs: that is the server's.
 import abc
 import asyncio
 import inspect
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -47,7 +48,7 @@ class Job(abc.ABC):
         self.args = args
         self.kwargs = kwargs
         self.key: Any = self
-        self.budget: float | None = None  # seconds it may take
+        self.deadline: float | None = None  # time.monotonic()
         self.abandoned = False
         self.task: asyncio.Future[Any] | None = None  # what runs it, on the loop
         self.reply: Future[Any] = Future(devices=[*devices])
@@ -61,6 +62,10 @@ class Job(abc.ABC):
         self.abandoned = True
         if self.task is not None:
             self.task.cancel()
+
+    def is_late(self) -> bool:
+        """Whether its time is over."""
+        return self.deadline is not None and time.monotonic() >= self.deadline
 
     def call(self) -> Any:
         """Run the function, in whichever thread this is."""

@@ -16,8 +16,7 @@ from torch.futures import Future
 from . import _doors
 from ._bridge import transport_error, wrap_future
 from ._deadline import budget, deadline_in
-from ._exceptions import Failure
-from ._wire import Call, Cancel, Goodbye, Message, Target, Value, pack
+from ._wire import Call, Cancel, Goodbye, Message, Outcome, Target, pack
 from .errors import CallTimeout, NotServing, RpcError
 
 
@@ -63,7 +62,7 @@ class Outbox:
         work = pack((target, args, kwargs or {}))
         seq, answer = self._send(worker, lambda seq: Call(self.name, seq, work, left))
         try:
-            outcome = await _within(answer, left)
+            outcome: Outcome = await _within(answer, left)
         except TimeoutError:
             self._cancel(worker, seq)
             raise CallTimeout(f"no answer from worker {worker!r} within {left:.3g} s") from None
@@ -72,7 +71,7 @@ class Outbox:
             raise
         except RuntimeError as exc:
             raise transport_error(exc, worker) from exc
-        return _result(outcome)
+        return outcome.get()
 
     async def say_goodbye(self, worker: str, *, alone: bool) -> None:
         """Tell `worker` that this process leaves. Raises WorkerLost if it has gone itself."""
@@ -104,12 +103,6 @@ async def _within(answer: "Future[Any]", seconds: float | None) -> Any:
         return await wrap_future(answer)
     async with asyncio.timeout(seconds):
         return await wrap_future(answer)
-
-
-def _result(outcome: Value | Failure) -> Any:
-    if isinstance(outcome, Value):
-        return outcome.value
-    outcome.throw()
 
 
 _current: Outbox | None = None

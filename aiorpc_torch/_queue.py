@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -18,6 +19,10 @@ from ._doors import in_thread
 from .errors import NotServing
 
 Row = tuple[Any, ...]
+
+log = logging.getLogger("aiorpc_torch")
+
+PATIENCE = 0.5  # seconds that a cancelled body has to end, when its worker stops
 
 # The batches that cannot end before this task does: in whose body it runs, and their callers'.
 _inside: contextvars.ContextVar[frozenset[Batch[Any]]] = contextvars.ContextVar(
@@ -123,7 +128,8 @@ class Queue:
             ask.settle(NotServing(f"the worker stopped before {self._body.name} answered"))
         for task in tasks:
             task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+        if tasks and (await asyncio.wait(tasks, timeout=PATIENCE))[1]:
+            log.warning("%s did not end when its worker stopped", self._body.name)
 
     def _refuse_reentry(self) -> None:
         if not _inside.get().isdisjoint(self._running):
@@ -135,12 +141,15 @@ class Queue:
     def _settle_on(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.loop is loop:
             return
-        if self.loop is not None and self.loop.is_closed():
+        if self.loop is not None and self._is_over():
             self._batcher = Batcher(self._policy)  # whoever waited there is gone with it
             self._running.clear()
         elif not self._batcher.idle:
             raise RuntimeError(f"{self._body.name} is busy on another event loop")
         self.loop, self._due = loop, None
+
+    def _is_over(self) -> bool:
+        return self.loop is None or self.loop.is_closed()
 
     # What one turn of the loop brings leaves together: look only at its end.
     def _pump_soon(self) -> None:
@@ -169,7 +178,8 @@ class Queue:
             answers = outcomes(result, size, name)
         except BaseException as exc:  # SystemExit too: every caller is answered, whatever it is
             answers = failures(exc, size, name)
-        del self._running[batch]
+        if self._running.pop(batch, None) is None or self._is_over():
+            return  # its loop was closed, and whoever waited there is gone with it
         self._batcher.finished()
         self._pump_soon()
         for ask, answer in zip(batch.items, answers, strict=True):

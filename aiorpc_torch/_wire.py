@@ -29,6 +29,10 @@ class Value:
     def __init__(self, value: Any) -> None:
         self.value = value
 
+    def get(self) -> Any:
+        """The value."""
+        return self.value
+
 
 class Packed:
     """A value ready to travel. It arrives as a `Value`, or a `Failure` if it cannot be read."""
@@ -177,7 +181,7 @@ class Call(NamedTuple):
 
     caller: str
     seq: int
-    work: Packed | Outcome  # packed when it leaves, an outcome when it has arrived
+    work: Any  # a Packed when it leaves, an Outcome when it has arrived
     budget: float | None
 
 

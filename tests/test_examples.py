@@ -45,18 +45,18 @@ def test_cartpole(tmp_path: Path) -> None:
 @pytest.mark.parametrize("after", [0.3, 3.5, 12.0])
 def test_cartpole_interrupted(after: float) -> None:
     """Ctrl-C at any time, also while it imports and starts: two seconds, no traceback."""
-    process = subprocess.Popen(
+    with subprocess.Popen(
         [sys.executable, "-m", "examples.cartpole", "--seconds", "40"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
-    )
-    time.sleep(after)  # "at any time" is what is tested, so no event decides it
-    start = time.monotonic()
-    os.killpg(process.pid, signal.SIGINT)
-    _, errors = process.communicate(timeout=20)
-    assert time.monotonic() - start < 2.0
+    ) as process:
+        time.sleep(after)  # "at any time" is what is tested, so no event decides it
+        start = time.monotonic()
+        os.killpg(process.pid, signal.SIGINT)
+        _, errors = process.communicate(timeout=20)
+        assert time.monotonic() - start < 2.0
     assert process.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in errors

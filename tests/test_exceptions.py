@@ -531,7 +531,7 @@ def test_each_look_makes_a_new_exception() -> None:
     failure = Failure.of(raised(ValueError("x")), "ps")
     assert failure.exception() is not failure.exception()
     with pytest.raises(ValueError, match="x") as caught:
-        failure.throw()
+        raise failure.exception()
     assert isinstance(caught.value.__cause__, RemoteTraceback)
     assert repr(failure) == "<Failure on ps: ValueError: x>"
 

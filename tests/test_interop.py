@@ -64,9 +64,9 @@ async def test_a_round_of_torch_clients_and_ours() -> None:
 
 
 async def test_batched_errors_reach_torch_clients() -> None:
-    """As torch raises exceptions: all but ValueError and TypeError as RuntimeError, with the text."""
+    """As torch raises them: all but ValueError and TypeError as RuntimeError, with the text."""
     rref = RRef(Batching())
-    with pytest.raises(RuntimeError, match="LookupError: .'the body', 1"):
+    with pytest.raises(RuntimeError, match=r"LookupError: .'the body', 1"):
         await in_thread(rpc.rpc_sync, "main", Batching.broken, args=(rref, 1))
 
 

@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from aiorpc_torch import (
     BatchContractError,
@@ -465,6 +467,67 @@ def test_the_timer_follows_the_oldest_who_still_waits() -> None:
     in_virtual_time(main)
 
 
+moves = st.tuples(
+    st.sampled_from([0.0, 0.0, 0.1, 1.0]), st.sampled_from(["call", "call", "call", "cancel"])
+)
+endings = st.sampled_from(["answer", "answer", "one raises", "all raise", "too few", "exit"])
+
+
+@given(
+    st.builds(Fill, st.integers(1, 4), st.sampled_from([0.0, 0.25])),
+    st.lists(moves, max_size=25),
+    st.lists(st.tuples(st.sampled_from([0.0, 0.5, 2.0]), endings), min_size=1, max_size=5),
+)
+def test_every_call_settles_once_with_its_own_answer(
+    policy: Fill, moves: list[tuple[float, str]], bodies: list[tuple[float, str]]
+) -> None:
+    """Whatever comes, gives up and fails when, each gets what is its own, and no batch runs twice."""
+    batches: list[tuple[list[int], str]] = []
+
+    @batched(policy)
+    async def body(items: list[int]) -> Any:
+        seconds, ending = bodies[len(batches) % len(bodies)]
+        batches.append((items, ending))
+        await asyncio.sleep(seconds)
+        if ending == "all raise":
+            raise Formatted(len(batches), "all")
+        if ending == "exit":
+            raise SystemExit(3)
+        answers: list[Any] = [-item for item in items]
+        if ending == "one raises":
+            answers[-1] = Formatted(items[-1], "one")
+        return answers[1:] if ending == "too few" else answers
+
+    async def main(loop: JumpingLoop) -> None:
+        asks: list[asyncio.Future[Any]] = []
+        for seconds, move in moves:
+            await asyncio.sleep(seconds)
+            if move == "call":
+                asks.append(asyncio.ensure_future(body(len(asks))))
+            elif asks:
+                asks[len(asks) // 2].cancel()
+        got = await asyncio.gather(*asks, return_exceptions=True)
+        ran = [item for items, _ in batches for item in items]
+        assert ran == sorted(set(ran))
+        assert {n for n, ask in enumerate(asks) if not ask.cancelled()} <= set(ran)
+        for items, ending in batches:
+            assert 1 <= len(items) <= policy.max_size
+            for item in items:
+                if not asks[item].cancelled():
+                    check(got[item], item, items, ending)
+
+    def check(answer: Any, item: int, items: list[int], ending: str) -> None:
+        if ending == "one raises" and item == items[-1]:
+            assert (type(answer), answer.code) == (Formatted, item)
+        elif ending in ("answer", "one raises"):
+            assert answer == -item
+        else:
+            expected = {"all raise": Formatted, "too few": BatchContractError, "exit": RemoteError}
+            assert type(answer) is expected[ending]
+
+    in_virtual_time(main)
+
+
 # ── instances, functions, threads ───────────────────────────────────────────────────────────────
 
 
@@ -724,15 +787,21 @@ def test_a_second_asyncio_run() -> None:
         assert asyncio.run(main()) == [("a", 2, 1), ("a", 2, 2)]
 
 
+class Half:
+    @batched(max_size=2, max_wait=3600.0)
+    async def f(self, items: list[Any]) -> list[Any]:
+        if "stuck" in items:
+            await asyncio.Event().wait()
+        return items
+
+
+async def two_of(half: Half) -> list[Any]:
+    async with asyncio.timeout(10.0):
+        return await asyncio.gather(half.f(3), half.f(4))
+
+
 def test_a_second_run_after_one_that_was_cut_short() -> None:
     """With a batch running, callers waiting and a timer set, the loop ends; the next one works."""
-
-    class Half:
-        @batched(max_size=2, max_wait=3600.0)
-        async def f(self, items: list[Any]) -> list[Any]:
-            if "stuck" in items:
-                await asyncio.Event().wait()
-            return items
 
     half = Half()
 
@@ -741,13 +810,9 @@ def test_a_second_run_after_one_that_was_cut_short() -> None:
         await turns()
         assert not any(task.done() for task in tasks)
 
-    async def main() -> list[Any]:
-        return await asyncio.wait_for(asyncio.gather(half.f(3), half.f(4)), 10.0)
-
-    asyncio.run(cut_short())
-    assert asyncio.run(main()) == [3, 4]
-    asyncio.run(cut_short())
-    assert asyncio.run(main()) == [3, 4]
+    for _ in range(2):
+        asyncio.run(cut_short())
+        assert asyncio.run(two_of(half)) == [3, 4]
 
 
 @contextlib.contextmanager
@@ -806,6 +871,57 @@ async def test_closing_answers_everybody() -> None:
     assert door.batches == [[0, 1, 2]]
     door.gate.set()
     assert await asyncio.wait_for(door.pass_(7), 5.0) == ("passed", 7)
+
+
+async def test_closing_does_not_wait_for_a_body_that_will_not_end(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A body that swallows its cancellation is left behind, with a warning that names it."""
+    started, end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    @batched(max_size=2)
+    async def stubborn(items: list[int]) -> list[int]:
+        started.set()
+        while not end.is_set():
+            with contextlib.suppress(asyncio.CancelledError):
+                await end.wait()
+        ended.set()
+        return items
+
+    call = asyncio.ensure_future(stubborn(1))
+    await started.wait()
+    async with asyncio.timeout(10.0):
+        await close_queues()
+    with pytest.raises(NotServing):
+        await call
+    assert "stubborn did not end" in caplog.text
+    end.set()
+    await ended.wait()
+    await turns()
+
+
+@pytest.mark.parametrize("used_again", [True, False])
+def test_a_loop_that_was_closed_under_a_batch(
+    used_again: bool, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing of it reaches the next loop, and its end prints nothing of ours."""
+    door = [Half()]
+    loop = asyncio.new_event_loop()
+
+    async def begin() -> None:
+        for item in ("stuck", 1, 2):
+            door[0].f(item)
+        await turns()
+
+    loop.run_until_complete(begin())
+    loop.close()
+    if used_again:
+        assert asyncio.run(two_of(door[0])) == [3, 4]
+    door.clear()
+    gc.collect()
+    printed = capfd.readouterr().err
+    assert "Exception ignored" not in printed
+    assert "Traceback" not in printed
 
 
 async def test_the_context_of_one_caller_is_not_the_bodys() -> None:

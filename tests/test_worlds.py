@@ -1,12 +1,14 @@
 """Worlds of several processes: how they start, what crosses between them, how they end."""
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import textwrap
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -175,7 +177,7 @@ async def test_worlds_in_a_row() -> None:
 
 async def test_exception_inside_ends_the_world() -> None:
     """It propagates, quickly, and the children are gone."""
-    with pytest.raises(LookupError):
+    with pytest.raises(LookupError):  # noqa: PT012
         async with aiorpc.local_world(["a"]):
             child = psutil.Process(await call("a", actors.pid))
             start = time.monotonic()
@@ -264,6 +266,23 @@ def run(path: Path, *args: str, **environment: str) -> subprocess.CompletedProce
         env={**os.environ, "PYTHONPATH": str(HERE), **environment},
         check=False,
     )
+
+
+@contextlib.contextmanager
+def started(path: Path) -> Iterator[subprocess.Popen[str]]:
+    """The same, running, in a process group of its own, which does not outlive the block."""
+    with subprocess.Popen(
+        [sys.executable, str(path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_run_local(tmp_path: Path) -> None:
@@ -357,23 +376,23 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
             asyncio.run(main())
         """,
     )
-    parent = subprocess.Popen([sys.executable, str(path)], stdout=subprocess.PIPE, text=True)
-    assert parent.stdout is not None
-    children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
-    assert len(children) == 2
-    parent.kill()
-    parent.communicate()
-    gone, alive = psutil.wait_procs(children, timeout=5)
-    assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
+    with started(path) as parent:
+        assert parent.stdout is not None
+        children = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()]
+        assert len(children) == 2
+        parent.kill()
+        parent.communicate()
+        _, alive = psutil.wait_procs(children, timeout=5)
+        assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
 def test_interrupt_is_orderly(tmp_path: Path) -> None:
-    """Ctrl-C, which the whole group gets: everybody ends within two seconds, without a traceback."""
+    """Ctrl-C, which the whole group gets: all end within two seconds, without a traceback."""
     path = program(
         tmp_path,
         """
         async def main(me):
-            print("ready", flush=True)
+            os.write(1, b"ready\n")
             await asyncio.sleep(600)
         if __name__ == "__main__":
             try:
@@ -382,19 +401,13 @@ def test_interrupt_is_orderly(tmp_path: Path) -> None:
                 os._exit(130)
         """,
     )
-    parent = subprocess.Popen(
-        [sys.executable, str(path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
-    assert parent.stdout is not None
-    assert [parent.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
-    start = time.monotonic()
-    os.killpg(parent.pid, signal.SIGINT)
-    _, errors = parent.communicate(timeout=20)
-    assert time.monotonic() - start < 2.0
+    with started(path) as parent:
+        assert parent.stdout is not None
+        assert [parent.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
+        start = time.monotonic()
+        os.killpg(parent.pid, signal.SIGINT)
+        _, errors = parent.communicate(timeout=20)
+        assert time.monotonic() - start < 2.0
     assert parent.returncode == 130
     assert "Traceback" not in errors
 
