@@ -152,7 +152,7 @@ async def test_cancelled_caller_leaves_a_forming_round() -> None:
 
 
 async def test_timeout_of_a_call() -> None:
-    """`remote(..., timeout=)` raises CallTimeout, which is a TimeoutError, and cancels the callee."""
+    """`remote(..., timeout=)` raises CallTimeout, a TimeoutError, and cancels the callee."""
     gate = await create("main", Gate)
     with pytest.raises(CallTimeout, match="no answer from worker 'main'") as raised:
         await remote(gate, timeout=0.05).wait()
@@ -176,7 +176,7 @@ async def test_expired_deadline_sends_nothing() -> None:
 
 
 async def test_threads_start_tuned() -> None:
-    """A method's thread uses as many intra-op threads as the loop's: one never told opens a team."""
+    """A method's thread is told the loop's intra-op thread count."""
     counter = await create("main", Counter)
     counts = await asyncio.gather(*(remote(counter).threads() for _ in range(40)))
     assert set(counts) == {torch.get_num_threads()}
@@ -274,7 +274,7 @@ async def test_bad_arguments_raise_at_the_call() -> None:
     """An argument that cannot be pickled, an unknown worker, a thing that is no RRef."""
     counter = await create("main", Counter)
     with pytest.raises(TypeError, match="pickle"):
-        await remote(counter).add((n for n in ()))
+        await remote(counter).add(n for n in ())
     with pytest.raises(ValueError, match=r"no worker 'nobody'.*main"):
         await call("nobody", actors.pid)
     with pytest.raises(TypeError, match="RRef"):

@@ -481,7 +481,7 @@ endings = st.sampled_from(["answer", "answer", "one raises", "all raise", "too f
 def test_every_call_settles_once_with_its_own_answer(
     policy: Fill, moves: list[tuple[float, str]], bodies: list[tuple[float, str]]
 ) -> None:
-    """Whatever comes, gives up and fails when, each gets what is its own, and no batch runs twice."""
+    """Whatever comes, gives up and fails when, each gets what is its own, and nobody runs twice."""
     batches: list[tuple[list[int], str]] = []
 
     @batched(policy)

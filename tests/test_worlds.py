@@ -392,7 +392,7 @@ def test_interrupt_is_orderly(tmp_path: Path) -> None:
         tmp_path,
         """
         async def main(me):
-            os.write(1, b"ready\n")
+            os.write(1, b"ready\\n")
             await asyncio.sleep(600)
         if __name__ == "__main__":
             try:
