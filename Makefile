@@ -5,21 +5,27 @@ VENV ?= .venv
 TORCH ?= torch
 EXTRAS ?= examples,test,bench,docs
 BIN := $(VENV)/bin
-STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 comma := ,
+STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: demo test test-long install lint types docs bench clean
 
 install: $(STAMP)
+
+# The demo waits for no more than it needs; the rest is added when something asks for it.
+$(VENV)/.demo: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[examples]'
+	@touch $@
 
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip install --quiet --editable '.[$(EXTRAS)]' '$(TORCH)'
 	@rm -f $(VENV)/.installed-*
-	@touch $@
+	@touch $@ $(VENV)/.demo
 
-demo: install
+demo: $(VENV)/.demo
 	$(BIN)/python -m examples.cartpole
 
 test: install
