@@ -59,8 +59,10 @@ class Inbox(Generic[T]):
 
     def _drain(self) -> None:
         self._armed = False
-        for _ in range(min(len(self._items), BURST)):
-            self._take(self._items.popleft())
-        if self._items and not self._armed:
-            self._armed = True
-            self._wake()
+        try:
+            for _ in range(min(len(self._items), BURST)):
+                self._take(self._items.popleft())
+        finally:  # whatever one item raises, the loop reports it and the rest is not forgotten
+            if self._items and not self._armed:
+                self._armed = True
+                self._wake()

@@ -101,7 +101,8 @@ class Queue:
         self._policy = policy
         self._batcher: Batcher[Ask] = Batcher(policy)
         self._running: dict[Batch[Ask], asyncio.Task[None]] = {}
-        self._due: asyncio.Handle | None = None
+        self._next_look: asyncio.Handle | None = None  # at the end of this turn of the loop
+        self._timer: asyncio.TimerHandle | None = None  # at the batcher's deadline
         _queues.add(self)
 
     def __repr__(self) -> str:
@@ -146,7 +147,7 @@ class Queue:
             self._running.clear()
         elif not self._batcher.idle:
             raise RuntimeError(f"{self._body.name} is busy on another event loop")
-        self.loop, self._due = loop, None
+        self.loop, self._next_look, self._timer = loop, None, None
 
     def _is_over(self) -> bool:
         return self.loop is None or self.loop.is_closed()
@@ -154,21 +155,20 @@ class Queue:
     # What one turn of the loop brings leaves together: look only at its end.
     def _pump_soon(self) -> None:
         assert self.loop is not None
-        if self._due is not None:
-            if not isinstance(self._due, asyncio.TimerHandle):
-                return
-            self._due.cancel()
-        # In nobody's context: the body runs for all its callers, so for none's deadline.
-        self._due = self.loop.call_soon(self._pump, context=contextvars.Context())
+        if self._next_look is None:
+            # In nobody's context: the body runs for all its callers, so for none's deadline.
+            self._next_look = self.loop.call_soon(self._pump, context=contextvars.Context())
 
     def _pump(self) -> None:
         assert self.loop is not None
-        self._due = None
+        self._next_look = None
+        if self._timer is not None:
+            self._timer.cancel()
         while (batch := self._batcher.take(self.loop.time())) is not None:
             self._running[batch] = self.loop.create_task(self._run(batch))
         deadline = self._batcher.deadline()
-        if deadline is not None:
-            self._due = self.loop.call_at(deadline, self._pump)
+        at = self.loop.call_at
+        self._timer = None if deadline is None else at(deadline, self._pump)
 
     async def _run(self, batch: Batch[Ask]) -> None:
         _inside.set(frozenset((batch,)).union(*(ask.inside for ask in batch.items)))

@@ -213,3 +213,22 @@ async def test_it_shows_its_state() -> None:
     assert repr(inbox) == "<Inbox 1 waiting, armed>"
     await asyncio.sleep(0)
     assert repr(inbox) == "<Inbox 0 waiting>"
+
+
+async def test_an_item_that_raises_forgets_no_other() -> None:
+    """The loop reports it, and what came with it is still handed over."""
+    loop, taken, reported = asyncio.get_running_loop(), [], asyncio.Event()
+    loop.set_exception_handler(lambda _, context: reported.set())
+
+    def take(item: int) -> None:
+        if item == 1:
+            raise ValueError(item)
+        taken.append(item)
+
+    inbox = Inbox(loop, take)
+    for item in range(4):
+        inbox.push(item)
+    await asyncio.wait_for(reported.wait(), 5)
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert taken == [0, 2, 3]
