@@ -99,7 +99,8 @@ class Runner:
         elif asyncio._get_running_loop() is self._loop:
             self._spawn(job, value, context)
         else:  # an `async def` behind a decorator that is a plain def
-            self._inbox.push(lambda: self._spawn(job, value, context))
+            # A copy: this thread is still inside `context`, and two threads cannot be in one.
+            self._inbox.push(lambda: self._spawn(job, value, context.copy()))
 
     def _spawn(
         self, job: Job, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context

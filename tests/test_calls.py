@@ -99,7 +99,9 @@ async def test_plain_future_and_hidden_coroutine() -> None:
     """A def may return a torch Future or a coroutine: the caller gets the result."""
     counter = await create("main", Counter)
     assert await remote(counter).later() == "later"
-    assert await remote(counter).plain_def_coroutine() == 10
+    # Many: the thread that hands the coroutine over may still be in the context of the call.
+    results = await asyncio.gather(*(remote(counter).plain_def_coroutine() for _ in range(300)))
+    assert max(results) == 3000
 
 
 async def test_async_execution_through_us() -> None:
