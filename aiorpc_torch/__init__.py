@@ -4,11 +4,12 @@ The map of the house, from the ground up; imports point down only.
 
     errors                            what can go wrong, and what to do about it
     _batcher                          when waiting requests become a batch (pure)
-    _lane, _exceptions, _deadline     order of arrival; how exceptions and deadlines cross (pure)
+    _lane, _desk                      order of arrival; which message takes which result back (pure)
+    _exceptions, _deadline, _handles  how exceptions, deadlines and RRefs cross
     _inbox, _threads                  from any thread into a loop; threads for plain `def`s
     _bridge, _wire                    torch's futures awaited; what travels
     _jobs, _runner, _server, _doors   the callee: from a message to the loop or a thread, and back
-    _outbox, _remote                  the caller: what the user types, and the message it becomes
+    _link, _outbox, _remote           the caller: what the user types, and the message it becomes
     _answers, _queue, _batched        `@batched`
     _rendezvous, _leaving, _world     a worker's life: it joins, serves and leaves
     _child, _local                    worlds on this machine

@@ -7,6 +7,7 @@ does not; a future cannot be cancelled and keeps its callbacks until it complete
 """
 
 import asyncio
+from collections.abc import Callable
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -20,7 +21,7 @@ __all__ = ("wrap_future",)
 
 T = TypeVar("T")
 
-_Completion = tuple[asyncio.Future[Any], "Future[Any]"]
+_Completion = tuple["Callable[[Future[Any]], None]", "Future[Any]"]
 
 _inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox[_Completion]] = WeakKeyDictionary()
 
@@ -41,22 +42,31 @@ def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
     if future.done():
-        _deliver((result, future))
+        _deliver(result, future)
     else:
-        inbox = _inbox_of(loop)
-        future.add_done_callback(lambda done: inbox.push((result, done)))
+        when_done(future, lambda done: _deliver(result, done))
     return result
+
+
+def when_done(future: "Future[Any]", take: "Callable[[Future[Any]], None]") -> None:
+    """Call `take(future)` on the running loop's thread when the future is done; never at once."""
+    inbox = _inbox_of(asyncio.get_running_loop())
+    future.add_done_callback(lambda done: inbox.push((take, done)))
 
 
 def _inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox[_Completion]:
     inbox = _inboxes.get(loop)
     if inbox is None:
-        inbox = _inboxes[loop] = Inbox(loop, _deliver)
+        inbox = _inboxes[loop] = Inbox(loop, _take)
     return inbox
 
 
-def _deliver(completion: _Completion) -> None:
-    result, future = completion
+def _take(completion: _Completion) -> None:
+    take, future = completion
+    take(future)
+
+
+def _deliver(result: "asyncio.Future[T]", future: "Future[T]") -> None:
     if result.done():  # the awaiting task was cancelled
         return
     try:

@@ -15,7 +15,7 @@ from torch.futures import Future
 
 from ._exceptions import Failure
 from ._jobs import wants_loop
-from ._server import Server, completed
+from ._server import Server
 from ._threads import daemon, run_blocking
 from ._wire import Message
 from .errors import NotServing
@@ -39,7 +39,9 @@ def serve(server: Server | None) -> None:
 def answer(message: Message) -> "Future[Any]":
     """What every message between workers calls. On a thread of torch's."""
     if _serving is None:
-        return completed(Failure.of(NotServing(_NOBODY), "the callee"))
+        nobody: Future[Any] = Future()
+        nobody.set_result(Failure.of(NotServing(_NOBODY), "the callee"))
+        return nobody
     return _serving.accept(message)
 
 

@@ -33,7 +33,7 @@ class Host(Protocol):
 
 
 class Job(abc.ABC):
-    """`function(*args, **kwargs)` for a caller who waits on `reply`."""
+    """`function(*args, **kwargs)` for a caller who waits."""
 
     def __init__(
         self,
@@ -41,7 +41,6 @@ class Job(abc.ABC):
         function: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        devices: Devices,
     ) -> None:
         self.host = host
         self.function = function
@@ -51,7 +50,6 @@ class Job(abc.ABC):
         self.deadline: float | None = None  # time.monotonic()
         self.abandoned = False
         self.task: asyncio.Future[Any] | None = None  # what runs it, on the loop
-        self.reply: Future[Any] = Future(devices=[*devices])
 
     def __repr__(self) -> str:
         name = getattr(self.function, "__qualname__", repr(self.function))
@@ -74,14 +72,16 @@ class Job(abc.ABC):
     def succeed(self, value: Any) -> None:
         """The function returned `value`."""
         if self.host.ended(self):
-            self.reply.set_result(self.answer(value))
+            self.deliver(self.answer(value))
 
     def fail(self, exc: BaseException) -> None:
         """The function raised `exc`."""
         if self.host.ended(self):
-            # Never set_exception: torch would hand the exception to the caller as a *value*
-            # (seen on 2.13 and 2.15, tests/test_interop.py).
-            self.reply.set_result(self.error(exc))
+            self.deliver(self.error(exc))
+
+    @abc.abstractmethod
+    def deliver(self, answer: Any) -> None:
+        """Send what `answer` or `error` made."""
 
     @abc.abstractmethod
     def answer(self, value: Any) -> Any:
@@ -93,9 +93,13 @@ class Job(abc.ABC):
 
 
 class RpcJob(Job):
-    """A call that came through our own door: answered by a `Packed` or a `Failure`."""
+    """A call that came in a message of ours: answered by a `Packed` or a `Failure`."""
 
     as_rref = False
+    take: Callable[[Packed | Failure], None]
+
+    def deliver(self, answer: Packed | Failure) -> None:
+        self.take(answer)
 
     def answer(self, value: Any) -> Packed | Failure:
         try:
@@ -109,7 +113,14 @@ class RpcJob(Job):
 
 
 class TorchJob(Job):
-    """A call that plain torch made: answered as torch itself answers."""
+    """A call that plain torch made: answered as torch itself answers, by a future."""
+
+    # Never set_exception: torch would hand the exception to the caller as a *value* (seen on 2.13
+    # and 2.15, tests/test_interop.py).
+    reply: Future[Any]
+
+    def deliver(self, answer: Any) -> None:
+        self.reply.set_result(answer)
 
     def answer(self, value: Any) -> Any:
         return value

@@ -122,7 +122,7 @@ class Leaving:
 
     async def _tell(self, peer: str) -> None:
         try:
-            await self._outbox.say_goodbye(peer, alone=self._alone)
+            await self._outbox.link(peer).goodbye(alone=self._alone)
         except RpcError as exc:
             log.debug("no goodbye from %s: %s", peer, exc)
             self._lost.add(peer)

@@ -1,23 +1,21 @@
-"""The caller: a call becomes a message to a peer, and its answer a result or an exception.
+"""The caller: from a call to its result or exception.
 
-One door, `Outbox.call`. It knows who the peers are and who waits; not what the callee does.
+One door, `Outbox.call`. It knows who the peers are, deadlines and cancellation; how calls travel is
+the link's.
 """
 
 import asyncio
-import contextlib
-import threading
-from collections.abc import Callable, Sequence
+import itertools
+from collections.abc import Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
 from torch._C._distributed_rpc import WorkerInfo
-from torch.distributed import rpc
-from torch.futures import Future
 
-from . import _doors
-from ._bridge import transport_error, wrap_future
 from ._deadline import budget, deadline_in
-from ._wire import Call, Cancel, Goodbye, Message, Outcome, Target, pack
-from .errors import CallTimeout, NotServing, RpcError
+from ._link import Link
+from ._wire import Outcome, Target, pack
+from .errors import CallTimeout, NotServing
 
 
 class Outbox:
@@ -25,13 +23,17 @@ class Outbox:
 
     def __init__(self, name: str, workers: Sequence[WorkerInfo]) -> None:
         self.name = name
+        self._names = [info.name for info in workers]
         self._workers: dict[str | int, WorkerInfo] = {info.name: info for info in workers}
         self._workers.update({info.id: info for info in workers})
-        self._lock = threading.Lock()
-        self._sent: dict[str, int] = dict.fromkeys((info.name for info in workers), 0)
+        # Each loop that calls has links of its own, so nothing here needs a lock.
+        self._links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]]
+        self._links = WeakKeyDictionary()
+        self._numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<Outbox of {self.name}: {sum(self._sent.values())} messages sent>"
+        links = [link for links in self._links.values() for link in links.values()]
+        return f"<Outbox of {self.name}: {links}>"
 
     def find(self, worker: str | int | WorkerInfo) -> str:
         """The name of a worker of this world.
@@ -43,7 +45,7 @@ class Outbox:
         try:
             return self._workers[key].name
         except (KeyError, TypeError):
-            names = ", ".join(self._sent)
+            names = ", ".join(self._names)
             raise ValueError(f"no worker {worker!r} in this world; there are: {names}") from None
 
     async def call(
@@ -55,54 +57,41 @@ class Outbox:
         timeout: float | None = None,
     ) -> Any:
         """Run `target` on `worker` and return its result, or raise what it raised."""
-        deadline = deadline_in(timeout)
-        left = budget(deadline)
+        left = budget(deadline_in(timeout))
         if left is not None and left <= 0.0:
             raise CallTimeout(f"the deadline had passed before the call to {worker!r} was sent")
-        work = pack((target, args, kwargs or {}))
-        seq, answer = self._send(worker, lambda seq: Call(self.name, seq, work, left))
+        link = self.link(worker)
+        work = (link.shorten(target), args, kwargs or {})
+        # `target` keeps its RRef, and with it the object, alive until the answer is here.
+        number, outcome = link.call(pack(work), left)
         try:
-            outcome: Outcome = await _within(answer, left)
+            answer = await _within(outcome, left)
         except TimeoutError:
-            self._cancel(worker, seq)
+            link.cancel(number)
             raise CallTimeout(f"no answer from worker {worker!r} within {left:.3g} s") from None
         except asyncio.CancelledError:
-            self._cancel(worker, seq)
+            link.cancel(number)
             raise
-        except RuntimeError as exc:
-            raise transport_error(exc, worker) from exc
-        return outcome.get()
+        return answer.get()
 
-    async def say_goodbye(self, worker: str, *, alone: bool) -> None:
-        """Tell `worker` that this process leaves. Raises WorkerLost if it has gone itself."""
-        _, heard = self._send(worker, lambda seq: Goodbye(self.name, seq, alone))
-        try:
-            await wrap_future(heard)
-        except RuntimeError as exc:
-            raise transport_error(exc, worker) from exc
-
-    def _cancel(self, worker: str, call: int) -> None:
-        with contextlib.suppress(RpcError):  # a lost worker has lost the call with it
-            self._send(worker, lambda seq: Cancel(self.name, seq, call))
-
-    def _send(self, worker: str, message: Callable[[int], Message]) -> tuple[int, "Future[Any]"]:
-        info = self._workers[worker]
-        # The number is taken only once the message is out: a gap would hold back all that follow.
-        with self._lock:
-            seq = self._sent[worker]
-            try:
-                future = rpc.rpc_async(info, _doors.answer, args=(message(seq),), timeout=0)
-            except RuntimeError as exc:
-                raise transport_error(exc, worker) from exc
-            self._sent[worker] = seq + 1
-        return seq, future
+    def link(self, worker: str) -> Link:
+        """From the running loop to `worker`."""
+        loop = asyncio.get_running_loop()
+        links = self._links.get(loop)
+        if links is None:
+            links = self._links[loop] = {}
+        link = links.get(worker)
+        if link is None:
+            number = next(self._numbers)
+            link = links[worker] = Link(self.name, number, self._workers[worker])
+        return link
 
 
-async def _within(answer: "Future[Any]", seconds: float | None) -> Any:
+async def _within(outcome: "asyncio.Future[Outcome]", seconds: float | None) -> Outcome:
     if seconds is None:
-        return await wrap_future(answer)
+        return await outcome
     async with asyncio.timeout(seconds):
-        return await wrap_future(answer)
+        return await outcome
 
 
 _current: Outbox | None = None

@@ -18,13 +18,14 @@ REPOSITORY = Path(__file__).parents[1]
 FLOORS = [
     ["errors"],
     ["_batcher"],
-    ["_lane", "_exceptions", "_deadline"],
+    ["_lane", "_desk", "_exceptions", "_deadline", "_handles"],
     ["_inbox", "_threads"],
     ["_bridge", "_wire"],
     ["_jobs"],
     ["_runner"],
     ["_server"],
     ["_doors"],
+    ["_link"],
     ["_outbox"],
     ["_remote"],
     ["_answers"],
@@ -40,7 +41,7 @@ FLOORS = [
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 # Plain Python: what is decided here is tested without a loop, a clock or a process.
-PURE = ["errors", "_batcher", "_lane", "_exceptions", "_deadline"]
+PURE = ["errors", "_batcher", "_lane", "_desk", "_exceptions", "_deadline"]
 TIMELESS = ["_batcher", "_lane"]
 
 MOST_LINES = 300  # of a file

@@ -1,0 +1,84 @@
+"""Which message takes which result back: a state machine without a loop, without torch.
+
+A link's messages are answered once each, and a result may travel with any of them. A message is
+answered when all its calls are done; or when some are and `flush` is called, so that a slow call
+holds back no neighbour. What is done after its own message was answered is an orphan: it goes with
+the next answer, for which the caller keeps a message without calls outstanding (a poll) as long
+as it waits for anything.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+R = TypeVar("R")
+
+
+class Carrier(Generic[R]):
+    """A message that can still carry results back."""
+
+    __slots__ = ("reply", "results", "running")
+
+    def __init__(self, reply: Any, running: int) -> None:
+        self.reply = reply
+        self.running = running
+        self.results: list[R] = []
+
+
+class Desk(Generic[R]):
+    """The messages and results of one link. `send(reply, results)` answers a message."""
+
+    def __init__(self, send: Callable[[Any, list[R]], None]) -> None:
+        self._send = send
+        self._lock = threading.Lock()
+        self._open: dict[Carrier[R], None] = {}
+        self._orphans: list[R] = []
+
+    def __repr__(self) -> str:
+        return f"<Desk {len(self._open)} messages open, {len(self._orphans)} orphans>"
+
+    def admit(self, reply: Any, calls: int, *, poll: bool) -> Carrier[R]:
+        """A message with so many calls came in."""
+        carrier: Carrier[R] = Carrier(reply, calls)
+        with self._lock:
+            if calls or (poll and not self._orphans):
+                self._open[carrier] = None
+                return carrier
+            results, self._orphans = self._orphans, []
+        self._send(reply, results)
+        return carrier
+
+    def done(self, carrier: Carrier[R], result: R) -> bool:
+        """A call of that message is done. True if `flush` is wanted, soon."""
+        with self._lock:
+            carrier.running -= 1
+            is_open = carrier in self._open
+            (carrier.results if is_open else self._orphans).append(result)
+            if carrier.running or not is_open:
+                return True
+            results = self._take(carrier)
+        self._send(carrier.reply, results)
+        return False
+
+    def flush(self) -> None:
+        """Answer every message that has results; orphans go with any message."""
+        with self._lock:
+            ready = [carrier for carrier in self._open if carrier.results]
+            if self._orphans and self._open and not ready:
+                ready = [min(self._open, key=lambda carrier: carrier.running)]
+            answers = [(carrier.reply, self._take(carrier)) for carrier in ready]
+        for reply, results in answers:
+            self._send(reply, results)
+
+    def release(self) -> None:
+        """Answer every message now: its sender leaves, or this process does."""
+        with self._lock:
+            answers = [(carrier.reply, self._take(carrier)) for carrier in list(self._open)]
+        for reply, results in answers:
+            self._send(reply, results)
+
+    def _take(self, carrier: Carrier[R]) -> list[R]:
+        del self._open[carrier]
+        results = carrier.results + self._orphans
+        self._orphans = []
+        return results

@@ -1,0 +1,119 @@
+"""How values are packed: tensors of every kind, and what cannot be read."""
+
+import pickle
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from aiorpc_torch._exceptions import Failure
+from aiorpc_torch._wire import SMALL, Packed, Value, pack, unpack
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+]
+
+
+def across(value: object) -> object:
+    packed = pack(value)
+    outcome = unpack(packed.data, packed.tensors)
+    assert isinstance(outcome, Value), outcome
+    return outcome.get()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(), (0,), (3,), (2, 0, 3), (2, 3, 4)])
+def test_small_tensors_ride_in_the_bytes(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Every dtype and shape arrives equal, writable, and outside torch's table."""
+    tensor = (torch.rand(shape) * 3).to(dtype)
+    packed = pack(tensor)
+    assert packed.tensors == []
+    arrived = across(tensor)
+    assert isinstance(arrived, Tensor)
+    assert (arrived.dtype, arrived.shape) == (dtype, tensor.shape)
+    assert torch.equal(arrived, tensor)
+    arrived.zero_()
+
+
+@given(st.lists(st.integers(1, 4), max_size=4), st.randoms())
+def test_views_arrive_as_what_they_show(shape: list[int], random) -> None:
+    """Transposed, sliced and expanded views."""
+    dims = list(range(len(shape)))
+    random.shuffle(dims)
+    tensor = torch.randn(shape).permute(dims)
+    for view in (
+        tensor,
+        tensor[..., :1] if shape else tensor,
+        tensor.unsqueeze(0).expand(2, *tensor.shape),
+    ):
+        assert torch.equal(across(view), view)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [
+        torch.zeros(SMALL // 4 + 1),
+        torch.ones(2, requires_grad=True),
+        torch.ones(2, dtype=torch.complex64).conj(),
+        torch.ones(1, dtype=torch.complex64).conj().imag,
+        torch.empty(2, device="meta"),
+        torch.eye(3).to_sparse(),
+    ],
+    ids=["large", "requires_grad", "conjugate", "negated", "meta", "sparse"],
+)
+def test_others_keep_to_the_table(tensor: Tensor) -> None:
+    """What bytes cannot stand for, or should not, is left to torch."""
+    assert pack(tensor).tensors == [tensor] or pack(tensor).tensors[0] is tensor
+
+
+def test_subclasses_stay_what_they_are() -> None:
+    """A Parameter is a Parameter there."""
+    arrived = across({"w": nn.Parameter(torch.ones(2))})
+    assert isinstance(arrived["w"], nn.Parameter)
+
+
+def test_small_tensor_is_copied_at_the_call() -> None:
+    """It may be changed as soon as the call is made."""
+    tensor = torch.zeros(3)
+    packed = pack(tensor)
+    tensor.fill_(1)
+    assert torch.equal(unpack(packed.data, packed.tensors).get(), torch.zeros(3))
+
+
+def test_size_counts_bytes_and_tensors() -> None:
+    """What decides whether a call goes alone."""
+    assert pack(torch.zeros(10_000)).size > 40_000
+    assert pack(b"x" * 50_000).size > 50_000
+
+
+def test_unreadable_is_a_failure() -> None:
+    """Reading never raises."""
+    outcome = unpack(b"not a pickle", [])
+    assert isinstance(outcome, Failure)
+    with pytest.raises(pickle.UnpicklingError):
+        outcome.get()
+
+
+def test_the_message_around_it_survives() -> None:
+    """Unpickling a Packed gives an outcome, in place."""
+    arrived = pickle.loads(pickle.dumps([1, Packed(b"broken", []), pack("fine")]))
+    assert isinstance(arrived[1], Failure)
+    assert arrived[2].get() == "fine"
+
+
+def test_inference_tensors_are_small_too() -> None:
+    """What a policy's forward pass under inference_mode returns."""
+    with torch.inference_mode():
+        tensor = torch.ones(3) * 2
+    assert pack(tensor).tensors == []
+    assert torch.equal(across(tensor), tensor)
