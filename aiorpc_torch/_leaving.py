@@ -133,6 +133,7 @@ class Leaving:
         way = self._way()
         if way is Way.ALONE and not self._alone:
             await self._warn()
+        self._outbox.close()
         await close_queues()
         await self._server.close(patience=0.5)
         await self._stop(way)

@@ -91,6 +91,13 @@ class Link:
         self._send((Goodbye(alone),), heard)
         await heard
 
+    def close(self) -> None:
+        """This process leaves: whoever still waits learns it."""
+        error = NotServing(f"this worker left its world before {self._peer.name!r} answered")
+        self._outgoing.clear()
+        for number in list(self._waiting):
+            self._settle(number, Broken(error))
+
     def _put(self, item: Item) -> None:
         if not self._outgoing:
             asyncio.get_running_loop().call_soon(self._flush)
@@ -115,20 +122,23 @@ class Link:
     def _answered(self, items: Sequence[Item], answer: "Future[Any]", heard: Heard) -> None:
         self._outstanding -= 1
         try:
-            outcomes = answer.wait()
-            if isinstance(outcomes, Failure):
-                outcomes.get()
+            answers = answer.wait()
+            if isinstance(answers, Failure):  # nobody serves there
+                answers.get()
         except Exception as exc:
             self._failed(items, exc, heard)
-            return
-        for number, outcome, learned in outcomes:
+        else:
+            self._take(answers, heard)
+        if self._waiting and not self._outstanding and not self._outgoing:
+            self._send(())
+
+    def _take(self, answers: list[tuple[int, Outcome, int | None]], heard: Heard) -> None:
+        for number, outcome, learned in answers:
             self._settle(number, outcome)
             if learned is not None:
                 self._handles.learned(learned)
         if heard is not None and not heard.done():
             heard.set_result(None)
-        if self._waiting and not self._outstanding and not self._outgoing:
-            self._send(())
 
     def _settle(self, number: int, outcome: Outcome) -> None:
         future = self._waiting.pop(number, None)

@@ -5,6 +5,7 @@ the link's.
 """
 
 import asyncio
+import contextlib
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -85,6 +86,13 @@ class Outbox:
             number = next(self._numbers)
             link = links[worker] = Link(self.name, number, self._workers[worker])
         return link
+
+    def close(self) -> None:
+        """This process leaves its world: every call that is still awaited ends. On any loop."""
+        for loop, links in list(self._links.items()):
+            for link in links.values():
+                with contextlib.suppress(RuntimeError):  # that loop is closed
+                    loop.call_soon_threadsafe(link.close)
 
 
 async def _within(outcome: "asyncio.Future[Outcome]", seconds: float | None) -> Outcome:

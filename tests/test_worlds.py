@@ -464,3 +464,15 @@ async def test_a_world_of_one_needs_nothing() -> None:
     """`worker` with rank 0 of 1 meets nobody, so it needs no address."""
     async with aiorpc.worker("solo", rank=0, world_size=1) as me:
         assert await call("solo", actors.name_of_worker) == me.name
+
+
+async def test_leaving_ends_calls_that_are_still_awaited() -> None:
+    """A task that outlives the block learns that the world is over, and leaving stays quick."""
+    async with aiorpc.local_world(["a"]):
+        sleeper = await create("a", Sleeper)
+        waiting = asyncio.create_task(remote(sleeper).sleep(600))
+        await remote(sleeper).sleep(0)
+        start = time.monotonic()
+    assert time.monotonic() - start < 4
+    with pytest.raises((aiorpc.NotServing, WorkerLost)):
+        await waiting
