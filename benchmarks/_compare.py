@@ -65,6 +65,7 @@ async def take_turns(
         # Whoever comes second finds a warmer machine: they take that in turns too.
         for way in (0, 1) if turn % 2 else (1, 0):
             gc.collect()  # nobody pays for the other's garbage
+            gc.freeze()  # nor for walking through what torch's import made
             runs[way].append(raw() if way else await ours())
     return Runs(runs[0][1:], runs[1][1:])  # the first turn warms up
 
