@@ -1,0 +1,36 @@
+"""The programs in the documentation, run as they stand."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+
+pytestmark = pytest.mark.worlds
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+def test_program_runs(page: str, tmp_path: Path) -> None:
+    """A whole program in a page runs, says something, and warns of nothing."""
+    programs = [
+        code
+        for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+        if "__main__" in code
+    ]
+    assert len(programs) == 1
+    path = tmp_path / "program.py"
+    path.write_text(programs[0])
+    done = subprocess.run(
+        [sys.executable, "-W", "error", str(path)],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
