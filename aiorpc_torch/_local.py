@@ -196,7 +196,8 @@ async def _unless_one_fails(children: list[Child]) -> AsyncIterator[None]:
     def look(ended: "asyncio.Future[BaseException | None]") -> None:
         if (failure := ended.result()) is not None and not failures:
             failures.append(failure)
-            interruption.reschedule(0.0)
+            with contextlib.suppress(RuntimeError):  # the block has just ended
+                interruption.reschedule(0.0)
 
     try:
         async with interruption:
