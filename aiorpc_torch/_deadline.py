@@ -29,11 +29,10 @@ def timeout(seconds: float | None) -> Iterator[None]:
 
 def deadline_in(seconds: float | None) -> float | None:
     """The nearer of the deadline in force and `seconds` from now, as a `time.monotonic()`."""
-    enclosing = _deadline.get()
-    if seconds is None:
-        return enclosing
-    own = time.monotonic() + seconds
-    return own if enclosing is None else min(own, enclosing)
+    own, enclosing = deadline_after(seconds), _deadline.get()
+    if own is None or enclosing is None:
+        return own if enclosing is None else enclosing
+    return min(own, enclosing)
 
 
 def budget(deadline: float | None) -> float | None:
@@ -42,7 +41,7 @@ def budget(deadline: float | None) -> float | None:
 
 
 def deadline_after(seconds: float | None) -> float | None:
-    """On the callee: the point in time at which the caller's time will be over."""
+    """The point in time so many seconds from now, as a `time.monotonic()`."""
     return None if seconds is None else time.monotonic() + seconds
 
 

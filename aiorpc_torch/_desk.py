@@ -41,11 +41,10 @@ class Desk(Generic[R]):
         """A message with so many calls came in."""
         carrier: Carrier[R] = Carrier(reply, calls)
         with self._lock:
-            if calls or (poll and not self._orphans):
-                self._open[carrier] = None
-                return carrier
-            results, self._orphans = self._orphans, []
-        self._send(reply, results)
+            self._open[carrier] = None
+            stays = calls or (poll and not self._orphans)
+            answers = [] if stays else self._close([carrier])
+        self._send_all(answers)
         return carrier
 
     def done(self, carrier: Carrier[R], result: R) -> bool:
@@ -56,8 +55,8 @@ class Desk(Generic[R]):
             (carrier.results if is_open else self._orphans).append(result)
             if carrier.running or not is_open:
                 return True
-            results = self._take(carrier)
-        self._send(carrier.reply, results)
+            answers = self._close([carrier])
+        self._send_all(answers)
         return False
 
     def flush(self) -> None:
@@ -66,19 +65,24 @@ class Desk(Generic[R]):
             ready = [carrier for carrier in self._open if carrier.results]
             if self._orphans and self._open and not ready:
                 ready = [min(self._open, key=lambda carrier: carrier.running)]
-            answers = [(carrier.reply, self._take(carrier)) for carrier in ready]
-        for reply, results in answers:
-            self._send(reply, results)
+            answers = self._close(ready)
+        self._send_all(answers)
 
     def release(self) -> None:
         """Answer every message now: its sender leaves, or this process does."""
         with self._lock:
-            answers = [(carrier.reply, self._take(carrier)) for carrier in list(self._open)]
-        for reply, results in answers:
-            self._send(reply, results)
+            answers = self._close(list(self._open))
+        self._send_all(answers)
 
-    def _take(self, carrier: Carrier[R]) -> list[R]:
-        del self._open[carrier]
-        results = carrier.results + self._orphans
-        self._orphans = []
-        return results
+    def _close(self, carriers: list[Carrier[R]]) -> list[Carrier[R]]:
+        """These are to be answered; the orphans go with the first. Under the lock."""
+        for carrier in carriers:
+            del self._open[carrier]
+            carrier.results += self._orphans
+            self._orphans = []
+        return carriers
+
+    def _send_all(self, carriers: list[Carrier[R]]) -> None:
+        # Outside the lock: to answer is to pickle and to send.
+        for carrier in carriers:
+            self._send(carrier.reply, carrier.results)

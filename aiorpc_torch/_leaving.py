@@ -23,9 +23,10 @@ from .errors import RpcError
 log = logging.getLogger("aiorpc_torch")
 
 PING = 0.5  # seconds between two goodbyes to a peer that has not said its own
-AT_ONCE = 0.3  # seconds for goodbyes when an exception ends the world
 TOGETHER = 5.0  # seconds for torch's shutdown once every peer is known to be at it
-QUIT = 0.5  # the same when an exception ends the world
+# When an exception ends the world: seconds for goodbyes, and for torch's shutdown.
+AT_ONCE = 0.3
+TOGETHER_AT_ONCE = 0.5
 
 
 def _together() -> None:
@@ -69,6 +70,7 @@ class Leaving:
         server: that still serves them.
         peers: their names.
         patience: seconds to wait for them, None for as long as they live.
+        failed: an exception ends the world: whatever `patience` says, nothing takes long now.
         alone: whether this worker cannot take part in a common shutdown.
     """
 
@@ -79,12 +81,14 @@ class Leaving:
         peers: Sequence[str],
         *,
         patience: float | None,
+        failed: bool,
         alone: bool,
     ) -> None:
         self._outbox = outbox
         self._server = server
         self._peers = peers
-        self._patience = patience
+        self._patience = AT_ONCE if failed else patience
+        self._shutdown = TOGETHER_AT_ONCE if failed else TOGETHER
         self._alone = alone
         self._lost: set[str] = set()
 
@@ -158,8 +162,7 @@ class Leaving:
                 )
 
     async def _stop(self, way: Way) -> None:
-        common = QUIT if self._patience == AT_ONCE else TOGETHER
-        for attempt, limit in {way: common, Way.ALONE: TOGETHER}.items():
+        for attempt, limit in {way: self._shutdown, Way.ALONE: TOGETHER}.items():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(limit):
                     await run_blocking(daemon("aiorpc-stop"), attempt.value)

@@ -164,11 +164,12 @@ class Queue:
         self._next_look = None
         if self._timer is not None:
             self._timer.cancel()
+            self._timer = None
         while (batch := self._batcher.take(self.loop.time())) is not None:
             self._running[batch] = self.loop.create_task(self._run(batch))
         deadline = self._batcher.deadline()
-        at = self.loop.call_at
-        self._timer = None if deadline is None else at(deadline, self._pump)
+        if deadline is not None:
+            self._timer = self.loop.call_at(deadline, self._pump)
 
     async def _run(self, batch: Batch[Ask]) -> None:
         _inside.set(frozenset((batch,)).union(*(ask.inside for ask in batch.items)))

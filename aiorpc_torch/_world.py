@@ -20,7 +20,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api
 
 from . import _doors, _outbox
-from ._leaving import AT_ONCE, Leaving
+from ._leaving import Leaving
 from ._outbox import Outbox
 from ._rendezvous import Meeting
 from ._server import Server
@@ -147,7 +147,8 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
                 _outbox.current(),
                 server,
                 me.peers,
-                patience=place.stop_timeout if clean else AT_ONCE,
+                patience=place.stop_timeout,
+                failed=not clean,
                 alone=_worlds > 1,
             ).run()
             _keep.clear()
