@@ -30,7 +30,7 @@ class Row:
     what: str
     unit: str
     runs: Runs
-    aim: str
+    aim: str = ""
 
     def cells(self) -> tuple[str, ...]:
         ours, raw = self.runs.ours, self.runs.raw

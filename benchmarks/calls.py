@@ -4,6 +4,7 @@ python -m benchmarks.calls [--quick] [--repeat N]
 """
 
 import asyncio
+import gc
 from functools import partial
 from statistics import median
 from time import perf_counter
@@ -15,7 +16,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import RRef
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import remote
+from aiorpc_torch import remote, wrap_future
 
 from ._compare import Row, Runs, arguments, repeated, show, take_turns
 
@@ -65,7 +66,22 @@ async def lone_rows(server: RRef[Server], peer: WorkerInfo, repeat: int, calls: 
     return [
         Row("lone call of a def", "µs", await runs("plain"), "≤ 1.0"),
         Row("lone call of an async def", "µs", await runs("on_loop"), "≤ 1.1"),
+        Row("rpc_async, awaited", "µs", await bridge_runs(peer, repeat, calls), "the bridge alone"),
     ]
+
+
+async def bridge_runs(peer: WorkerInfo, repeat: int, calls: int) -> Runs:
+    """What of a lone call is the way from torch's threads to a coroutine, and nothing else."""
+    return await take_turns(repeat, partial(bridged, peer, calls), partial(raw_lone, peer, calls))
+
+
+async def bridged(peer: WorkerInfo, calls: int) -> float:
+    times = []
+    for _ in range(calls):
+        start = perf_counter()
+        await wrap_future(rpc.rpc_async(peer, echo, args=(SMALL,), timeout=0))
+        times.append(perf_counter() - start)
+    return median(times) * 1e6
 
 
 async def lone(server: RRef[Server], method: str, calls: int) -> float:
@@ -97,7 +113,19 @@ async def crowd_rows(server: RRef[Server], peer: WorkerInfo, repeat: int, calls:
     return [
         Row(f"{calls:,} at once of a def", "calls/s", await runs("plain"), "≥ 10"),
         Row(f"{calls:,} at once of an async def", "calls/s", await runs("on_loop"), "≥ 10"),
+        Row("the same, no garbage collection", "calls/s", await no_gc_runs(server, repeat, calls)),
     ]
+
+
+async def no_gc_runs(server: RRef[Server], repeat: int, calls: int) -> Runs:
+    """What of a call is the garbage collector's."""
+    gc.disable()
+    await aiorpc.call("server", gc.disable)
+    try:
+        return await repeated(repeat, partial(crowd, server, "on_loop", calls))
+    finally:
+        await aiorpc.call("server", gc.enable)
+        gc.enable()
 
 
 async def crowd(server: RRef[Server], method: str, calls: int) -> float:
