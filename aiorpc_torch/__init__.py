@@ -2,17 +2,23 @@
 
 The map of the house, from the ground up; imports point down only.
 
-    errors                            what can go wrong, and what to do about it
-    _batcher                          when waiting requests become a batch (pure)
-    _lane, _desk                      order of arrival; which message takes which result back (pure)
-    _exceptions, _deadline, _handles  how exceptions, deadlines and RRefs cross
-    _inbox, _threads                  from any thread into a loop; threads for plain `def`s
-    _bridge, _wire                    torch's futures awaited; what travels
-    _jobs, _runner, _server, _doors   the callee: from a message to the loop or a thread, and back
-    _link, _outbox, _remote           the caller: what the user types, and the message it becomes
-    _answers, _queue, _batched        `@batched`
-    _rendezvous, _leaving, _world     a worker's life: it joins, serves and leaves
-    _child, _local                    worlds on this machine
+    errors                                 what can go wrong, and what to do about it
+    _batcher                               when waiting requests become a batch (pure)
+    _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
+    _exceptions, _deadline, _handles       how exceptions, deadlines and RRefs cross
+    _inbox, _threads, _steps, _scopes      into a loop; threads; steps, timed; anyio's scopes
+    _bridge, _tensors                      torch's futures awaited; tensors as bytes
+    _wire                                  what a call asks for; values pickled
+    _columns                               many values of one kind
+    _message                               calls and results as they travel
+    _line, _jobs, _streams                 the callee: one caller's calls, each being answered
+    _runner, _server, _doors               from a message to the loop or a thread, and back
+    _incoming, _pending, _link             the caller: calls sent together, outcomes and items back
+    _calling, _outbox, _remote             what the user types, and over which link it goes
+    _answers, _queue, _batched             `@batched`
+    _stats                                 what happens, in numbers
+    _rendezvous, _leaving, _vigil, _world  a worker's life: it joins, serves, watches and leaves
+    _child, _local                         worlds on this machine
 """
 
 from torch.distributed.rpc import RRef as RRef
@@ -30,6 +36,8 @@ from ._remote import call as call
 from ._remote import create as create
 from ._remote import fetch as fetch
 from ._remote import remote as remote
+from ._stats import Stats as Stats
+from ._stats import stats as stats
 from ._world import Worker as Worker
 from ._world import worker as worker
 from .errors import BatchContractError as BatchContractError
@@ -54,6 +62,7 @@ __all__ = (
     "RemoteTraceback",
     "Round",
     "RpcError",
+    "Stats",
     "Worker",
     "WorkerLost",
     "WorldTimeout",
@@ -65,6 +74,7 @@ __all__ = (
     "local_world",
     "remote",
     "run_local",
+    "stats",
     "timeout",
     "worker",
     "wrap_future",

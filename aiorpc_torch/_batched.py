@@ -16,8 +16,8 @@ from torch._C._distributed_rpc import PyRRef
 
 from ._batcher import Fill, Round
 from ._doors import answer_torch, on_a_loop
-from ._jobs import wants_loop
-from ._queue import Body, Queue
+from ._jobs import Work, wants_loop
+from ._queue import Body, Queue, Settle
 
 __all__ = ("batched",)
 
@@ -108,6 +108,14 @@ class Batched:
         # On a thread of torch's, called by a plain torch client, who wants a torch Future.
         joined: Any = answer_torch(lambda: self._queue(instance).ask(instance, row))
         return joined  # type: ignore[no-any-return]
+
+    def _aiorpc_join(self, instance: Any, settle: Settle, work: Work) -> Callable[[], object]:
+        """How a call from another worker joins: without a future and a task of its own."""
+        args, kwargs = work
+        if self._is_method and instance is None:
+            instance, args = self._instance(args)
+        place = self._queue(instance).join(instance, self._body.bind(args, kwargs), settle)
+        return place.leave
 
     def _instance(self, args: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
         if not args:

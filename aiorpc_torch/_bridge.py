@@ -7,11 +7,18 @@ does not; a future cannot be cancelled and keeps its callbacks until it complete
 """
 
 import asyncio
-from collections.abc import Callable
+import ctypes
+import os
+import pickle
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
+import torch
+from torch import Tensor
 from torch._C import Future as _AnyFuture  # what rpc_async returns; torch.futures.Future's base
+from torch._C._distributed_rpc import WorkerInfo, _invoke_rpc_python_udf
+from torch.distributed.rpc.internal import PythonUDF, serialize
 from torch.futures import Future
 
 from ._inbox import Inbox
@@ -77,6 +84,42 @@ def _deliver(result: "asyncio.Future[T]", future: "Future[T]") -> None:
         result.set_exception(exc)
     else:
         result.set_result(value)
+
+
+def send(
+    peer: WorkerInfo, door: Callable[..., Any], data: bytes, tensors: Sequence[Tensor] = ()
+) -> "Future[Any]":
+    """Call `door(data, tensors)`, which is an `async_execution` function, on another worker.
+
+    `rpc_async` without what plain calls do not need: a search among torch's operators, a profiler's
+    record, a pickler that looks for tensors (it is 30 µs of a call, torch 2.13 and 2.15).
+    """
+    if tensors:
+        udf = PythonUDF(door, (data, [*tensors]), {})
+        payload, table = serialize(udf)  # type: ignore[no-untyped-call]
+    else:
+        payload, table = pickle.dumps(PythonUDF(door, (data,), {}), pickle.HIGHEST_PROTOCOL), []
+    return _invoke_rpc_python_udf(peer, payload, table, 0.0, True)  # type: ignore[no-any-return]
+
+
+def _find_context_id() -> Callable[[], int]:
+    # torch asks in Python by raising where there is none, which costs 20 µs. The symbol is
+    # exported by 2.11 to 2.15; without it, no call is seen to be in a context.
+    try:
+        library = ctypes.PyDLL(
+            os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+        )
+        found = library[
+            "_ZN5torch11distributed8autograd21DistAutogradContainer16currentContextIdEv"
+        ]
+    except (OSError, AttributeError):
+        return lambda: -1
+    found.restype, found.argtypes = ctypes.c_int64, []
+    return found
+
+
+autograd_context = _find_context_id()
+"""The id of the distributed autograd context that is open in this thread, -1 if none is."""
 
 
 def transport_error(exc: BaseException, worker: str) -> RpcError:

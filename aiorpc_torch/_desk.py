@@ -17,11 +17,12 @@ R = TypeVar("R")
 class Carrier(Generic[R]):
     """A message that can still carry results back."""
 
-    __slots__ = ("reply", "results", "running")
+    __slots__ = ("own", "reply", "results", "running")
 
-    def __init__(self, reply: Any, running: int) -> None:
+    def __init__(self, reply: Any, running: int, own: bool) -> None:
         self.reply = reply
         self.running = running
+        self.own = own
         self.results: list[R] = []
 
 
@@ -37,9 +38,9 @@ class Desk(Generic[R]):
     def __repr__(self) -> str:
         return f"<Desk {len(self._open)} messages open, {len(self._orphans)} orphans>"
 
-    def admit(self, reply: Any, calls: int, *, poll: bool) -> Carrier[R]:
-        """A message with so many calls came in."""
-        carrier: Carrier[R] = Carrier(reply, calls)
+    def admit(self, reply: Any, calls: int, *, poll: bool, own: bool = False) -> Carrier[R]:
+        """A message with so many calls came in; `own`, it waits for all of them."""
+        carrier: Carrier[R] = Carrier(reply, calls, own)
         with self._lock:
             self._open[carrier] = None
             stays = calls or (poll and not self._orphans)
@@ -59,12 +60,18 @@ class Desk(Generic[R]):
         self._send_all(answers)
         return False
 
+    def more(self, result: R) -> None:
+        """A call that goes on has something to send: an item of a stream. Then `flush`, soon."""
+        with self._lock:
+            self._orphans.append(result)
+
     def flush(self) -> None:
         """Answer every message that has results; orphans go with any message."""
         with self._lock:
-            ready = [carrier for carrier in self._open if carrier.results]
-            if self._orphans and self._open and not ready:
-                ready = [min(self._open, key=lambda carrier: carrier.running)]
+            free = [carrier for carrier in self._open if not carrier.own]
+            ready = [carrier for carrier in free if carrier.results]
+            if self._orphans and free and not ready:
+                ready = [min(free, key=lambda carrier: carrier.running)]
             answers = self._close(ready)
         self._send_all(answers)
 

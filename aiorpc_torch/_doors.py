@@ -7,9 +7,10 @@ import asyncio
 import contextvars
 import functools
 import inspect
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
+from torch import Tensor
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
@@ -17,7 +18,6 @@ from ._exceptions import Failure
 from ._jobs import wants_loop
 from ._server import Server
 from ._threads import daemon, run_blocking
-from ._wire import Message
 from .errors import NotServing
 
 __all__ = ("async_execution",)
@@ -36,13 +36,37 @@ def serve(server: Server | None) -> None:
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
-def answer(message: Message) -> "Future[Any]":
+def answer(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
     """What every message between workers calls. On a thread of torch's."""
     if _serving is None:
-        nobody: Future[Any] = Future()
-        nobody.set_result(Failure.of(NotServing(_NOBODY), "the callee"))
-        return nobody
-    return _serving.accept(message)
+        return nobody()
+    return _serving.accept(data, tensors)
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def ping(_: bytes) -> "Future[Any]":
+    """Answered at once, by whichever thread of torch's is free: this process lives."""
+    future: Future[Any] = Future()
+    future.set_result(None)
+    return future
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def watch(name: bytes) -> "Future[Any]":
+    """Not answered until worker `name` or this one leaves: what breaks it is this one's death."""
+    return nobody() if _serving is None else _serving.watched(name.decode())
+
+
+def serving() -> Server | None:
+    """Who answers for this process."""
+    return _serving
+
+
+def nobody() -> "Future[Any]":
+    """The answer of a process that serves no more, or not yet."""
+    future: Future[Any] = Future()
+    future.set_result(Failure.of(NotServing(_NOBODY), "the callee"))
+    return future
 
 
 def answer_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":

@@ -47,6 +47,10 @@ class Failure:
         """Describe `exc`, raised on `worker`. Never raises, whatever `exc` is."""
         return cls(worker, _summary(exc), _text(exc), _dump(exc))
 
+    def plain(self) -> tuple[str, str, str, bytes | None]:
+        """What it is made of: `Failure(*plain)` is the same again."""
+        return self.worker, self.summary, self.text, self.pickled
+
     def get(self) -> NoReturn:
         """Raise it here: where a value would be got, there is none."""
         raise self.exception()

@@ -41,14 +41,16 @@ class Handles:
         self._handles: weakref.WeakKeyDictionary[RRef[Any], _Handle] = weakref.WeakKeyDictionary()
         self._by_number: weakref.WeakValueDictionary[int, _Handle] = weakref.WeakValueDictionary()
 
-    def name(self, rref: RRef[Any]) -> Named:
+    def name(self, rref: Any) -> Named:
         """What to send for `rref`. The first time itself: most are used but once."""
         handle = self._handles.get(rref)
         if handle is None:
             handle = self._handles[rref] = _Handle(next(self._numbers))
             self._by_number[handle.number] = handle
-            return rref
-        return handle.number if handle.known else Offer(rref, handle.number)
+            first: RRef[Any] = rref
+            return first
+        number: int = handle.number
+        return number if handle.known else Offer(rref, number)
 
     def learned(self, number: int) -> None:
         """The owner knows that number."""

@@ -1,64 +1,65 @@
 """One call being answered: what runs, and how its end is told.
 
 A job ends in exactly one of `succeed` and `fail`, whichever comes first; a later end is dropped.
-It does not know where it runs: that is the server's.
+It does not know where it runs: that is the runner's.
 """
 
 import abc
 import asyncio
+import functools
 import inspect
 import time
 import traceback
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.distributed.rpc import RRef
 from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
 
+from ._columns import FAILED, cell
 from ._exceptions import Failure
-from ._wire import Packed, pack
+from ._line import Answer, Line
 
 Devices = list[torch.device]
 
-
-class Host(Protocol):
-    """Whom a job tells that it ended."""
-
-    name: str
-
-    def ended(self, job: "Job") -> bool:
-        """Forget the job; False if it had ended already."""
+Work = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Job(abc.ABC):
-    """`function(*args, **kwargs)` for a caller who waits."""
+    """`function(*args, **kwargs)` for a caller who waits. `deadline` is a `time.monotonic()`."""
+
+    __slots__ = ("abandoned", "begun", "deadline", "function", "leave", "task", "work")
 
     def __init__(
-        self,
-        host: Host,
-        function: Callable[..., Any],
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        self, function: Callable[..., Any], work: Work, deadline: float | None = None
     ) -> None:
-        self.host = host
         self.function = function
-        self.args = args
-        self.kwargs = kwargs
-        self.key: Any = self
-        self.deadline: float | None = None  # time.monotonic()
+        self.work = work
+        self.deadline = deadline
         self.abandoned = False
-        self.task: asyncio.Future[Any] | None = None  # what runs it, on the loop
+        self.begun = False
+        self.task: asyncio.Task[None] | None = None  # what runs it, on the loop
+        self.leave: Callable[[], object] | None = None  # gives up its place in a batch
 
     def __repr__(self) -> str:
-        name = getattr(self.function, "__qualname__", repr(self.function))
-        return f"<{type(self).__name__} {name}{', abandoned' if self.abandoned else ''}>"
+        return f"<{type(self).__name__} {self.name}{', abandoned' if self.abandoned else ''}>"
+
+    @property
+    def name(self) -> str:
+        """The function's."""
+        return getattr(self.function, "__qualname__", repr(self.function))
 
     def abandon(self) -> None:
         """Nobody waits any more: stop what can be stopped. On the loop's thread."""
         self.abandoned = True
-        if self.task is not None:
+        if self.leave is not None:
+            self.leave()
+            self.fail(asyncio.CancelledError())
+        elif self.task is not None:
+            if not self.begun:  # a task that is cancelled before its first step never takes one
+                self.fail(asyncio.CancelledError())
             self.task.cancel()
 
     def is_late(self) -> bool:
@@ -67,49 +68,82 @@ class Job(abc.ABC):
 
     def call(self) -> Any:
         """Run the function, in whichever thread this is."""
-        return self.function(*self.args, **self.kwargs)
+        args, kwargs = self.work
+        return self.function(*args, **kwargs)
 
+    def settle(self, answer: Any) -> None:
+        """End with what a batch has for this caller: a value, or an exception to raise."""
+        if isinstance(answer, BaseException):
+            self.fail(answer)
+        else:
+            self.succeed(answer)
+
+    @abc.abstractmethod
     def succeed(self, value: Any) -> None:
         """The function returned `value`."""
-        if self.host.ended(self):
-            self.deliver(self.answer(value))
 
+    @abc.abstractmethod
     def fail(self, exc: BaseException) -> None:
         """The function raised `exc`."""
-        if self.host.ended(self):
-            self.deliver(self.error(exc))
-
-    @abc.abstractmethod
-    def deliver(self, answer: Any) -> None:
-        """Send what `answer` or `error` made."""
-
-    @abc.abstractmethod
-    def answer(self, value: Any) -> Any:
-        """What the caller is sent for `value`. Never raises."""
-
-    @abc.abstractmethod
-    def error(self, exc: BaseException) -> Any:
-        """What the caller is sent for `exc`. Never raises."""
 
 
 class RpcJob(Job):
-    """A call that came in a message of ours: answered by a `Packed` or a `Failure`."""
+    """Call `number` of a line, which came in the message that `carrier` stands for."""
 
-    as_rref = False
-    take: Callable[[Packed | Failure], None]
+    __slots__ = ("carrier", "line", "number", "on_loop", "worker")
 
-    def deliver(self, answer: Packed | Failure) -> None:
-        self.take(answer)
+    def __init__(
+        self,
+        line: Line,
+        carrier: Answer,
+        number: int,
+        function: Callable[..., Any],
+        work: Work,
+        deadline: float | None,
+        worker: str,
+        on_loop: bool,
+    ) -> None:
+        super().__init__(function, work, deadline)
+        self.on_loop = on_loop
+        self.line = line
+        self.carrier = carrier
+        self.number = number
+        self.worker = worker
+        line.jobs[number] = self
 
-    def answer(self, value: Any) -> Packed | Failure:
+    def succeed(self, value: Any) -> None:
         try:
-            return pack(RRef(value) if self.as_rref else value)
+            kind, content = self._cell(value)
         except Exception as exc:  # whatever pickling a user's object raises
-            exc.add_note(f"(while pickling the result of {self.function!r})")
-            return self.error(exc)
+            exc.add_note(f"(while pickling the result of {self.name}{_hint(value)})")
+            self.fail(exc)
+        else:
+            self._end(kind, content)
 
-    def error(self, exc: BaseException) -> Failure:
-        return Failure.of(exc, self.host.name)
+    def fail(self, exc: BaseException) -> None:
+        if self.number in self.line.jobs:
+            self._end(FAILED, Failure.of(exc, self.worker))
+
+    def _cell(self, value: Any) -> tuple[Any, Any]:
+        return cell(value)
+
+    def _end(self, kind: Any, content: Any) -> None:
+        if self.line.jobs.pop(self.number, None) is not None:
+            self.line.done(self.carrier, (self.number, kind, content))
+
+
+def _hint(value: Any) -> str:
+    is_stream = inspect.isgenerator(value) or inspect.isasyncgen(value)
+    return ", which is a stream: iterate it with `async for`" if is_stream else ""
+
+
+class CreateJob(RpcJob):
+    """A call whose result stays here: the caller gets an RRef of it."""
+
+    __slots__ = ()
+
+    def _cell(self, value: Any) -> tuple[Any, Any]:
+        return cell(RRef(value))
 
 
 class TorchJob(Job):
@@ -117,25 +151,47 @@ class TorchJob(Job):
 
     # Never set_exception: torch would hand the exception to the caller as a *value* (seen on 2.13
     # and 2.15, tests/test_interop.py).
-    reply: Future[Any]
+    __slots__ = ("_open", "reply", "worker")
 
-    def deliver(self, answer: Any) -> None:
-        self.reply.set_result(answer)
+    def __init__(
+        self,
+        open_jobs: "set[TorchJob]",
+        reply: "Future[Any]",
+        function: Callable[..., Any],
+        work: Work,
+        worker: str,
+    ) -> None:
+        super().__init__(function, work)
+        self.reply = reply
+        self.worker = worker
+        self._open = open_jobs
+        open_jobs.add(self)
 
-    def answer(self, value: Any) -> Any:
-        return value
+    def succeed(self, value: Any) -> None:
+        self._end(value)
 
-    def error(self, exc: BaseException) -> RemoteException:
+    def fail(self, exc: BaseException) -> None:
         text = "".join(traceback.format_exception(exc))
-        message = f"On worker {self.host.name}:\n{exc!r}\n{text}"
+        message = f"On worker {self.worker}:\n{exc!r}\n{text}"
         # torch decodes the message with unicode_escape (internal.py, 2.11 to 2.15), which garbles
         # what is not ASCII and chokes on a backslash; encoded first, it comes out as it was.
-        return RemoteException(message.encode("unicode_escape").decode("ascii"), type(exc))
+        message = message.encode("unicode_escape").decode("ascii")
+        self._end(RemoteException(message, type(exc)))
+
+    def _end(self, answer: Any) -> None:
+        try:
+            self._open.remove(self)
+        except KeyError:  # it has ended already
+            return
+        self.reply.set_result(answer)
 
 
 # ── where a job runs ────────────────────────────────────────────────────────────────────────────
 
 _WANTS_LOOP = "_aiorpc_wants_loop"
+
+Join = Callable[[Callable[[Any], None], Work], Callable[[], object]]
+"""Joins a batch: told how to settle the caller and its arguments, returns how to leave again."""
 
 
 def wants_loop(function: Any) -> None:
@@ -143,6 +199,23 @@ def wants_loop(function: Any) -> None:
     setattr(function, _WANTS_LOOP, True)
 
 
+_ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
+
+
 def runs_on_loop(function: Callable[..., Any]) -> bool:
     """Whether a call of `function` starts on the loop and not in a thread."""
-    return inspect.iscoroutinefunction(function) or getattr(function, _WANTS_LOOP, False)
+    code = getattr(function, "__code__", None)  # a method has its function's
+    if code is not None and code.co_flags & _ASYNC:
+        return True
+    if getattr(function, _WANTS_LOOP, False):
+        return True
+    # A partial, or what `inspect.markcoroutinefunction` has marked.
+    return code is None and (
+        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
+    )
+
+
+def join_of(function: Callable[..., Any]) -> Join | None:
+    """How a caller joins the batches of `function`, if it has any."""
+    join = getattr(function, "_aiorpc_join", None)
+    return join and functools.partial(join, getattr(function, "__self__", None))

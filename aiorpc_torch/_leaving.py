@@ -149,7 +149,7 @@ class Leaving:
         silent = [peer for peer in self._peers if peer not in said and peer not in self._lost]
         if silent:
             log.info("%s did not wait for %s", self._outbox.name, ", ".join(silent))
-        others = all(peer in said and not said[peer].alone for peer in self._peers)
+        others = all(peer in said and not said[peer] for peer in self._peers)
         return Way.TOGETHER if others and not self._alone and not self._lost else Way.ALONE
 
     async def _warn(self) -> None:

@@ -7,150 +7,275 @@ a message is outstanding: if no other is, one without calls. Its failure tells o
 
 import asyncio
 import itertools
-from collections.abc import Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch._C import Future
-from torch._C._distributed_rpc import PyRRef, WorkerInfo
-from torch.distributed import rpc
+from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
-from ._bridge import transport_error, when_done
+from ._bridge import autograd_context, send, transport_error, when_done
 from ._exceptions import Failure
 from ._handles import Handles
-from ._wire import (
-    Broken,
-    Call,
-    Cancel,
-    Goodbye,
-    Item,
-    Message,
-    Method,
-    Outcome,
-    Packed,
-    Target,
-    TypedMethod,
-)
-from .errors import NotServing, RpcError, WorkerLost
+from ._incoming import Incoming
+from ._message import Calls, Outgoing, Work, dump, lay_out, load_results, outgoing, shorten
+from ._pending import Pending, Sink
+from ._tensors import size_of
+from ._window import TRICKLE, Window
+from ._wire import Method, Target, TypedMethod
+from .errors import CallTimeout, NotServing, RpcError, WorkerLost
 
 Heard = asyncio.Future[None] | None  # told when a message has arrived
 
 SLICE = 256  # calls in a message at most: the callee starts while the caller still packs
-LARGE = 64 * 1024  # bytes of tensors from which a call goes alone: nobody waits for its transfer
+NO_CALLS = Calls()
+LARGE = 64 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
 
 
 class Link:
     """One-way: calls go out, outcomes come back. Confined to the loop that it was made on."""
 
-    def __init__(self, caller: str, number: int, peer: WorkerInfo) -> None:
+    def __init__(
+        self, caller: str, number: int, peer: WorkerInfo, heard: Callable[[str], None]
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
         self._caller = caller
         self._number = number
         self._peer = peer
-        self._ids = itertools.count()
+        self._heard = heard
+        self._numbers = itertools.count()
         self._seq = 0
-        self._waiting: dict[int, asyncio.Future[Outcome]] = {}
-        self._outgoing: list[Item] = []
+        self._pending = Pending()
+        self._queue: deque[Outgoing] = deque()
+        self._cancels: list[int] = []
+        self._credits: list[tuple[int, int]] = []
+        self._flushing = False
+        self._polling = False
+        self._trickling: asyncio.TimerHandle | None = None
         self._outstanding = 0  # messages that are not answered
+        self._window = Window()
         self._handles = Handles()
+        self._calls = self._bytes = 0
 
     def __repr__(self) -> str:
         return (
-            f"<Link to {self._peer.name}: {len(self._waiting)} waiting, "
+            f"<Link to {self._peer.name}: {len(self._pending)} waiting, {len(self._queue)} unsent, "
             f"{self._outstanding} messages outstanding>"
         )
 
-    def call(self, work: Packed, budget: float | None) -> "tuple[int, asyncio.Future[Outcome]]":
-        """Send a call; its number, and a future of its outcome."""
-        number = next(self._ids)
-        future: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        large = work.size > LARGE
-        if large:
-            self._flush()  # what came before it, so that nobody waits for its transfer
-        at_once = large or (not self._waiting and not self._outgoing)
-        self._waiting[number] = future
-        self._put(Call(number, work, budget))
-        if at_once or len(self._outgoing) >= SLICE:
-            self._flush()
+    @property
+    def waiting(self) -> int:
+        """How many calls and streams wait for an answer."""
+        return len(self._pending)
+
+    def tally(self) -> dict[str, int]:
+        """What it has done and is doing; the names are those of `Stats`."""
+        return {
+            "calls": self._calls,
+            "in_flight": len(self._pending),
+            "unsent": len(self._queue),
+            "messages": self._seq,
+            "bytes_sent": self._bytes,
+            "late": self._pending.late,
+        }
+
+    # ── what a call asks for ────────────────────────────────────────────────────────────────────
+
+    def call(
+        self, target: Target, work: Work, due: float | None
+    ) -> "tuple[int, asyncio.Future[Any]]":
+        """Send a call; its number, and a future of its value, `Failure` or `Broken`."""
+        number = next(self._numbers)
+        call = outgoing(number, shorten(self._name(target)), False, work, due)
+        future: asyncio.Future[Any] = self._loop.create_future()
+        self._enqueue(call, future)
         return number, future
 
-    def shorten(self, target: Target) -> Target:
-        """The same target, with a number for an RRef that the peer knows."""
-        if isinstance(target, Method | TypedMethod) and isinstance(target.on, PyRRef):
-            return target._replace(on=self._handles.name(target.on))
-        return target
+    def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
+        """Send a call whose items are awaited one by one; its number, and where they arrive."""
+        number = next(self._numbers)
+        call = outgoing(number, shorten(self._name(target)), True, work, due)
+        incoming = Incoming(lambda credit: self._grant(number, credit))
+        self._enqueue(call, incoming)
+        return number, incoming
 
     def cancel(self, number: int) -> None:
         """Nobody waits for that call any more."""
-        if self._waiting.pop(number, None) is not None:
-            self._put(Cancel(number))
+        if self._pending.leave(number):
+            self._cancel_there(number)
+
+    def expire(self, number: int, seconds: float) -> None:
+        """The time of that call is over."""
+        if number in self._pending:
+            name = self._peer.name
+            error = CallTimeout(f"no answer from worker {name!r} within {seconds:.3g} s")
+            self._pending.fail((number,), error)
+            self._cancel_there(number)
+
+    def _cancel_there(self, number: int) -> None:
+        if number in self._window:  # else it has not left, and will not
+            self._cancels.append(number)
+            self._flush_soon()
+
+    def _name(self, target: Target) -> Target:
+        if isinstance(target, Method):
+            return Method(self._handles.name(target.on), target.name)
+        if isinstance(target, TypedMethod):
+            return TypedMethod(self._handles.name(target.on), target.function)
+        return target
+
+    def _grant(self, number: int, credit: int) -> None:
+        self._credits.append((number, credit))
+        self._flush_soon()
+
+    def _enqueue(self, call: Outgoing, sink: Sink) -> None:
+        self._calls += 1
+        idle = not self._pending and not self._queue
+        self._pending.add(call.number, sink)
+        if autograd_context() >= 0:  # recorded as it is sent, so now and by itself
+            self._window.sent(call.number, call.size)
+            self._send((call,), own=True)
+            return
+        self._queue.append(call)
+        if idle or call.size > LARGE or len(self._queue) >= SLICE:
+            self._flush()
+        else:
+            self._flush_soon()
+
+    # ── what leaves ─────────────────────────────────────────────────────────────────────────────
 
     async def goodbye(self, *, alone: bool) -> None:
         """Tell the peer that this process leaves; return when it knows."""
         self._flush()
-        heard: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._send((Goodbye(alone),), heard)
+        heard: asyncio.Future[None] = self._loop.create_future()
+        self._send((), goodbye=alone, heard=heard)
         await heard
 
-    def close(self) -> None:
-        """This process leaves: whoever still waits learns it."""
-        error = NotServing(f"this worker left its world before {self._peer.name!r} answered")
-        self._outgoing.clear()
-        for number in list(self._waiting):
-            self._settle(number, Broken(error))
-
-    def _put(self, item: Item) -> None:
-        if not self._outgoing:
-            asyncio.get_running_loop().call_soon(self._flush)
-        self._outgoing.append(item)
+    def _flush_soon(self) -> None:
+        if not self._flushing:
+            self._flushing = True
+            self._loop.call_soon(self._flush)
 
     def _flush(self) -> None:
-        if self._outgoing:
-            items, self._outgoing = self._outgoing, []
-            self._send(items)
+        self._flushing = False
+        while (calls := self._slice()) or self._cancels or self._credits:
+            self._send(calls)
+        if self._queue and self._trickling is None:
+            answers = self._window.answers
+            self._trickling = self._loop.call_later(TRICKLE, self._trickle, answers)
 
-    def _send(self, items: Sequence[Item], heard: Heard = None) -> None:
-        message = Message(self._caller, self._number, self._seq, tuple(items))
+    def _slice(self) -> list[Outgoing]:
+        """The next message's calls: many small ones, or a large one."""
+        taken: list[Outgoing] = []
+        while self._queue and len(taken) < SLICE:
+            call = self._queue[0]
+            if call.number in self._pending:  # else its caller has left before it did
+                if (call.size > LARGE and taken) or not self._window.admits(call.size):
+                    break
+                self._window.sent(call.number, call.size)
+                taken.append(call)
+            self._queue.popleft()
+            if call.size > LARGE:
+                break
+        return taken
+
+    def _trickle(self, answers: int) -> None:
+        self._trickling = None
+        if self._queue and answers == self._window.answers:
+            call = self._queue.popleft()
+            self._window.sent(call.number, call.size)
+            self._send((call,))
+        self._flush()
+
+    def _send(
+        self,
+        calls: Sequence[Outgoing],
+        *,
+        own: bool = False,
+        goodbye: bool | None = None,
+        heard: Heard = None,
+    ) -> None:
+        tensors: list[Tensor] = []
+        parts = lay_out(calls, time.monotonic(), tensors) if calls else NO_CALLS
+        cancels, grants = self._cancels, self._credits
+        if cancels or grants:
+            self._cancels, self._credits = [], []
+        head = self._caller, self._number, self._seq, own
+        data = dump((*head, *parts, cancels, grants, goodbye))
+        numbers = parts.numbers
         try:
-            answer = rpc.rpc_async(self._peer, _doors.answer, args=(message,), timeout=0)
-        except Exception as exc:  # nothing was sent, so the number is still free
-            self._failed(items, exc, heard)
+            answer = send(self._peer, _doors.answer, data, tensors)
+        except Exception as exc:  # nothing was sent, so the message's number is still free
+            self._failed(numbers, exc, heard)
             return
         self._seq += 1
         self._outstanding += 1
-        when_done(answer, lambda done: self._answered(items, done, heard))
+        self._bytes += len(data) + sum(map(size_of, tensors))
+        when_done(answer, lambda done: self._answered(numbers, done, heard))
 
-    def _answered(self, items: Sequence[Item], answer: "Future[Any]", heard: Heard) -> None:
+    # ── what comes back ─────────────────────────────────────────────────────────────────────────
+
+    def _answered(self, numbers: Sequence[int], answer: "Future[Any]", heard: Heard) -> None:
         self._outstanding -= 1
         try:
-            answers = answer.wait()
-            if isinstance(answers, Failure):  # nobody serves there
-                answers.get()
+            results = answer.wait()
+            if isinstance(results, Failure):  # nobody serves there
+                results.get()
         except Exception as exc:
-            self._failed(items, exc, heard)
+            self._failed(numbers, exc, heard)
         else:
-            self._take(answers, heard)
-        if self._waiting and not self._outstanding and not self._outgoing:
+            self._heard(self._peer.name)
+            self._take(results, heard)
+        if self._queue:
+            self._flush()
+        if len(self._window) and not self._outstanding and not self._polling:
+            # Those who were answered may call again in the next turn: then no poll is needed.
+            self._polling = True
+            self._loop.call_soon(self._loop.call_soon, self._poll)
+
+    def _poll(self) -> None:
+        self._polling = False
+        if len(self._window) and not self._outstanding:
             self._send(())
 
-    def _take(self, answers: list[tuple[int, Outcome, int | None]], heard: Heard) -> None:
-        for number, outcome, learned in answers:
-            self._settle(number, outcome)
-            if learned is not None:
-                self._handles.learned(learned)
+    def _take(self, results: Any, heard: Heard) -> None:
+        outcomes, learned = load_results(results)
+        for number in self._pending.settle(outcomes):
+            self._window.answered(number)
+        for number in learned:
+            self._handles.learned(number)
         if heard is not None and not heard.done():
             heard.set_result(None)
 
-    def _settle(self, number: int, outcome: Outcome) -> None:
-        future = self._waiting.pop(number, None)
-        if future is not None and not future.done():
-            future.set_result(outcome)
+    # ── when nothing will come back ─────────────────────────────────────────────────────────────
 
-    def _failed(self, items: Sequence[Item], exc: Exception, heard: Heard) -> None:
+    def close(self) -> None:
+        """This process leaves: whoever still waits learns it."""
+        self._queue.clear()
+        self._window.clear()
+        if self._trickling is not None:
+            self._trickling.cancel()
+        error = NotServing(f"this worker left its world before {self._peer.name!r} answered")
+        self._pending.fail(self._pending.numbers(), error)
+
+    def lost(self, error: RpcError) -> None:
+        """The peer gives no sign of life. Should it come back, what it ran for us is cancelled."""
+        self._queue.clear()
+        self._pending.fail(self._pending.numbers(), error)
+        self._cancels += self._window.clear()
+
+    def _failed(self, numbers: Sequence[int], exc: Exception, heard: Heard) -> None:
         error = exc if isinstance(exc, RpcError) else transport_error(exc, self._peer.name)
         # A lost peer answers nothing any more; otherwise the other messages go their way.
-        lost = isinstance(error, WorkerLost | NotServing)
-        calls = [item.number for item in items if isinstance(item, Call)]
-        for number in list(self._waiting) if lost else calls:
-            self._settle(number, Broken(error))
+        if isinstance(error, WorkerLost | NotServing):
+            numbers = self._pending.numbers()
+            self._queue.clear()
+            self._window.clear()
+        for number in numbers:
+            self._window.answered(number)
+        self._pending.fail(numbers, error)
         if heard is not None and not heard.done():
             heard.set_exception(error)

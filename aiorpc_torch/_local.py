@@ -32,6 +32,7 @@ async def local_world(
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
+    heartbeat: float = 10.0,
 ) -> AsyncIterator[Worker]:
     """A world embedded in this process: it is rank 0, and its children serve until it leaves.
 
@@ -51,6 +52,7 @@ async def local_world(
         device_maps: of this process, as for `worker`.
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that each process waits for the others when it leaves.
+        heartbeat: seconds of silence after which a peer is lost, as for `worker`.
 
     Raises:
         WorldTimeout: if children did not come in time.
@@ -59,7 +61,7 @@ async def local_world(
         RuntimeError: if this process is in a world already.
     """
     names = [name, *_names(workers, first=1)]
-    with _places(names, threads, transports, start_timeout, stop_timeout) as places:
+    with _places(names, threads, transports, start_timeout, stop_timeout, heartbeat) as places:
         mine = replace(places[0], device_maps=device_maps or {})
         async with _children(places[1:], None, ()) as children:
             async with contextlib.AsyncExitStack() as stack:
@@ -77,6 +79,7 @@ def run_local(
     threads: int = 16,
     transports: Sequence[str] | None = None,
     start_timeout: float = 60.0,
+    heartbeat: float = 10.0,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -91,6 +94,7 @@ def run_local(
         threads: in each process, as for `worker`.
         transports: of each process, as for `worker`.
         start_timeout: seconds for the world to be complete.
+        heartbeat: seconds of silence after which a peer is lost, as for `worker`.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError: as `local_world`.
@@ -101,7 +105,7 @@ def run_local(
         raise ValueError("run_local needs at least one worker")
     # No stop_timeout: the processes are watched, so nobody waits for the dead, however long the
     # living take.
-    with _places(names, threads, transports, start_timeout, None) as places:
+    with _places(names, threads, transports, start_timeout, None, heartbeat) as places:
         return asyncio.run(_run(main, places, tuple(args)))
 
 
@@ -130,6 +134,7 @@ def _places(
     transports: Sequence[str] | None,
     start_timeout: float,
     stop_timeout: float | None,
+    heartbeat: float,
 ) -> Iterator[list[Place]]:
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
@@ -144,6 +149,7 @@ def _places(
                 transports=transports,
                 start_timeout=start_timeout,
                 stop_timeout=stop_timeout,
+                heartbeat=heartbeat,
                 is_local=True,
             )
             for rank, name in enumerate(names)

@@ -1,22 +1,17 @@
-"""The caller: from a call to its result or exception.
-
-One door, `Outbox.call`. It knows who the peers are, deadlines and cancellation; how calls travel is
-the link's.
-"""
+"""The caller's links: one for each of its loops and each peer. It knows who the peers are."""
 
 import asyncio
 import contextlib
+import functools
 import itertools
-from collections.abc import Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
 from torch._C._distributed_rpc import WorkerInfo
 
-from ._deadline import budget, deadline_in
 from ._link import Link
-from ._wire import Outcome, Target, pack
-from .errors import CallTimeout, NotServing
+from .errors import NotServing, RpcError
 
 
 class Outbox:
@@ -30,7 +25,9 @@ class Outbox:
         # Each loop that calls has links of its own, so nothing here needs a lock.
         self._links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]]
         self._links = WeakKeyDictionary()
+        self._here = threading.local()  # this thread's loop and its links
         self._numbers = itertools.count()
+        self.heard: Callable[[str], None] = _nobody_asks
 
     def __repr__(self) -> str:
         links = [link for links in self._links.values() for link in links.values()]
@@ -49,57 +46,51 @@ class Outbox:
             names = ", ".join(self._names)
             raise ValueError(f"no worker {worker!r} in this world; there are: {names}") from None
 
-    async def call(
-        self,
-        worker: str,
-        target: Target,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-        timeout: float | None = None,
-    ) -> Any:
-        """Run `target` on `worker` and return its result, or raise what it raised."""
-        left = budget(deadline_in(timeout))
-        if left is not None and left <= 0.0:
-            raise CallTimeout(f"the deadline had passed before the call to {worker!r} was sent")
-        link = self.link(worker)
-        work = (link.shorten(target), args, kwargs or {})
-        # `target` keeps its RRef, and with it the object, alive until the answer is here.
-        number, outcome = link.call(pack(work), left)
-        try:
-            answer = await _within(outcome, left)
-        except TimeoutError:
-            link.cancel(number)
-            raise CallTimeout(f"no answer from worker {worker!r} within {left:.3g} s") from None
-        except asyncio.CancelledError:
-            link.cancel(number)
-            raise
-        return answer.get()
-
     def link(self, worker: str) -> Link:
         """From the running loop to `worker`."""
         loop = asyncio.get_running_loop()
-        links = self._links.get(loop)
-        if links is None:
-            links = self._links[loop] = {}
-        link = links.get(worker)
+        here = self._here
+        if getattr(here, "loop", None) is not loop:
+            here.links = self._links.setdefault(loop, {})
+            here.loop = loop
+        link: Link | None = here.links.get(worker)
         if link is None:
             number = next(self._numbers)
-            link = links[worker] = Link(self.name, number, self._workers[worker])
+            link = Link(self.name, number, self._workers[worker], self.heard)
+            here.links[worker] = link
         return link
+
+    def tally(self) -> dict[str, int]:
+        """What the links have done, added up; the names are those of `Stats`."""
+        every = [*self._links.values()]
+        counts = [link.tally() for links in every for link in [*links.values()]]
+        return {name: sum(count[name] for count in counts) for name in counts[0]} if counts else {}
+
+    def waited_for(self) -> set[str]:
+        """The peers from whom an answer is awaited."""
+        every = [*self._links.values()]
+        return {peer for links in every for peer, link in [*links.items()] if link.waiting}
+
+    def lost(self, worker: str, error: RpcError) -> None:
+        """That peer gives no sign of life."""
+        for loop, links in list(self._links.items()):
+            if worker in links:
+                _on(loop, functools.partial(links[worker].lost, error))
 
     def close(self) -> None:
         """This process leaves its world: every call that is still awaited ends. On any loop."""
         for loop, links in list(self._links.items()):
             for link in links.values():
-                with contextlib.suppress(RuntimeError):  # that loop is closed
-                    loop.call_soon_threadsafe(link.close)
+                _on(loop, link.close)
 
 
-async def _within(outcome: "asyncio.Future[Outcome]", seconds: float | None) -> Outcome:
-    if seconds is None:
-        return await outcome
-    async with asyncio.timeout(seconds):
-        return await outcome
+def _nobody_asks(_: str) -> None:
+    """Of whom somebody has heard: until a world's vigil wants to know."""
+
+
+def _on(loop: asyncio.AbstractEventLoop, step: Callable[[], None]) -> None:
+    with contextlib.suppress(RuntimeError):  # that loop is closed
+        loop.call_soon_threadsafe(step)
 
 
 _current: Outbox | None = None
@@ -109,6 +100,11 @@ def use(outbox: Outbox | None) -> None:
     """Let `outbox` send for this process; None: nobody does."""
     global _current
     _current = outbox
+
+
+def find_current() -> Outbox | None:
+    """The outbox of this process's worker, if it is one."""
+    return _current
 
 
 def current() -> Outbox:

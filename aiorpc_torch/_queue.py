@@ -16,6 +16,7 @@ from typing import Any
 from ._answers import failures, outcomes
 from ._batcher import Batch, Batcher, Fill, Round
 from ._doors import in_thread
+from ._steps import timed
 from .errors import NotServing
 
 Row = tuple[Any, ...]
@@ -66,24 +67,40 @@ class Body:
         return await (call() if self._is_async else in_thread(call))
 
 
-class Ask(asyncio.Future[Any]):
-    """One caller's place in a queue. Cancelling it gives the place up at once."""
+Settle = Callable[[Any], None]
+"""Gives a caller its answer: a value, or an exception to raise."""
 
-    def __init__(self, queue: "Queue", instance: Any, row: Row) -> None:
-        super().__init__(loop=queue.loop)
+
+class Place:
+    """One caller's place in a queue."""
+
+    __slots__ = ("_queue", "inside", "instance", "row", "settle")
+
+    def __init__(self, queue: "Queue", instance: Any, row: Row, settle: Settle) -> None:
         self._queue = queue
         self.instance = instance
         self.row = row
+        self.settle = settle
         self.inside = _inside.get()
+
+    def leave(self) -> None:
+        """The caller gives up: at once, unless its batch has left already."""
+        self._queue.discard(self)
+
+
+class Ask(asyncio.Future[Any]):
+    """What a local caller awaits. Cancelling it gives the place up at once."""
+
+    place: Place | None = None
 
     def cancel(self, msg: Any = None) -> bool:
         cancelled = super().cancel(msg)
-        if cancelled:
-            self._queue.discard(self)
+        if cancelled and self.place is not None:
+            self.place.leave()
         return cancelled
 
     def settle(self, answer: Any) -> None:
-        """Give the caller its answer, an exception to raise or a value, unless it has left."""
+        """Give the caller its answer, unless it has left."""
         if self.done():
             return
         if isinstance(answer, BaseException):
@@ -99,8 +116,8 @@ class Queue:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._body = body
         self._policy = policy
-        self._batcher: Batcher[Ask] = Batcher(policy)
-        self._running: dict[Batch[Ask], asyncio.Task[None]] = {}
+        self._batcher: Batcher[Place] = Batcher(policy)
+        self._running: dict[Batch[Place], asyncio.Task[None]] = {}
         self._next_look: asyncio.Handle | None = None  # at the end of this turn of the loop
         self._timer: asyncio.TimerHandle | None = None  # at the batcher's deadline
         _queues.add(self)
@@ -110,23 +127,31 @@ class Queue:
 
     def ask(self, instance: Any, row: Row) -> Ask:
         """Join the queue, and await the result for `row`."""
-        self._refuse_reentry()
-        self._settle_on(asyncio.get_running_loop())
-        ask = Ask(self, instance, row)
-        self._batcher.add(ask, ask.get_loop().time())
-        self._pump_soon()
+        ask = Ask(loop=asyncio.get_running_loop())
+        ask.place = self.join(instance, row, ask.settle)
         return ask
 
-    def discard(self, ask: Ask) -> None:
+    def join(self, instance: Any, row: Row, settle: Settle) -> Place:
+        """Join the queue; `settle` is called once, with the answer for `row`, unless one leaves."""
+        self._refuse_reentry()
+        loop = asyncio.get_running_loop()
+        self._settle_on(loop)
+        place = Place(self, instance, row, settle)
+        self._batcher.add(place, loop.time())
+        self._pump_soon()
+        return place
+
+    def discard(self, place: Place) -> None:
         """The caller gave up."""
-        if self._batcher.discard(ask):
+        if self._batcher.discard(place):
             self._pump_soon()
 
     async def close(self) -> None:
         """Answer everybody who waits, and cancel the batch that runs."""
         waiting, tasks = self._batcher.close(), list(self._running.values())
-        for ask in (*waiting, *(ask for batch in self._running for ask in batch.items)):
-            ask.settle(NotServing(f"the worker stopped before {self._body.name} answered"))
+        running = (place for batch in self._running for place in batch.items)
+        for place in (*waiting, *running):
+            place.settle(NotServing(f"the worker stopped before {self._body.name} answered"))
         for task in tasks:
             task.cancel()
         if tasks and (await asyncio.wait(tasks, timeout=PATIENCE))[1]:
@@ -171,11 +196,12 @@ class Queue:
         if deadline is not None:
             self._timer = self.loop.call_at(deadline, self._pump)
 
-    async def _run(self, batch: Batch[Ask]) -> None:
-        _inside.set(frozenset((batch,)).union(*(ask.inside for ask in batch.items)))
+    async def _run(self, batch: Batch[Place]) -> None:
+        _inside.set(frozenset((batch,)).union(*(place.inside for place in batch.items)))
         size, name = len(batch.items), self._body.name
+        rows = [place.row for place in batch.items]
         try:
-            result = await self._body.run(batch.items[0].instance, [ask.row for ask in batch.items])
+            result = await timed(self._body.run(batch.items[0].instance, rows), name)
             answers = outcomes(result, size, name)
         except BaseException as exc:  # SystemExit too: every caller is answered, whatever it is
             answers = failures(exc, size, name)
@@ -183,8 +209,8 @@ class Queue:
             return  # its loop was closed, and whoever waited there is gone with it
         self._batcher.finished()
         self._pump_soon()
-        for ask, answer in zip(batch.items, answers, strict=True):
-            ask.settle(answer)
+        for place, answer in zip(batch.items, answers, strict=True):
+            place.settle(answer)
 
 
 async def close_queues() -> None:

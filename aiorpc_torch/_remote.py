@@ -3,13 +3,15 @@
 Sugar over the outbox: it names what is to run where, and gives it types.
 """
 
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from torch._C._distributed_rpc import PyRRef, WorkerInfo
 from torch.distributed.rpc import RRef
 
 from . import _outbox
+from ._calling import Calling
+from ._link import Link
 from ._wire import Create, Fetch, Function, Method, TypedMethod, check_public
 
 __all__ = ("call", "create", "fetch", "remote")
@@ -35,13 +37,12 @@ class Remote(Generic[T]):
         return f"<remote object on {self._rref.owner_name()}>"
 
     # No signature of T's methods can be given here: `call(rref, T.method, ...)` is the typed form.
-    def __getattr__(self, name: str) -> Callable[..., Coroutine[Any, Any, Any]]:
+    def __getattr__(self, name: str) -> Callable[..., Calling]:
         check_public(name)
         rref, timeout = self._rref, self._timeout
 
-        def method(*args: Any, **kwargs: Any) -> Coroutine[Any, Any, Any]:
-            outbox = _outbox.current()
-            return outbox.call(rref.owner_name(), Method(rref, name), args, kwargs, timeout)
+        def method(*args: Any, **kwargs: Any) -> Calling:
+            return Calling(_to_owner(rref), Method(rref, name), args, kwargs, timeout)
 
         return method
 
@@ -69,32 +70,54 @@ def remote(rref: RRef[T], *, timeout: float | None = None) -> Remote[T]:
 
 
 @overload
-async def call(
+def call(  # type: ignore[overload-overlap]
+    to: RRef[T],
+    function: Callable[Concatenate[T, P], AsyncIterator[R] | Iterator[R]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> AsyncIterable[R]: ...
+
+
+@overload
+def call(
     to: RRef[T],
     function: Callable[Concatenate[T, P], Awaitable[R]],
     /,
     *args: P.args,
     **kwargs: P.kwargs,
-) -> R: ...
+) -> Coroutine[Any, Any, R]: ...
 
 
 @overload
-async def call(
+def call(
     to: RRef[T], function: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
-) -> R: ...
+) -> Coroutine[Any, Any, R]: ...
 
 
 @overload
-async def call(
+def call(  # type: ignore[overload-overlap]
+    to: Worker,
+    function: Callable[P, AsyncIterator[R] | Iterator[R]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> AsyncIterable[R]: ...
+
+
+@overload
+def call(
     to: Worker, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
-) -> R: ...
+) -> Coroutine[Any, Any, R]: ...
 
 
 @overload
-async def call(to: Worker, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R: ...
+def call(
+    to: Worker, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+) -> Coroutine[Any, Any, R]: ...
 
 
-async def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Call a function on a worker, or a method of the object behind an RRef, with its types.
 
     `await call("ps", torch.add, a, b)` runs a function on the worker with that name (or rank, or
@@ -109,12 +132,9 @@ async def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: A
     """
     if not callable(function):
         raise TypeError(f"call takes something that can be called, not {function!r}")
-    outbox = _outbox.current()
     if isinstance(to, PyRRef):
-        return await outbox.call(
-            to.owner_name(), TypedMethod(_check_rref(to), function), args, kwargs
-        )
-    return await outbox.call(outbox.find(to), Function(function), args, kwargs)
+        return Calling(_to_owner(to), TypedMethod(_check_rref(to), function), args, kwargs)
+    return Calling(_to(to), Function(function), args, kwargs)
 
 
 @overload
@@ -143,8 +163,7 @@ async def create(to: Worker, factory: Callable[..., Any], /, *args: Any, **kwarg
     """
     if not callable(factory):
         raise TypeError(f"create takes a class or a factory, not {factory!r}")
-    outbox = _outbox.current()
-    return await outbox.call(outbox.find(to), Create(factory), args, kwargs)
+    return await Calling(_to(to), Create(factory), args, kwargs)
 
 
 async def fetch(rref: RRef[T]) -> T:
@@ -156,8 +175,19 @@ async def fetch(rref: RRef[T]) -> T:
     _check_rref(rref)
     if rref.is_owner():
         return rref.local_value()  # type: ignore[no-any-return]
-    outbox = _outbox.current()
-    return await outbox.call(rref.owner_name(), Fetch(rref))  # type: ignore[no-any-return]
+    return await Calling(_to_owner(rref), Fetch(rref), (), {})  # type: ignore[no-any-return]
+
+
+def _to_owner(rref: "PyRRef[Any]") -> Callable[[], Link]:
+    return lambda: _outbox.current().link(rref.owner_name())
+
+
+def _to(worker: Worker) -> Callable[[], Link]:
+    def route() -> Link:
+        outbox = _outbox.current()
+        return outbox.link(outbox.find(worker))
+
+    return route
 
 
 def _check_rref(rref: Any) -> RRef[Any]:

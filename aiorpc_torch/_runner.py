@@ -9,7 +9,7 @@ import contextvars
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -17,9 +17,13 @@ from torch._C import Future as AnyFuture
 
 from ._deadline import adopt
 from ._inbox import Inbox
-from ._jobs import Job
+from ._jobs import Job, join_of
+from ._steps import timed
+from ._streams import StreamJob, check_streamable, run_in_thread, stream
 from ._threads import Threads, tune
 from .errors import CallTimeout
+
+PAUSE = 0.0005  # seconds from a result in a thread until it is sent, with what came meanwhile
 
 
 class Runner:
@@ -34,7 +38,8 @@ class Runner:
         self._threads = Threads(threads, self._intra_op)
         # RPC threads also complete replies and time-outs, and with all of them busy a process is
         # jammed: user code may have less than half of them.
-        self._lent = threading.Semaphore(max(0, threads // 2 - 1))
+        self._to_lend = max(0, threads // 2 - 1)
+        self._lending = threading.Lock()
 
     def __repr__(self) -> str:
         return f"<Runner {self._inbox}, {self._threads}>"
@@ -43,75 +48,87 @@ class Runner:
         """Run `step` on the loop, after all that was handed over before."""
         self._inbox.push(step)
 
-    def begin(self, job: Job) -> None:
-        """Start a job whose function wants the loop. On the loop."""
-        if _expired(job):
-            return
-        context = self._context.copy()
-        context.run(adopt, job.deadline)
-        try:
-            value = context.run(job.call)
-        except BaseException as exc:
-            job.fail(exc)
-            return
-        if asyncio.isfuture(value):
-            job.task = value
-            value.add_done_callback(functools.partial(_take_asyncio, job))
-        else:
-            self._returned(job, value, context)
+    def after_turn(self, step: Callable[[], None]) -> None:
+        """Run `step` on the loop once this turn of it is over; from a thread, soon."""
+        if asyncio._get_running_loop() is self._loop:
+            self._loop.call_soon(step)
+        else:  # its next results come from the same thread: with a few of them
+            self._inbox.push(functools.partial(self._later, step))
 
-    def in_thread(self, task: Callable[[], None]) -> None:
-        """Run `task` in a thread; tasks start in order. Callers hold a common lock."""
-        self._threads.submit(task)
+    def _later(self, step: Callable[[], None]) -> None:
+        self._loop.call_later(PAUSE, step)
+
+    def in_threads(self, tasks: Iterable[Callable[[], None]]) -> None:
+        """Run each task in a thread; they start in order."""
+        self._threads.submit(tasks)
 
     def borrow(self) -> bool:
         """Whether this thread of torch's may run user code. Then give it back with `here`."""
-        return self._lent.acquire(blocking=False)
+        with self._lending:
+            free = self._to_lend > 0
+            self._to_lend -= free
+            return free
 
-    def here(self, task: Callable[[], None]) -> None:
-        """Run `task` in this thread, borrowed from torch."""
+    def here(self, job: Job) -> None:
+        """Run a job with a plain function in this thread, borrowed from torch."""
         try:
             tune(self._intra_op)
-            task()
+            self.work(job)
         finally:
-            self._lent.release()
+            with self._lending:
+                self._to_lend += 1
+
+    # ── on the loop ─────────────────────────────────────────────────────────────────────────────
+
+    def begin(self, job: Job) -> None:
+        """Start a job whose function wants the loop."""
+        if _expired(job):
+            return
+        join = join_of(job.function)
+        if join is not None:
+            self._context.run(_join, job, join)
+        else:
+            self._spawn(job, _run(job))
+
+    def _spawn(self, job: Job, coroutine: Any, context: contextvars.Context | None = None) -> None:
+        job.task = self._loop.create_task(coroutine, context=context or self._context.copy())
+
+    # ── in a thread ─────────────────────────────────────────────────────────────────────────────
 
     def work(self, job: Job) -> None:
-        """Run a job with a plain function. In a thread."""
+        """Run a job with a plain function."""
         if not _expired(job):
-            context = self._context.copy()
-            context.run(self._work, job, context)
+            self._context.copy().run(self._work, job)
 
-    def _work(self, job: Job, context: contextvars.Context) -> None:
+    def _work(self, job: Job) -> None:
         adopt(job.deadline)
         try:
             value = job.call()
         except BaseException as exc:  # SystemExit too is the caller's to see, not this process's
             job.fail(exc)
         else:
-            self._returned(job, value, context)
+            self._returned(job, value)
 
-    def _returned(self, job: Job, value: Any, context: contextvars.Context) -> None:
+    def _returned(self, job: Job, value: Any) -> None:
         if isinstance(value, AnyFuture):  # torch's own async_execution style
             value.add_done_callback(functools.partial(_take, job))
-        elif not inspect.iscoroutine(value):
+        elif inspect.iscoroutine(value) or hasattr(value, "__anext__"):
+            # An `async def` behind a decorator that is a plain def. A copy of the context: this
+            # thread is still inside it, and two threads cannot be in one.
+            context = contextvars.copy_context()
+            self.on_loop(lambda: self._spawn(job, _finish(job, value), context))
+        elif isinstance(job, StreamJob):
+            self._stream_in_thread(job, value)
+        else:
             job.succeed(value)
-        elif asyncio._get_running_loop() is self._loop:
-            self._spawn(job, value, context)
-        else:  # an `async def` behind a decorator that is a plain def
-            # A copy: this thread is still inside `context`, and two threads cannot be in one.
-            self._inbox.push(lambda: self._spawn(job, value, context.copy()))
 
-    def _spawn(
-        self, job: Job, coroutine: Coroutine[Any, Any, Any], context: contextvars.Context
-    ) -> None:
-        task: asyncio.Task[None] = self._loop.create_task(_run(job, coroutine), context=context)
-        job.task = task
-        if job.abandoned:
-            task.cancel()
-        # A task that is cancelled before its first step never enters _run. To all others this
-        # comes too late to mean anything.
-        task.add_done_callback(functools.partial(_never_ran, job, coroutine))
+    def _stream_in_thread(self, job: StreamJob, value: Any) -> None:
+        try:
+            check_streamable(value, job.name)
+        except TypeError as exc:
+            job.fail(exc)
+        else:
+            run_in_thread(job, value, lambda task: self.in_threads((task,)))
 
     def close(self, patience: float) -> int:
         """End the threads; how many still run user code after so many seconds."""
@@ -129,18 +146,37 @@ def _expired(job: Job) -> bool:
     return True
 
 
-async def _run(job: Job, coroutine: Coroutine[Any, Any, Any]) -> None:
+def _join(job: Job, join: Any) -> None:
     try:
-        value = await coroutine
+        job.leave = join(job.settle, job.work)
+    except Exception as exc:
+        job.fail(exc)
+
+
+async def _run(job: Job) -> None:
+    job.begun = True
+    if job.deadline is not None:
+        adopt(job.deadline)
+    try:
+        value = job.call()
+    except BaseException as exc:
+        job.fail(exc)
+    else:
+        await _finish(job, value)
+
+
+async def _finish(job: Job, value: Any) -> None:
+    job.begun = True
+    try:
+        if inspect.isawaitable(value):
+            value = await (timed(value, job.name) if inspect.iscoroutine(value) else value)
+        if isinstance(job, StreamJob):
+            check_streamable(value, job.name)
+            await stream(job, value)
     except BaseException as exc:  # a KeyboardInterrupt would otherwise end the serving loop
         job.fail(exc)
     else:
         job.succeed(value)
-
-
-def _never_ran(job: Job, coroutine: Coroutine[Any, Any, Any], _: "asyncio.Task[None]") -> None:
-    coroutine.close()
-    job.fail(asyncio.CancelledError())
 
 
 def _take(job: Job, future: "AnyFuture[Any]") -> None:
@@ -150,12 +186,3 @@ def _take(job: Job, future: "AnyFuture[Any]") -> None:
         job.fail(exc)
     else:
         job.succeed(value)
-
-
-def _take_asyncio(job: Job, future: "asyncio.Future[Any]") -> None:
-    if future.cancelled():
-        job.fail(asyncio.CancelledError())
-    elif (exc := future.exception()) is not None:
-        job.fail(exc)
-    else:
-        job.succeed(future.result())

@@ -10,41 +10,36 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
 from torch.futures import Future
 
 from ._deadline import deadline_after
-from ._desk import Carrier, Desk
-from ._handles import Objects
-from ._jobs import Devices, Job, RpcJob, TorchJob, runs_on_loop
-from ._lane import Lane
+from ._exceptions import Failure
+from ._jobs import CreateJob, Devices, Job, RpcJob, TorchJob, runs_on_loop
+from ._line import Answer, Line
+from ._message import Group, Message, load, read_groups
 from ._runner import Runner
-from ._wire import Call, Cancel, Create, Goodbye, Item, Message
+from ._streams import StreamJob
+from ._wire import Create
 from .errors import NotServing
 
 log = logging.getLogger("aiorpc_torch")
 
-# A call's number, its Packed or Failure, and the number of an object that this side now knows.
-Answer = tuple[int, Any, int | None]
 
+class _Batch(NamedTuple):
+    """What a message asks for, once its turn has come."""
 
-class _Start(NamedTuple):
-    """How an item of a message takes effect once its turn has come."""
+    message: Message
+    jobs: list[RpcJob]
 
-    run: Callable[[], None]
-    on_loop: bool = True
-
-
-class _Caller:
-    """What is kept for one link of one caller: its messages' order, its answers, its objects."""
-
-    def __init__(self) -> None:
-        self.lane: Lane[list[_Start]] = Lane()
-        self.desk: Desk[Answer] = Desk(_answer)
-        self.objects = Objects()
-        self.flushing = False
+    def wants_loop(self) -> bool:
+        """Whether any of it does."""
+        message = self.message
+        controls = message.cancels or message.credits or message.goodbye is not None
+        return bool(controls) or any(job.on_loop for job in self.jobs)
 
 
 class Server:
@@ -52,152 +47,186 @@ class Server:
 
     def __init__(self, name: str, threads: int, devices: Devices) -> None:
         self.name = name
-        self.goodbyes: dict[str, Goodbye] = {}  # each peer's latest
+        self.goodbyes: dict[str, bool] = {}  # each peer's latest: whether it leaves on its own
+        self.heard: Callable[[str], None] = _nobody_asks
         self._farewells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._devices = devices
         self._runner = Runner(threads)
         self._lock = threading.Lock()
-        self._callers: defaultdict[tuple[str, int], _Caller] = defaultdict(_Caller)
-        self._early: list[_Start] | None = []  # until `open`
-        self._jobs: dict[Any, Job] = {}
+        self._lines: dict[tuple[str, int], Line] = {}
+        self._early: list[tuple[Line, _Batch]] | None = []  # until `open`
+        self._torch_jobs: set[TorchJob] = set()
+        self._watches: list[tuple[str, Future[Any]]] = []
 
     def __repr__(self) -> str:
-        return f"<Server {self.name}: {len(self._jobs)} running, {self._runner}>"
+        running = sum(len(line.jobs) for line in self._lines.values())
+        return f"<Server {self.name}: {running} running, {self._runner}>"
 
     def open(self) -> None:
         """This process has joined its world: start what its quicker peers have sent already."""
         with self._lock:
             early, self._early = self._early or [], None
-            self._hand_over(early)
+            for line, batch in early:
+                self._hand_over(line, [batch])
 
     # ── on a thread of torch's ──────────────────────────────────────────────────────────────────
 
-    def accept(self, message: Message) -> "Future[Any]":
+    def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
         reply: Future[Any] = Future(devices=[*self._devices])
-        with self._lock:
-            caller = self._callers[message.caller, message.link]
-        calls = sum(isinstance(item, Call) for item in message.items)
-        carrier = caller.desk.admit(reply, calls, poll=not message.items)
-        starts = [self._start(message, item, caller, carrier) for item in message.items]
-        self._in_order(message, caller, starts)
+        message = load(data)
+        self.heard(message.caller)
+        line = self._line(message.caller, message.link)
+        calls = len(message.numbers)
+        carrier = line.admit(reply, calls, poll=message.is_poll(), own=message.own)
+        jobs = [*self._jobs(message, tensors, line, carrier)] if calls else []
+        self._in_order(line, _Batch(message, jobs))
         return reply
 
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> "Future[Any]":
         """Run `function`, which wants the loop, for a plain torch client."""
-        job = TorchJob(self, function, args, kwargs)
-        job.reply = Future(devices=[*self._devices])
-        self._jobs[job.key] = job
+        reply: Future[Any] = Future(devices=[*self._devices])
+        job = TorchJob(self._torch_jobs, reply, function, (args, kwargs), self.name)
         self._runner.on_loop(functools.partial(self._runner.begin, job))
-        return job.reply
+        return reply
+
+    def watched(self, peer: str) -> "Future[Any]":
+        """What completes when `peer`, or this worker, leaves."""
+        watch: Future[Any] = Future()
+        with self._lock:
+            self._watches.append((peer, watch))
+        return watch
 
     def lend_thread(self, task: Callable[[], None]) -> None:
         """Run `task` in one of the threads for plain `def`s. From any thread."""
-        with self._lock:
-            self._runner.in_thread(task)
+        self._runner.in_threads((task,))
 
-    def _start(
-        self, message: Message, item: Item, caller: _Caller, carrier: "Carrier[Answer]"
-    ) -> _Start:
-        link = (message.caller, message.link)
-        if isinstance(item, Cancel):
-            return _Start(functools.partial(self._abandon, (*link, item.number)))
-        if isinstance(item, Goodbye):
-            return _Start(functools.partial(self._note_goodbye, message.caller, item))
-        job, learned = self._job(item, caller.objects)
-        job.key = (*link, item.number)
-        job.take = lambda answer: self._done(caller, carrier, (item.number, answer, learned))
-        self._jobs[job.key] = job
-        if runs_on_loop(job.function):
-            return _Start(functools.partial(self._runner.begin, job))
-        return _Start(functools.partial(self._runner.work, job), on_loop=False)
+    def _line(self, caller: str, link: int) -> Line:
+        line = self._lines.get((caller, link))
+        if line is None:
+            with self._lock:
+                fresh = Line(caller, self._runner.after_turn)
+                line = self._lines.setdefault((caller, link), fresh)
+        return line
 
-    def _job(self, call: Call, objects: Objects) -> tuple[RpcJob, int | None]:
-        as_rref, learned = False, None
-        try:
-            target, args, kwargs = call.work.get()
-            found = None if target.on is None else objects.find(target.on)
-            learned = objects.learn(target.on, found)
-            function = target.bind(found)
-            as_rref = isinstance(target, Create)
-        except BaseException as exc:  # it cannot be read, or not found: that is its answer
-            function, args, kwargs = _raise, (exc,), {}
-        job = RpcJob(self, function, args, kwargs)
-        job.as_rref, job.deadline = as_rref, deadline_after(call.budget)
-        return job, learned
+    def _jobs(
+        self, message: Message, tensors: Sequence[Tensor], line: Line, carrier: Answer
+    ) -> Iterator[RpcJob]:
+        groups = [_Found.of(group, line) for group in read_groups(message.groups, tensors)]
+        order = message.order or itertools.repeat(0)
+        budgets = message.budgets or itertools.repeat(None)
+        for number, index, budget in zip(message.numbers, order, budgets, strict=False):
+            found = groups[index]
+            function, work = found.function, next(found.calls)
+            if isinstance(work, Failure):
+                function, work = work.get, ((), {})
+            due = None if budget is None else deadline_after(budget)
+            yield found.job(line, carrier, number, function, work, due, self.name, found.on_loop)
 
-    def _in_order(self, message: Message, caller: _Caller, starts: list[_Start]) -> None:
-        with self._lock:
-            due = [*itertools.chain(*caller.lane.arrived(message.seq, starts))]
+    def _in_order(self, line: Line, batch: _Batch) -> None:
+        with line.lock:
+            line.served += len(batch.jobs)
+            due = line.lane.arrived(batch.message.seq, batch)
             if self._early is not None:
-                self._early += due
-                return
+                with self._lock:
+                    if self._early is not None:
+                        self._early += [(line, each) for each in due]
+                        return
             # Here and now, while threads are idle and nobody else's turn has come with ours: a
             # lone `def` is answered without a change of threads.
-            here = len(due) == 1 and not due[0].on_loop and self._runner.borrow()
+            here = self._is_lone(line, due) and self._runner.borrow()
             if not here:
-                self._hand_over(due)
+                self._hand_over(line, due)
         if here:
-            self._runner.here(due[0].run)
+            self._runner.here(due[0].jobs[0])
 
-    def _hand_over(self, starts: list[_Start]) -> None:
-        for on_loop, group in itertools.groupby(starts, key=lambda start: start.on_loop):
-            steps = [start.run for start in group]
-            if on_loop:
-                self._runner.on_loop(functools.partial(_run_all, steps))
-            else:
-                for step in steps:
-                    self._runner.in_thread(step)
+    def _is_lone(self, line: Line, due: list[_Batch]) -> bool:
+        return (
+            len(due) == 1 and len(due[0].jobs) == 1 and not line.on_loop and not due[0].wants_loop()
+        )
 
-    # ── on the thread in which a call ends ──────────────────────────────────────────────────────
+    def _hand_over(self, line: Line, due: list[_Batch]) -> None:
+        for batch in due:
+            # Plain functions take the way over the loop too while others are on it, for the order.
+            if line.on_loop or batch.wants_loop():
+                line.on_loop += 1
+                self._runner.on_loop(functools.partial(self._begin, line, batch))
+            elif batch.jobs:
+                self._in_threads(batch.jobs)
 
-    def _done(self, caller: _Caller, carrier: "Carrier[Answer]", answer: Answer) -> None:
-        if caller.desk.done(carrier, answer) and not caller.flushing:
-            # At the end of this turn of the loop: with all that the turn brings.
-            caller.flushing = True
-            self._runner.on_loop(functools.partial(self._flush, caller))
-
-    def ended(self, job: Job) -> bool:
-        """Forget `job`; False if it had ended already."""
-        return self._jobs.pop(job.key, None) is not None
+    def _in_threads(self, jobs: Sequence[Job]) -> None:
+        self._runner.in_threads([functools.partial(self._runner.work, job) for job in jobs])
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
+
+    def _begin(self, line: Line, batch: _Batch) -> None:
+        self._control(line, batch.message)  # of calls in earlier messages, so before these
+        for on_loop, jobs in itertools.groupby(batch.jobs, _on_loop):
+            if on_loop:
+                for job in jobs:
+                    self._runner.begin(job)
+            else:
+                self._in_threads([*jobs])
+        with line.lock:
+            line.on_loop -= 1
+
+    def _control(self, line: Line, message: Message) -> None:
+        for number in message.cancels:
+            if (job := line.jobs.get(number)) is not None:
+                job.abandon()
+        for number, credit in message.credits:
+            if isinstance(job := line.jobs.get(number), StreamJob):
+                job.grant(credit)
+        if message.goodbye is not None:
+            self.goodbyes[line.caller] = message.goodbye
+            self.farewell(line.caller).set()
+            self._release(line.caller)
 
     def farewell(self, peer: str) -> asyncio.Event:
         """Set once `peer` has said goodbye, or was found lost."""
         return self._farewells[peer]
 
-    def _flush(self, caller: _Caller) -> None:
-        caller.flushing = False
-        caller.desk.flush()
+    def callers(self) -> set[str]:
+        """Those for whom something runs here."""
+        return {line.caller for line in [*self._lines.values()] if line.jobs}
 
-    def _note_goodbye(self, name: str, goodbye: Goodbye) -> None:
-        self.goodbyes[name] = goodbye
-        self.farewell(name).set()
-        self._release(name)
+    def tally(self) -> tuple[int, int]:
+        """How many calls came in, and how many of them are running."""
+        lines = [*self._lines.values()]
+        return sum(line.served for line in lines), sum(len(line.jobs) for line in lines)
 
-    def _release(self, name: str | None = None) -> None:
+    def lost(self, caller: str) -> None:
+        """That worker is gone: nobody waits for what runs for it."""
+        for line in [*self._lines.values()]:
+            if line.caller == caller:
+                for job in [*line.jobs.values()]:
+                    job.abandon()
+
+    def _release(self, caller: str | None = None) -> None:
         with self._lock:
-            desks = [c.desk for (caller, _), c in self._callers.items() if name in (caller, None)]
-        for desk in desks:
-            desk.release()
+            lines = [line for line in self._lines.values() if caller in (line.caller, None)]
+            watches = [watch for watch in self._watches if caller in (watch[0], None)]
+            self._watches = [watch for watch in self._watches if watch not in watches]
+        for line in lines:
+            line.release()
+        for _, watch in watches:
+            watch.set_result(None)
 
-    def _abandon(self, key: Any) -> None:
-        job = self._jobs.get(key)
-        if job is not None:
-            job.abandon()
+    def _running(self) -> list[Job]:
+        jobs = [job for line in [*self._lines.values()] for job in [*line.jobs.values()]]
+        return [*jobs, *self._torch_jobs]
 
     async def close(self, patience: float) -> None:
         """Cancel what runs, and answer everybody. Coroutines have `patience` seconds to end."""
-        jobs = list(self._jobs.values())
+        jobs = self._running()
         for job in jobs:
             job.abandon()
         tasks = [job.task for job in jobs if job.task is not None]
         if tasks:
             await asyncio.wait(tasks, timeout=patience)
-        for job in list(self._jobs.values()):
+        for job in self._running():
             log.warning("%s did not end when its worker %s stopped", job, self.name)
             job.fail(NotServing(f"worker {self.name!r} has stopped"))
         self._release()
@@ -205,14 +234,34 @@ class Server:
             log.warning("%d plain `def` calls still run on worker %s", stuck, self.name)
 
 
-def _raise(exc: BaseException) -> None:
+class _Found(NamedTuple):
+    """A group whose function is known: what to run, or what raises."""
+
+    function: Callable[..., Any]
+    on_loop: bool
+    job: Callable[..., RpcJob]
+    calls: Iterator[Any]
+
+    @classmethod
+    def of(cls, group: Group, line: Line) -> "_Found":
+        kind: Callable[..., RpcJob] = StreamJob if group.stream else RpcJob
+        try:
+            target = group.target.get() if isinstance(group.target, Failure) else group.target
+            function = target.bind(line.learn(target))
+            if isinstance(target, Create):
+                kind = CreateJob
+        except BaseException as exc:  # it cannot be read, or not found: that is each call's answer
+            function = functools.partial(_raise, exc)
+        return cls(function, runs_on_loop(function), kind, iter(group.calls))
+
+
+def _on_loop(job: RpcJob) -> bool:
+    return job.on_loop
+
+
+def _nobody_asks(_: str) -> None:
+    """Of whom somebody has heard: until a world's vigil wants to know."""
+
+
+def _raise(exc: BaseException, *_: Any, **__: Any) -> None:
     raise exc
-
-
-def _run_all(steps: list[Callable[[], None]]) -> None:
-    for step in steps:
-        step()
-
-
-def _answer(reply: "Future[Any]", answers: list[Answer]) -> None:
-    reply.set_result(answers)

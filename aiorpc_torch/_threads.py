@@ -6,11 +6,13 @@ method that never returns would keep a process alive for ever. These are daemons
 
 import asyncio
 import contextlib
+import enum
 import functools
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import torch
@@ -33,46 +35,109 @@ def tune(intra_op: int) -> None:
         _thread.intra_op = intra_op
 
 
+PATIENCE = 0.001  # seconds that a task waits for a thread at work before another one comes
+
+
+class _Wake(enum.Enum):
+    """What an idle thread is woken for."""
+
+    WORK = enum.auto()
+    WATCH = enum.auto()
+    END = enum.auto()
+
+
 class Threads:
-    """At most `size` daemon threads, started when they are needed. Tasks start in order."""
+    """At most `size` daemon threads, started when they are needed. Tasks start in order.
+
+    One thread takes task after task, which costs no change of threads. Another watches it: what
+    waits for more than a millisecond gets a thread more, and if none moves, as many as there are.
+    """
 
     def __init__(self, size: int, intra_op: int) -> None:
         self._size = size
         self._intra_op = intra_op
-        self._tasks: queue.SimpleQueue[Task | None] = queue.SimpleQueue()
+        self._lock = threading.Lock()
+        self._tasks: deque[Task] = deque()
+        self._wakes: queue.SimpleQueue[_Wake] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._idle = threading.Semaphore(0)
+        self._idle = 0
+        self._busy = 0
+        self._watched = False
+        self._last_start = 0.0
 
     def __repr__(self) -> str:
-        return f"<Threads {len(self._threads)} of {self._size}, {self._tasks.qsize()} waiting>"
+        return f"<Threads {self._busy} busy of {self._size}, {len(self._tasks)} tasks waiting>"
 
-    def submit(self, task: Task) -> None:
-        """Run `task`, which must not raise, in one of the threads. Callers hold a common lock."""
-        self._tasks.put(task)
-        if not self._idle.acquire(blocking=False) and len(self._threads) < self._size:
-            self._start()
+    def submit(self, tasks: Iterable[Task]) -> None:
+        """Run tasks, which must not raise, each in one of the threads. From any thread."""
+        with self._lock:
+            self._tasks.extend(tasks)
+            # Threads that started their last task long ago will not come for these at once.
+            if not self._busy or time.monotonic() - self._last_start > PATIENCE:
+                self._wake(_Wake.WORK)
+            if not self._watched and (len(self._tasks) > 1 or self._busy > 1):
+                self._watched = self._wake(_Wake.WATCH)
 
     def close(self, patience: float) -> int:
         """Let the threads end; how many still run a task after `patience` seconds."""
-        for _ in self._threads:
-            self._tasks.put(None)
+        with self._lock:
+            self._size = 0  # none is started any more
+            for _ in self._threads:
+                self._wakes.put(_Wake.END)
         end = time.monotonic() + patience
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
-    def _start(self) -> None:
-        name = f"aiorpc-def-{len(self._threads)}"
-        thread = threading.Thread(target=self._work, name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
+    def _wake(self, what: _Wake) -> bool:
+        """Have one more thread, if there may be one. Under the lock."""
+        if self._idle:
+            self._idle -= 1
+        elif len(self._threads) < self._size:
+            name = f"aiorpc-def-{len(self._threads)}"
+            self._threads.append(threading.Thread(target=self._live, name=name, daemon=True))
+            self._threads[-1].start()
+        else:
+            return False
+        self._busy += what is _Wake.WORK
+        self._wakes.put(what)
+        return True
+
+    def _live(self) -> None:
+        tune(self._intra_op)
+        while (what := self._wakes.get()) is not _Wake.END:
+            if what is _Wake.WATCH:
+                self._watch()
+            self._work()
 
     def _work(self) -> None:
-        tune(self._intra_op)
-        while (task := self._tasks.get()) is not None:
+        while True:
+            try:
+                task = self._tasks.popleft()
+            except IndexError:
+                with self._lock:
+                    if self._tasks:
+                        continue
+                    self._busy -= 1
+                    self._idle += 1
+                    return
+            self._last_start = time.monotonic()
             task()
             del task  # a thread that waits must not keep its last arguments alive
-            self._idle.release()
+
+    def _watch(self) -> None:
+        """Look after the tasks that wait, then join in the work."""
+        while self._tasks:
+            seen = self._last_start
+            time.sleep(PATIENCE)
+            with self._lock:
+                stuck = seen == self._last_start
+                more = len(self._tasks) if stuck else min(1, len(self._tasks))
+                if not all(self._wake(_Wake.WORK) for _ in range(more)):
+                    break  # there is no thread left but this one
+        with self._lock:
+            self._watched = False
+            self._busy += 1
 
 
 def daemon(name: str) -> Callable[[Task], None]:

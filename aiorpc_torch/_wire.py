@@ -1,4 +1,4 @@
-"""What travels: messages, what they ask for, and how values are packed.
+"""What travels: what a call asks for, and how values that are no column's cell are pickled.
 
 Each call's arguments and each result are pickled apart from the message around them, so that one
 that cannot be read at the other end fails alone, as an answer, and never as a lost message. Tensors
@@ -6,49 +6,32 @@ stay outside the bytes, in a table that torch sends without a copy. Knows torch'
 nothing of loops or threads.
 """
 
-import ctypes
 import io
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
-import torch
 from torch import Tensor
 from torch._C._distributed_rpc import PyRRef
 
 from ._exceptions import Failure, reduce_exception, replica
 from ._handles import Named
+from ._tensors import Kind, compact, from_bytes, is_small, size_of, to_bytes
 from .errors import RpcError
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────
 
 
-class Value:
-    """A value that has arrived."""
-
-    __slots__ = ("value",)
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-
-    def get(self) -> Any:
-        """The value."""
-        return self.value
-
-
 class Packed:
-    """A value ready to travel. It arrives as a `Value`, or a `Failure` if it cannot be read."""
+    """A value ready to travel, and the bytes that it takes."""
 
     __slots__ = ("data", "size", "tensors")
 
     def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
         self.data = data
         self.tensors = tensors
-        self.size = len(data) + sum(map(_nbytes, tensors))
-
-    def __reduce__(self) -> Any:
-        return unpack, (self.data, self.tensors)
+        self.size = len(data) + sum(map(size_of, tensors))
 
 
 class Broken:
@@ -64,9 +47,6 @@ class Broken:
         raise replica(self.error, "the call") from None
 
 
-Outcome = Value | Failure | Broken
-
-
 def pack(value: Any) -> Packed:
     """Pickle `value`. Raises what pickling raises."""
     file = io.BytesIO()
@@ -75,10 +55,10 @@ def pack(value: Any) -> Packed:
     return Packed(file.getvalue(), packer.tensors)
 
 
-def unpack(data: bytes, tensors: list[Tensor]) -> Outcome:
-    """What `pack` packed. Never raises: what cannot be read is the failure of this call alone."""
+def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
+    """What `pack` packed, or a `Failure` of this value alone, if it cannot be read."""
     try:
-        return Value(_Unpacker(io.BytesIO(data), tensors).load())
+        return _Unpacker(io.BytesIO(data), tensors).load()
     except Exception as exc:
         exc.add_note("(while unpickling what the other worker sent)")
         return Failure.of(exc, "the receiver")
@@ -92,8 +72,8 @@ class _Packer(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor:  # subclasses have reductions of their own, made of plain tensors
             if is_small(obj):
-                return read_small, (obj.dtype, tuple(obj.shape), _bytes(obj))
-            self.tensors.append(obj)
+                return read_small, ((obj.dtype, tuple(obj.shape)), to_bytes(obj))
+            self.tensors.append(compact(obj))
             return _tensor_slot, (len(self.tensors) - 1,)
         if isinstance(obj, PyRRef):
             return _read_rref, (obj._serialize(),)
@@ -103,7 +83,7 @@ class _Packer(pickle.Pickler):
 
 
 class _Unpacker(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: list[Tensor]) -> None:
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
         super().__init__(file)
         self._tensors = tensors
 
@@ -121,53 +101,9 @@ def _tensor_slot(index: int) -> Tensor:
     raise pickle.UnpicklingError("a tensor's place in a message, read outside a message")
 
 
-def _nbytes(tensor: Tensor) -> int:
-    # A sparse tensor does not know its own; what it may have is large.
-    return tensor.nbytes if tensor.layout is torch.strided else 1 << 20
-
-
-# ── small tensors ride in the bytes ─────────────────────────────────────────────────────────────
-# A tensor in torch's table costs about 100 µs a message, whatever its size; packed, a tenth of it.
-
-SMALL = 4096  # bytes
-
-
-def _kind(tensor: Tensor) -> int:
-    return torch._C._dispatch_keys(tensor).raw_repr()
-
-
-def _plain_kinds() -> frozenset[int]:
-    with torch.inference_mode():
-        inference = torch.empty(0)
-    return frozenset((_kind(torch.empty(0)), _kind(inference)))
-
-
-_PLAIN = _plain_kinds()
-
-
-def is_small(tensor: Tensor) -> bool:
-    """Whether a tensor's bytes may stand for it: plain, dense, on the CPU, outside autograd."""
-    # Its dispatch keys say at once that it is not sparse, quantised, conjugated, negated, wrapped
-    # or elsewhere. is_conj() and is_neg() give up the GIL, which costs 20 µs in a busy process.
-    return (
-        not tensor.requires_grad
-        and tensor.numel() * tensor.element_size() <= SMALL
-        and _kind(tensor) in _PLAIN
-    )
-
-
-def read_small(dtype: torch.dtype, shape: tuple[int, ...], data: bytes) -> Tensor:
+def read_small(kind: Kind, data: bytes) -> Tensor:
     """The tensor that was packed."""
-    if not data:
-        return torch.empty(shape, dtype=dtype)
-    flat = torch.frombuffer(bytearray(data), dtype=dtype)
-    return flat if len(shape) == 1 else flat.reshape(shape)
-
-
-def _bytes(tensor: Tensor) -> bytes:
-    # Not numpy(), which knows no bfloat16 and may not be installed.
-    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    return ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
+    return from_bytes(kind, data, 1)[0]
 
 
 # ── what a call asks for ────────────────────────────────────────────────────────────────────────
@@ -240,42 +176,3 @@ def _public(obj: Any, name: str) -> Callable[..., Any]:
     if not callable(method):
         raise TypeError(f"{type(obj).__name__}.{name} is a {type(method).__name__}, not a method")
     return method  # type: ignore[no-any-return]
-
-
-# ── messages ────────────────────────────────────────────────────────────────────────────────────
-
-
-class Call(NamedTuple):
-    """Run `work`, packed `(target, args, kwargs)`; `budget` seconds are left for it, None: any."""
-
-    number: int
-    work: Any  # a Packed when it leaves, an Outcome when it has arrived
-    budget: float | None
-
-
-class Cancel(NamedTuple):
-    """Nobody waits for call number `number` any more."""
-
-    number: int
-
-
-class Goodbye(NamedTuple):
-    """The sender leaves, and makes no more calls; `alone`, it does not join in torch's shutdown."""
-
-    alone: bool
-
-
-Item = Call | Cancel | Goodbye
-
-
-class Message(NamedTuple):
-    """What goes to a worker at once; without items, a poll for results.
-
-    `seq` is its number among the messages of that link of that caller. The answer is a list of
-    call numbers with their outcomes, of this message's calls or earlier ones'.
-    """
-
-    caller: str
-    link: int
-    seq: int
-    items: tuple[Item, ...]

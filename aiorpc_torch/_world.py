@@ -25,6 +25,7 @@ from ._outbox import Outbox
 from ._rendezvous import Meeting
 from ._server import Server
 from ._threads import daemon, run_blocking
+from ._vigil import Vigil
 from .errors import WorldTimeout
 
 __all__ = ("Worker", "worker")
@@ -61,6 +62,7 @@ class Place:
     device_maps: DeviceMaps = field(default_factory=dict)
     start_timeout: float = 60.0
     stop_timeout: float | None = 10.0
+    heartbeat: float = 10.0
     is_local: bool = False
 
     def __post_init__(self) -> None:
@@ -70,6 +72,8 @@ class Place:
             )
         if self.threads < 1:
             raise ValueError(f"threads is at least 1, not {self.threads}")
+        if not 0.0 < self.heartbeat < float("inf"):
+            raise ValueError(f"heartbeat is seconds, more than 0, not {self.heartbeat!r}")
 
 
 @contextlib.asynccontextmanager
@@ -84,6 +88,7 @@ async def worker(
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
+    heartbeat: float = 10.0,
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
@@ -103,6 +108,8 @@ async def worker(
         device_maps: for each peer, this worker's devices to the peer's, as torch's `device_maps`.
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that exit waits for peers.
+        heartbeat: seconds of silence after which a peer for whom something waits here is lost: it
+            is frozen, or cut off. (A peer that dies is noticed at once.)
 
     Raises:
         WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
@@ -122,6 +129,7 @@ async def worker(
             device_maps=device_maps or {},
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
+            heartbeat=heartbeat,
         )
         async with take_place(place) as me:
             yield me
@@ -136,6 +144,8 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     _doors.serve(server)  # before torch starts: a peer that is quicker may call already
     try:
         me = await _join(place)
+        outbox, infos = _outbox.current(), _get_current_rpc_agent().get_worker_infos()
+        vigil = Vigil(outbox, server, infos, place.heartbeat)
         server.open()
         log.info("%r: the world is complete", me)
         clean = False
@@ -143,8 +153,9 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
             yield me
             clean = True
         finally:
+            vigil.close()
             await Leaving(
-                _outbox.current(),
+                outbox,
                 server,
                 me.peers,
                 patience=place.stop_timeout,

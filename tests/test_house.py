@@ -18,21 +18,32 @@ REPOSITORY = Path(__file__).parents[1]
 FLOORS = [
     ["errors"],
     ["_batcher"],
-    ["_lane", "_desk", "_exceptions", "_deadline", "_handles"],
-    ["_inbox", "_threads"],
-    ["_bridge", "_wire"],
+    ["_lane", "_desk", "_window", "_pulse"],
+    ["_exceptions", "_deadline", "_handles"],
+    ["_inbox", "_threads", "_steps", "_scopes"],
+    ["_bridge", "_tensors"],
+    ["_wire"],
+    ["_columns"],
+    ["_message"],
+    ["_line"],
     ["_jobs"],
+    ["_streams"],
     ["_runner"],
     ["_server"],
     ["_doors"],
+    ["_incoming"],
+    ["_pending"],
     ["_link"],
+    ["_calling"],
     ["_outbox"],
     ["_remote"],
     ["_answers"],
     ["_queue"],
     ["_batched"],
+    ["_stats"],
     ["_rendezvous"],
     ["_leaving"],
+    ["_vigil"],
     ["_world"],
     ["_child"],
     ["_local"],
@@ -41,8 +52,8 @@ FLOORS = [
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 # Plain Python: what is decided here is tested without a loop, a clock or a process.
-PURE = ["errors", "_batcher", "_lane", "_desk", "_exceptions", "_deadline"]
-TIMELESS = ["_batcher", "_lane"]
+PURE = ["errors", "_batcher", "_lane", "_desk", "_window", "_pulse", "_exceptions", "_deadline"]
+TIMELESS = ["_batcher", "_lane", "_window", "_pulse"]
 
 MOST_LINES = 300  # of a file
 MOST_CODE = 45  # lines of a function, its docstring aside

@@ -1,0 +1,173 @@
+"""A call that was written down and waits to be awaited, or iterated.
+
+`remote(r).m(x)` is one: a coroutine for whoever awaits it or makes a task of it, and a stream for
+`async for`. Nothing is sent before. It knows deadlines and cancellation; how calls travel is the
+link's.
+"""
+
+import asyncio
+import time
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from typing import Any
+
+from ._deadline import deadline_in
+from ._exceptions import Failure
+from ._incoming import Incoming
+from ._link import Link
+from ._scopes import scope_deadline
+from ._wire import Broken, Target
+from .errors import CallTimeout
+
+Route = Callable[[], Link]
+
+
+class Calling(Coroutine[Any, Any, Any]):
+    """`target(*args, **kwargs)` over the link that `route` finds, within `timeout` seconds."""
+
+    __slots__ = ("__weakref__", "_args", "_kwargs", "_route", "_steps", "_target", "_timeout")
+
+    def __init__(
+        self,
+        route: Route,
+        target: Target,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None = None,
+    ) -> None:
+        self._steps: Generator[Any, Any, Any] | None = None
+        self._route = route
+        self._target = target
+        self._args = args
+        self._kwargs = kwargs
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<call of {self._target}>"
+
+    # ── awaited ─────────────────────────────────────────────────────────────────────────────────
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        if self._steps is not None:
+            raise RuntimeError("this call was awaited already: make a new one")
+        self._steps = self._run()
+        return self._steps
+
+    def send(self, value: Any) -> Any:
+        """The next step, when a task runs it."""
+        return (self._steps or self.__await__()).send(value)
+
+    def throw(self, *exc: Any) -> Any:
+        """The next step, with an exception."""
+        return (self._steps or self.__await__()).throw(*exc)
+
+    def close(self) -> None:
+        """Give up."""
+        (self._steps or self.__await__()).close()
+
+    def __del__(self) -> None:
+        if self._steps is None:
+            warnings.warn(f"{self!r} was never awaited", RuntimeWarning, stacklevel=2, source=self)
+
+    def _run(self) -> Generator[Any, Any, Any]:
+        link = self._route()
+        due = _check(deadline_in(self._timeout))
+        # The target keeps its RRef, and with it the object, alive until the answer is here.
+        number, future = link.call(self._target, (self._args, self._kwargs), _within_scope(due))
+        timer = None if due is None else _timer(link, number, due)
+        try:
+            answer = yield from future
+        except BaseException:
+            link.cancel(number)
+            raise
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if type(answer) is Failure or type(answer) is Broken:
+            answer.get()
+        return answer
+
+    # ── iterated ────────────────────────────────────────────────────────────────────────────────
+
+    def __aiter__(self) -> "Stream":
+        if self._steps is not None:
+            raise RuntimeError("this call was awaited already: make a new one")
+        self._steps = _nothing()
+        link = self._route()
+        due = _check(deadline_in(self._timeout))
+        work = self._args, self._kwargs
+        number, incoming = link.stream(self._target, work, _within_scope(due))
+        timer = None if due is None else _timer(link, number, due)
+        return Stream(link, number, incoming, timer, self._target)
+
+
+class Stream(AsyncIterator[Any]):
+    """The items of a remote generator. Left before its end, it closes the generator."""
+
+    def __init__(
+        self,
+        link: Link,
+        number: int,
+        incoming: Incoming,
+        timer: asyncio.TimerHandle | None,
+        target: Target,
+    ) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._link = link
+        self._number = number
+        self._incoming = incoming
+        self._timer = timer
+        self._target = target
+
+    def __repr__(self) -> str:
+        return f"<stream of {self._target}>"
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self._incoming.next()
+        except BaseException:
+            self._leave()
+            raise
+
+    async def aclose(self) -> None:
+        """Close the remote generator: its `finally` runs. Also what `break` does."""
+        self._leave()
+
+    def __del__(self) -> None:
+        # Garbage may be collected in any thread, and after the loop has ended.
+        if not self._loop.is_closed():
+            if asyncio._get_running_loop() is self._loop:
+                self._leave()
+            else:
+                self._loop.call_soon_threadsafe(_leave, self._link, self._number, self._timer)
+
+    def _leave(self) -> None:
+        _leave(self._link, self._number, self._timer)
+
+
+def _leave(link: Link, number: int, timer: asyncio.TimerHandle | None) -> None:
+    link.cancel(number)
+    if timer is not None:
+        timer.cancel()
+
+
+def _nothing() -> Generator[Any, Any, Any]:
+    return
+    yield
+
+
+def _check(due: float | None) -> float | None:
+    if due is not None and due <= time.monotonic():
+        raise CallTimeout("the deadline had passed before the call was sent")
+    return due
+
+
+def _within_scope(due: float | None) -> float | None:
+    # Sent along, but not enforced here: the scope cancels, and says what that means.
+    scope = scope_deadline()
+    return due if scope is None else scope if due is None else min(due, scope)
+
+
+def _timer(link: Link, number: int, due: float) -> asyncio.TimerHandle:
+    left = due - time.monotonic()
+    return asyncio.get_running_loop().call_later(left, link.expire, number, left)

@@ -1,0 +1,83 @@
+"""Values as cells, and the cells of one kind as a column: many small values for the price of few.
+
+A plain number or text is its own cell, a small tensor's cell is its bytes, anything else is packed.
+A column of tensors of one dtype and shape is one run of bytes with one header.
+"""
+
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+from torch import Tensor
+
+from ._exceptions import Failure
+from ._tensors import SMALL, Kind, from_bytes, is_small, read_kind, to_bytes, write_kind
+from ._wire import pack, unpack
+
+PLAIN = "plain"  # the cell is the value
+PACKED = "packed"  # the cell is a Packed
+FAILED = "failed"  # the cell is a Failure
+ENDED = "ended"  # of a stream: there is no cell
+
+CellKind = str | Kind
+
+Column = tuple[Any, Any]
+"""What stands for it in a message: a kind in plain words, and the cells as plain data."""
+
+_ATOMS = frozenset((int, float, bool, complex, type(None)))
+
+
+def small_cell(value: Any) -> tuple[CellKind, Any] | None:
+    """The kind and the cell of a small plain value, or None for all others."""
+    cls = type(value)
+    if cls is Tensor:
+        return ((value.dtype, value.shape), to_bytes(value)) if is_small(value) else None
+    if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= SMALL):
+        return PLAIN, value
+    return None
+
+
+def cell(value: Any) -> tuple[CellKind, Any]:
+    """The kind and the cell of any value, which may be changed afterwards.
+
+    Only large tensors are not copied. Raises what pickling raises.
+    """
+    return small_cell(value) or (PACKED, pack(value))
+
+
+def write(kind: CellKind, cells: Sequence[Any], tensors: list[Tensor]) -> Column:
+    """The column of these cells; what stays outside the bytes is added to `tensors`."""
+    if kind == PLAIN:
+        return kind, list(cells)
+    if kind == PACKED:
+        for packed in cells:
+            tensors += packed.tensors
+        return kind, [(packed.data, len(packed.tensors)) for packed in cells]
+    if kind == FAILED:
+        return kind, [failure.plain() for failure in cells]
+    if kind == ENDED:
+        return kind, len(cells)
+    assert isinstance(kind, tuple)
+    return write_kind(kind), (b"".join(cells), len(cells))
+
+
+class End:
+    """What the end of a stream is read as."""
+
+
+END = End()
+
+
+def read(column: Column, tensors: Iterator[Tensor]) -> list[Any]:
+    """The values of a column. One that cannot be read is a `Failure` in its place."""
+    kind, cells = column
+    if kind == PLAIN:
+        return cells  # type: ignore[no-any-return]
+    if kind == PACKED:
+        return [unpack(data, list(islice(tensors, count))) for data, count in cells]
+    if kind == FAILED:
+        return [Failure(*plain) for plain in cells]
+    if kind == ENDED:
+        return [END] * cells
+    data, count = cells
+    return [*from_bytes(read_kind(kind), data, count)]

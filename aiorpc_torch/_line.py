@@ -1,0 +1,91 @@
+"""One link of one caller, as the callee sees it: order of arrival, answers, objects, running jobs.
+
+It brings together what the ground floor keeps apart and hands results out; what runs, and where, it
+does not know.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch.futures import Future
+
+from ._desk import Carrier, Desk
+from ._handles import Objects
+from ._lane import Lane
+from ._message import Result, dump_results
+
+Answer = Carrier[Result]
+
+
+class Abandoned(Protocol):
+    """A job, as far as a line knows it."""
+
+    def abandon(self) -> None:
+        """Nobody waits for it any more. On the loop's thread."""
+
+
+class Line:
+    """From worker `caller`. `soon` runs a function on the loop, after this turn."""
+
+    def __init__(self, caller: str, soon: Callable[[Callable[[], None]], None]) -> None:
+        self.caller = caller
+        self.lock = threading.Lock()
+        self.lane: Lane[Any] = Lane()
+        self.objects = Objects()
+        self.jobs: dict[int, Any] = {}
+        self.served = 0
+        self.on_loop = 0  # messages on their way to the loop
+        self._desk: Desk[Result] = Desk(self._answer)
+        self._soon = soon
+        self._flushing = False
+        self._learned: list[int] = []
+
+    def __repr__(self) -> str:
+        return f"<Line from {self.caller}: {len(self.jobs)} running, {self._desk}>"
+
+    def admit(self, reply: "Future[Any]", calls: int, *, poll: bool, own: bool) -> Answer:
+        """A message with so many calls came in."""
+        return self._desk.admit(reply, calls, poll=poll, own=own)
+
+    def done(self, carrier: Answer, result: Result) -> None:
+        """A call of that message has ended. In any thread."""
+        if self._desk.done(carrier, result):
+            self._flush_soon()
+
+    def more(self, result: Result) -> None:
+        """A stream has an item. In any thread."""
+        self._desk.more(result)
+        self._flush_soon()
+
+    def learn(self, target: Any) -> Any:
+        """The object that a target names, whose number is told to the caller if it is new.
+
+        Raises what finding it raises.
+        """
+        if target.on is None:
+            return None
+        found = self.objects.find(target.on)
+        if (number := self.objects.learn(target.on, found)) is not None:
+            self._learned.append(number)
+        return found
+
+    def release(self) -> None:
+        """Answer every message now: its sender leaves, or this process does."""
+        self._desk.release()
+
+    def _flush_soon(self) -> None:
+        # At the end of this turn of the loop: with all that the turn brings.
+        if not self._flushing:
+            self._flushing = True
+            self._soon(self._flush)
+
+    def _flush(self) -> None:
+        self._flushing = False
+        self._desk.flush()
+
+    def _answer(self, reply: "Future[Any]", results: list[Result]) -> None:
+        # Two threads may answer at once: at worst a number is told twice, or with the next use.
+        learned = self._learned[:]
+        del self._learned[: len(learned)]
+        reply.set_result(dump_results(results, learned))

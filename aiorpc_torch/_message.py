@@ -1,0 +1,214 @@
+"""What goes to a worker at once, and what comes back: how it is laid out in bytes.
+
+Calls of one method with arguments of the same kinds form a group, whose arguments travel as
+columns; so do results of one kind. Plain tuples are pickled, not classes: a group costs little, a
+call in it next to nothing. Knows no link, no server and no order of arrival.
+"""
+
+import pickle
+from collections.abc import Iterator, Sequence
+from itertools import islice
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ._columns import PACKED, CellKind, read, small_cell, write
+from ._wire import Method, Packed, Target, pack, unpack
+
+# ── calls, on their way out ─────────────────────────────────────────────────────────────────────
+
+Header = tuple[Any, bool, tuple[str, ...] | None, tuple[CellKind, ...]]
+"""Of a group: the target, whether it is a stream, names of keywords, kinds of arguments.
+
+Names are None where arguments are packed whole, as one cell.
+"""
+
+OVERHEAD = 64  # bytes that any call takes, roughly
+
+
+class Outgoing(NamedTuple):
+    """A call that has not left yet. `due`: by when it must be answered, in `time.monotonic()`."""
+
+    number: int
+    header: Header
+    cells: tuple[Any, ...]
+    due: float | None
+    size: int
+
+
+Short = tuple[int, str] | Packed
+"""How a target is named in a message."""
+
+
+def shorten(target: Target) -> Short:
+    """A method of an object that the peer knows by number is named in two plain words."""
+    if type(target) is Method and type(target.on) is int:
+        return target.on, target.name
+    return pack(target)
+
+
+def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float | None) -> Outgoing:
+    """A call. Its small arguments are copied. Raises what pickling raises."""
+    args, kwargs = work
+    kinds, cells, size = [], [], OVERHEAD
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        found = small_cell(value)
+        if found is None:
+            return _whole(number, target, stream, work, due)
+        kinds.append(found[0])
+        cells.append(found[1])
+    header = (target, stream, tuple(kwargs), tuple(kinds))
+    return Outgoing(number, header, tuple(cells), due, size)
+
+
+Work = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments and keyword arguments."""
+
+
+def _whole(number: int, target: Short, stream: bool, work: Work, due: float | None) -> Outgoing:
+    # In one pickle, so that what is passed twice arrives as one object.
+    packed = pack(work)
+    return Outgoing(number, (target, stream, None, (PACKED,)), (packed,), due, packed.size)
+
+
+# ── a message ───────────────────────────────────────────────────────────────────────────────────
+
+
+class Message(NamedTuple):
+    """To a worker; with nothing in it, a poll for results."""
+
+    caller: str
+    link: int
+    seq: int  # among the messages of this link of this caller
+    own: bool  # the answer must carry the results of these very calls: of an autograd context
+    numbers: Sequence[int]  # the calls
+    order: Sequence[int]  # of which group each is; empty: there is only one
+    groups: Sequence[Any]
+    budgets: Sequence[float | None]  # seconds left for each call; empty: none has a limit
+    cancels: Sequence[int]
+    credits: Sequence[tuple[int, int]]  # stream, and how much more it may send
+    goodbye: bool | None  # the sender leaves; True: it does not join in torch's shutdown
+
+    def is_poll(self) -> bool:
+        """Whether it waits at the other end until there is something to answer."""
+        return not (self.numbers or self.cancels or self.credits) and self.goodbye is None
+
+
+class Calls(NamedTuple):
+    """The part of a message that calls make up: its fields of these names."""
+
+    numbers: Sequence[int] = ()
+    order: Sequence[int] = ()
+    groups: Sequence[Any] = ()
+    budgets: Sequence[float | None] = ()
+
+
+def lay_out(calls: Sequence[Outgoing], now: float, tensors: list[Tensor]) -> Calls:
+    """Calls in groups; what stays outside the message's bytes is added to `tensors`."""
+    groups: dict[Header, list[tuple[Any, ...]]] = {}
+    timed = False
+    for call in calls:
+        rows = groups.get(call.header)
+        if rows is None:
+            rows = groups[call.header] = []
+        rows.append(call.cells)
+        timed = timed or call.due is not None
+    order: Sequence[int] = ()
+    if len(groups) > 1:
+        index = {header: position for position, header in enumerate(groups)}
+        order = [index[call.header] for call in calls]
+    return Calls(
+        [call.number for call in calls],
+        order,
+        [_write_group(header, rows, tensors) for header, rows in groups.items()],
+        [call.due and call.due - now for call in calls] if timed else (),
+    )
+
+
+def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: list[Tensor]) -> Any:
+    target, stream, names, kinds = header
+    if type(target) is Packed:
+        target = (target.data, len(target.tensors))
+        tensors += header[0].tensors
+    cells = zip(*rows, strict=True)
+    columns = [write(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)]
+    return target, stream, names, len(rows), columns
+
+
+def dump(fields: tuple[Any, ...]) -> bytes:
+    """The bytes of a message with these fields, in their order."""
+    return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
+
+
+def load(data: bytes) -> Message:
+    """The message of these bytes, its groups still as they travel."""
+    return Message(*pickle.loads(data))
+
+
+# ── calls, arrived ──────────────────────────────────────────────────────────────────────────────
+
+
+class Group(NamedTuple):
+    """The calls of one target: each the arguments, or a Failure if they cannot be read."""
+
+    target: Any  # a Method with a number, whatever was packed, or a Failure
+    stream: bool
+    calls: list[Any]
+
+
+def read_groups(groups: Sequence[Any], tensors: Sequence[Tensor]) -> list[Group]:
+    """The groups of a message."""
+    rest = iter(tensors)
+    return [_read_group(group, rest) for group in groups]
+
+
+def _read_group(group: Any, tensors: Iterator[Tensor]) -> Group:
+    (first, second), stream, names, count, columns = group
+    if isinstance(first, bytes):
+        target = unpack(first, list(islice(tensors, second)))
+    else:
+        target = Method(first, second)
+    values = [read(column, tensors) for column in columns]
+    if names is None:
+        return Group(target, stream, values[0])
+    rows = zip(*values, strict=True) if values else [()] * count
+    if not names:
+        return Group(target, stream, [(row, {}) for row in rows])
+    split = len(columns) - len(names)
+    calls = [(row[:split], dict(zip(names, row[split:], strict=True))) for row in rows]
+    return Group(target, stream, calls)
+
+
+# ── results ─────────────────────────────────────────────────────────────────────────────────────
+
+Key = int | tuple[int, int, int]
+"""A call's number; for a stream, its number, the item's, and what the item takes of the credit."""
+
+Result = tuple[Key, CellKind, Any]
+"""Whose it is, and what it is: a cell."""
+
+
+def dump_results(results: Sequence[Result], learned: Sequence[int]) -> Any:
+    """An answer: results, and the numbers of objects that the callee now knows."""
+    columns: dict[CellKind, tuple[list[Key], list[Any]]] = {}
+    for key, kind, content in results:
+        column = columns.get(kind)
+        if column is None:
+            column = columns[kind] = [], []
+        column[0].append(key)
+        column[1].append(content)
+    tensors: list[Tensor] = []
+    plain = [(keys, write(kind, cells, tensors)) for kind, (keys, cells) in columns.items()]
+    data = pickle.dumps((plain, learned), pickle.HIGHEST_PROTOCOL)
+    return (data, tensors) if tensors else data
+
+
+def load_results(answer: Any) -> tuple[list[tuple[Key, Any]], Sequence[int]]:
+    """What `dump_results` made: each key with its value, `Failure` or `END`."""
+    data, tensors = (answer, ()) if isinstance(answer, bytes) else answer
+    columns, learned = pickle.loads(data)
+    rest = iter(tensors)
+    found: list[tuple[Key, Any]] = []
+    for keys, column in columns:
+        found += zip(keys, read(column, rest), strict=True)
+    return found, learned

@@ -1,0 +1,38 @@
+"""What this process has done and is doing: a snapshot, gathered from where it is counted."""
+
+from dataclasses import dataclass
+
+from . import _doors, _outbox
+
+__all__ = ("Stats", "stats")
+
+
+@dataclass(frozen=True, slots=True)
+class Stats:
+    """Of this process, since it entered its world."""
+
+    calls: int = 0
+    """Calls and streams made from here."""
+    in_flight: int = 0
+    """Of those, how many are awaited now."""
+    unsent: int = 0
+    """Of those, how many wait for room in their peer's window."""
+    messages: int = 0
+    """Messages sent: calls that travel together share one; polls for results count too."""
+    bytes_sent: int = 0
+    """Bytes of those messages, large tensors included."""
+    late: int = 0
+    """Answers to calls that nobody waited for any more."""
+    served: int = 0
+    """Calls and streams that came in from other workers, or from this one."""
+    running: int = 0
+    """Of those, how many are not answered yet."""
+
+
+def stats() -> Stats:
+    """A snapshot of this process's calls and messages; all zero outside a world."""
+    served = running = 0
+    if (server := _doors.serving()) is not None:
+        served, running = server.tally()
+    outbox = _outbox.find_current()
+    return Stats(served=served, running=running, **(outbox.tally() if outbox else {}))

@@ -1,0 +1,45 @@
+"""The steps of a coroutine, timed: whoever holds the loop for long is named in a warning."""
+
+import logging
+import types
+from collections.abc import Coroutine, Generator
+from time import perf_counter
+from typing import Any, TypeVar
+
+R = TypeVar("R")
+
+log = logging.getLogger("aiorpc_torch")
+
+SLOW = 0.1  # seconds of one step, in which the loop serves nobody else
+
+
+@types.coroutine
+def timed(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R]:
+    """Await `coroutine`, and warn of each step that holds the loop for longer than `SLOW`."""
+    step, value = coroutine.send, None
+    while True:
+        start = perf_counter()
+        try:
+            waits_for = step(value)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
+        finally:
+            if perf_counter() - start > SLOW:
+                warn(name, perf_counter() - start)
+        try:
+            step, value = coroutine.send, (yield waits_for)
+        except GeneratorExit:
+            coroutine.close()
+            raise
+        except BaseException as exc:
+            step, value = coroutine.throw, exc
+
+
+def warn(name: str, seconds: float) -> None:
+    """Say who held the loop."""
+    log.warning(
+        "%s held the event loop for %.2f s: nothing else was served meanwhile. A plain `def` would "
+        "run in a thread",
+        name,
+        seconds,
+    )

@@ -1,0 +1,94 @@
+"""Tensors as bytes: which may ride in a message itself, and how many of one shape become a column.
+
+A tensor in torch's table costs about 100 µs a message, whatever its size; as bytes, a few. Large
+ones stay in the table, where they are not copied. Knows tensors, and nothing of messages.
+"""
+
+import ctypes
+import math
+
+import torch
+from torch import Tensor
+
+SMALL = 4096  # bytes up to which a tensor rides in the message
+
+Kind = tuple[torch.dtype, tuple[int, ...]]
+"""What tensors of one column have in common: dtype and shape."""
+
+
+def _keys(tensor: Tensor) -> int:
+    return torch._C._dispatch_keys(tensor).raw_repr()
+
+
+def _plain_keys() -> frozenset[int]:
+    with torch.inference_mode():
+        inference = torch.empty(0)
+    return frozenset((_keys(torch.empty(0)), _keys(inference)))
+
+
+_PLAIN = _plain_keys()
+
+
+def is_small(tensor: Tensor) -> bool:
+    """Whether a tensor's bytes may stand for it: plain, dense, on the CPU, outside autograd."""
+    # Its dispatch keys say at once that it is not sparse, quantised, conjugated, negated, wrapped
+    # or elsewhere. is_conj() and is_neg() give up the GIL, which costs 20 µs in a busy process.
+    return (
+        not tensor.requires_grad
+        and tensor.numel() * tensor.element_size() <= SMALL
+        and _keys(tensor) in _PLAIN
+    )
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """A copy of a small tensor's elements, in order."""
+    # Not numpy(), which knows no bfloat16 and may not be installed.
+    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
+    return ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
+
+
+def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
+    """The `count` tensors whose bytes were joined: each with a storage of its own extent."""
+    dtype, shape = kind
+    length = math.prod(shape)
+    if not length:
+        return [torch.empty(shape, dtype=dtype) for _ in range(count)]
+    # Not unbind(): its rows are views, which autograd forbids to change in place, and each would
+    # take the whole column along wherever it is saved.
+    buffer, size = bytearray(data), len(data) // count
+    flat = [
+        torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
+        for offset in range(0, count * size, size)
+    ]
+    return flat if len(shape) == 1 else [row.reshape(shape) for row in flat]
+
+
+_DTYPES = {
+    str(dtype).removeprefix("torch."): dtype
+    for dtype in vars(torch).values()
+    if isinstance(dtype, torch.dtype)
+}
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def write_kind(kind: Kind) -> tuple[str, tuple[int, ...]]:
+    """A kind in plain words: quicker to pickle, and to read, than torch's own objects."""
+    return _NAMES[kind[0]], tuple(kind[1])
+
+
+def read_kind(words: tuple[str, tuple[int, ...]]) -> Kind:
+    """What `write_kind` wrote."""
+    return _DTYPES[words[0]], words[1]
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """The tensor, or a copy if it would drag a larger storage along."""
+    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+        return tensor
+    return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes that it takes to send."""
+    # A sparse tensor does not know its own; what it may have is large.
+    return tensor.nbytes if tensor.layout is torch.strided else 1 << 20
