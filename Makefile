@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 comma := ,
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test test-long install lint types docs bench clean
+.PHONY: demo test test-long install lint types docs bench soak figures clean
 
 install: $(STAMP)
 
@@ -48,6 +48,17 @@ docs: install
 bench: install
 	$(BIN)/python -m benchmarks.calls
 	$(BIN)/python -m benchmarks.batching
+	$(BIN)/python -m benchmarks.streams
+	$(BIN)/python -m benchmarks.memory
+	$(BIN)/python -m benchmarks.threshold
+
+# A million mixed calls, in about five minutes.
+soak: install
+	$(BIN)/python -m benchmarks.soak
+
+# Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md.
+figures: install
+	$(BIN)/python -m benchmarks.figures
 
 clean:
 	rm -rf $(VENV) .venv-* build dist site out

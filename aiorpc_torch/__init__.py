@@ -6,7 +6,9 @@ The map of the house, from the ground up; imports point down only.
     _batcher                               when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
     _exceptions, _deadline, _handles       how exceptions, deadlines and RRefs cross
-    _inbox, _threads, _steps, _scopes      into a loop; threads; steps, timed; anyio's scopes
+    _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
+    _steps, _scopes                        a coroutine's steps, timed; anyio's deadlines
+    _eager                                 coroutines that never wait, without a task of their own
     _bridge, _tensors                      torch's futures awaited; tensors as bytes
     _wire                                  what a call asks for; values pickled
     _columns                               many values of one kind

@@ -22,6 +22,7 @@ from torch.distributed.rpc.internal import PythonUDF, serialize
 from torch.futures import Future
 
 from ._inbox import Inbox
+from ._threads import keep_state
 from .errors import RemoteError, RpcError, WorkerLost
 
 __all__ = ("wrap_future",)
@@ -58,7 +59,12 @@ def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
 def when_done(future: "Future[Any]", take: "Callable[[Future[Any]], None]") -> None:
     """Call `take(future)` on the running loop's thread when the future is done; never at once."""
     inbox = _inbox_of(asyncio.get_running_loop())
-    future.add_done_callback(lambda done: inbox.push((take, done)))
+
+    def on_done(done: "Future[Any]") -> None:
+        keep_state()
+        inbox.push((take, done))
+
+    future.add_done_callback(on_done)
 
 
 def _inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox[_Completion]:
@@ -98,8 +104,26 @@ def send(
         udf = PythonUDF(door, (data, [*tensors]), {})
         payload, table = serialize(udf)  # type: ignore[no-untyped-call]
     else:
-        payload, table = pickle.dumps(PythonUDF(door, (data,), {}), pickle.HIGHEST_PROTOCOL), []
+        payload, table = _envelope(door, data), []
     return _invoke_rpc_python_udf(peer, payload, table, 0.0, True)  # type: ignore[no-any-return]
+
+
+_HEADS: dict[Any, bytes] = {}
+
+
+def _envelope(door: Callable[..., Any], data: bytes) -> bytes:
+    """The pickle of `PythonUDF(door, (data,), {})`, of which only `data` is ever new."""
+    head = _HEADS.get(door)
+    if head is None:
+        names = "".join(f"c{each.__module__}\n{each.__name__}\n" for each in (PythonUDF, door))
+        head = _HEADS[door] = pickle.PROTO + b"\x05" + names.encode()
+    size = len(data).to_bytes(8, "little")
+    return b"".join((head, pickle.BINBYTES8, size, data, _TAIL))
+
+
+_TAIL = (
+    pickle.TUPLE1 + pickle.EMPTY_DICT + pickle.TUPLE3 + pickle.NEWOBJ + pickle.STOP
+)  # (data,), {} : the arguments; then the object
 
 
 def _find_context_id() -> Callable[[], int]:
@@ -129,6 +153,7 @@ def transport_error(exc: BaseException, worker: str) -> RpcError:
     every text of a broken pipe names the TensorPipe source file it comes from.
     """
     text = str(exc).strip()
-    if "tensorpipe" in text or "RPC has not been initialized" in text:
-        return WorkerLost(worker, text.splitlines()[0])
+    first = text.partition("\n")[0]  # a C++ traceback may follow, which names the agent's file
+    if "tensorpipe/" in first or "RPC has not been initialized" in text:
+        return WorkerLost(worker, first)
     return RemoteError(f"the message to worker {worker!r} failed: {text}")

@@ -9,7 +9,7 @@ import asyncio
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
-from typing import Any
+from typing import Any, NoReturn
 
 from ._deadline import deadline_in
 from ._exceptions import Failure
@@ -20,6 +20,23 @@ from ._wire import Broken, Target
 from .errors import CallTimeout
 
 Route = Callable[[], Link]
+
+TWICE = "this call was awaited already: make a new one"
+
+
+class _Spent:
+    """The steps of a call that has none left."""
+
+    def send(self, *_: Any) -> NoReturn:
+        raise RuntimeError(TWICE)
+
+    throw = send
+
+    def close(self) -> None:
+        pass
+
+
+_SPENT = _Spent()
 
 
 class Calling(Coroutine[Any, Any, Any]):
@@ -35,7 +52,7 @@ class Calling(Coroutine[Any, Any, Any]):
         kwargs: dict[str, Any],
         timeout: float | None = None,
     ) -> None:
-        self._steps: Generator[Any, Any, Any] | None = None
+        self._steps: Generator[Any, Any, Any] | _Spent | None = None
         self._route = route
         self._target = target
         self._args = args
@@ -49,9 +66,9 @@ class Calling(Coroutine[Any, Any, Any]):
 
     def __await__(self) -> Generator[Any, Any, Any]:
         if self._steps is not None:
-            raise RuntimeError("this call was awaited already: make a new one")
-        self._steps = self._run()
-        return self._steps
+            raise RuntimeError(TWICE)
+        self._steps = steps = self._run()
+        return steps
 
     def send(self, value: Any) -> Any:
         """The next step, when a task runs it."""
@@ -73,14 +90,18 @@ class Calling(Coroutine[Any, Any, Any]):
         link = self._route()
         due = _check(deadline_in(self._timeout))
         # The target keeps its RRef, and with it the object, alive until the answer is here.
-        number, future = link.call(self._target, (self._args, self._kwargs), _within_scope(due))
+        bound = _within_scope(due)
+        number, wait = link.call(self._target, (self._args, self._kwargs), bound)
         timer = None if due is None else _timer(link, number, due)
         try:
-            answer = yield from future
+            answer = yield from wait.__await__()
+            if bound is not None and type(answer) is Failure and bound <= time.monotonic():
+                yield  # the time of a scope may be over too, and then it is the scope that says so
         except BaseException:
             link.cancel(number)
             raise
         finally:
+            self._steps = _SPENT
             if timer is not None:
                 timer.cancel()
         if type(answer) is Failure or type(answer) is Broken:
@@ -91,8 +112,8 @@ class Calling(Coroutine[Any, Any, Any]):
 
     def __aiter__(self) -> "Stream":
         if self._steps is not None:
-            raise RuntimeError("this call was awaited already: make a new one")
-        self._steps = _nothing()
+            raise RuntimeError(TWICE)
+        self._steps = _SPENT
         link = self._route()
         due = _check(deadline_in(self._timeout))
         work = self._args, self._kwargs
@@ -142,6 +163,7 @@ class Stream(AsyncIterator[Any]):
                 self._loop.call_soon_threadsafe(_leave, self._link, self._number, self._timer)
 
     def _leave(self) -> None:
+        self._incoming.close()
         _leave(self._link, self._number, self._timer)
 
 
@@ -149,11 +171,6 @@ def _leave(link: Link, number: int, timer: asyncio.TimerHandle | None) -> None:
     link.cancel(number)
     if timer is not None:
         timer.cancel()
-
-
-def _nothing() -> Generator[Any, Any, Any]:
-    return
-    yield
 
 
 def _check(due: float | None) -> float | None:

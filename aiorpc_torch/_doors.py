@@ -17,7 +17,7 @@ from torch.futures import Future
 from ._exceptions import Failure
 from ._jobs import wants_loop
 from ._server import Server
-from ._threads import daemon, run_blocking
+from ._threads import daemon, keep_state, run_blocking
 from .errors import NotServing
 
 __all__ = ("async_execution",)
@@ -38,6 +38,7 @@ def serve(server: Server | None) -> None:
 @functions.async_execution  # type: ignore[untyped-decorator]
 def answer(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
     """What every message between workers calls. On a thread of torch's."""
+    keep_state()
     if _serving is None:
         return nobody()
     return _serving.accept(data, tensors)

@@ -40,6 +40,12 @@ class Incoming:
         """Nothing more will come."""
         self._finish(broken)
 
+    def close(self) -> None:
+        """The consumer has left: whoever asks for an item finds the end."""
+        self._items.clear()
+        self._end = END
+        self._wake()
+
     async def next(self) -> Any:
         """The next item; what was yielded before an error comes before it.
 

@@ -18,7 +18,7 @@ from torch.distributed.rpc import RRef
 from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
 
-from ._columns import FAILED, cell
+from ._columns import FAILED, PACKED, cell
 from ._exceptions import Failure
 from ._line import Answer, Line
 
@@ -57,9 +57,7 @@ class Job(abc.ABC):
         if self.leave is not None:
             self.leave()
             self.fail(asyncio.CancelledError())
-        elif self.task is not None:
-            if not self.begun:  # a task that is cancelled before its first step never takes one
-                self.fail(asyncio.CancelledError())
+        elif self.task is not None and self.begun:  # else it sees it when it begins
             self.task.cancel()
 
     def is_late(self) -> bool:
@@ -103,7 +101,12 @@ class RpcJob(Job):
         worker: str,
         on_loop: bool,
     ) -> None:
-        super().__init__(function, work, deadline)
+        # All of Job's own, once a call: half a microsecond.
+        self.function = function
+        self.work = work
+        self.deadline = deadline
+        self.abandoned = self.begun = False
+        self.task = self.leave = None
         self.on_loop = on_loop
         self.line = line
         self.carrier = carrier
@@ -125,7 +128,10 @@ class RpcJob(Job):
             self._end(FAILED, Failure.of(exc, self.worker))
 
     def _cell(self, value: Any) -> tuple[Any, Any]:
-        return cell(value)
+        kind, content = cell(value)
+        if kind == PACKED and content.tensors:
+            self.line.check(content.tensors)
+        return kind, content
 
     def _end(self, kind: Any, content: Any) -> None:
         if self.line.jobs.pop(self.number, None) is not None:

@@ -23,6 +23,9 @@ class Lane(Generic[T]):
 
     def arrived(self, seq: int, item: T) -> list[T]:
         """What is due now that `item`, number `seq`, is here: nothing, itself, or more."""
+        if seq == self._next and not self._early:  # nearly always
+            self._next += 1
+            return [item]
         self._early[seq] = item
         due = []
         while self._next in self._early:

@@ -163,9 +163,14 @@ class Leaving:
 
     async def _stop(self, way: Way) -> None:
         for attempt, limit in {way: self._shutdown, Way.ALONE: TOGETHER}.items():
-            with contextlib.suppress(TimeoutError):
+            try:
                 async with asyncio.timeout(limit):
                     await run_blocking(daemon("aiorpc-stop"), attempt.value)
+            except TimeoutError:
+                pass
+            except RuntimeError:  # the first attempt may come to its end during the second
+                if _is_current_rpc_agent_set():
+                    raise
             if not _is_current_rpc_agent_set():
                 return
         log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, TOGETHER)

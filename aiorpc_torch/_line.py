@@ -4,16 +4,21 @@ It brings together what the ground floor keeps apart and hands results out; what
 does not know.
 """
 
+import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from torch.futures import Future
 
 from ._desk import Carrier, Desk
 from ._handles import Objects
 from ._lane import Lane
 from ._message import Result, dump_results
+
+log = logging.getLogger("aiorpc_torch")
 
 Answer = Carrier[Result]
 
@@ -28,7 +33,12 @@ class Abandoned(Protocol):
 class Line:
     """From worker `caller`. `soon` runs a function on the loop, after this turn."""
 
-    def __init__(self, caller: str, soon: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(
+        self,
+        caller: str,
+        soon: Callable[[Callable[[], None]], None],
+        devices: Sequence[torch.device],
+    ) -> None:
         self.caller = caller
         self.lock = threading.Lock()
         self.lane: Lane[Any] = Lane()
@@ -38,6 +48,7 @@ class Line:
         self.on_loop = 0  # messages on their way to the loop
         self._desk: Desk[Result] = Desk(self._answer)
         self._soon = soon
+        self._devices = devices
         self._flushing = False
         self._learned: list[int] = []
 
@@ -57,6 +68,15 @@ class Line:
         """A stream has an item. In any thread."""
         self._desk.more(result)
         self._flush_soon()
+
+    def check(self, tensors: Iterable[Tensor]) -> None:
+        """Raise for a tensor that torch would not send back: it would fail its whole message."""
+        for device in {tensor.device for tensor in tensors}:
+            if device.type != "cpu" and device not in self._devices:
+                raise ValueError(
+                    f"a tensor on {device} cannot be sent to worker {self.caller!r}: move it to "
+                    "the CPU, or enter the world with device_maps"
+                )
 
     def learn(self, target: Any) -> Any:
         """The object that a target names, whose number is told to the caller if it is new.
@@ -88,4 +108,7 @@ class Line:
         # Two threads may answer at once: at worst a number is told twice, or with the next use.
         learned = self._learned[:]
         del self._learned[: len(learned)]
-        reply.set_result(dump_results(results, learned))
+        try:
+            reply.set_result(dump_results(results, learned))
+        except Exception as exc:  # torch has stopped: nobody is there to be answered
+            log.debug("no answer to %s: %s", self.caller, exc)

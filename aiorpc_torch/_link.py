@@ -13,7 +13,6 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._C import Future
 from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
@@ -24,6 +23,7 @@ from ._incoming import Incoming
 from ._message import Calls, Outgoing, Work, dump, lay_out, load_results, outgoing, shorten
 from ._pending import Pending, Sink
 from ._tensors import size_of
+from ._wait import Wait, wake_all
 from ._window import TRICKLE, Window
 from ._wire import Method, Target, TypedMethod
 from .errors import CallTimeout, NotServing, RpcError, WorkerLost
@@ -31,6 +31,10 @@ from .errors import CallTimeout, NotServing, RpcError, WorkerLost
 Heard = asyncio.Future[None] | None  # told when a message has arrived
 
 SLICE = 256  # calls in a message at most: the callee starts while the caller still packs
+# From how many on the calls of a turn leave before it ends: soon while the callee has nothing else
+# to do; then late, since what comes back takes the interpreter away from a turn that is long.
+HALF = 32
+CROWD = 1024
 NO_CALLS = Calls()
 LARGE = 64 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
 
@@ -54,8 +58,9 @@ class Link:
         self._credits: list[tuple[int, int]] = []
         self._flushing = False
         self._polling = False
+        self._crowd = False  # the last answer woke several callers, who may call again together
         self._trickling: asyncio.TimerHandle | None = None
-        self._outstanding = 0  # messages that are not answered
+        self._outstanding = 0  # messages whose answers may carry any result
         self._window = Window()
         self._handles = Handles()
         self._calls = self._bytes = 0
@@ -84,15 +89,13 @@ class Link:
 
     # ── what a call asks for ────────────────────────────────────────────────────────────────────
 
-    def call(
-        self, target: Target, work: Work, due: float | None
-    ) -> "tuple[int, asyncio.Future[Any]]":
-        """Send a call; its number, and a future of its value, `Failure` or `Broken`."""
+    def call(self, target: Target, work: Work, due: float | None) -> tuple[int, Wait]:
+        """Send a call; its number, and what is to be awaited: its value, `Failure` or `Broken`."""
         number = next(self._numbers)
         call = outgoing(number, shorten(self._name(target)), False, work, due)
-        future: asyncio.Future[Any] = self._loop.create_future()
-        self._enqueue(call, future)
-        return number, future
+        wait = Wait(self._loop)
+        self._enqueue(call, wait)
+        return number, wait
 
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
         """Send a call whose items are awaited one by one; its number, and where they arrive."""
@@ -133,14 +136,16 @@ class Link:
 
     def _enqueue(self, call: Outgoing, sink: Sink) -> None:
         self._calls += 1
-        idle = not self._pending and not self._queue
+        idle = not self._pending and not self._queue and not self._crowd
         self._pending.add(call.number, sink)
         if autograd_context() >= 0:  # recorded as it is sent, so now and by itself
+            self._flush()
             self._window.sent(call.number, call.size)
             self._send((call,), own=True)
             return
         self._queue.append(call)
-        if idle or call.size > LARGE or len(self._queue) >= SLICE:
+        limit = CROWD if self._outstanding > 1 else HALF
+        if idle or call.size > LARGE or len(self._queue) >= limit:
             self._flush()
         else:
             self._flush_soon()
@@ -184,6 +189,8 @@ class Link:
 
     def _trickle(self, answers: int) -> None:
         self._trickling = None
+        while self._queue and self._queue[0].number not in self._pending:
+            self._queue.popleft()
         if self._queue and answers == self._window.answers:
             call = self._queue.popleft()
             self._window.sent(call.number, call.size)
@@ -209,17 +216,25 @@ class Link:
         try:
             answer = send(self._peer, _doors.answer, data, tensors)
         except Exception as exc:  # nothing was sent, so the message's number is still free
-            self._failed(numbers, exc, heard)
+            if calls:  # what was to go with them goes without them
+                self._cancels, self._credits = cancels, grants
+                self._flush_soon()
+            if len(calls) > 1:  # one of them cannot be sent
+                for call in calls:
+                    self._send((call,))
+            else:
+                self._failed(numbers, exc, heard)
             return
         self._seq += 1
-        self._outstanding += 1
+        self._outstanding += not own
         self._bytes += len(data) + sum(map(size_of, tensors))
-        when_done(answer, lambda done: self._answered(numbers, done, heard))
+        when_done(answer, lambda done: self._answered(numbers, done, heard, own))
 
     # ── what comes back ─────────────────────────────────────────────────────────────────────────
 
-    def _answered(self, numbers: Sequence[int], answer: "Future[Any]", heard: Heard) -> None:
-        self._outstanding -= 1
+    def _answered(self, numbers: Sequence[int], answer: Any, heard: Heard, own: bool) -> None:
+        self._outstanding -= not own
+        wake: list[Wait] = []
         try:
             results = answer.wait()
             if isinstance(results, Failure):  # nobody serves there
@@ -228,22 +243,24 @@ class Link:
             self._failed(numbers, exc, heard)
         else:
             self._heard(self._peer.name)
-            self._take(results, heard)
+            self._take(results, heard, wake)
         if self._queue:
             self._flush()
         if len(self._window) and not self._outstanding and not self._polling:
             # Those who were answered may call again in the next turn: then no poll is needed.
             self._polling = True
-            self._loop.call_soon(self._loop.call_soon, self._poll)
+            self._loop.call_soon(self._poll)
+        wake_all(wake, self._loop)
 
     def _poll(self) -> None:
         self._polling = False
         if len(self._window) and not self._outstanding:
             self._send(())
 
-    def _take(self, results: Any, heard: Heard) -> None:
+    def _take(self, results: Any, heard: Heard, wake: list[Wait]) -> None:
         outcomes, learned = load_results(results)
-        for number in self._pending.settle(outcomes):
+        self._crowd = len(outcomes) > 1
+        for number in self._pending.settle(outcomes, wake):
             self._window.answered(number)
         for number in learned:
             self._handles.learned(number)

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._columns import PACKED, CellKind, read, small_cell, write
+from ._columns import PACKED, PLAIN, CellKind, read, small_cell, write
 from ._wire import Method, Packed, Target, pack, unpack
 
 # ── calls, on their way out ─────────────────────────────────────────────────────────────────────
@@ -51,14 +51,23 @@ def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float 
     """A call. Its small arguments are copied. Raises what pickling raises."""
     args, kwargs = work
     kinds, cells, size = [], [], OVERHEAD
-    for value in (*args, *kwargs.values()) if kwargs else args:
+    values = (*args, *kwargs.values()) if kwargs else args
+    for value in values:
         found = small_cell(value)
         if found is None:
             return _whole(number, target, stream, work, due)
         kinds.append(found[0])
         cells.append(found[1])
+    if len(values) > 1 and _repeats(values, kinds):
+        return _whole(number, target, stream, work, due)
     header = (target, stream, tuple(kwargs), tuple(kinds))
     return Outgoing(number, header, tuple(cells), due, size)
+
+
+def _repeats(values: Sequence[Any], kinds: Sequence[CellKind]) -> bool:
+    """Whether a tensor is passed twice, and must arrive as one."""
+    tensors = [id(value) for value, kind in zip(values, kinds, strict=True) if kind is not PLAIN]
+    return len(set(tensors)) < len(tensors)
 
 
 Work = tuple[tuple[Any, ...], dict[str, Any]]
@@ -89,9 +98,9 @@ class Message(NamedTuple):
     credits: Sequence[tuple[int, int]]  # stream, and how much more it may send
     goodbye: bool | None  # the sender leaves; True: it does not join in torch's shutdown
 
-    def is_poll(self) -> bool:
-        """Whether it waits at the other end until there is something to answer."""
-        return not (self.numbers or self.cancels or self.credits) and self.goodbye is None
+    def controls(self) -> bool:
+        """Whether there is anything in it but calls. With neither, it is a poll for results."""
+        return bool(self.cancels or self.credits) or self.goodbye is not None
 
 
 class Calls(NamedTuple):

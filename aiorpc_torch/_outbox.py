@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import itertools
-import threading
+import weakref
 from collections.abc import Callable, Sequence
 from weakref import WeakKeyDictionary
 
@@ -12,6 +12,8 @@ from torch._C._distributed_rpc import WorkerInfo
 
 from ._link import Link
 from .errors import NotServing, RpcError
+
+_Links = tuple[Callable[[], asyncio.AbstractEventLoop | None], dict[str, Link]]
 
 
 class Outbox:
@@ -25,7 +27,7 @@ class Outbox:
         # Each loop that calls has links of its own, so nothing here needs a lock.
         self._links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]]
         self._links = WeakKeyDictionary()
-        self._here = threading.local()  # this thread's loop and its links
+        self._last: _Links = (lambda: None, {})  # those of the loop that called last
         self._numbers = itertools.count()
         self.heard: Callable[[str], None] = _nobody_asks
 
@@ -49,15 +51,14 @@ class Outbox:
     def link(self, worker: str) -> Link:
         """From the running loop to `worker`."""
         loop = asyncio.get_running_loop()
-        here = self._here
-        if getattr(here, "loop", None) is not loop:
-            here.links = self._links.setdefault(loop, {})
-            here.loop = loop
-        link: Link | None = here.links.get(worker)
+        last, links = self._last
+        if last() is not loop:
+            links = self._links.setdefault(loop, {})
+            self._last = weakref.ref(loop), links
+        link = links.get(worker)
         if link is None:
             number = next(self._numbers)
-            link = Link(self.name, number, self._workers[worker], self.heard)
-            here.links[worker] = link
+            link = links[worker] = Link(self.name, number, self._workers[worker], self.heard)
         return link
 
     def tally(self) -> dict[str, int]:

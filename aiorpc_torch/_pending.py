@@ -4,16 +4,16 @@ Each is settled once, with whatever comes first; what comes for nobody is counte
 loop of its link.
 """
 
-import asyncio
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ._incoming import Incoming
 from ._message import Key
+from ._wait import Wait
 from ._wire import Broken
 from .errors import RpcError
 
-Sink = asyncio.Future[Any] | Incoming
+Sink = Wait | Incoming
 """Where an outcome goes."""
 
 
@@ -42,8 +42,11 @@ class Pending:
         """Nobody waits for it any more; False if nobody did."""
         return self._sinks.pop(number, None) is not None
 
-    def settle(self, outcomes: Iterable[tuple[Key, Any]]) -> Iterator[int]:
-        """Deliver results and items; yields the numbers of those that have ended."""
+    def settle(self, outcomes: Iterable[tuple[Key, Any]], wake: list[Wait]) -> Iterator[int]:
+        """Deliver results and items; yields the numbers of those that have ended.
+
+        Whose task is to be woken is added to `wake`.
+        """
         sinks = self._sinks
         for key, value in outcomes:
             if type(key) is tuple:
@@ -54,8 +57,8 @@ class Pending:
             sink = sinks.pop(key, None)
             if sink is None:
                 self.late += 1
-            elif isinstance(sink, asyncio.Future) and not sink.done():
-                sink.set_result(value)
+            elif isinstance(sink, Wait) and sink.settle(value):
+                wake.append(sink)
             yield key
 
     def _deliver(self, key: tuple[int, int, int], value: Any) -> bool:
@@ -74,5 +77,6 @@ class Pending:
             sink = self._sinks.pop(number, None)
             if isinstance(sink, Incoming):
                 sink.fail(Broken(error))
-            elif sink is not None and not sink.done():
-                sink.set_result(Broken(error))
+            elif sink is not None and sink.settle(Broken(error)):
+                # This may be called by a task: another's step cannot be taken inside its own.
+                sink.get_loop().call_soon(sink.wake)

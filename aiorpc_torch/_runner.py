@@ -9,6 +9,7 @@ import contextvars
 import functools
 import inspect
 import threading
+import types
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +17,7 @@ import torch
 from torch._C import Future as AnyFuture
 
 from ._deadline import adopt
+from ._eager import Host
 from ._inbox import Inbox
 from ._jobs import Job, join_of
 from ._steps import timed
@@ -38,6 +40,9 @@ class Runner:
         self._threads = Threads(threads, self._intra_op)
         # RPC threads also complete replies and time-outs, and with all of them busy a process is
         # jammed: user code may have less than half of them.
+        self._host: Host | None = None
+        self._waits: set[types.CodeType] = set()  # of functions that have had to wait
+        self._behind = 0  # first steps and cancellations that wait for the next turn
         self._to_lend = max(0, threads // 2 - 1)
         self._lending = threading.Lock()
 
@@ -84,11 +89,34 @@ class Runner:
         """Start a job whose function wants the loop."""
         if _expired(job):
             return
-        join = join_of(job.function)
+        join = None if isinstance(job, StreamJob) else join_of(job.function)
         if join is not None:
             self._context.run(_join, job, join)
         else:
-            self._spawn(job, _run(job))
+            self._start(job)
+
+    def hold(self) -> None:
+        """Start nothing at once until what this turn has scheduled is done, in the next."""
+        self._behind += 1
+        self._loop.call_soon(self._release)
+
+    def _release(self) -> None:
+        self._behind -= 1
+
+    def _start(self, job: Job) -> None:
+        context = self._context.copy()
+        code = getattr(job.function, "__code__", None)
+        # At once, if it is likely not to wait, and if nobody who came before it has yet to start.
+        host = self._host
+        late = self._behind or code in self._waits
+        if late or code is None or host is None or not host.is_free():
+            job.task = self._loop.create_task(_run(job), context=context)
+            self.hold()
+        elif not host.run(_run(job), context):
+            job.task = host.task
+            self._waits.add(code)
+        if host is None or host.is_gone():
+            self._host = Host()
 
     def _spawn(self, job: Job, coroutine: Any, context: contextvars.Context | None = None) -> None:
         job.task = self._loop.create_task(coroutine, context=context or self._context.copy())
@@ -110,9 +138,10 @@ class Runner:
             self._returned(job, value)
 
     def _returned(self, job: Job, value: Any) -> None:
-        if isinstance(value, AnyFuture):  # torch's own async_execution style
+        # torch's own async_execution style; who iterates is told that it is no generator
+        if isinstance(value, AnyFuture) and not isinstance(job, StreamJob):
             value.add_done_callback(functools.partial(_take, job))
-        elif inspect.iscoroutine(value) or hasattr(value, "__anext__"):
+        elif inspect.iscoroutine(value) or hasattr(type(value), "__anext__"):
             # An `async def` behind a decorator that is a plain def. A copy of the context: this
             # thread is still inside it, and two threads cannot be in one.
             context = contextvars.copy_context()
@@ -131,7 +160,9 @@ class Runner:
             run_in_thread(job, value, lambda task: self.in_threads((task,)))
 
     def close(self, patience: float) -> int:
-        """End the threads; how many still run user code after so many seconds."""
+        """End threads and host; how many threads still run user code after so many seconds."""
+        if self._host is not None:
+            self._host.close()
         return self._threads.close(patience)
 
 
@@ -155,6 +186,9 @@ def _join(job: Job, join: Any) -> None:
 
 async def _run(job: Job) -> None:
     job.begun = True
+    if job.abandoned:
+        job.fail(asyncio.CancelledError())
+        return
     if job.deadline is not None:
         adopt(job.deadline)
     try:
@@ -167,6 +201,8 @@ async def _run(job: Job) -> None:
 
 async def _finish(job: Job, value: Any) -> None:
     job.begun = True
+    if job.abandoned and (task := asyncio.current_task()):  # as it came from its thread
+        task.cancel()
     try:
         if inspect.isawaitable(value):
             value = await (timed(value, job.name) if inspect.iscoroutine(value) else value)

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
+from torch._C import Future as AnyFuture
 from torch.futures import Future
 
 from ._deadline import deadline_after
@@ -29,17 +30,15 @@ from .errors import NotServing
 log = logging.getLogger("aiorpc_torch")
 
 
-class _Batch(NamedTuple):
+class _Batch:
     """What a message asks for, once its turn has come."""
 
-    message: Message
-    jobs: list[RpcJob]
+    __slots__ = ("jobs", "message", "wants_loop")
 
-    def wants_loop(self) -> bool:
-        """Whether any of it does."""
-        message = self.message
-        controls = message.cancels or message.credits or message.goodbye is not None
-        return bool(controls) or any(job.on_loop for job in self.jobs)
+    def __init__(self, message: Message, jobs: list[RpcJob]) -> None:
+        self.message = message
+        self.jobs = jobs
+        self.wants_loop = message.controls() or any(job.on_loop for job in jobs)
 
 
 class Server:
@@ -55,6 +54,7 @@ class Server:
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, int], Line] = {}
         self._early: list[tuple[Line, _Batch]] | None = []  # until `open`
+        self._closed = False
         self._torch_jobs: set[TorchJob] = set()
         self._watches: list[tuple[str, Future[Any]]] = []
 
@@ -65,23 +65,27 @@ class Server:
     def open(self) -> None:
         """This process has joined its world: start what its quicker peers have sent already."""
         with self._lock:
-            early, self._early = self._early or [], None
-            for line, batch in early:
+            for line, batch in self._early or []:
                 self._hand_over(line, [batch])
+            self._early = None
 
     # ── on a thread of torch's ──────────────────────────────────────────────────────────────────
 
     def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
-        reply: Future[Any] = Future(devices=[*self._devices])
+        reply: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
         message = load(data)
         self.heard(message.caller)
-        line = self._line(message.caller, message.link)
+        line = self._lines.get((message.caller, message.link)) or self._new_line(message)
         calls = len(message.numbers)
-        carrier = line.admit(reply, calls, poll=message.is_poll(), own=message.own)
-        jobs = [*self._jobs(message, tensors, line, carrier)] if calls else []
+        poll = not calls and not message.controls()
+        carrier = line.admit(reply, calls, poll=poll, own=message.own)
+        try:
+            jobs = self._jobs(message, tensors, line, carrier) if calls else []
+        except Exception as exc:  # whatever is wrong with it, those that follow have their turn
+            jobs = self._unreadable(message, line, carrier, exc)
         self._in_order(line, _Batch(message, jobs))
-        return reply
+        return reply  # type: ignore[no-any-return]
 
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -103,17 +107,15 @@ class Server:
         """Run `task` in one of the threads for plain `def`s. From any thread."""
         self._runner.in_threads((task,))
 
-    def _line(self, caller: str, link: int) -> Line:
-        line = self._lines.get((caller, link))
-        if line is None:
-            with self._lock:
-                fresh = Line(caller, self._runner.after_turn)
-                line = self._lines.setdefault((caller, link), fresh)
-        return line
+    def _new_line(self, message: Message) -> Line:
+        with self._lock:
+            fresh = Line(message.caller, self._runner.after_turn, self._devices)
+            return self._lines.setdefault((message.caller, message.link), fresh)
 
     def _jobs(
         self, message: Message, tensors: Sequence[Tensor], line: Line, carrier: Answer
-    ) -> Iterator[RpcJob]:
+    ) -> list[RpcJob]:
+        jobs = []
         groups = [_Found.of(group, line) for group in read_groups(message.groups, tensors)]
         order = message.order or itertools.repeat(0)
         budgets = message.budgets or itertools.repeat(None)
@@ -123,17 +125,26 @@ class Server:
             if isinstance(work, Failure):
                 function, work = work.get, ((), {})
             due = None if budget is None else deadline_after(budget)
-            yield found.job(line, carrier, number, function, work, due, self.name, found.on_loop)
+            job = found.job(line, carrier, number, function, work, due, self.name, found.on_loop)
+            jobs.append(job)
+        return jobs
+
+    def _unreadable(
+        self, message: Message, line: Line, carrier: Answer, exc: Exception
+    ) -> list[RpcJob]:
+        log.warning("a message from %s cannot be read: %r", line.caller, exc)
+        function = functools.partial(_raise, exc)
+        return [
+            RpcJob(line, carrier, number, function, ((), {}), None, self.name, False)
+            for number in message.numbers
+        ]
 
     def _in_order(self, line: Line, batch: _Batch) -> None:
         with line.lock:
             line.served += len(batch.jobs)
             due = line.lane.arrived(batch.message.seq, batch)
-            if self._early is not None:
-                with self._lock:
-                    if self._early is not None:
-                        self._early += [(line, each) for each in due]
-                        return
+            if self._early is not None and self._keep(line, due):
+                return
             # Here and now, while threads are idle and nobody else's turn has come with ours: a
             # lone `def` is answered without a change of threads.
             here = self._is_lone(line, due) and self._runner.borrow()
@@ -142,19 +153,35 @@ class Server:
         if here:
             self._runner.here(due[0].jobs[0])
 
+    def _keep(self, line: Line, due: list[_Batch]) -> bool:
+        with self._lock:
+            if self._early is None:
+                return False
+            self._early += [(line, each) for each in due]
+            return True
+
     def _is_lone(self, line: Line, due: list[_Batch]) -> bool:
         return (
-            len(due) == 1 and len(due[0].jobs) == 1 and not line.on_loop and not due[0].wants_loop()
+            len(due) == 1 and len(due[0].jobs) == 1 and not line.on_loop and not due[0].wants_loop
         )
 
     def _hand_over(self, line: Line, due: list[_Batch]) -> None:
         for batch in due:
+            if self._closed:
+                self._refuse(batch.jobs, line)
+                continue
             # Plain functions take the way over the loop too while others are on it, for the order.
-            if line.on_loop or batch.wants_loop():
+            if line.on_loop or batch.wants_loop:
                 line.on_loop += 1
                 self._runner.on_loop(functools.partial(self._begin, line, batch))
             elif batch.jobs:
                 self._in_threads(batch.jobs)
+
+    def _refuse(self, jobs: Sequence[Job], line: Line | None = None) -> None:
+        for job in jobs:
+            job.fail(NotServing(f"worker {self.name!r} has stopped"))
+        if line is not None:
+            line.release()  # a message that is not answered keeps torch's shutdown waiting
 
     def _in_threads(self, jobs: Sequence[Job]) -> None:
         self._runner.in_threads([functools.partial(self._runner.work, job) for job in jobs])
@@ -163,6 +190,9 @@ class Server:
 
     def _begin(self, line: Line, batch: _Batch) -> None:
         self._control(line, batch.message)  # of calls in earlier messages, so before these
+        if self._closed:
+            self._refuse(batch.jobs, line)
+            return
         for on_loop, jobs in itertools.groupby(batch.jobs, _on_loop):
             if on_loop:
                 for job in jobs:
@@ -176,6 +206,7 @@ class Server:
         for number in message.cancels:
             if (job := line.jobs.get(number)) is not None:
                 job.abandon()
+                self._runner.hold()
         for number, credit in message.credits:
             if isinstance(job := line.jobs.get(number), StreamJob):
                 job.grant(credit)
@@ -203,6 +234,8 @@ class Server:
             if line.caller == caller:
                 for job in [*line.jobs.values()]:
                     job.abandon()
+                    if job.task is None:  # in a thread, or waiting behind what will never come
+                        job.fail(asyncio.CancelledError())
 
     def _release(self, caller: str | None = None) -> None:
         with self._lock:
@@ -219,16 +252,15 @@ class Server:
         return [*jobs, *self._torch_jobs]
 
     async def close(self, patience: float) -> None:
-        """Cancel what runs, and answer everybody. Coroutines have `patience` seconds to end."""
+        """Answer everybody, and cancel what runs. Coroutines have `patience` seconds to end."""
+        self._closed = True
         jobs = self._running()
+        self._refuse(jobs)
         for job in jobs:
             job.abandon()
-        tasks = [job.task for job in jobs if job.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=patience)
-        for job in self._running():
-            log.warning("%s did not end when its worker %s stopped", job, self.name)
-            job.fail(NotServing(f"worker {self.name!r} has stopped"))
+        tasks = {job.task: job for job in jobs if job.task is not None}
+        for task in tasks and (await asyncio.wait(tasks, timeout=patience))[1]:
+            log.warning("%s did not end when its worker %s stopped", tasks[task], self.name)
         self._release()
         if stuck := self._runner.close(patience=0.1):
             log.warning("%d plain `def` calls still run on worker %s", stuck, self.name)

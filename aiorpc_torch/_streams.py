@@ -84,8 +84,10 @@ class StreamJob(RpcJob):
 
     def abandon(self) -> None:
         super().abandon()
-        resume, self.resume = self.resume, None
-        if resume is not None:
+        with self._lock:  # a thread may be about to wait
+            resume, self.resume = self.resume, None
+        if resume is not None:  # it rests in no thread: all that is left to do is to close it
+            self.fail(asyncio.CancelledError())
             resume()
 
     def _end(self, kind: Any, content: Any) -> None:

@@ -16,14 +16,14 @@ Kind = tuple[torch.dtype, tuple[int, ...]]
 """What tensors of one column have in common: dtype and shape."""
 
 
-def _keys(tensor: Tensor) -> int:
-    return torch._C._dispatch_keys(tensor).raw_repr()
+_keys_of = torch._C._dispatch_keys
+_copy = ctypes.string_at
 
 
 def _plain_keys() -> frozenset[int]:
     with torch.inference_mode():
         inference = torch.empty(0)
-    return frozenset((_keys(torch.empty(0)), _keys(inference)))
+    return frozenset(_keys_of(tensor).raw_repr() for tensor in (torch.empty(0), inference))
 
 
 _PLAIN = _plain_keys()
@@ -34,9 +34,9 @@ def is_small(tensor: Tensor) -> bool:
     # Its dispatch keys say at once that it is not sparse, quantised, conjugated, negated, wrapped
     # or elsewhere. is_conj() and is_neg() give up the GIL, which costs 20 µs in a busy process.
     return (
-        not tensor.requires_grad
-        and tensor.numel() * tensor.element_size() <= SMALL
-        and _keys(tensor) in _PLAIN
+        _keys_of(tensor).raw_repr() in _PLAIN
+        and tensor.nbytes <= SMALL
+        and not tensor.requires_grad
     )
 
 
@@ -44,7 +44,8 @@ def to_bytes(tensor: Tensor) -> bytes:
     """A copy of a small tensor's elements, in order."""
     # Not numpy(), which knows no bfloat16 and may not be installed.
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    return ctypes.string_at(dense.data_ptr(), dense.nbytes) if dense.nbytes else b""
+    size = dense.nbytes
+    return _copy(dense.data_ptr(), size) if size else b""
 
 
 def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
@@ -56,6 +57,8 @@ def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
     # Not unbind(): its rows are views, which autograd forbids to change in place, and each would
     # take the whole column along wherever it is saved.
     buffer, size = bytearray(data), len(data) // count
+    if len(shape) == 1 and count == 1:
+        return [torch.frombuffer(buffer, dtype=dtype)]
     flat = [
         torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
         for offset in range(0, count * size, size)

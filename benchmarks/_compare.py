@@ -10,9 +10,14 @@ import os
 import platform
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
 from statistics import median
+from typing import TypeVar
 
 import torch
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,10 +45,11 @@ class Row:
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """`quick`, and `repeat`: how many times each measurement is repeated."""
+    """`quick`; `repeat`, how many times each measurement is repeated; `plot`, a path or None."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="fewer calls, to see that it works")
     parser.add_argument("--repeat", type=int, metavar="N", help="repetitions (5; quick: 2)")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     given = parser.parse_args()
     if given.repeat is None:
         given.repeat = 2 if given.quick else 5
@@ -64,27 +70,44 @@ async def take_turns(
     for turn in range(repeat + 1):
         # Whoever comes second finds a warmer machine: they take that in turns too.
         for way in (0, 1) if turn % 2 else (1, 0):
-            gc.collect()  # nobody pays for the other's garbage
-            gc.freeze()  # nor for walking through what torch's import made
+            settle()
             runs[way].append(raw() if way else await ours())
     return Runs(runs[0][1:], runs[1][1:])  # the first turn warms up
 
 
 async def repeated(repeat: int, ours: Callable[[], Awaitable[float]]) -> Runs:
     """Measure what torch has no counterpart for."""
-    return Runs([await ours() for _ in range(repeat + 1)][1:])
+    runs = []
+    for _ in range(repeat + 1):
+        settle()
+        runs.append(await ours())
+    return Runs(runs[1:])
 
 
-def show(rows: Sequence[Row]) -> None:
-    """Print the table, and where it was measured."""
-    heads = ("", "unit", "ours [min–max]", "raw torch [min–max]", "ratio", "aim")
-    table = [heads, *(row.cells() for row in rows)]
-    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-    table.insert(1, tuple("─" * width for width in widths))
-    for cells in table:
-        print("  ".join(map(str.ljust, cells, widths)).rstrip())
+async def swept(
+    repeat: int,
+    points: Sequence[T],
+    ours: Callable[[T], Awaitable[float]],
+    raw: Callable[[T], float],
+) -> list[Runs]:
+    """Measure both ways at each point of a sweep."""
+    return [await take_turns(repeat, partial(ours, x), partial(raw, x)) for x in points]
+
+
+def settle() -> None:
+    """Nobody pays for another's garbage, nor for walking through what torch's import made."""
+    gc.collect()
+    gc.freeze()
+
+
+def show(rows: Sequence[Row], *, other: str = "raw torch") -> None:
+    """Print the table, and where it was measured. `other` is what ours is compared with."""
+    ratio = "ratio" if any(row.runs.raw for row in rows) else ""
+    heads = ("", "unit", "ours [min–max]", f"{other} [min–max]" if ratio else "", ratio, "aim")
+    lay_out([heads, *(row.cells() for row in rows)])
     turns = len(rows[0].runs.ours)
-    print(f"\nmedians of {turns} repetitions; ratio: ours / raw, the median of the pairs' ratios")
+    meaning = f"; ratio: ours / {other}, the median of the pairs' ratios" if ratio else ""
+    print(f"\nmedians of {turns} repetitions{meaning}")
     print(
         f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
@@ -92,13 +115,22 @@ def show(rows: Sequence[Row]) -> None:
     )
 
 
+def lay_out(table: Sequence[Sequence[str]]) -> None:
+    """Print rows of cells, the first of them the heads, without columns that are empty."""
+    columns = [each for each in zip(*table, strict=True) if set("".join(each[1:])) - {"–"}]
+    widths = [max(map(len, column)) for column in columns]
+    lines = [*zip(*columns, strict=True)]
+    for cells in (lines[0], ["─" * width for width in widths], *lines[1:]):
+        print("  ".join(map(str.ljust, cells, widths)).rstrip())
+
+
 def _spread(values: Sequence[float]) -> str:
     if not values:
         return "–"
-    return f"{_number(median(values))} [{_number(min(values))}–{_number(max(values))}]"
+    return f"{number(median(values))} [{number(min(values))}–{number(max(values))}]"
 
 
-def _number(value: float) -> str:
+def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100.0 else f"{value:.3g}"
 
 

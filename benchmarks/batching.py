@@ -4,12 +4,13 @@ Many coroutines ask one small policy for an action each, again and again. The ot
 pattern of "Implementing Batch RPC Processing Using Asynchronous Executions" at its strongest: it
 knows how many callers there are, so its batch is always full and never waits in vain.
 
-    python -m benchmarks.batching [--quick] [--repeat N]
+    python -m benchmarks.batching [--quick] [--repeat N] [--plot PATH]
 """
 
+import argparse
 import asyncio
 import threading
-from functools import partial
+from statistics import quantiles
 from time import perf_counter
 
 import torch
@@ -22,8 +23,10 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import remote
 
 from ._compare import Row, Runs, arguments, show, take_turns
+from ._plot import Panel, pair, present
 
-CALLERS = 64
+CALLERS = 64  # of the rows; the figure has others
+MOST = 256
 
 
 def actions(policy: nn.Module, states: Tensor) -> list[int]:
@@ -41,7 +44,7 @@ class Agent:
         self.policy = new_policy()
         self.batches = 0
 
-    @aiorpc.batched(max_size=CALLERS)
+    @aiorpc.batched(max_size=MOST)
     async def select(self, states: list[Tensor]) -> list[int]:
         self.batches += 1
         return actions(self.policy, torch.stack(states))
@@ -51,10 +54,10 @@ class Agent:
 
 
 class TutorialAgent:
-    def __init__(self) -> None:
+    def __init__(self, callers: int) -> None:
         self.policy = new_policy()
-        self.states = torch.zeros(CALLERS, 4)
-        self.missing = CALLERS
+        self.callers = self.missing = callers
+        self.states = torch.zeros(callers, 4)
         self.answer: torch.futures.Future[list[int]] = torch.futures.Future()
         self.lock = threading.Lock()
 
@@ -69,13 +72,18 @@ class TutorialAgent:
 
     def _leave(self) -> None:
         full, self.answer = self.answer, torch.futures.Future()
-        self.missing = CALLERS
+        self.missing = self.callers
         full.set_result(actions(self.policy, self.states))
 
 
 # Not behind an RRef, as in the tutorial: to send one with each call costs torch about a fifth of
 # its calls per second.
-tutorial_agent = TutorialAgent()
+tutorial_agent = TutorialAgent(CALLERS)
+
+
+def expect_callers(callers: int) -> None:
+    global tutorial_agent
+    tutorial_agent = TutorialAgent(callers)
 
 
 @rpc.functions.async_execution  # type: ignore[untyped-decorator]
@@ -83,51 +91,115 @@ def select(caller: int, state: Tensor) -> "torch.futures.Future[int]":
     return tutorial_agent.select(caller, state)
 
 
-class Ours:
-    """The coroutines, and the mean size of the batches they were in, for each measurement."""
+class Side:
+    """One way of asking: what it measured, repetition by repetition, the warm-up included.
 
-    def __init__(self, agent: RRef[Agent], states: list[Tensor], steps: int) -> None:
-        self.agent, self.states, self.steps = agent, states, steps
+    `rates` in calls/s, `slowest` the p99 of the time of a call in ms.
+    """
+
+    def __init__(self, callers: int, steps: int) -> None:
+        self.states, self.steps = list(torch.rand(callers, 4)), steps
+        self.slowest: list[float] = []
+        self.times: list[float] = []
+
+    def rate(self, seconds: float) -> float:
+        self.slowest.append(quantiles(self.times, n=100)[98] * 1e3)
+        self.times = []
+        return len(self.states) * self.steps / seconds
+
+
+class Ours(Side):
+    """The coroutines, and the mean size of the batches they were in."""
+
+    def __init__(self, agent: RRef[Agent], callers: int, steps: int) -> None:
+        super().__init__(callers, steps)
+        self.agent = agent
         self.sizes: list[float] = []
 
     async def measure(self) -> float:
-        calls = len(self.states) * self.steps
         before: int = await remote(self.agent).batches_so_far()
         start = perf_counter()
         await asyncio.gather(*map(self._live, self.states))
         seconds = perf_counter() - start
-        self.sizes.append(calls / (await remote(self.agent).batches_so_far() - before))
-        return calls / seconds
+        batches = await remote(self.agent).batches_so_far() - before
+        self.sizes.append(len(self.states) * self.steps / batches)
+        return self.rate(seconds)
 
     async def _live(self, state: Tensor) -> None:
         for _ in range(self.steps):
+            start = perf_counter()
             await remote(self.agent).select(state)
+            self.times.append(perf_counter() - start)
 
 
-def raw(peer: WorkerInfo, states: list[Tensor], steps: int) -> float:
-    start = perf_counter()
-    for _ in range(steps):
-        torch.futures.wait_all(
-            [
-                rpc.rpc_async(peer, select, args=(caller, state), timeout=0)
-                for caller, state in enumerate(states)
-            ]
-        )
-    return len(states) * steps / (perf_counter() - start)
+class Raw(Side):
+    """The tutorial's pattern: all call, and call again when all have their answers."""
+
+    def __init__(self, peer: WorkerInfo, callers: int, steps: int) -> None:
+        super().__init__(callers, steps)
+        self.peer = peer
+
+    def measure(self) -> float:
+        rpc.rpc_sync(self.peer, expect_callers, args=(len(self.states),))
+        start = perf_counter()
+        for _ in range(self.steps):
+            torch.futures.wait_all([self._call(*each) for each in enumerate(self.states)])
+        seconds = perf_counter() - start
+        self._time()
+        return self.rate(seconds)
+
+    def _call(self, caller: int, state: Tensor) -> "torch.futures.Future[int]":
+        answer: torch.futures.Future[int]
+        answer = rpc.rpc_async(self.peer, select, args=(caller, state), timeout=0)
+        return answer
+
+    def _time(self) -> None:
+        """For a part of the steps once more, since a callback for each call slows them down."""
+        for _ in range(max(2, self.steps // 4)):
+            torch.futures.wait_all([self._timed(*each) for each in enumerate(self.states)])
+
+    def _timed(self, caller: int, state: Tensor) -> "torch.futures.Future[None]":
+        start, times = perf_counter(), self.times
+        return self._call(caller, state).then(lambda _: times.append(perf_counter() - start))
 
 
-async def main(quick: bool, repeat: int) -> list[Row]:
-    states, steps = list(torch.rand(CALLERS, 4)), 10 if quick else 50
+async def compare(
+    agent: RRef[Agent], repeat: int, callers: int, calls: int
+) -> tuple[Runs, Runs, Ours]:
+    """Calls/s, and the p99 of their times in ms."""
+    ours = Ours(agent, callers, max(2, calls // callers))
+    raw = Raw(rpc.get_worker_info("server"), callers, max(2, calls // callers))
+    runs = await take_turns(repeat, ours.measure, raw.measure)
+    return runs, Runs(ours.slowest[1:], raw.slowest[1:]), ours
+
+
+async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
+    repeat, calls = given.repeat, 640 if given.quick else 3_200
     async with aiorpc.local_world(["server"]):
-        ours = Ours(await aiorpc.create("server", Agent), states, steps)
-        theirs = partial(raw, rpc.get_worker_info("server"), states, steps)
-        runs = await take_turns(repeat, ours.measure, theirs)
+        agent = await aiorpc.create("server", Agent)
+        rates, slowest, ours = await compare(agent, repeat, CALLERS, calls)
+        callers = [1, 16, 64] if given.quick else [1, 2, 4, 8, 16, 32, 64, 128, 256]
+        drawn = await panels(agent, repeat, callers, calls // 2) if given.plot else []
     return [
-        Row(f"{CALLERS} callers of a 4-128-2 MLP", "calls/s", runs, "≥ 12"),
-        Row("mean batch", "calls", Runs(ours.sizes[1:], [CALLERS] * repeat), ""),
+        Row(f"{CALLERS} callers of a 4-128-2 MLP", "calls/s", rates, "≥ 12"),
+        Row("p99 of the time of a call", "ms", slowest),
+        Row("mean batch", "calls", Runs(ours.sizes[1:], [CALLERS] * repeat)),
+    ], drawn
+
+
+async def panels(agent: RRef[Agent], repeat: int, callers: list[int], calls: int) -> list[Panel]:
+    found = [await compare(agent, repeat, each, calls) for each in callers]
+    name = "the tutorial's pattern, raw torch"
+    rates = pair(callers, [rates for rates, _, _ in found], name)
+    slowest = pair(callers, [slowest for _, slowest, _ in found], name)
+    return [
+        Panel("Throughput of a 4-128-2 MLP", "callers", "calls/s", rates),
+        Panel("Time of a call", "callers", "p99, ms", slowest, log="xy"),
     ]
 
 
 if __name__ == "__main__":
     given = arguments("What @batched brings over the PyTorch tutorial's batching.")
-    show(asyncio.run(main(given.quick, given.repeat)))
+    rows, drawn = asyncio.run(main(given))
+    show(rows)
+    present(drawn, given.plot)

@@ -1,8 +1,11 @@
 """What does a call cost, alone, among thousands and with large tensors, against torch's own RPC?
 
-python -m benchmarks.calls [--quick] [--repeat N]
+And how long does a loop that makes calls keep its other tasks waiting?
+
+    python -m benchmarks.calls [--quick] [--repeat N] [--plot PATH]
 """
 
+import argparse
 import asyncio
 import gc
 from functools import partial
@@ -18,7 +21,9 @@ from torch.distributed.rpc import RRef
 import aiorpc_torch as aiorpc
 from aiorpc_torch import remote, wrap_future
 
-from ._compare import Row, Runs, arguments, repeated, show, take_turns
+from ._compare import Row, Runs, arguments, repeated, show, swept, take_turns
+from ._lag import lag_rows
+from ._plot import Panel, pair, present
 
 NAP = 0.01
 SMALL = torch.rand(4)
@@ -41,18 +46,22 @@ def echo(x: Tensor) -> Tensor:
     return x
 
 
-async def main(quick: bool, repeat: int) -> list[Row]:
+async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
+    quick, repeat = given.quick, given.repeat
     calls = 500 if quick else 3_000
     async with aiorpc.local_world(["server"]):
         # By its WorkerInfo, and without a timeout to keep book of: torch's quickest way.
         peer = rpc.get_worker_info("server")
         server = await aiorpc.create("server", Server)
-        return [
+        one = partial(remote(server).on_loop, SMALL)
+        rows = [
             *await lone_rows(server, peer, repeat, 100 if quick else 500),
             *await crowd_rows(server, peer, repeat, calls),
+            *await lag_rows(one, repeat, calls, 0.2 if quick else 1.0),
+            await nap_row(server, repeat, 1_000),
             *await tensor_rows(server, peer, repeat, [16] if quick else [16, 128]),
-            await nap_row(server, repeat, calls),
         ]
+        return rows, await panels(server, peer, repeat, quick) if given.plot else []
 
 
 # ── a lone call ─────────────────────────────────────────────────────────────────────────────────
@@ -150,11 +159,14 @@ async def tensor_rows(
 ) -> list[Row]:
     rows = []
     for size in sizes:
-        big, trips = torch.rand(size * MB // 4), 512 // size
-        ours = partial(carry, server, big, trips)
-        runs = await take_turns(repeat, ours, partial(raw_carry, peer, big, trips))
+        ours = partial(carry_mb, server, size)
+        runs = await take_turns(repeat, ours, partial(raw_carry_mb, peer, size))
         rows.append(Row(f"{size} MB there and back", "MB/s", runs, "≥ 0.95"))
     return rows
+
+
+def trips(size: float) -> int:
+    return min(500, int(512 / size))
 
 
 async def carry(server: RRef[Server], big: Tensor, trips: int) -> float:
@@ -175,10 +187,10 @@ def raw_carry(peer: WorkerInfo, big: Tensor, trips: int) -> float:
 
 
 async def nap_row(server: RRef[Server], repeat: int, calls: int) -> Row:
+    # Raw torch has no other way to wait than to block the thread that was given the call: with
+    # two of them it would take half a second for each hundred.
     runs = await repeated(repeat, partial(naps, server, calls))
-    # Raw torch has no other way to wait than to block the thread that was given the call.
-    blocked = f"(2 blocked threads: {calls * NAP / 2:.3g} s)"
-    return Row(f"{calls:,} at once that sleep {NAP * 1e3:.0f} ms", "s", runs, blocked)
+    return Row(f"{calls:,} at once that sleep {NAP * 1e3:.0f} ms", "s", runs, "≤ 0.15")
 
 
 async def naps(server: RRef[Server], calls: int) -> float:
@@ -187,6 +199,50 @@ async def naps(server: RRef[Server], calls: int) -> float:
     return perf_counter() - start
 
 
+# ── the figure ──────────────────────────────────────────────────────────────────────────────────
+
+
+async def panels(server: RRef[Server], peer: WorkerInfo, repeat: int, quick: bool) -> list[Panel]:
+    crowds = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1_000, 4_000]
+    at_once = await swept(repeat, crowds, partial(rate, server), partial(raw_rate, peer))
+    sizes = [1.0, 16.0] if quick else [0.0625, 0.25, 1.0, 4.0, 16.0, 64.0]
+    carried = await swept(repeat, sizes, partial(carry_mb, server), partial(raw_carry_mb, peer))
+    return [
+        Panel("Calls at once", "calls at once", "calls/s", pair(crowds, at_once, "raw torch")),
+        Panel(
+            "Large tensors", "size, MB", "MB/s there and back", pair(sizes, carried, "raw torch")
+        ),
+    ]
+
+
+def rounds(at_once: int) -> int:
+    return max(1, 1_000 // at_once)
+
+
+async def rate(server: RRef[Server], at_once: int) -> float:
+    start = perf_counter()
+    for _ in range(rounds(at_once)):
+        await crowd(server, "on_loop", at_once)
+    return rounds(at_once) * at_once / (perf_counter() - start)
+
+
+def raw_rate(peer: WorkerInfo, at_once: int) -> float:
+    start = perf_counter()
+    for _ in range(rounds(at_once)):
+        raw_crowd(peer, at_once)
+    return rounds(at_once) * at_once / (perf_counter() - start)
+
+
+async def carry_mb(server: RRef[Server], size: float) -> float:
+    return await carry(server, torch.rand(int(size * MB) // 4), trips(size))
+
+
+def raw_carry_mb(peer: WorkerInfo, size: float) -> float:
+    return raw_carry(peer, torch.rand(int(size * MB) // 4), trips(size))
+
+
 if __name__ == "__main__":
     given = arguments("What a call costs, against torch.distributed.rpc's own.")
-    show(asyncio.run(main(given.quick, given.repeat)))
+    rows, drawn = asyncio.run(main(given))
+    show(rows)
+    present(drawn, given.plot)

@@ -1,8 +1,11 @@
 """Objects and functions that tests call in other processes: importable from everywhere."""
 
 import asyncio
+import contextvars
 import os
 import threading
+import time
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import torch
@@ -207,6 +210,193 @@ def pid() -> int:
     return os.getpid()
 
 
+# ── streams ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Streams:
+    """Every kind of stream. It remembers how many items it made, and tells when it was closed."""
+
+    def __init__(self) -> None:
+        self.made = 0
+        self.cancelled = 0
+        self._closed = threading.Event()
+        self._followed = asyncio.Event()
+        self._items: asyncio.Queue[Any] = asyncio.Queue()
+
+    async def count(self, number: int, size: int = 0) -> AsyncIterator[Any]:
+        try:
+            for n in range(number):
+                self.made += 1
+                yield torch.full((size,), float(n)) if size else n
+        finally:
+            await asyncio.sleep(0)  # it has time to clean up
+            self._closed.set()
+
+    def count_in_thread(self, number: int, size: int = 0) -> Iterator[Any]:
+        try:
+            for n in range(number):
+                self.made += 1
+                yield torch.full((size,), float(n)) if size else n
+        finally:
+            self._closed.set()
+
+    def iterator(self, number: int) -> Any:
+        return map(str, range(number))
+
+    async def follow(self) -> AsyncIterator[Any]:
+        """What others put."""
+        self._followed.set()
+        try:
+            while (item := await self._items.get()) is not None:
+                yield item
+        except asyncio.CancelledError:
+            self.cancelled += 1
+            raise
+        finally:
+            self._closed.set()
+
+    async def followed(self) -> None:
+        await self._followed.wait()
+
+    async def put(self, item: Any) -> None:
+        self._items.put_nowait(item)
+
+    async def fail_at(self, number: int, exc: Any, *args: Any) -> AsyncIterator[int]:
+        for n in range(number):
+            yield n
+        raise exc(*args)
+
+    def fail_in_thread_at(self, number: int, exc: Any, *args: Any) -> Iterator[int]:
+        yield from range(number)
+        raise exc(*args)
+
+    async def unpicklable_at(self, number: int) -> AsyncIterator[Any]:
+        try:
+            for n in range(number):
+                yield n
+            yield threading.Lock()
+        finally:
+            self._closed.set()
+
+    def unpicklable_in_thread_at(self, number: int) -> Iterator[Any]:
+        try:
+            yield from range(number)
+            yield threading.Lock()
+        finally:
+            self._closed.set()
+
+    async def a_list(self) -> list[int]:
+        return [1]
+
+    def a_list_in_thread(self) -> list[int]:
+        return [1]
+
+    async def how_many(self) -> int:
+        return self.made
+
+    def closed(self) -> int:
+        """Wait until a generator has ended; how often one was cancelled."""
+        assert self._closed.wait(10.0), "nobody closed it"
+        return self.cancelled
+
+
+async def count(number: int) -> AsyncIterator[int]:
+    for n in range(number):
+        yield n
+
+
+def count_in_thread(number: int) -> Iterator[int]:
+    yield from range(number)
+
+
+async def wait_for_ever() -> AsyncIterator[int]:
+    yield 0
+    await asyncio.Event().wait()
+
+
+# ── who calls on ────────────────────────────────────────────────────────────────────────────────
+
+
+class Ward(Gate):
+    """A gate that tells when one who waited was cancelled."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._gone = asyncio.Event()
+
+    async def wait(self) -> str:
+        try:
+            return await super().wait()
+        except asyncio.CancelledError:
+            self._gone.set()
+            raise
+
+    async def gone(self) -> int:
+        await self._gone.wait()
+        return self.cancelled
+
+
+async def call_on(rref: Any, name: str, *args: Any) -> Any:
+    """On the callee: call a method elsewhere."""
+    return await getattr(remote(rref), name)(*args)
+
+
+async def iterate_on(rref: Any, name: str, *args: Any) -> list[Any]:
+    """On the callee: take the whole of a stream from elsewhere."""
+    return [item async for item in getattr(remote(rref), name)(*args)]
+
+
+_outcomes: list[str] = []
+
+
+async def try_on(rref: Any, name: str, *args: Any) -> str:
+    """What comes of a call elsewhere; also kept here, should nobody hear of it."""
+    try:
+        outcome = repr(await call_on(rref, name, *args))
+    except Exception as exc:
+        outcome = repr(exc)
+    _outcomes.append(outcome)
+    return outcome
+
+
+async def outcomes() -> list[str]:
+    return _outcomes
+
+
+async def hold_loop(seconds: float) -> float:
+    """What no coroutine should do."""
+    time.sleep(seconds)  # noqa: ASYNC251
+    return seconds
+
+
+async def remaining_along(*route: str) -> list[float | None]:
+    """Seconds left here, and at each next worker of the route."""
+    left = await remaining()
+    return [left, *(await call(route[0], remaining_along, *route[1:]) if route else ())]
+
+
+# ── a model ─────────────────────────────────────────────────────────────────────────────────────
+
+
+class Net(torch.nn.Linear):
+    """A layer with gradients in contexts of torch's distributed autograd."""
+
+    async def aforward(self, x: Tensor) -> Tensor:
+        await asyncio.sleep(0)
+        return self.forward(x)
+
+    def gradients(self, context: int) -> list[Tensor]:
+        found = torch.distributed.autograd.get_gradients(context)
+        return [found[self.weight], found[self.bias]]
+
+
+def make_net(seed: int) -> Net:
+    """The same one, wherever it is made."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return Net(3, 2)
+
+
 # ── exceptions ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -258,3 +448,12 @@ async def raise_from_third(worker: str) -> None:
 
 __all__ = [name for name in dir() if not name.startswith("_")]
 assert aiorpc
+
+
+_context: contextvars.ContextVar[int] = contextvars.ContextVar("context", default=0)
+
+
+async def bump_context() -> int:
+    """How often this was called in one context."""
+    _context.set(_context.get() + 1)
+    return _context.get()

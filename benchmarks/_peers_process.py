@@ -1,0 +1,34 @@
+"""A process with a pipe to it, and nothing of it left afterwards."""
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing.connection import Connection
+from typing import Any
+
+PATIENCE = 15.0
+"""Seconds for a process to end once its pipe is closed."""
+
+
+@contextmanager
+def process(main: Callable[..., None], *args: Any) -> Iterator[Connection]:
+    """Run `main(connection, *args)` in a process of its own, which is to end when the pipe does."""
+    spawn = multiprocessing.get_context("spawn")
+    mine, its = spawn.Pipe()
+    child = spawn.Process(target=main, args=(its, *args))
+    child.start()
+    its.close()
+    patience = 0.0
+    try:
+        yield mine
+        patience = PATIENCE
+    finally:
+        mine.close()
+        child.join(patience)
+        child.kill()
+        child.join()
+        assert child.pid is not None
+        with suppress(ProcessLookupError):  # it led no group, or nothing is left of that
+            os.killpg(child.pid, signal.SIGKILL)

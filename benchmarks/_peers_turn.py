@@ -1,0 +1,59 @@
+"""One turn of one system: the client process of `benchmarks.peers`.
+
+A system's module offers `new_event_loop`, which makes the loop of its client, and `start(scratch)`,
+around whose `Peer` its server runs.
+"""
+
+import asyncio
+import importlib
+import multiprocessing
+import os
+import signal
+import threading
+import traceback
+from multiprocessing.connection import Connection
+from pathlib import Path
+from types import ModuleType
+
+from ._compare import settle
+from ._peers_work import QUICK, Peer, Sizes, workloads
+
+Figures = dict[str, float | None]
+
+
+def take_turn(parent: Connection, module: str, sizes: Sizes, scratch: str) -> None:
+    """Start the system that `module` knows, measure it and stop it.
+
+    Sends its figures or, in one line, why there are none.
+    """
+    os.setpgid(0, 0)  # so that the parent can end what the system may leave behind
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    try:
+        room = importlib.import_module(f".{module}", __package__)
+        with asyncio.Runner(loop_factory=room.new_event_loop) as runner:
+            figures = runner.run(_measure(room, sizes, Path(scratch)))
+        parent.send(figures)
+    except Exception as exc:
+        traceback.print_exc()
+        parent.send(traceback.format_exception_only(exc)[-1].strip())
+
+
+async def _measure(room: ModuleType, sizes: Sizes, scratch: Path) -> Figures:
+    async with room.start(scratch) as peer:
+        rows = workloads(sizes)
+        return {row.method: await _measured(peer, row.method, sizes) for row in rows}
+
+
+async def _measured(peer: Peer, method: str, sizes: Sizes) -> float | None:
+    workload = getattr(peer, method)
+    await workload(QUICK)  # warms up
+    settle()
+    figure: float | None = await workload(sizes)
+    return figure
+
+
+def _end_with_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

@@ -1,0 +1,218 @@
+"""The work that every system is given, and what one must offer to be given it.
+
+A system is a `Peer`: four calls, and the workloads written once on top of them. A system without
+coroutines overrides the workloads instead (`_peers_raw`).
+"""
+
+import asyncio
+import importlib
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+
+from ._lag import Ticker
+from .batching import CALLERS, actions, new_policy
+
+NAP = 0.01
+HOLD = 0.002
+WINDOW = 64
+SMALL = torch.rand(4)
+MB = 1_000_000
+BIG = torch.rand(16 * MB // 4)
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much of each workload one measurement is."""
+
+    lone: int = 300
+    crowd: int = 3_000
+    window: int = 2_000
+    steps: int = 30
+    naps: int = 1_000
+    trips: int = 16
+    items: int = 2_000
+
+
+QUICK = Sizes(lone=50, crowd=500, window=300, steps=5, naps=100, trips=8, items=200)
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """One row of the table; `method` of a `Peer` measures it."""
+
+    what: str
+    unit: str
+    method: str
+
+
+def workloads(sizes: Sizes) -> list[Workload]:
+    crowd = f"{sizes.crowd:,} small calls at once"
+    return [
+        Workload("lone small call", "µs", "lone"),
+        Workload(crowd, "calls/s", "crowd"),
+        Workload(f"at most {WINDOW} in flight", "calls/s", "window"),
+        Workload(f"{CALLERS} callers of an MLP, batched", "calls/s", "batched"),
+        Workload("the same, gathered by the client", "calls/s", "gathered"),
+        Workload(f"{sizes.naps:,} calls that sleep {NAP * 1e3:.0f} ms", "s", "naps"),
+        Workload("16 MB there and back", "MB/s", "carry"),
+        Workload(f"stream of {sizes.items:,} numbers", "items/s", "stream"),
+        Workload(f"loop lag, {crowd}", "ms", "lag"),
+    ]
+
+
+class Peer:
+    """A system that runs: a server in another process, and the four ways to call it."""
+
+    at_once: int | None = None
+    """How many calls it takes at once; the client holds back what is beyond."""
+
+    def echo(self, x: Tensor) -> Awaitable[Tensor]:
+        raise NotImplementedError
+
+    def nap(self) -> Awaitable[object]:
+        raise NotImplementedError
+
+    def select(self, state: Tensor) -> Awaitable[int]:
+        raise NotImplementedError
+
+    def count(self, items: int) -> AsyncIterator[int] | None:
+        """Numbers from a generator on the server; None where there is no such thing."""
+        return None
+
+    # ── the workloads ───────────────────────────────────────────────────────────────────────────
+
+    async def lone(self, sizes: Sizes) -> float:
+        times = []
+        for _ in range(sizes.lone):
+            start = perf_counter()
+            await self.echo(SMALL)
+            times.append(perf_counter() - start)
+        return median(times) * 1e6
+
+    async def crowd(self, sizes: Sizes) -> float:
+        return sizes.crowd / await self._all_at_once(lambda: self.echo(SMALL), sizes.crowd)
+
+    async def window(self, sizes: Sizes) -> float:
+        return sizes.window / await _bounded(lambda: self.echo(SMALL), sizes.window, WINDOW)
+
+    async def batched(self, sizes: Sizes) -> float:
+        return await live(self.select, sizes.steps)
+
+    async def gathered(self, sizes: Sizes) -> float | None:
+        """Measured where the system itself offers to send many calls as one."""
+        return None
+
+    async def naps(self, sizes: Sizes) -> float:
+        return await self._all_at_once(self.nap, sizes.naps)
+
+    async def carry(self, sizes: Sizes) -> float:
+        start = perf_counter()
+        for _ in range(sizes.trips):
+            await self.echo(BIG)
+        return 2 * sizes.trips * BIG.nbytes / MB / (perf_counter() - start)
+
+    async def stream(self, sizes: Sizes) -> float | None:
+        start = perf_counter()
+        numbers = self.count(sizes.items)
+        if numbers is None:
+            return None
+        assert [n async for n in numbers] == list(range(sizes.items))
+        return sizes.items / (perf_counter() - start)
+
+    async def lag(self, sizes: Sizes) -> float | None:
+        async with Ticker() as ticker:
+            await self.crowd(sizes)
+        return ticker.worst
+
+    async def _all_at_once(self, call: Callable[[], Awaitable[object]], calls: int) -> float:
+        if self.at_once is not None:
+            return await _bounded(call, calls, self.at_once)
+        start = perf_counter()
+        await asyncio.gather(*(call() for _ in range(calls)))
+        return perf_counter() - start
+
+
+async def _bounded(call: Callable[[], Awaitable[object]], calls: int, at_once: int) -> float:
+    async def work(turns: range) -> None:
+        for _ in turns:
+            await call()
+
+    start = perf_counter()
+    await asyncio.gather(*(work(range(first, calls, at_once)) for first in range(at_once)))
+    return perf_counter() - start
+
+
+async def live(select: Callable[[Tensor], Awaitable[int]], steps: int) -> float:
+    """Many coroutines that ask for an action each, again and again; calls per second."""
+
+    async def caller(state: Tensor) -> None:
+        for _ in range(steps):
+            await select(state)
+
+    start = perf_counter()
+    await asyncio.gather(*map(caller, torch.rand(CALLERS, 4)))
+    return CALLERS * steps / (perf_counter() - start)
+
+
+# ── what systems need beside their own ──────────────────────────────────────────────────────────
+
+
+Answer = Callable[[list[Tensor]], Awaitable[list[int]]]
+
+
+def answer() -> Answer:
+    """What a policy on the server says to each of many states."""
+    policy = new_policy()
+
+    async def found(states: list[Tensor]) -> list[int]:
+        return actions(policy, torch.stack(states))
+
+    return found
+
+
+class Batcher:
+    """What one writes by hand where a system has no batching: a batch leaves when every caller is
+    in it, or `HOLD` seconds after its first.
+    """
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer = answer
+        self._waiting: list[tuple[Tensor, asyncio.Future[int]]] = []
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    def ask(self, state: Tensor) -> "asyncio.Future[int]":
+        loop = asyncio.get_running_loop()
+        mine: asyncio.Future[int] = loop.create_future()
+        if not self._waiting:
+            self._timer = loop.call_later(HOLD, self._leave)
+        self._waiting.append((state, mine))
+        if len(self._waiting) == CALLERS:
+            self._leave()
+        return mine
+
+    def _leave(self) -> None:
+        self._timer.cancel()
+        batch, self._waiting = self._waiting, []
+        task = asyncio.create_task(self._run(batch))
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    async def _run(self, batch: list[tuple[Tensor, asyncio.Future[int]]]) -> None:
+        answers = await self._answer([state for state, _ in batch])
+        for (_, future), found in zip(batch, answers, strict=True):
+            future.set_result(found)
+
+
+def uvloop_or_asyncio() -> Callable[[], asyncio.AbstractEventLoop]:
+    """What makes the quickest loop that is installed."""
+    try:
+        new_event_loop: Callable[[], asyncio.AbstractEventLoop]
+        new_event_loop = importlib.import_module("uvloop").new_event_loop
+    except ModuleNotFoundError:
+        return asyncio.new_event_loop
+    return new_event_loop

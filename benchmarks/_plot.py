@@ -1,0 +1,147 @@
+"""All figures in one style: the median of the repetitions as a line, their spread as a band.
+
+What is drawn is printed too, so that no figure says what cannot be read. Matplotlib is needed only
+to draw.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from ._compare import Runs, lay_out, number
+
+# Colours that stay apart for the colour-blind, and markers for those who print.
+OURS, ALSO_OURS, RAW, OTHER = ("#0072b2", "o"), ("#56b4e9", "s"), ("#d55e00", "^"), ("#666666", "D")
+
+STYLE: Any = {
+    "axes.axisbelow": True,
+    "axes.edgecolor": "#999999",
+    "axes.grid": True,
+    "axes.spines.right": False,
+    "axes.spines.top": False,
+    "axes.titlesize": "medium",
+    "font.size": 10.0,
+    "grid.color": "#e5e5e5",
+    "legend.frameon": False,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 4.0,
+    "svg.hashsalt": "aiorpc_torch",  # the same figure gives the same file
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """What was measured at each x, once for each repetition."""
+
+    label: str
+    look: tuple[str, str]
+    xs: Sequence[float]
+    runs: Sequence[Sequence[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """One pair of axes. `x` and `y` name what is on them, with the unit."""
+
+    title: str
+    x: str
+    y: str
+    curves: Sequence[Curve]
+    log: str = "x"  # the axes that are logarithmic
+    mark: tuple[float, str] | None = None  # a vertical line, and what it stands for
+
+
+def pair(points: Sequence[float], runs: Sequence[Runs], raw: str) -> list[Curve]:
+    """The two curves of a sweep of both ways."""
+    return [
+        Curve("ours", OURS, points, [each.ours for each in runs]),
+        Curve(raw, RAW, points, [each.raw for each in runs]),
+    ]
+
+
+def present(panels: Sequence[Panel], path: Path | None) -> None:
+    """If there is a path, print what there is to draw, and draw it."""
+    if path is None:
+        return
+    for panel in panels:
+        print(f"\n{panel.title}: {panel.y}")
+        lay_out([(panel.x, *(curve.label for curve in panel.curves)), *_lines(panel)])
+    draw(panels, path)
+
+
+def _lines(panel: Panel) -> list[list[str]]:
+    found = []
+    for x in sorted({x for curve in panel.curves for x in curve.xs}):
+        line = [number(x)]
+        for curve in panel.curves:
+            at = dict(zip(curve.xs, curve.runs, strict=True)).get(x)
+            line.append(number(median(at)) if at else "–")
+        found.append(line)
+    return found
+
+
+def draw(panels: Sequence[Panel], path: Path) -> None:
+    """Write the panels, side by side, into a picture whose kind the path's ending says."""
+    import matplotlib as mpl
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # only after the backend is chosen
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with plt.rc_context(STYLE):
+        size = 4.6 * len(panels), 3.8
+        figure = plt.figure(figsize=size, layout="constrained")
+        for number, panel in enumerate(panels, 1):
+            _draw_panel(figure.add_subplot(1, len(panels), number), panel)
+        figure.savefig(path, dpi=110, metadata={"Date": None} if path.suffix == ".svg" else None)
+        plt.close(figure)
+    print(f"\ndrawn: {path}")
+
+
+def _draw_panel(axes: Any, panel: Panel) -> None:
+    for curve in panel.curves:
+        colour, marker = curve.look
+        middle, low, high = ([*map(each, curve.runs)] for each in (median, min, max))
+        axes.plot(curve.xs, middle, color=colour, marker=marker, label=curve.label)
+        axes.fill_between(curve.xs, low, high, color=colour, alpha=0.18, linewidth=0)
+    axes.set(title=panel.title, xlabel=panel.x, ylabel=panel.y)
+    for name, axis in (("x", axes.xaxis), ("y", axes.yaxis)):
+        if name in panel.log:
+            getattr(axes, f"set_{name}scale")("log")
+        _label(axis, logarithmic=name in panel.log)
+    if "x" in panel.log:
+        axes.set_xticks(_few(sorted({x for curve in panel.curves for x in curve.xs})))
+    if "y" not in panel.log:
+        axes.set_ylim(bottom=0.0)
+    if panel.mark is not None:
+        x, text = panel.mark
+        axes.axvline(x, color="#333333", linewidth=1.0, linestyle=":", label=text)
+    axes.legend()
+
+
+def _label(axis: Any, *, logarithmic: bool) -> None:
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
+
+    if logarithmic:
+        axis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: brief(value)))
+    axis.set_minor_locator(NullLocator())
+
+
+def _few(xs: list[float]) -> list[float]:
+    """The points of a sweep, or every other one, so that their labels do not touch."""
+    return xs if len(xs) <= 8 else xs[::2]
+
+
+def brief(value: float) -> str:
+    """A number for the eye: 1.5M, or 64Ki of what is counted in powers of two."""
+    binary = bool(value >= 1_024 and math.log2(value).is_integer())
+    base, letters = (1_024.0, "KMG") if binary else (1_000.0, "kMG")
+    power = 0
+    while value >= base and power < len(letters):
+        value, power = value / base, power + 1
+    letter = letters[power - 1] + "i" * binary if power else ""
+    return f"{value:.3g}{letter}"

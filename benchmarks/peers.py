@@ -1,0 +1,126 @@
+"""How does aiorpc_torch compare with other ways to call another process from asyncio?
+
+The same work for each system: one client, one server, this machine's loopback. In each repetition
+every system is started, measured and stopped in turn, with processes of its own, so none finds
+another's threads, garbage or daemons beside it. Those that are not installed are left out.
+
+    python -m benchmarks.peers [--quick] [--repeat N] [--only NAME ...]
+"""
+
+import argparse
+import os
+import platform
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from importlib import metadata
+from importlib.util import find_spec
+
+from ._compare import _processor, _spread, lay_out
+from ._peers_process import process
+from ._peers_turn import Figures, take_turn
+from ._peers_work import QUICK, Sizes, Workload, workloads
+
+LIMIT = 120.0
+"""Seconds for one turn of one system."""
+
+
+@dataclass
+class System:
+    """A column of the table: the module that knows the system, and what that imports."""
+
+    name: str
+    module: str
+    package: str
+    distributions: tuple[str, ...]
+    failure: str = ""
+    turns: list[Figures] = field(default_factory=list)
+
+    def cell(self, workload: Workload) -> str:
+        found = [turn[workload.method] for turn in self.turns]
+        return _spread([figure for figure in found if figure is not None])
+
+    def note(self) -> str:
+        if not find_spec(self.package):
+            return f"{self.name}: left out, since {self.package} is not installed"
+        used = ", ".join(filter(None, map(version, self.distributions)))
+        return f"{self.name}: {used}" + (f"; FAILED: {self.failure}" if self.failure else "")
+
+
+def all_systems() -> list[System]:
+    return [
+        System("ours", "_peers_ours", "aiorpc_torch", ("aiorpc_torch", "torch")),
+        System("raw-torch", "_peers_raw", "torch", ("torch",)),
+        System("ray", "_peers_ray", "ray", ("ray", "uvloop")),
+        System("xoscar", "_peers_xoscar", "xoscar", ("xoscar", "uvloop")),
+        System("grpc.aio", "_peers_grpc", "grpc", ("grpcio", "uvloop")),
+    ]
+
+
+def main(systems: Sequence[System], sizes: Sizes, repeat: int) -> None:
+    here = [system for system in systems if find_spec(system.package)]
+    for turn in range(repeat):
+        # Whoever comes second finds a warmer machine: they take that in turns too.
+        for system in here if turn % 2 == 0 else reversed(here):
+            if not system.failure:
+                print(f"repetition {turn + 1} of {repeat}: {system.name}", file=sys.stderr)
+                measure(system, sizes)
+    show(systems, workloads(sizes), repeat)
+    if any(system.failure for system in systems):
+        sys.exit(1)
+
+
+def measure(system: System, sizes: Sizes) -> None:
+    with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as scratch:
+        with process(take_turn, system.module, sizes, scratch) as client:
+            try:
+                reply = client.recv() if client.poll(LIMIT) else f"no figures in {LIMIT:.0f} s"
+            except EOFError:
+                reply = "its client died"
+    if isinstance(reply, str):
+        system.failure = reply
+    else:
+        system.turns.append(reply)
+
+
+def show(systems: Sequence[System], rows: Sequence[Workload], repeat: int) -> None:
+    shown = [system for system in systems if system.turns]
+    heads = ("", "unit", *(system.name for system in shown))
+    lay_out(
+        [heads, *((row.what, row.unit, *(system.cell(row) for system in shown)) for row in rows)]
+    )
+    print(f"\nmedians of {repeat} repetitions [min–max]; –: the system has no such thing")
+    for system in systems:
+        print(system.note())
+    print(
+        f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
+        f"Python {platform.python_version()}, OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
+    )
+
+
+def version(distribution: str) -> str:
+    try:
+        return f"{distribution} {metadata.version(distribution)}"
+    except metadata.PackageNotFoundError:
+        return ""
+
+
+def arguments() -> argparse.Namespace:
+    names = [system.name for system in all_systems()]
+    parser = argparse.ArgumentParser(description="How aiorpc_torch compares with other systems.")
+    parser.add_argument("--quick", action="store_true", help="fewer calls, to see that it works")
+    parser.add_argument("--repeat", type=int, metavar="N", help="repetitions (5; quick: 2)")
+    parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    given = parser.parse_args()
+    if given.repeat is None:
+        given.repeat = 2 if given.quick else 5
+    elif given.repeat < 1:
+        parser.error("--repeat is at least 1")
+    return given
+
+
+if __name__ == "__main__":
+    given = arguments()
+    chosen = [system for system in all_systems() if system.name in given.only]
+    main(chosen, QUICK if given.quick else Sizes(), given.repeat)

@@ -1,0 +1,152 @@
+"""Up to which size should a tensor ride in a message's bytes, and from where in torch's table?
+
+In the table a tensor is not copied, but costs the same however small it is; as bytes it is copied
+at both ends. Both ways are the library's own, measured by moving its threshold.
+
+    python -m benchmarks.threshold [--quick] [--repeat N] [--plot PATH]
+"""
+
+import argparse
+import asyncio
+import math
+from collections.abc import Awaitable, Callable, Sequence
+from functools import partial
+from operator import truediv
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor
+from torch.distributed.rpc import RRef
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import _tensors, call, create, remote
+
+from ._compare import Row, Runs, arguments, number, settle, show
+from ._plot import OURS, RAW, Curve, Panel, draw
+
+SIZES = [4**power for power in range(3, 11)]  # bytes: 64 to 1 MiB
+NEVER, ALWAYS = 0, 1 << 30
+IN_FLIGHT = 64
+NOW = _tensors.SMALL
+
+Way = Callable[[Tensor], Awaitable[float]]
+"""Times calls with a tensor: µs for each."""
+
+
+class Server:
+    async def echo(self, x: Tensor) -> Tensor:
+        return x
+
+
+async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
+    sizes = SIZES[::2] if given.quick else SIZES
+    calls = 20 if given.quick else 200
+    async with aiorpc.local_world(["server"]):
+        server = await create("server", Server)
+        alone = await sweep(given.repeat, partial(lone, server, calls), sizes)
+        many = await sweep(given.repeat, partial(crowd, server, max(3, calls // 20)), sizes)
+    rows = [*table("lone call", sizes, alone), *table(f"{IN_FLIGHT} in flight", sizes, many)]
+    return rows, [
+        panel("A lone call", sizes, alone),
+        panel(f"{IN_FLIGHT} calls in flight", sizes, many),
+    ]
+
+
+# ── the two ways ────────────────────────────────────────────────────────────────────────────────
+
+
+async def sweep(repeat: int, way: Way, sizes: Sequence[int]) -> list[Runs]:
+    return [await both(repeat, way, torch.rand(size // 4)) for size in sizes]
+
+
+async def both(repeat: int, way: Way, x: Tensor) -> Runs:
+    """As bytes and in the table, in turns."""
+    found: dict[int, list[float]] = {ALWAYS: [], NEVER: []}
+    for turn in range(repeat + 1):
+        for threshold in (NEVER, ALWAYS) if turn % 2 else (ALWAYS, NEVER):
+            await pack_up_to(threshold)
+            await call("server", pack_up_to, threshold)
+            settle()
+            found[threshold].append(await way(x))
+    return Runs(found[ALWAYS][1:], found[NEVER][1:])  # the first turn warms up
+
+
+async def pack_up_to(size: int) -> None:
+    """Move the threshold of the process that runs this."""
+    _tensors.SMALL = size
+
+
+async def lone(server: RRef[Server], calls: int, x: Tensor) -> float:
+    times = []
+    for _ in range(min(calls, budget(x))):
+        start = perf_counter()
+        await remote(server).echo(x)
+        times.append(perf_counter() - start)
+    return median(times) * 1e6
+
+
+async def crowd(server: RRef[Server], calls: int, x: Tensor) -> float:
+    each = min(calls, max(3, budget(x) // IN_FLIGHT))
+
+    async def again_and_again() -> None:
+        for _ in range(each):
+            await remote(server).echo(x)
+
+    start = perf_counter()
+    await asyncio.gather(*(again_and_again() for _ in range(IN_FLIGHT)))
+    return (perf_counter() - start) / (each * IN_FLIGHT) * 1e6
+
+
+def budget(x: Tensor) -> int:
+    """Calls that carry 256 MB one way: no more are made with a large tensor."""
+    return (1 << 28) // x.nbytes
+
+
+# ── what it says ────────────────────────────────────────────────────────────────────────────────
+
+
+def table(what: str, sizes: Sequence[int], runs: Sequence[Runs]) -> list[Row]:
+    return [
+        Row(f"{what}, {size:,} bytes", "µs", each) for size, each in zip(sizes, runs, strict=True)
+    ]
+
+
+def panel(title: str, sizes: Sequence[int], runs: Sequence[Runs]) -> Panel:
+    xs = [float(size) for size in sizes]
+    curves = [
+        Curve("as bytes in the message", OURS, xs, [each.ours for each in runs]),
+        Curve("in torch's table", RAW, xs, [each.raw for each in runs]),
+    ]
+    mark = (float(NOW), f"threshold: {NOW:,} bytes")
+    return Panel(title, "size of the tensor, bytes", "µs a call", curves, log="xy", mark=mark)
+
+
+def crossing(panel: Panel) -> float | None:
+    """The size from which on the table is quicker, between the two that were measured."""
+    packed, tabled = panel.curves
+    sizes = packed.xs
+    ratios = [median(map(truediv, *runs)) for runs in zip(packed.runs, tabled.runs, strict=True)]
+    for at in range(len(sizes) - 1, 0, -1):
+        low, high = math.log(ratios[at - 1]), math.log(ratios[at])
+        if low <= 0.0 < high:
+            step: float = (sizes[at] / sizes[at - 1]) ** (low / (low - high))
+            return sizes[at - 1] * step
+    return None
+
+
+def say_crossing(panel: Panel) -> None:
+    size = crossing(panel)
+    where = "no crossing" if size is None else f"the table is quicker from {number(size)} bytes on"
+    print(f"{panel.title}: {where}")
+
+
+if __name__ == "__main__":
+    given = arguments("Up to which size a tensor should ride in a message's bytes.")
+    rows, drawn = asyncio.run(main(given))
+    show(rows, other="table")
+    print()
+    for each in drawn:
+        say_crossing(each)
+    if given.plot:  # the rows have said it all
+        draw(drawn, given.plot)

@@ -1,0 +1,203 @@
+"""Peers that are killed, frozen, or only busy: who is told, how soon, and what is cancelled."""
+
+import asyncio
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import actors
+import pytest
+from actors import Batching, Counter, Sleeper, Streams, Ward
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import WorkerLost, _doors, _link, call, create, remote
+from aiorpc_torch._message import dump, load
+
+pytestmark = pytest.mark.worlds
+
+
+@contextlib.contextmanager
+def frozen(pid: int) -> Iterator[None]:
+    """Stopped by a signal, whatever happens meanwhile until the block's end."""
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
+
+
+async def ends_of(tasks: list["asyncio.Task[Any]"]) -> dict[str, tuple[float, Any]]:
+    """How each task ends, and seconds until then."""
+    start = time.monotonic()
+    found = {}
+
+    def note(task: "asyncio.Task[Any]") -> None:
+        found[task.get_name()] = time.monotonic() - start, task.exception() or task.result()
+
+    for task in tasks:
+        task.add_done_callback(note)
+    await asyncio.wait(tasks, timeout=20.0)
+    return found
+
+
+def named(name: str, coroutine: Any) -> "asyncio.Task[Any]":
+    return asyncio.create_task(coroutine, name=name)
+
+
+async def iterate(stream: Any) -> list[Any]:
+    return [item async for item in stream]
+
+
+async def test_killed_peer(tmp_path) -> None:
+    """All that waits for it raises WorkerLost at once, and what it waited for is cancelled."""
+    async with aiorpc.local_world(["b", "c"]):
+        # What c waits for on b: a contribution to a round, a stream and a coroutine, in this order.
+        batching, streams, ward = [await create("b", each) for each in (Batching, Streams, Ward)]
+        counter = await create("c", Counter)
+        theirs = [
+            named("round", call("c", actors.call_on, batching, "total", 1000)),
+            named("stream", call("c", actors.iterate_on, streams, "follow")),
+            named("call", call("c", actors.call_on, ward, "wait")),
+        ]
+        async with asyncio.timeout(20.0):
+            await remote(ward).entered()
+            await remote(streams).followed()
+
+        # What this process waits for on c: of every kind.
+        sleeper, source = await create("c", Sleeper), await create("c", Streams)
+        ours = [
+            named("sleep", remote(sleeper).sleep(600)),
+            named("block", remote(sleeper).block(str(tmp_path / "never"))),
+            named("follow", iterate(remote(source).follow())),
+            named("hop", call("b", actors.call_on, sleeper, "sleep", 600)),
+        ]
+        await remote(source).followed()
+        held = aiter(remote(source).count(1_000_000))
+        assert await anext(held) == 0
+
+        start = time.monotonic()
+        os.kill(await call("c", actors.pid), signal.SIGKILL)
+        ends = await ends_of([*theirs, *ours])
+        for name, (seconds, outcome) in ends.items():
+            print(f"killed: {name} was told after {seconds:.3f} s")
+            assert isinstance(outcome, WorkerLost), (name, outcome)
+            assert outcome.worker == "c"
+            assert seconds < 2.0
+        assert len(ends) == 7
+        with pytest.raises(WorkerLost):
+            await iterate(held)  # after the items that were here already
+        with pytest.raises(WorkerLost, match="'c' is lost"):
+            await remote(counter).aadd()
+        with pytest.raises(WorkerLost, match="'c' is lost"):
+            await iterate(call("c", actors.count, 1))
+
+        async with asyncio.timeout(20.0):
+            assert await remote(ward).gone() == 1
+            assert await remote(streams).closed() == 1
+        print(f"killed: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
+        assert time.monotonic() - start < 2.0
+        # The dead one's contribution is in no round: three others complete it.
+        assert await asyncio.gather(*(remote(batching).total(n) for n in (1, 2, 3))) == [6, 6, 6]
+        assert aiorpc.stats().in_flight == 0
+        start = time.monotonic()
+    assert time.monotonic() - start < 5.0
+
+
+async def test_frozen_and_busy_peers() -> None:
+    """Who is only busy is not lost; who is frozen is, until it is thawed."""
+    heartbeat = 1.2
+    async with aiorpc.local_world(["b", "c"], heartbeat=heartbeat, transports=["uv"]):
+        await check_busy_loops(heartbeat)
+        await check_frozen(heartbeat)
+
+
+async def check_busy_loops(heartbeat: float) -> None:
+    """Threads of torch's answer for a loop that somebody holds."""
+    wards = [await create("b", Ward), await create("b", Ward)]
+    waiting = [
+        asyncio.create_task(remote(wards[0]).wait()),
+        asyncio.create_task(call("c", actors.try_on, wards[1], "wait")),
+    ]
+    for ward in wards:
+        await remote(ward).entered()
+    # c waits for b and runs something for this process, and looks after both: neither is lost.
+    held = asyncio.create_task(call("b", actors.hold_loop, 2 * heartbeat))
+    for _ in range(3):  # until it is sent
+        await asyncio.sleep(0)
+    await actors.hold_loop(2 * heartbeat)
+    await held
+    await asyncio.sleep(heartbeat / 4)  # this process looks again, and has heard nothing meanwhile
+    for ward in wards:
+        assert await remote(ward).count_cancelled() == 0
+        await remote(ward).open()
+    assert await asyncio.gather(*waiting) == ["through", "'through'"]
+
+
+async def check_frozen(heartbeat: float) -> None:
+    """Both who waits for it and who runs something for it give it up."""
+    pid = await call("c", actors.pid)
+    mine, theirs = await create("c", Ward), await create("c", Ward)  # what c runs for others
+    ward, streams = await create("b", Ward), await create("b", Streams)  # what it waits for
+    tasks = [
+        named("what c asked of b", call("c", actors.try_on, ward, "wait")),
+        named("what b asked of c", call("b", actors.try_on, theirs, "wait")),
+        named("call", remote(mine).wait()),
+        named("stream", iterate(call("c", actors.wait_for_ever))),
+        named("of b's stream", call("c", actors.iterate_on, streams, "follow")),
+    ]
+    async with asyncio.timeout(20.0):
+        for each in (ward, theirs, mine):
+            await remote(each).entered()
+        await remote(streams).followed()
+    start = time.monotonic()
+    with frozen(pid):
+        ends = await ends_of(tasks)
+        assert len(ends) == len(tasks)
+        for name, (seconds, outcome) in ends.items():
+            print(f"frozen, heartbeat {heartbeat}: {name} was told after {seconds:.3f} s")
+            told = outcome if isinstance(outcome, str) else repr(outcome)
+            assert told.startswith("WorkerLost("), (name, told)
+            assert f"'c' is lost: no sign of life for {heartbeat} s" in told
+            assert seconds < 3 * heartbeat
+        async with asyncio.timeout(20.0):
+            assert await remote(ward).gone() == 1
+            assert await remote(streams).closed() == 1
+        print(f"frozen: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
+        assert time.monotonic() - start < 3 * heartbeat
+        with pytest.raises(WorkerLost, match="'c' is lost"):  # who calls it now is told as well
+            await call("c", actors.name_of_worker)
+    # Thawed: it serves again, and what it ran for those who gave it up is cancelled.
+    async with asyncio.timeout(20.0):
+        assert await call("c", actors.pid) == pid
+        assert await remote(mine).gone() == 1
+        assert await call("b", actors.try_on, theirs, "gone") == "1"
+        counter = await create("b", Counter)
+        assert await call("c", actors.call_on, counter, "aadd", 5) == 5
+    assert not [each for each in await call("c", actors.outcomes) if "WorkerLost" in each]
+    assert aiorpc.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("heartbeat", [0.0, -1.0, float("inf"), float("nan")])
+async def test_heartbeat_that_cannot_be(heartbeat: float) -> None:
+    """It is said before anything starts."""
+    with pytest.raises(ValueError, match="heartbeat is seconds, more than 0"):
+        async with aiorpc.local_world(0, heartbeat=heartbeat):
+            pass
+
+
+async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has stopped serving answers it at once: nothing runs, and nobody waits."""
+    sent: list[bytes] = []
+    send = _link.send
+    monkeypatch.setattr(_link, "send", lambda *args: sent.append(args[2]) or send(*args))
+    async with aiorpc.local_world(0):
+        server = _doors.serving()
+        assert await call("main", actors.outcomes) is not None
+    assert server is not None
+    call_again = load(sent[0])._replace(link=99, seq=0)
+    poll = call_again._replace(link=100, numbers=(), order=(), groups=(), budgets=())
+    for message in (call_again, poll):
+        assert server.accept(dump(tuple(message)), ()).done()

@@ -1,0 +1,462 @@
+"""Calls and results as they travel: whatever is packed together comes out apart, and the same."""
+
+import io
+import math
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from aiorpc_torch._columns import END, ENDED, FAILED, cell
+from aiorpc_torch._exceptions import Failure
+from aiorpc_torch._message import (
+    Message,
+    Outgoing,
+    dump,
+    dump_results,
+    lay_out,
+    load,
+    load_results,
+    outgoing,
+    read_groups,
+    shorten,
+)
+from aiorpc_torch._tensors import SMALL
+from aiorpc_torch._wire import Fetch, Function, Method
+
+NOW = 1000.0
+HEAD = "caller", 3, 7, False
+TAIL = [], [], None
+
+DTYPES = [
+    torch.float32,
+    torch.float64,
+    torch.float16,
+    torch.bfloat16,
+    torch.int64,
+    torch.int32,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+SHAPES = [(), (0,), (1,), (5,), (2, 3), (3, 0, 2), (2, 1, 4)]
+
+
+# ── what is sent ────────────────────────────────────────────────────────────────────────────────
+
+
+def filled(dtype: torch.dtype, shape: tuple[int, ...], first: int) -> Tensor:
+    count = math.prod(shape)
+    return torch.arange(first, first + count).remainder(100).to(dtype).reshape(shape)
+
+
+@st.composite
+def small_tensors(draw) -> Tensor:
+    return filled(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(SHAPES)), draw(NUMBERS))
+
+
+@st.composite
+def odd_tensors(draw) -> Tensor:
+    """Views, what autograd knows, and what is large."""
+    return draw(
+        st.sampled_from(
+            [
+                filled(torch.float32, (4, 6), 1).t(),
+                filled(torch.float32, (4, 6), 1)[:, 1:3],
+                filled(torch.int64, (3,), 1).expand(2, 3),
+                filled(torch.float64, (3,), 1).requires_grad_(),
+                torch.tensor([1 + 2j, 3 - 1j]).conj(),
+                torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
+                filled(torch.float32, (SMALL,), 1),
+                filled(torch.uint8, (SMALL,), 1),
+                filled(torch.uint8, (SMALL + 1,), 1),
+                filled(torch.bfloat16, (SMALL, 2), 1)[:, 0],
+                torch.eye(3).to_sparse(),
+            ]
+        )
+    )
+
+
+NUMBERS = st.integers(0, 1000)
+ERRORS = st.builds(ValueError, st.text(max_size=5)) | st.builds(KeyError, st.integers())
+ATOMS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.complex_numbers()
+    | st.text(max_size=20)
+    | st.binary(max_size=20)
+    | st.integers(0, 2).map(lambda more: "x" * (SMALL + more))
+    | st.integers(0, 2).map(lambda more: b"x" * (SMALL + more))
+)
+LEAVES = ATOMS | small_tensors() | odd_tensors() | ERRORS
+VALUES = LEAVES | st.recursive(
+    LEAVES,
+    lambda values: (
+        st.lists(values, max_size=3)
+        | st.tuples(values, values)
+        | st.dictionaries(st.text(max_size=3), values, max_size=3)
+    ),
+    max_leaves=5,
+)
+WORKS = st.tuples(
+    st.lists(VALUES, max_size=3).map(tuple),
+    st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES, max_size=2),
+)
+TARGETS = st.sampled_from([Method(1, "a"), Method(1, "b"), Method(2, "a"), Function(math.hypot)])
+
+
+def same(one: Any, other: Any) -> bool:
+    """Equal in type and value, through and through."""
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, Tensor):
+        if (one.dtype, one.shape, one.layout) != (other.dtype, other.shape, other.layout):
+            return False
+        return one.requires_grad == other.requires_grad and torch.equal(
+            one.detach().to_dense(), other.detach().to_dense()
+        )
+    if isinstance(one, BaseException):
+        return same(one.args, other.args)
+    if isinstance(one, dict):
+        return same([*one.items()], [*other.items()])
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(same, one, other))
+    return bool(one == other) or (one != one and other != other)
+
+
+def message_of(calls: list[Outgoing]) -> tuple[Message, list[Tensor]]:
+    tensors: list[Tensor] = []
+    data = dump((*HEAD, *lay_out(calls, NOW, tensors), *TAIL))
+    assert isinstance(data, bytes)
+    return load(data), tensors
+
+
+def across(calls: list[Outgoing]) -> list[tuple[int, Any, bool, Any]]:
+    """Of each call the number, the target, whether it is a stream, and the arguments."""
+    message, tensors = message_of(calls)
+    groups = read_groups(message.groups, tensors)
+    calls_of = [iter(group.calls) for group in groups]
+    order = message.order or [0] * len(message.numbers)
+    assert len(order) == len(message.numbers) == sum(len(group.calls) for group in groups)
+    return [
+        (number, groups[index].target, groups[index].stream, next(calls_of[index]))
+        for number, index in zip(message.numbers, order, strict=True)
+    ]
+
+
+def call(*args: Any, **kwargs: Any) -> Outgoing:
+    return outgoing(0, shorten(Method(1, "m")), False, (args, kwargs), None)
+
+
+def argument(value: Any) -> Any:
+    """What arrives as the only argument."""
+    ((_, _, _, work),) = across([call(value)])
+    assert not isinstance(work, Failure), work
+    return work[0][0]
+
+
+def result(value: Any) -> Any:
+    """What arrives as a result."""
+    found, _ = returned([(0, *cell(value))])
+    return found[0]
+
+
+def returned(results: list[Any], learned: Any = ()) -> tuple[dict[Any, Any], Any]:
+    found, told = load_results(dump_results(results, learned))
+    assert len(dict(found)) == len(found)
+    return dict(found), told
+
+
+# ── calls ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.tuples(TARGETS, st.booleans(), WORKS), max_size=8))
+def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
+    """Any arguments for any methods, interleaved: each call with its own, in their order."""
+    sent = [
+        outgoing(5 * number, shorten(target), stream, work, None)
+        for number, (target, stream, work) in enumerate(calls)
+    ]
+    arrived = across(sent)
+    assert [number for number, *_ in arrived] == [5 * number for number in range(len(calls))]
+    for (target, stream, work), (_, *found) in zip(calls, arrived, strict=True):
+        assert found[:2] == [target, stream]
+        assert same(work, found[2])
+
+
+@given(st.lists(st.tuples(TARGETS, st.integers() | small_tensors()), min_size=2, max_size=12))
+def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
+    """One group for each method and kind of arguments, and one column for each argument."""
+    calls = [each for each in calls if isinstance(each[0], Method)]
+    message, tensors = message_of(
+        [
+            outgoing(number, shorten(target), False, ((value,), {}), None)
+            for number, (target, value) in enumerate(calls)
+        ]
+    )
+    kinds = {
+        (target, (value.dtype, value.shape) if isinstance(value, Tensor) else int)
+        for target, value in calls
+    }
+    assert len(message.groups) == len(kinds)
+    assert tensors == []
+    assert bool(message.order) is (len(kinds) > 1)
+
+
+def test_a_message_says_what_it_is() -> None:
+    """Its fields arrive as they were; goodbyes, cancellations and credit are controls."""
+    fields = "me", 1, 2, True, [], (), [], (), [4], [(5, 6)], None
+    message = load(dump(fields))
+    assert message == fields
+    assert message.controls()
+    assert not load(dump((*HEAD, *lay_out([], NOW, []), [], [], None))).controls()
+    assert load(dump((*HEAD, *lay_out([], NOW, []), [], [], False))).controls()
+    assert not message_of([call()])[0].controls()
+
+
+@given(st.lists(st.none() | st.floats(-10, 10), min_size=1, max_size=6))
+def test_budgets(budgets: list[float | None]) -> None:
+    """Each call has what is left of its time; if none has a limit, nothing is said of it."""
+    calls = [
+        outgoing(number, (1, "m"), False, ((), {}), None if left is None else NOW + left)
+        for number, left in enumerate(budgets)
+    ]
+    message, _ = message_of(calls)
+    if any(left is not None for left in budgets):
+        assert len(message.budgets) == len(budgets)
+        for left, found in zip(budgets, message.budgets, strict=True):
+            assert found == (left if left is None else pytest.approx(left, abs=1e-6))
+    else:
+        assert not message.budgets
+
+
+def test_keywords_keep_their_names() -> None:
+    """In whichever order each caller wrote them."""
+    calls = [call(1, b=2, a=3), call(1, a=4, b=5), call(a=6, b=7), call(8)]
+    assert [work for *_, work in across(calls)] == [
+        ((1,), {"b": 2, "a": 3}),
+        ((1,), {"a": 4, "b": 5}),
+        ((), {"a": 6, "b": 7}),
+        ((8,), {}),
+    ]
+
+
+@pytest.mark.parametrize(
+    "value",
+    [[1], {"key": 1}, torch.zeros(2), torch.zeros(SMALL), torch.ones(2, requires_grad=True)],
+    ids=["list", "dict", "small", "large", "requires_grad"],
+)
+def test_what_is_passed_twice_arrives_as_one(value: Any) -> None:
+    """Whoever changes the one sees it in the other, as in a local call."""
+    ((*_, (args, kwargs)),) = across([call(value, 1, value, again=value)])
+    assert args[0] is args[2] is kwargs["again"]
+    ((*_, (args, kwargs)),) = across([call(value, inside=[value])])
+    assert args[0] is kwargs["inside"][0]
+
+
+def test_equal_arguments_of_two_calls_are_two() -> None:
+    """Calls have nothing to do with each other, though they travel together."""
+    small = torch.zeros(2)
+    (*_, (one, _)), (*_, (other, _)) = across([call(small), call(small)])
+    one[0].fill_(7)
+    assert other[0].tolist() == [0, 0]
+
+
+def test_small_arguments_are_copied_at_the_call() -> None:
+    """They may be changed at once: as a column's cell, and in a pickle."""
+    tensor, items = torch.zeros(3), [1]
+    calls = [call(tensor), call([tensor], items)]
+    tensor.fill_(1)
+    items.append(2)
+    (*_, (one, _)), (*_, (other, _)) = across(calls)
+    assert one[0].tolist() == other[0][0].tolist() == [0, 0, 0]
+    assert other[1] == [1]
+
+
+@pytest.mark.parametrize("value", [(n for n in "ab"), lambda: 0], ids=["generator", "lambda"])
+def test_what_cannot_be_sent_fails_at_the_call(value: Any) -> None:
+    """Its caller learns it, and nobody else."""
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+        call(1, value)
+    with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
+        cell(value)
+
+
+def test_size_counts_all_that_is_sent() -> None:
+    """What decides whether a call goes alone, and how many may be on their way."""
+    assert call(torch.zeros(10_000)).size > 40_000
+    assert call("x" * 100_000).size > 100_000
+    assert call([torch.zeros(10_000), b"x" * 5000]).size > 45_000
+
+
+# ── what cannot be read ─────────────────────────────────────────────────────────────────────────
+
+
+class Unreadable:
+    """Can be sent; whoever reads it gets an error."""
+
+    def __reduce__(self) -> Any:
+        return _refuse, ()
+
+
+def _refuse() -> None:
+    raise LookupError("unreadable")
+
+
+def test_an_unreadable_argument_fails_alone() -> None:
+    """In a group with others that can be read, and that have tensors too."""
+    large = torch.arange(float(SMALL))
+    values: list[Any] = [[1], Unreadable(), [large], [large, Unreadable()], [large + 1]]
+    works = [work for *_, work in across([call(value) for value in values])]
+    assert works[0] == (([1],), {})
+    assert torch.equal(works[2][0][0][0], large)
+    assert torch.equal(works[4][0][0][0], large + 1)
+    for failed in (works[1], works[3]):
+        assert isinstance(failed, Failure)
+        with pytest.raises(LookupError, match="unreadable"):
+            failed.get()
+
+
+def test_an_unreadable_target_fails_alone() -> None:
+    """The other groups of the message are read."""
+    calls = [
+        outgoing(0, shorten(Fetch(Unreadable())), False, ((), {}), None),  # type: ignore[arg-type]
+        call(torch.zeros(SMALL)),
+    ]
+    (_, target, _, _), (_, other, _, work) = across(calls)
+    assert isinstance(target, Failure)
+    assert other == Method(1, "m")
+    assert work[0][0].shape == (SMALL,)
+
+
+def test_an_unreadable_result_fails_alone() -> None:
+    """Its caller gets the error, the others their values."""
+    large = torch.arange(float(SMALL))
+    values = [[large], Unreadable(), [Unreadable(), large], [2 * large], 5]
+    found, _ = returned([(number, *cell(value)) for number, value in enumerate(values)])
+    assert torch.equal(found[0][0], large)
+    assert torch.equal(found[3][0], 2 * large)
+    assert found[4] == 5
+    for number in (1, 2):
+        assert isinstance(found[number], Failure)
+
+
+# ── results ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(VALUES, max_size=8), st.lists(NUMBERS, max_size=3))
+def test_results_arrive_as_they_were(values: list[Any], learned: list[int]) -> None:
+    """Any values together, each with its key."""
+    results = [(number, *cell(value)) for number, value in enumerate(values)]
+    found, told = returned(results, learned)
+    assert [*told] == learned
+    assert sorted(found) == [*range(len(values))]
+    for number, value in enumerate(values):
+        assert same(value, found[number])
+
+
+def test_ends_failures_and_items() -> None:
+    """What else an answer carries: errors, items of streams, and their ends."""
+    failure = Failure.of(ValueError("v"), "there")
+    found, _ = returned(
+        [
+            ((1, 0, 1), *cell("item")),
+            (2, FAILED, failure),
+            ((1, 2, 0), ENDED, None),
+            ((3, 0, 0), FAILED, failure),
+            ((1, 1, 2), *cell([1])),
+            ((4, 0, 0), ENDED, None),
+        ]
+    )
+    assert found[1, 0, 1] == "item"
+    assert found[1, 1, 2] == [1]
+    assert found[1, 2, 0] is END is found[4, 0, 0]
+    assert found[2].plain() == found[3, 0, 0].plain() == failure.plain()
+
+
+def test_an_answer_without_tensors_is_bytes() -> None:
+    """Only what torch must carry itself goes through torch's table."""
+    assert isinstance(dump_results([(0, *cell(torch.zeros(4)))], ()), bytes)
+    assert isinstance(dump_results([], ()), bytes)
+    data, tensors = dump_results([(0, *cell(torch.zeros(SMALL)))], ())
+    assert isinstance(data, bytes)
+    assert len(tensors) == 1
+
+
+# ── tensors ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_of_a_column(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Each a tensor of its own: equal, contiguous, writable, and of its own extent."""
+    values = [filled(dtype, shape, 10 * number) for number in range(3)]
+    rows = [args[0] for *_, (args, _) in across([call(value) for value in values])]
+    found, _ = returned([(number, *cell(value)) for number, value in enumerate(values)])
+    for each in (rows, [found[number] for number in range(3)]):
+        assert all(map(same, values, each))
+        for row in each:
+            assert row.is_contiguous()
+            assert row.is_leaf
+            assert row.untyped_storage().nbytes() == row.nbytes
+        each[1].zero_()
+        assert same(each[0], values[0])
+        assert same(each[2], values[2])
+
+
+@pytest.mark.parametrize("arrive", [argument, result])
+@pytest.mark.parametrize("shape", [(), (3,), (2, 2)])
+def test_a_row_takes_part_in_autograd(arrive: Any, shape: tuple[int, ...]) -> None:
+    """It may be changed in place by what requires grad, and require it itself."""
+    row, weight = arrive(torch.ones(shape)), torch.full(shape, 3.0, requires_grad=True)
+    row.mul_(weight)
+    row.sum().backward()
+    assert weight.grad is not None
+    assert torch.equal(weight.grad, torch.ones(shape))
+    leaf = arrive(torch.ones(shape)).requires_grad_()
+    (2 * leaf).sum().backward()
+    assert torch.equal(leaf.grad, torch.full(shape, 2.0))
+    with torch.no_grad():
+        leaf.zero_()
+
+
+def test_a_saved_row_is_small() -> None:
+    """It does not take the column along."""
+    calls = [call(torch.zeros(8, 8)) for _ in range(100)]
+    row = across(calls)[50][3][0][0]
+    file = io.BytesIO()
+    torch.save(row, file)
+    alone = io.BytesIO()
+    torch.save(torch.zeros(8, 8), alone)
+    assert abs(file.tell() - alone.tell()) < 200
+    assert len(pickle.dumps(row)) < 1000
+
+
+@pytest.mark.parametrize("arrive", [argument, result])
+def test_what_no_column_holds_keeps_what_it_is(arrive: Any) -> None:
+    """Subclasses, what requires grad, and what is large and need not be copied."""
+    parameter = torch.nn.Parameter(torch.ones(2))
+    assert type(arrive(parameter)) is torch.nn.Parameter
+    assert arrive(torch.ones(2, requires_grad=True)).requires_grad
+    large = torch.zeros(SMALL)
+    assert arrive(large).data_ptr() == large.data_ptr()
+    conj = torch.tensor([1 + 2j]).conj()
+    assert torch.equal(arrive(conj), conj)
+
+
+def test_under_inference_mode() -> None:
+    """What a policy returns, and what is called from inside."""
+    with torch.inference_mode():
+        tensor = torch.ones(3) * 2
+        assert torch.equal(argument(tensor), tensor)
+    row = result(tensor)
+    assert torch.equal(row, torch.full((3,), 2.0))
+    assert not row.is_inference()

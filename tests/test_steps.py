@@ -1,0 +1,234 @@
+"""The steps of a coroutine, timed: it behaves as if untimed, and who holds the loop is named."""
+
+import asyncio
+import logging
+from collections.abc import Generator
+from types import coroutine
+from typing import Any
+
+import pytest
+
+from aiorpc_torch import _steps
+from aiorpc_torch._steps import SLOW, timed
+
+
+class Clock:
+    """What `perf_counter` shows."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(_steps, "perf_counter", clock)
+    return clock
+
+
+@pytest.fixture(autouse=True)
+def _at_warning(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "aiorpc_torch")
+
+
+@coroutine
+def pause(value: Any = None) -> Generator[Any, Any, Any]:
+    """One step; its value is what the coroutine is sent."""
+    return (yield value)
+
+
+# ── it is the coroutine ─────────────────────────────────────────────────────────────────────────
+
+
+def run(steps: Any, *sent: Any) -> tuple[list[Any], Any]:
+    """What it yields as it is sent these, and what it returns."""
+    coro, yields = steps, []
+    try:
+        for value in (None, *sent):
+            yielded = coro.send(value)
+            yields.append(yielded)
+    except StopIteration as stop:
+        return yields, stop.value
+    raise AssertionError("it has not ended")
+
+
+def test_values_go_in_and_out() -> None:
+    """What is yielded, what is sent and what is returned."""
+
+    async def method() -> list[Any]:
+        return [await pause("first"), await pause("second"), await pause()]
+
+    assert run(timed(method(), "m"), 1, 2, 3) == (["first", "second", None], [1, 2, 3])
+
+
+def test_without_a_step() -> None:
+    """A coroutine that never waits ends at once."""
+
+    async def method() -> str:
+        return "value"
+
+    assert run(timed(method(), "m")) == ([], "value")
+
+
+async def test_on_a_loop() -> None:
+    """Awaiting futures, tasks and sleeps."""
+
+    async def method(future: "asyncio.Future[int]") -> tuple[int, str]:
+        await asyncio.sleep(0)
+        return await future, await asyncio.wait_for(asyncio.sleep(0, "slept"), 5)
+
+    future: asyncio.Future[int] = asyncio.get_running_loop().create_future()
+    task = asyncio.create_task(timed(method(future), "m"))
+    await asyncio.sleep(0)
+    future.set_result(3)
+    assert await task == (3, "slept")
+
+
+@pytest.mark.parametrize("exc", [ValueError("v"), KeyboardInterrupt(), StopAsyncIteration("s")])
+def test_what_it_raises(exc: BaseException) -> None:
+    """The very object, with the coroutine in its traceback."""
+
+    async def method() -> None:
+        await pause()
+        raise exc
+
+    steps = timed(method(), "m")
+    steps.send(None)
+    with pytest.raises(type(exc)) as caught:
+        steps.send(None)
+    assert caught.value is exc
+    assert caught.traceback[-1].name == "method"
+
+
+def test_what_is_thrown_in() -> None:
+    """It may be caught there, and the coroutine goes on."""
+    seen: list[BaseException] = []
+
+    async def method() -> str:
+        try:
+            await pause()
+        except ValueError as exc:
+            seen.append(exc)
+        return await pause("after")
+
+    steps = timed(method(), "m")
+    steps.send(None)
+    thrown = ValueError("in")
+    assert steps.throw(thrown) == "after"
+    assert seen == [thrown]
+    with pytest.raises(StopIteration) as stop:
+        steps.send("end")
+    assert stop.value.value == "end"
+
+
+async def test_cancellation() -> None:
+    """It reaches what is awaited, and `finally` may await too."""
+    ended = asyncio.Event()
+    future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    async def method() -> None:
+        try:
+            await future
+        finally:
+            await asyncio.sleep(0)
+            ended.set()
+
+    task = asyncio.create_task(timed(method(), "m"))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert future.cancelled()
+    assert ended.is_set()
+
+
+async def test_a_cancellation_that_is_refused() -> None:
+    """The coroutine may catch it and return."""
+
+    async def method() -> str:
+        try:
+            await asyncio.get_running_loop().create_future()
+        except asyncio.CancelledError:
+            return "stayed"
+
+    task = asyncio.create_task(timed(method(), "m"))
+    await asyncio.sleep(0)
+    task.cancel()
+    assert await task == "stayed"
+
+
+def test_close_closes_the_coroutine() -> None:
+    """GeneratorExit is its to see, and its `finally` runs at once."""
+    seen: list[str] = []
+
+    async def method() -> None:
+        try:
+            await pause()
+        except GeneratorExit:
+            seen.append("exit")
+            raise
+        finally:
+            seen.append("finally")
+
+    steps = timed(method(), "m")
+    steps.send(None)
+    steps.close()
+    assert seen == ["exit", "finally"]
+
+
+# ── who holds the loop ──────────────────────────────────────────────────────────────────────────
+
+
+def test_a_slow_step_is_named(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """The method and for how long, once for each slow step."""
+
+    async def method() -> None:
+        clock.now += 0.25
+        await pause()
+        clock.now += 1.5
+
+    run(timed(method(), "Policy.act"), None)
+    assert len(caplog.messages) == 2
+    assert caplog.messages[0].startswith("Policy.act held the event loop for 0.25 s")
+    assert caplog.messages[1].startswith("Policy.act held the event loop for 1.50 s")
+
+
+def test_quick_steps_and_waiting_are_not(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    """Neither many quick steps nor a long wait hold the loop."""
+
+    async def method() -> None:
+        for _ in range(10):
+            clock.now += 0.9 * SLOW
+            await pause()
+
+    steps = timed(method(), "m")
+    for _ in range(10):
+        steps.send(None)
+        clock.now += 100
+    with pytest.raises(StopIteration):
+        steps.send(None)
+    assert caplog.messages == []
+
+
+@pytest.mark.parametrize("end", ["raises", "returns", "is thrown at"])
+def test_a_slow_last_step_is_named(
+    clock: Clock, caplog: pytest.LogCaptureFixture, end: str
+) -> None:
+    """However it ends."""
+
+    async def method() -> None:
+        try:
+            await pause()
+        finally:
+            clock.now += 2
+            if end == "raises":
+                raise KeyError
+
+    steps = timed(method(), "m")
+    steps.send(None)
+    with pytest.raises((KeyError, StopIteration, ZeroDivisionError)):
+        steps.throw(ZeroDivisionError()) if end == "is thrown at" else steps.send(None)
+    assert [text[:34] for text in caplog.messages] == ["m held the event loop for 2.00 s: "]

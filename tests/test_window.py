@@ -1,0 +1,114 @@
+"""What is sent and not answered stays within bounds, whatever is sent and answered."""
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from aiorpc_torch._window import Window
+
+sizes = st.one_of(st.integers(0, 60), st.integers(0, 1000))
+
+
+class Sending(RuleBasedStateMachine):
+    """A model that keeps the sizes of what is open."""
+
+    @initialize(calls=st.integers(1, 5), size=st.integers(1, 200))
+    def bounds(self, calls: int, size: int) -> None:
+        self.calls = calls
+        self.bytes = size
+        self.window = Window(calls, size)
+        self.open: dict[int, int] = {}
+        self.answers = 0
+        self.next = 0
+        self.forced: set[int] = set()  # sent although the window was full
+
+    def send(self, size: int) -> None:
+        self.window.sent(self.next, size)
+        self.open[self.next] = size
+        self.next += 1
+
+    @rule(size=sizes)
+    def call(self, size: int) -> None:
+        """Whoever asks first is never beyond the bounds, unless there is nothing else."""
+        was_empty = not self.open
+        if self.window.admits(size):
+            self.send(size)
+            if not self.forced:
+                assert len(self.open) <= self.calls
+                assert was_empty or sum(self.open.values()) <= self.bytes
+        else:
+            full = len(self.open) >= self.calls or sum(self.open.values()) + size > self.bytes
+            assert not was_empty
+            assert full
+
+    @rule(size=sizes)
+    def trickle(self, size: int) -> None:
+        """A call that is sent all the same counts as any other."""
+        if not self.window.admits(size):
+            self.forced.add(self.next)
+        self.send(size)
+
+    @rule(which=st.integers(0, 20))
+    def answer(self, which: int) -> None:
+        """What is open is answered once; what is not, not at all."""
+        number = self.next - 1 - which
+        was_open = self.open.pop(number, None) is not None
+        self.answers += was_open
+        self.forced.discard(number)
+        assert self.window.answered(number) is was_open
+        assert self.window.answered(number) is False
+
+    @rule()
+    def lose(self) -> None:
+        """All that was open is told, in the order in which it was sent."""
+        assert self.window.clear() == [*self.open]
+        self.open.clear()
+        self.forced.clear()
+
+    @invariant()
+    def it_holds_what_is_open(self) -> None:
+        """Numbers, bytes, and how many answers came; empty, it admits anything."""
+        if not hasattr(self, "window"):
+            return
+        assert [*self.window] == [*self.open]
+        assert len(self.window) == len(self.open)
+        assert repr(self.window) == f"<Window {len(self.open)} calls, {self._total()} bytes>"
+        assert self.window.answers == self.answers
+        assert all(number in self.window for number in self.open)
+        assert self.next not in self.window
+        if not self.open:
+            assert self.window.admits(10**12)
+
+    def _total(self) -> int:
+        return sum(self.open.values())
+
+    def teardown(self) -> None:
+        """Sizes balance."""
+        if hasattr(self, "window"):
+            for number in [*self.open]:
+                assert self.window.answered(number)
+            assert repr(self.window) == "<Window 0 calls, 0 bytes>"
+
+
+TestSending = Sending.TestCase
+TestSending.settings = settings(stateful_step_count=25)
+
+
+def test_the_first_may_be_of_any_size() -> None:
+    """Else what is larger than the window would never leave."""
+    window = Window(4, 100)
+    assert window.admits(10**9)
+    window.sent(0, 10**9)
+    assert not window.admits(0)
+    window.answered(0)
+    assert window.admits(10**9)
+
+
+def test_the_bounds_are_reached() -> None:
+    """Exactly so many calls, exactly so many bytes."""
+    window = Window(2, 100)
+    window.sent(0, 40)
+    assert window.admits(60)
+    assert not window.admits(61)
+    window.sent(1, 0)
+    assert not window.admits(0)
