@@ -36,7 +36,7 @@ SLICE = 256  # calls in a message at most: the callee starts while the caller st
 HALF = 32
 CROWD = 1024
 NO_CALLS = Calls()
-LARGE = 64 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
+LARGE = 256 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
 
 
 class Link:
@@ -175,16 +175,16 @@ class Link:
     def _slice(self) -> list[Outgoing]:
         """The next message's calls: many small ones, or a large one."""
         taken: list[Outgoing] = []
-        while self._queue and len(taken) < SLICE:
+        size = 0
+        while self._queue and len(taken) < SLICE and size < LARGE:
             call = self._queue[0]
             if call.number in self._pending:  # else its caller has left before it did
                 if (call.size > LARGE and taken) or not self._window.admits(call.size):
                     break
                 self._window.sent(call.number, call.size)
                 taken.append(call)
+                size += call.size
             self._queue.popleft()
-            if call.size > LARGE:
-                break
         return taken
 
     def _trickle(self, answers: int) -> None:

@@ -56,8 +56,11 @@ def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float 
         found = small_cell(value)
         if found is None:
             return _whole(number, target, stream, work, due)
-        kinds.append(found[0])
-        cells.append(found[1])
+        kind, content = found
+        kinds.append(kind)
+        cells.append(content)
+        if kind is not PLAIN or type(content) is str or type(content) is bytes:
+            size += len(content)
     if len(values) > 1 and _repeats(values, kinds):
         return _whole(number, target, stream, work, due)
     header = (target, stream, tuple(kwargs), tuple(kinds))

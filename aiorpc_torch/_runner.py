@@ -145,7 +145,7 @@ class Runner:
             # An `async def` behind a decorator that is a plain def. A copy of the context: this
             # thread is still inside it, and two threads cannot be in one.
             context = contextvars.copy_context()
-            self.on_loop(lambda: self._spawn(job, _finish(job, value), context))
+            self.on_loop(lambda: self._spawn(job, _run(job, value), context))
         elif isinstance(job, StreamJob):
             self._stream_in_thread(job, value)
         else:
@@ -184,26 +184,24 @@ def _join(job: Job, join: Any) -> None:
         job.fail(exc)
 
 
-async def _run(job: Job) -> None:
+_NOT_YET = object()
+
+
+async def _run(job: Job, value: Any = _NOT_YET) -> None:
+    """Run a job to its end: one frame for each call that waits, of a hundred thousand perhaps.
+
+    `value` is what its function has returned already, in a thread.
+    """
     job.begun = True
-    if job.abandoned:
+    if job.abandoned and value is _NOT_YET:
         job.fail(asyncio.CancelledError())
         return
-    if job.deadline is not None:
-        adopt(job.deadline)
+    if job.abandoned and (task := asyncio.current_task()):
+        task.cancel()  # the coroutine sees it at its first await
     try:
-        value = job.call()
-    except BaseException as exc:
-        job.fail(exc)
-    else:
-        await _finish(job, value)
-
-
-async def _finish(job: Job, value: Any) -> None:
-    job.begun = True
-    if job.abandoned and (task := asyncio.current_task()):  # as it came from its thread
-        task.cancel()
-    try:
+        if value is _NOT_YET:
+            adopt(job.deadline)
+            value = job.call()
         if inspect.isawaitable(value):
             value = await (timed(value, job.name) if inspect.iscoroutine(value) else value)
         if isinstance(job, StreamJob):

@@ -34,7 +34,7 @@ class System:
     module: str
     package: str
     distributions: tuple[str, ...]
-    failure: str = ""
+    failures: list[str] = field(default_factory=list)
     turns: list[Figures] = field(default_factory=list)
 
     def cell(self, workload: Workload) -> str:
@@ -45,7 +45,8 @@ class System:
         if not find_spec(self.package):
             return f"{self.name}: left out, since {self.package} is not installed"
         used = ", ".join(filter(None, map(version, self.distributions)))
-        return f"{self.name}: {used}" + (f"; FAILED: {self.failure}" if self.failure else "")
+        lost = f"; FAILED {len(self.failures)} times: {self.failures[-1]}" if self.failures else ""
+        return f"{self.name}: {used}{lost}"
 
 
 def all_systems() -> list[System]:
@@ -63,11 +64,11 @@ def main(systems: Sequence[System], sizes: Sizes, repeat: int) -> None:
     for turn in range(repeat):
         # Whoever comes second finds a warmer machine: they take that in turns too.
         for system in here if turn % 2 == 0 else reversed(here):
-            if not system.failure:
+            if system.turns or not system.failures:  # what has worked gets another chance
                 print(f"repetition {turn + 1} of {repeat}: {system.name}", file=sys.stderr)
                 measure(system, sizes)
     show(systems, workloads(sizes), repeat)
-    if any(system.failure for system in systems):
+    if any(system.failures for system in systems):
         sys.exit(1)
 
 
@@ -79,7 +80,7 @@ def measure(system: System, sizes: Sizes) -> None:
             except EOFError:
                 reply = "its client died"
     if isinstance(reply, str):
-        system.failure = reply
+        system.failures.append(reply)
     else:
         system.turns.append(reply)
 
