@@ -144,6 +144,8 @@ class Stream(AsyncIterator[Any]):
         return f"<stream of {self._target}>"
 
     async def __anext__(self) -> Any:
+        if self._incoming.is_awaited():  # as for an async generator
+            raise RuntimeError("another task waits for the next item of this stream")
         try:
             return await self._incoming.next()
         except BaseException:

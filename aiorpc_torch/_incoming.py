@@ -46,6 +46,10 @@ class Incoming:
         self._end = END
         self._wake()
 
+    def is_awaited(self) -> bool:
+        """Whether somebody waits for the next item."""
+        return self._waiter is not None and not self._waiter.done()
+
     async def next(self) -> Any:
         """The next item; what was yielded before an error comes before it.
 
@@ -76,5 +80,5 @@ class Incoming:
             self._wake()
 
     def _wake(self) -> None:
-        if self._waiter is not None and not self._waiter.done():
+        if self._waiter is not None and self.is_awaited():
             self._waiter.set_result(None)

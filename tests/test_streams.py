@@ -566,3 +566,19 @@ class TestLeaving:
             await remote(rref).followed()
         with pytest.raises((NotServing, WorkerLost)):
             await left
+
+
+@pytest.mark.usefixtures("world")
+async def test_two_tasks_cannot_wait_for_one_item() -> None:
+    """The second is told so, the first gets its item, and the stream goes on."""
+    follower = await create("main", Streams)
+    items = aiter(remote(follower).follow())
+    first = asyncio.create_task(anext(items))
+    await remote(follower).followed()
+    with pytest.raises(RuntimeError, match="another task"):
+        await anext(items)
+    await remote(follower).put(1)
+    assert await first == 1
+    await remote(follower).put(2)
+    assert await anext(items) == 2
+    await items.aclose()
