@@ -45,7 +45,7 @@ class System:
         if not find_spec(self.package):
             return f"{self.name}: left out, since {self.package} is not installed"
         used = ", ".join(filter(None, map(version, self.distributions)))
-        lost = f"; FAILED {len(self.failures)} times: {self.failures[-1]}" if self.failures else ""
+        lost = f"; FAILED {len(self.failures)}×: {self.failures[-1]}" if self.failures else ""
         return f"{self.name}: {used}{lost}"
 
 
@@ -64,7 +64,7 @@ def main(systems: Sequence[System], sizes: Sizes, repeat: int) -> None:
     for turn in range(repeat):
         # Whoever comes second finds a warmer machine: they take that in turns too.
         for system in here if turn % 2 == 0 else reversed(here):
-            if system.turns or not system.failures:  # what has worked gets another chance
+            if len(system.failures) < 2 + len(system.turns):  # once may be the machine's fault
                 print(f"repetition {turn + 1} of {repeat}: {system.name}", file=sys.stderr)
                 measure(system, sizes)
     show(systems, workloads(sizes), repeat)
