@@ -16,7 +16,8 @@ from torch._C._distributed_rpc import PyRRef
 
 from ._batcher import Fill, Round
 from ._doors import answer_torch, on_a_loop
-from ._jobs import Work, wants_loop
+from ._jobs import wants_loop
+from ._message import Work
 from ._queue import Body, Queue, Settle
 
 __all__ = ("batched",)

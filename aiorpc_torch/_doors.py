@@ -47,9 +47,7 @@ def answer(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
 @functions.async_execution  # type: ignore[untyped-decorator]
 def ping(_: bytes) -> "Future[Any]":
     """Answered at once, by whichever thread of torch's is free: this process lives."""
-    future: Future[Any] = Future()
-    future.set_result(None)
-    return future
+    return _completed(None)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
@@ -65,8 +63,12 @@ def serving() -> Server | None:
 
 def nobody() -> "Future[Any]":
     """The answer of a process that serves no more, or not yet."""
+    return _completed(Failure.of(NotServing(_NOBODY), "the callee"))
+
+
+def _completed(value: Any) -> "Future[Any]":
     future: Future[Any] = Future()
-    future.set_result(Failure.of(NotServing(_NOBODY), "the callee"))
+    future.set_result(value)
     return future
 
 

@@ -21,10 +21,9 @@ from torch.futures import Future
 from ._columns import FAILED, PACKED, cell
 from ._exceptions import Failure
 from ._line import Answer, Line
+from ._message import Work
 
 Devices = list[torch.device]
-
-Work = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class Job(abc.ABC):

@@ -7,7 +7,7 @@ does not know.
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,13 +21,6 @@ from ._message import Result, dump_results
 log = logging.getLogger("aiorpc_torch")
 
 Answer = Carrier[Result]
-
-
-class Abandoned(Protocol):
-    """A job, as far as a line knows it."""
-
-    def abandon(self) -> None:
-        """Nobody waits for it any more. On the loop's thread."""
 
 
 class Line:

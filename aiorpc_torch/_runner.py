@@ -38,11 +38,11 @@ class Runner:
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
         self._threads = Threads(threads, self._intra_op)
-        # RPC threads also complete replies and time-outs, and with all of them busy a process is
-        # jammed: user code may have less than half of them.
         self._host: Host | None = None
         self._waits: set[types.CodeType] = set()  # of functions that have had to wait
         self._behind = 0  # first steps and cancellations that wait for the next turn
+        # RPC threads also complete replies and time-outs, and with all of them busy a process is
+        # jammed: user code may have less than half of them.
         self._to_lend = max(0, threads // 2 - 1)
         self._lending = threading.Lock()
 
@@ -118,8 +118,8 @@ class Runner:
         if host is None or host.is_gone():
             self._host = Host()
 
-    def _spawn(self, job: Job, coroutine: Any, context: contextvars.Context | None = None) -> None:
-        job.task = self._loop.create_task(coroutine, context=context or self._context.copy())
+    def _go_on(self, job: Job, value: Any, context: contextvars.Context) -> None:
+        job.task = self._loop.create_task(_run(job, value), context=context)
 
     # ── in a thread ─────────────────────────────────────────────────────────────────────────────
 
@@ -145,7 +145,7 @@ class Runner:
             # An `async def` behind a decorator that is a plain def. A copy of the context: this
             # thread is still inside it, and two threads cannot be in one.
             context = contextvars.copy_context()
-            self.on_loop(lambda: self._spawn(job, _run(job, value), context))
+            self.on_loop(functools.partial(self._go_on, job, value, context))
         elif isinstance(job, StreamJob):
             self._stream_in_thread(job, value)
         else:

@@ -12,8 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from ._columns import ENDED, FAILED, PACKED
-from ._exceptions import Failure
+from ._columns import ENDED, PACKED
 from ._jobs import RpcJob
 from ._steps import timed
 
@@ -77,10 +76,6 @@ class StreamJob(RpcJob):
     def succeed(self, value: Any) -> None:
         """The generator has ended."""
         self._end(ENDED, None)
-
-    def fail(self, exc: BaseException) -> None:
-        if self.number in self.line.jobs:
-            self._end(FAILED, Failure.of(exc, self.worker))
 
     def abandon(self) -> None:
         super().abandon()

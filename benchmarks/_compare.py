@@ -41,15 +41,20 @@ class Row:
         ours, raw = self.runs.ours, self.runs.raw
         ratios = [mine / theirs for mine, theirs in zip(ours, raw, strict=False)]
         ratio = f"{median(ratios):.2f}" if ratios else ""
-        return self.what, self.unit, _spread(ours), _spread(raw), ratio, self.aim
+        return self.what, self.unit, spread(ours), spread(raw), ratio, self.aim
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """`quick`; `repeat`, how many times each measurement is repeated; `plot`, a path or None."""
+    """What `parse` gives, and `plot`, a path or None."""
     parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
+    return parse(parser)
+
+
+def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
+    """With the parser's own options, `quick` and `repeat`: how often each is measured."""
     parser.add_argument("--quick", action="store_true", help="fewer calls, to see that it works")
     parser.add_argument("--repeat", type=int, metavar="N", help="repetitions (5; quick: 2)")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     given = parser.parse_args()
     if given.repeat is None:
         given.repeat = 2 if given.quick else 5
@@ -109,7 +114,7 @@ def show(rows: Sequence[Row], *, other: str = "raw torch") -> None:
     meaning = f"; ratio: ours / {other}, the median of the pairs' ratios" if ratio else ""
     print(f"\nmedians of {turns} repetitions{meaning}")
     print(
-        f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
+        f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
         f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     )
@@ -124,7 +129,7 @@ def lay_out(table: Sequence[Sequence[str]]) -> None:
         print("  ".join(map(str.ljust, cells, widths)).rstrip())
 
 
-def _spread(values: Sequence[float]) -> str:
+def spread(values: Sequence[float]) -> str:
     if not values:
         return "–"
     return f"{number(median(values))} [{number(min(values))}–{number(max(values))}]"
@@ -134,7 +139,7 @@ def number(value: float) -> str:
     return f"{value:,.0f}" if value >= 100.0 else f"{value:.3g}"
 
 
-def _processor() -> str:
+def processor() -> str:
     try:
         with open("/proc/cpuinfo") as file:
             names = [line.partition(":")[2].strip() for line in file if "model name" in line]

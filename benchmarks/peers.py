@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
 
-from ._compare import _processor, _spread, lay_out
+from ._compare import lay_out, parse, processor, spread
 from ._peers_process import process
 from ._peers_turn import Figures, take_turn
 from ._peers_work import QUICK, Sizes, Workload, workloads
@@ -39,7 +39,7 @@ class System:
 
     def cell(self, workload: Workload) -> str:
         found = [turn[workload.method] for turn in self.turns]
-        return _spread([figure for figure in found if figure is not None])
+        return spread([figure for figure in found if figure is not None])
 
     def note(self) -> str:
         if not find_spec(self.package):
@@ -95,7 +95,7 @@ def show(systems: Sequence[System], rows: Sequence[Workload], repeat: int) -> No
     for system in systems:
         print(system.note())
     print(
-        f"{_processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
+        f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
         f"Python {platform.python_version()}, OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"
     )
 
@@ -110,15 +110,8 @@ def version(distribution: str) -> str:
 def arguments() -> argparse.Namespace:
     names = [system.name for system in all_systems()]
     parser = argparse.ArgumentParser(description="How aiorpc_torch compares with other systems.")
-    parser.add_argument("--quick", action="store_true", help="fewer calls, to see that it works")
-    parser.add_argument("--repeat", type=int, metavar="N", help="repetitions (5; quick: 2)")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
-    given = parser.parse_args()
-    if given.repeat is None:
-        given.repeat = 2 if given.quick else 5
-    elif given.repeat < 1:
-        parser.error("--repeat is at least 1")
-    return given
+    return parse(parser)
 
 
 if __name__ == "__main__":
