@@ -16,7 +16,7 @@ The map of the house, from the ground up; imports point down only.
     _line, _jobs, _streams                 the callee: one caller's calls, each being answered
     _runner, _server, _doors               from a message to the loop or a thread, and back
     _incoming, _pending, _link             the caller: calls sent together, outcomes and items back
-    _calling, _outbox, _remote             what the user types, and over which link it goes
+    _outbox, _calling, _remote             what the user types, and over which link it goes
     _answers, _queue, _batched             `@batched`
     _stats                                 what happens, in numbers
     _rendezvous, _leaving, _vigil, _world  a worker's life: it joins, serves, watches and leaves

@@ -8,18 +8,19 @@ link's.
 import asyncio
 import time
 import warnings
-from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from collections.abc import AsyncIterator, Coroutine, Generator
 from typing import Any, NoReturn
+
+from torch._C._distributed_rpc import PyRRef
 
 from ._deadline import deadline_in
 from ._exceptions import Failure
 from ._incoming import Incoming
 from ._link import Link
+from ._outbox import Worker, link_to
 from ._scopes import scope_deadline
 from ._wire import Broken, Target
 from .errors import CallTimeout
-
-Route = Callable[[], Link]
 
 TWICE = "this call was awaited already: make a new one"
 
@@ -40,20 +41,20 @@ _SPENT = _Spent()
 
 
 class Calling(Coroutine[Any, Any, Any]):
-    """`target(*args, **kwargs)` over the link that `route` finds, within `timeout` seconds."""
+    """`target(*args, **kwargs)` on `worker`, which may be an RRef's owner, in `timeout` seconds."""
 
-    __slots__ = ("__weakref__", "_args", "_kwargs", "_route", "_steps", "_target", "_timeout")
+    __slots__ = ("__weakref__", "_args", "_kwargs", "_steps", "_target", "_timeout", "_worker")
 
     def __init__(
         self,
-        route: Route,
+        worker: "Worker | PyRRef[Any]",
         target: Target,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None = None,
     ) -> None:
         self._steps: Generator[Any, Any, Any] | _Spent | None = None
-        self._route = route
+        self._worker = worker
         self._target = target
         self._args = args
         self._kwargs = kwargs
@@ -87,7 +88,7 @@ class Calling(Coroutine[Any, Any, Any]):
             warnings.warn(f"{self!r} was never awaited", RuntimeWarning, stacklevel=2, source=self)
 
     def _run(self) -> Generator[Any, Any, Any]:
-        link = self._route()
+        link = link_to(self._worker)
         due = _check(deadline_in(self._timeout))
         # The target keeps its RRef, and with it the object, alive until the answer is here.
         bound = _within_scope(due)
@@ -114,7 +115,7 @@ class Calling(Coroutine[Any, Any, Any]):
         if self._steps is not None:
             raise RuntimeError(TWICE)
         self._steps = _SPENT
-        link = self._route()
+        link = link_to(self._worker)
         due = _check(deadline_in(self._timeout))
         work = self._args, self._kwargs
         number, incoming = link.stream(self._target, work, _within_scope(due))

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from ._exceptions import Failure
-from ._tensors import SMALL, Kind, from_bytes, is_small, read_kind, to_bytes, write_kind
+from ._tensors import SMALL, Kind, from_bytes, read_kind, small_bytes, write_kind
 from ._wire import pack, unpack
 
 PLAIN = "plain"  # the cell is the value
@@ -31,7 +31,8 @@ def small_cell(value: Any) -> tuple[CellKind, Any] | None:
     """The kind and the cell of a small plain value, or None for all others."""
     cls = type(value)
     if cls is Tensor:
-        return ((value.dtype, value.shape), to_bytes(value)) if is_small(value) else None
+        data = small_bytes(value)
+        return None if data is None else ((value.dtype, value.shape), data)
     if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= SMALL):
         return PLAIN, value
     return None

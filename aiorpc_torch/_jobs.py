@@ -19,11 +19,14 @@ from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
 
 from ._columns import FAILED, PACKED, cell
+from ._deadline import adopt
 from ._exceptions import Failure
 from ._line import Answer, Line
 from ._message import Work
 
 Devices = list[torch.device]
+
+_TAKEN: Work = (), {}
 
 
 class Job(abc.ABC):
@@ -64,9 +67,16 @@ class Job(abc.ABC):
         return self.deadline is not None and time.monotonic() >= self.deadline
 
     def call(self) -> Any:
-        """Run the function, in whichever thread this is."""
-        args, kwargs = self.work
+        """Run the function, in whichever thread and context this is."""
+        if self.deadline is not None:
+            adopt(self.deadline)
+        args, kwargs = self.take_work()
         return self.function(*args, **kwargs)
+
+    def take_work(self) -> Work:
+        """The arguments, once: a call may wait for long, and they are its own from now on."""
+        work, self.work = self.work, _TAKEN
+        return work
 
     def settle(self, answer: Any) -> None:
         """End with what a batch has for this caller: a value, or an exception to raise."""

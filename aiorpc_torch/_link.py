@@ -6,10 +6,9 @@ a message is outstanding: if no other is, one without calls. Its failure tells o
 """
 
 import asyncio
-import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from torch import Tensor
@@ -20,20 +19,21 @@ from ._bridge import autograd_context, send, transport_error, when_done
 from ._exceptions import Failure
 from ._handles import Handles
 from ._incoming import Incoming
-from ._message import Calls, Outgoing, Work, dump, lay_out, load_results, outgoing, shorten
+from ._message import Calls, Outgoing, Short, Work, dump, lay_out, load_results, outgoing, shorten
 from ._pending import Pending, Sink
 from ._tensors import size_of
 from ._wait import Wait, wake_all
 from ._window import TRICKLE, Window
-from ._wire import Method, Target, TypedMethod
+from ._wire import Target
 from .errors import CallTimeout, NotServing, RpcError, WorkerLost
 
 Heard = asyncio.Future[None] | None  # told when a message has arrived
 
 SLICE = 256  # calls in a message at most: the callee starts while the caller still packs
 # From how many on the calls of a turn leave before it ends: soon while the callee has nothing else
-# to do; then late, since what comes back takes the interpreter away from a turn that is long.
-HALF = 32
+# to do, so that both work at once; then late, since what comes back takes the interpreter away from
+# a turn that is long.
+SOON = 64
 CROWD = 1024
 NO_CALLS = Calls()
 LARGE = 256 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
@@ -50,7 +50,6 @@ class Link:
         self._number = number
         self._peer = peer
         self._heard = heard
-        self._numbers = itertools.count()
         self._seq = 0
         self._pending = Pending()
         self._queue: deque[Outgoing] = deque()
@@ -58,7 +57,8 @@ class Link:
         self._credits: list[tuple[int, int]] = []
         self._flushing = False
         self._polling = False
-        self._crowd = False  # the last answer woke several callers, who may call again together
+        self._woken = 0  # by the last answer: they may call again together
+        self._rest: Sized = getattr(self._loop, "_ready", ())  # what the loop has yet to do
         self._trickling: asyncio.TimerHandle | None = None
         self._outstanding = 0  # messages whose answers may carry any result
         self._window = Window()
@@ -91,23 +91,23 @@ class Link:
 
     def call(self, target: Target, work: Work, due: float | None) -> tuple[int, Wait]:
         """Send a call; its number, and what is to be awaited: its value, `Failure` or `Broken`."""
-        number = next(self._numbers)
-        call = outgoing(number, shorten(self._name(target)), False, work, due)
+        number = self._calls
+        call = outgoing(number, self._shorten(target), False, work, due)
         wait = Wait(self._loop)
         self._enqueue(call, wait)
         return number, wait
 
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
         """Send a call whose items are awaited one by one; its number, and where they arrive."""
-        number = next(self._numbers)
-        call = outgoing(number, shorten(self._name(target)), True, work, due)
+        number = self._calls
+        call = outgoing(number, self._shorten(target), True, work, due)
         incoming = Incoming(lambda credit: self._grant(number, credit))
         self._enqueue(call, incoming)
         return number, incoming
 
     def cancel(self, number: int) -> None:
         """Nobody waits for that call any more."""
-        if self._pending.leave(number):
+        if self._pending.pop(number, None) is not None:
             self._cancel_there(number)
 
     def expire(self, number: int, seconds: float) -> None:
@@ -123,12 +123,8 @@ class Link:
             self._cancels.append(number)
             self._flush_soon()
 
-    def _name(self, target: Target) -> Target:
-        if isinstance(target, Method):
-            return Method(self._handles.name(target.on), target.name)
-        if isinstance(target, TypedMethod):
-            return TypedMethod(self._handles.name(target.on), target.function)
-        return target
+    def _shorten(self, target: Target) -> Short:
+        return shorten(target, None if target.on is None else self._handles.name(target.on))
 
     def _grant(self, number: int, credit: int) -> None:
         self._credits.append((number, credit))
@@ -136,19 +132,25 @@ class Link:
 
     def _enqueue(self, call: Outgoing, sink: Sink) -> None:
         self._calls += 1
-        idle = not self._pending and not self._queue and not self._crowd
-        self._pending.add(call.number, sink)
+        is_first = not self._pending
+        self._pending[call.number] = sink
         if autograd_context() >= 0:  # recorded as it is sent, so now and by itself
             self._flush()
             self._window.sent(call.number, call.size)
             self._send((call,), own=True)
             return
         self._queue.append(call)
-        limit = CROWD if self._outstanding > 1 else HALF
-        if idle or call.size > LARGE or len(self._queue) >= limit:
+        is_alone = is_first and self._woken <= 1 and not self._rest
+        if is_alone or call.size > LARGE or len(self._queue) >= self._enough():
             self._flush()
         else:
             self._flush_soon()
+
+    def _enough(self) -> int:
+        """How many calls leave before their turn ends."""
+        if self._outstanding:
+            return CROWD
+        return SOON if self._woken < SOON else (self._woken + 1) // 2
 
     # ── what leaves ─────────────────────────────────────────────────────────────────────────────
 
@@ -244,6 +246,7 @@ class Link:
         else:
             self._heard(self._peer.name)
             self._take(results, heard, wake)
+            self._woken = len(wake)
         if self._queue:
             self._flush()
         if len(self._window) and not self._outstanding and not self._polling:
@@ -259,9 +262,7 @@ class Link:
 
     def _take(self, results: Any, heard: Heard, wake: list[Wait]) -> None:
         outcomes, learned = load_results(results)
-        self._crowd = len(outcomes) > 1
-        for number in self._pending.settle(outcomes, wake):
-            self._window.answered(number)
+        self._window.answered(self._pending.settle(outcomes, wake))
         for number in learned:
             self._handles.learned(number)
         if heard is not None and not heard.done():
@@ -276,23 +277,22 @@ class Link:
         if self._trickling is not None:
             self._trickling.cancel()
         error = NotServing(f"this worker left its world before {self._peer.name!r} answered")
-        self._pending.fail(self._pending.numbers(), error)
+        self._pending.fail([*self._pending], error)
 
     def lost(self, error: RpcError) -> None:
         """The peer gives no sign of life. Should it come back, what it ran for us is cancelled."""
         self._queue.clear()
-        self._pending.fail(self._pending.numbers(), error)
+        self._pending.fail([*self._pending], error)
         self._cancels += self._window.clear()
 
     def _failed(self, numbers: Sequence[int], exc: Exception, heard: Heard) -> None:
         error = exc if isinstance(exc, RpcError) else transport_error(exc, self._peer.name)
         # A lost peer answers nothing any more; otherwise the other messages go their way.
         if isinstance(error, WorkerLost | NotServing):
-            numbers = self._pending.numbers()
+            numbers = [*self._pending]
             self._queue.clear()
             self._window.clear()
-        for number in numbers:
-            self._window.answered(number)
+        self._window.answered(numbers)
         self._pending.fail(numbers, error)
         if heard is not None and not heard.done():
             heard.set_exception(error)

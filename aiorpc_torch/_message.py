@@ -5,7 +5,9 @@ columns; so do results of one kind. Plain tuples are pickled, not classes: a gro
 call in it next to nothing. Knows no link, no server and no order of arrival.
 """
 
+import functools
 import pickle
+import types
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
@@ -13,7 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._columns import PACKED, PLAIN, CellKind, read, small_cell, write
-from ._wire import Method, Packed, Target, pack, unpack
+from ._handles import Named
+from ._wire import Create, Function, Method, Packed, Target, pack, unpack
 
 # ── calls, on their way out ─────────────────────────────────────────────────────────────────────
 
@@ -40,37 +43,47 @@ Short = tuple[int, str] | Packed
 """How a target is named in a message."""
 
 
-def shorten(target: Target) -> Short:
-    """A method of an object that the peer knows by number is named in two plain words."""
-    if type(target) is Method and type(target.on) is int:
-        return target.on, target.name
-    return pack(target)
+def shorten(target: Target, on: Named | None) -> Short:
+    """How a target is named, with `on` in place of its RRef."""
+    if type(target) is Method and type(on) is int:  # most calls
+        return on, target.name
+    if on is not None and not isinstance(target, Function | Create):
+        target = target._replace(on=on)
+    is_settled = on is None or type(on) is int
+    by_name = is_settled and _goes_by_name(getattr(target, "function", None))
+    return _packed_once(target) if by_name else pack(target)
+
+
+def _goes_by_name(function: Any) -> bool:
+    if type(function) is types.BuiltinFunctionType:  # or a method of an object, which has a state
+        return isinstance(function.__self__, types.ModuleType | type | None)
+    return type(function) is types.FunctionType
+
+
+# One object for all calls of a function: so they form one group.
+_packed_once = functools.lru_cache(maxsize=1024, typed=True)(pack)
 
 
 def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float | None) -> Outgoing:
     """A call. Its small arguments are copied. Raises what pickling raises."""
     args, kwargs = work
-    kinds, cells, size = [], [], OVERHEAD
-    values = (*args, *kwargs.values()) if kwargs else args
-    for value in values:
+    kinds, cells, tensors, size = [], [], [], OVERHEAD
+    for value in (*args, *kwargs.values()) if kwargs else args:
         found = small_cell(value)
         if found is None:
             return _whole(number, target, stream, work, due)
         kind, content = found
         kinds.append(kind)
         cells.append(content)
-        if kind is not PLAIN or type(content) is str or type(content) is bytes:
+        if kind is not PLAIN:
+            tensors.append(id(value))
             size += len(content)
-    if len(values) > 1 and _repeats(values, kinds):
+        elif type(content) is str or type(content) is bytes:
+            size += len(content)
+    if len(tensors) > 1 and len(set(tensors)) < len(tensors):  # one passed twice arrives as one
         return _whole(number, target, stream, work, due)
     header = (target, stream, tuple(kwargs), tuple(kinds))
     return Outgoing(number, header, tuple(cells), due, size)
-
-
-def _repeats(values: Sequence[Any], kinds: Sequence[CellKind]) -> bool:
-    """Whether a tensor is passed twice, and must arrive as one."""
-    tensors = [id(value) for value, kind in zip(values, kinds, strict=True) if kind is not PLAIN]
-    return len(set(tensors)) < len(tensors)
 
 
 Work = tuple[tuple[Any, ...], dict[str, Any]]

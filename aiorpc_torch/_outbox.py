@@ -6,12 +6,16 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 from weakref import WeakKeyDictionary
 
-from torch._C._distributed_rpc import WorkerInfo
+from torch._C._distributed_rpc import PyRRef, WorkerInfo
 
 from ._link import Link
 from .errors import NotServing, RpcError
+
+Worker = str | int | WorkerInfo
+"""A worker by name, by rank or as torch's `WorkerInfo`."""
 
 _Links = tuple[Callable[[], asyncio.AbstractEventLoop | None], dict[str, Link]]
 
@@ -35,7 +39,7 @@ class Outbox:
         links = [link for links in self._links.values() for link in links.values()]
         return f"<Outbox of {self.name}: {links}>"
 
-    def find(self, worker: str | int | WorkerInfo) -> str:
+    def find(self, worker: Worker) -> str:
         """The name of a worker of this world.
 
         Raises:
@@ -117,3 +121,16 @@ def current() -> Outbox:
     if _current is None:
         raise NotServing("this process is in no world: enter worker() or local_world() first")
     return _current
+
+
+def link_to(worker: "Worker | PyRRef[Any]") -> Link:
+    """From the running loop to that worker, or to the owner of that RRef.
+
+    Raises:
+        NotServing: if this process is in no world.
+        ValueError: if there is no such worker in it.
+    """
+    outbox = current()
+    if isinstance(worker, PyRRef):
+        return outbox.link(worker.owner_name())
+    return outbox.link(outbox.find(worker))

@@ -4,7 +4,7 @@ Each is settled once, with whatever comes first; what comes for nobody is counte
 loop of its link.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Any
 
 from ._incoming import Incoming
@@ -17,64 +17,44 @@ Sink = Wait | Incoming
 """Where an outcome goes."""
 
 
-class Pending:
+class Pending(dict[int, Sink]):
     """The waiting of one link. `late`: how many answers came for nobody."""
 
-    def __init__(self) -> None:
-        self._sinks: dict[int, Sink] = {}
-        self.late = 0
+    late = 0
 
-    def __len__(self) -> int:
-        return len(self._sinks)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._sinks
-
-    def numbers(self) -> list[int]:
-        """Of all that wait."""
-        return [*self._sinks]
-
-    def add(self, number: int, sink: Sink) -> None:
-        """Somebody waits for call or stream `number`."""
-        self._sinks[number] = sink
-
-    def leave(self, number: int) -> bool:
-        """Nobody waits for it any more; False if nobody did."""
-        return self._sinks.pop(number, None) is not None
-
-    def settle(self, outcomes: Iterable[tuple[Key, Any]], wake: list[Wait]) -> Iterator[int]:
-        """Deliver results and items; yields the numbers of those that have ended.
+    def settle(self, outcomes: Iterable[tuple[Key, Any]], wake: list[Wait]) -> list[int]:
+        """Deliver results and items; returns the numbers of those that have ended.
 
         Whose task is to be woken is added to `wake`.
         """
-        sinks = self._sinks
+        ended = []
         for key, value in outcomes:
-            if type(key) is tuple:
+            if isinstance(key, tuple):
                 if self._deliver(key, value):
-                    yield key[0]
+                    ended.append(key[0])
                 continue
-            assert isinstance(key, int)
-            sink = sinks.pop(key, None)
+            ended.append(key)
+            sink = self.pop(key, None)
             if sink is None:
                 self.late += 1
-            elif isinstance(sink, Wait) and sink.settle(value):
+            elif type(sink) is Wait and sink.settle(value):
                 wake.append(sink)
-            yield key
+        return ended
 
     def _deliver(self, key: tuple[int, int, int], value: Any) -> bool:
         number, index, price = key
-        sink = self._sinks.get(number)
-        if not isinstance(sink, Incoming):
+        sink = self.get(number)
+        if type(sink) is not Incoming:
             return price == 0  # only the end is free
         ended = sink.arrived(index, value, price)
         if ended:
-            del self._sinks[number]
+            del self[number]
         return ended
 
     def fail(self, numbers: Iterable[int], error: RpcError) -> None:
         """No answer will come for these."""
         for number in numbers:
-            sink = self._sinks.pop(number, None)
+            sink = self.pop(number, None)
             if isinstance(sink, Incoming):
                 sink.fail(Broken(error))
             elif sink is not None and sink.settle(Broken(error)):

@@ -6,12 +6,11 @@ Sugar over the outbox: it names what is to run where, and gives it types.
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
-from torch._C._distributed_rpc import PyRRef, WorkerInfo
+from torch._C._distributed_rpc import PyRRef
 from torch.distributed.rpc import RRef
 
-from . import _outbox
 from ._calling import Calling
-from ._link import Link
+from ._outbox import Worker
 from ._wire import Create, Fetch, Function, Method, TypedMethod, check_public
 
 __all__ = ("call", "create", "fetch", "remote")
@@ -19,9 +18,6 @@ __all__ = ("call", "create", "fetch", "remote")
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
-
-Worker = str | int | WorkerInfo
-"""A worker by name, by rank or as torch's `WorkerInfo`."""
 
 
 class Remote(Generic[T]):
@@ -42,7 +38,7 @@ class Remote(Generic[T]):
         rref, timeout = self._rref, self._timeout
 
         def method(*args: Any, **kwargs: Any) -> Calling:
-            return Calling(_to_owner(rref), Method(rref, name), args, kwargs, timeout)
+            return Calling(rref, Method(rref, name), args, kwargs, timeout)
 
         return method
 
@@ -133,8 +129,8 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if not callable(function):
         raise TypeError(f"call takes something that can be called, not {function!r}")
     if isinstance(to, PyRRef):
-        return Calling(_to_owner(to), TypedMethod(_check_rref(to), function), args, kwargs)
-    return Calling(_to(to), Function(function), args, kwargs)
+        return Calling(to, TypedMethod(_check_rref(to), function), args, kwargs)
+    return Calling(to, Function(function), args, kwargs)
 
 
 @overload
@@ -163,7 +159,7 @@ async def create(to: Worker, factory: Callable[..., Any], /, *args: Any, **kwarg
     """
     if not callable(factory):
         raise TypeError(f"create takes a class or a factory, not {factory!r}")
-    return await Calling(_to(to), Create(factory), args, kwargs)
+    return await Calling(to, Create(factory), args, kwargs)
 
 
 async def fetch(rref: RRef[T]) -> T:
@@ -175,19 +171,7 @@ async def fetch(rref: RRef[T]) -> T:
     _check_rref(rref)
     if rref.is_owner():
         return rref.local_value()  # type: ignore[no-any-return]
-    return await Calling(_to_owner(rref), Fetch(rref), (), {})  # type: ignore[no-any-return]
-
-
-def _to_owner(rref: "PyRRef[Any]") -> Callable[[], Link]:
-    return lambda: _outbox.current().link(rref.owner_name())
-
-
-def _to(worker: Worker) -> Callable[[], Link]:
-    def route() -> Link:
-        outbox = _outbox.current()
-        return outbox.link(outbox.find(worker))
-
-    return route
+    return await Calling(rref, Fetch(rref), (), {})  # type: ignore[no-any-return]
 
 
 def _check_rref(rref: Any) -> RRef[Any]:

@@ -34,6 +34,7 @@ class Runner:
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # what a method sees, whoever calls it
+        self._context.run(adopt, None)
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
@@ -110,7 +111,7 @@ class Runner:
         host = self._host
         late = self._behind or code in self._waits
         if late or code is None or host is None or not host.is_free():
-            job.task = self._loop.create_task(_run(job), context=context)
+            job.task = self._loop.create_task(_run(job), name=job.name, context=context)
             self.hold()
         elif not host.run(_run(job), context):
             job.task = host.task
@@ -119,7 +120,7 @@ class Runner:
             self._host = Host()
 
     def _go_on(self, job: Job, value: Any, context: contextvars.Context) -> None:
-        job.task = self._loop.create_task(_run(job, value), context=context)
+        job.task = self._loop.create_task(_run(job, value), name=job.name, context=context)
 
     # ── in a thread ─────────────────────────────────────────────────────────────────────────────
 
@@ -129,7 +130,6 @@ class Runner:
             self._context.copy().run(self._work, job)
 
     def _work(self, job: Job) -> None:
-        adopt(job.deadline)
         try:
             value = job.call()
         except BaseException as exc:  # SystemExit too is the caller's to see, not this process's
@@ -179,7 +179,7 @@ def _expired(job: Job) -> bool:
 
 def _join(job: Job, join: Any) -> None:
     try:
-        job.leave = join(job.settle, job.work)
+        job.leave = join(job.settle, job.take_work())
     except Exception as exc:
         job.fail(exc)
 
@@ -200,7 +200,6 @@ async def _run(job: Job, value: Any = _NOT_YET) -> None:
         task.cancel()  # the coroutine sees it at its first await
     try:
         if value is _NOT_YET:
-            adopt(job.deadline)
             value = job.call()
         if inspect.isawaitable(value):
             value = await (timed(value, job.name) if inspect.iscoroutine(value) else value)

@@ -29,22 +29,19 @@ def _plain_keys() -> frozenset[int]:
 _PLAIN = _plain_keys()
 
 
-def is_small(tensor: Tensor) -> bool:
-    """Whether a tensor's bytes may stand for it: plain, dense, on the CPU, outside autograd."""
+def small_bytes(tensor: Tensor) -> bytes | None:
+    """A copy of the elements, in order, of a tensor for which its bytes may stand: small, plain,
+    dense, on the CPU, outside autograd. None of any other.
+    """
     # Its dispatch keys say at once that it is not sparse, quantised, conjugated, negated, wrapped
     # or elsewhere. is_conj() and is_neg() give up the GIL, which costs 20 µs in a busy process.
-    return (
-        _keys_of(tensor).raw_repr() in _PLAIN
-        and tensor.nbytes <= SMALL
-        and not tensor.requires_grad
-    )
-
-
-def to_bytes(tensor: Tensor) -> bytes:
-    """A copy of a small tensor's elements, in order."""
+    if _keys_of(tensor).raw_repr() not in _PLAIN or tensor.requires_grad:
+        return None
+    size = tensor.nbytes
+    if size > SMALL:
+        return None
     # Not numpy(), which knows no bfloat16 and may not be installed.
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    size = dense.nbytes
     return _copy(dense.data_ptr(), size) if size else b""
 
 

@@ -6,6 +6,8 @@ wait for one that is not sent yet, and a bound that is never lifted would be a d
 window from which no answer comes lets one more call pass now and then.
 """
 
+from collections.abc import Iterable
+
 CALLS = 131_072
 BYTES = 1 << 30
 TRICKLE = 1.0  # seconds without an answer after which a full window lets one call pass
@@ -30,9 +32,6 @@ class Window:
     def __contains__(self, number: int) -> bool:
         return number in self._open
 
-    def __iter__(self):  # type: ignore[no-untyped-def]
-        return iter(self._open)
-
     def admits(self, size: int) -> bool:
         """Whether a call of so many bytes may be sent. The first may, however large."""
         if not self._open:
@@ -44,14 +43,13 @@ class Window:
         self._open[number] = size
         self._size += size
 
-    def answered(self, number: int) -> bool:
-        """Its answer has come; False if none was expected."""
-        size = self._open.pop(number, None)
-        if size is None:
-            return False
-        self._size -= size
-        self.answers += 1
-        return True
+    def answered(self, numbers: Iterable[int]) -> None:
+        """Their answers have come. One that was not expected is none."""
+        for number in numbers:
+            size = self._open.pop(number, None)
+            if size is not None:
+                self._size -= size
+                self.answers += 1
 
     def clear(self) -> list[int]:
         """No answers will come any more: the numbers of the calls that were open."""

@@ -17,7 +17,7 @@ from torch._C._distributed_rpc import PyRRef
 
 from ._exceptions import Failure, reduce_exception, replica
 from ._handles import Named
-from ._tensors import Kind, compact, from_bytes, is_small, size_of, to_bytes
+from ._tensors import Kind, compact, from_bytes, size_of, small_bytes
 from .errors import RpcError
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────
@@ -71,8 +71,8 @@ class _Packer(pickle.Pickler):
 
     def reducer_override(self, obj: Any) -> Any:
         if type(obj) is Tensor:  # subclasses have reductions of their own, made of plain tensors
-            if is_small(obj):
-                return read_small, ((obj.dtype, tuple(obj.shape)), to_bytes(obj))
+            if (data := small_bytes(obj)) is not None:
+                return read_small, ((obj.dtype, tuple(obj.shape)), data)
             self.tensors.append(compact(obj))
             return _tensor_slot, (len(self.tensors) - 1,)
         if isinstance(obj, PyRRef):

@@ -26,7 +26,7 @@ from aiorpc_torch._message import (
     shorten,
 )
 from aiorpc_torch._tensors import SMALL
-from aiorpc_torch._wire import Fetch, Function, Method
+from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod
 
 NOW = 1000.0
 HEAD = "caller", 3, 7, False
@@ -153,7 +153,7 @@ def across(calls: list[Outgoing]) -> list[tuple[int, Any, bool, Any]]:
 
 
 def call(*args: Any, **kwargs: Any) -> Outgoing:
-    return outgoing(0, shorten(Method(1, "m")), False, (args, kwargs), None)
+    return outgoing(0, shorten(Method(1, "m"), 1), False, (args, kwargs), None)
 
 
 def argument(value: Any) -> Any:
@@ -182,7 +182,7 @@ def returned(results: list[Any], learned: Any = ()) -> tuple[dict[Any, Any], Any
 def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
     """Any arguments for any methods, interleaved: each call with its own, in their order."""
     sent = [
-        outgoing(5 * number, shorten(target), stream, work, None)
+        outgoing(5 * number, shorten(target, target.on), stream, work, None)
         for number, (target, stream, work) in enumerate(calls)
     ]
     arrived = across(sent)
@@ -198,7 +198,7 @@ def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
     calls = [each for each in calls if isinstance(each[0], Method)]
     message, tensors = message_of(
         [
-            outgoing(number, shorten(target), False, ((value,), {}), None)
+            outgoing(number, shorten(target, target.on), False, ((value,), {}), None)
             for number, (target, value) in enumerate(calls)
         ]
     )
@@ -209,6 +209,45 @@ def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
     assert len(message.groups) == len(kinds)
     assert tensors == []
     assert bool(message.order) is (len(kinds) > 1)
+
+
+class Net:
+    def forward(self, x: float) -> float:
+        return x
+
+
+FUNCTIONS = [Function(math.hypot), Function(torch.add), Function(same)]
+TYPED = [TypedMethod(1, Net.forward), TypedMethod(2, Net.forward), TypedMethod(1, math.hypot)]
+
+
+@pytest.mark.parametrize("target", [*FUNCTIONS, *TYPED])
+def test_calls_of_a_function_share_a_group(target: Any) -> None:
+    """It is pickled by its name, so once for all."""
+    sent = [
+        outgoing(number, shorten(target, target.on), False, ((number,), {}), None)
+        for number in range(3)
+    ]
+    assert len(message_of(sent)[0].groups) == 1
+    assert [found for _, found, _, _ in across(sent)] == [target] * 3
+
+
+def test_what_a_function_is_bound_to_is_pickled_as_it_is() -> None:
+    """A method of a list takes it along, as it is at each call."""
+    grows: list[int] = []
+    found = []
+    for number in range(3):
+        target = Function(grows.index)
+        sent = outgoing(number, shorten(target, None), False, ((number,), {}), None)
+        found += [each.function.__self__ for _, each, _, _ in across([sent])]
+        grows.append(number)
+    assert found == [[], [0], [0, 1]]
+
+
+def test_to_make_is_not_to_call() -> None:
+    """Though both name the same function."""
+    targets: list[Any] = [Function(math.hypot), Create(math.hypot), Function(math.hypot)]
+    sent = [outgoing(0, shorten(target, None), False, ((), {}), None) for target in targets]
+    assert [type(found) for _, found, _, _ in across(sent)] == [Function, Create, Function]
 
 
 def test_a_message_says_what_it_is() -> None:
@@ -328,7 +367,7 @@ def test_an_unreadable_argument_fails_alone() -> None:
 def test_an_unreadable_target_fails_alone() -> None:
     """The other groups of the message are read."""
     calls = [
-        outgoing(0, shorten(Fetch(Unreadable())), False, ((), {}), None),  # type: ignore[arg-type]
+        outgoing(0, shorten(Fetch(Unreadable()), Unreadable()), False, ((), {}), None),  # type: ignore[arg-type]
         call(torch.zeros(SMALL)),
     ]
     (_, target, _, _), (_, other, _, work) = across(calls)

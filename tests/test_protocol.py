@@ -286,7 +286,8 @@ class World:
         self.patch.setattr(_calling, "scope_deadline", scope.get)
         self.patch.setattr(_link, "autograd_context", lambda: 0 if in_context.get() else -1)
         self.patch.setattr(_link, "SLICE", 3)
-        self.patch.setattr(_link, "HALF", 2, raising=False)
+        self.patch.setattr(_link, "SOON", 2)
+        self.patch.setattr(_calling, "link_to", lambda _: self.link)
         self.patch.setattr(_link, "LARGE", 20_000)
         self.patch.setattr(_streams, "CREDIT", CREDIT)
         self.patch.setattr(_incoming, "CREDIT", CREDIT)
@@ -315,7 +316,7 @@ class World:
         self.run(turns())
 
     def call(self, name: str, *args: Any) -> Calling:
-        return Calling(lambda: self.link, Method(self.ref, name), args, {})  # type: ignore[arg-type]
+        return Calling("callee", Method(self.ref, name), args, {})  # type: ignore[arg-type]
 
     def task(self, coro: Any) -> "asyncio.Task[Any]":
         return self.loop.create_task(coro)
@@ -744,11 +745,47 @@ def test_a_lone_call_is_one_message(world: World) -> None:
 
 
 def test_calls_of_a_turn_share_messages(world: World) -> None:
-    """The first finds the link idle and leaves at once; then as many as fit."""
+    """As many as fit, the first as well, though it finds the link idle: others come after it."""
     tasks = [world.task(world.call("quick", number)) for number in range(7)]
     exchange(world)
     assert [task.result() for task in tasks] == [*range(7)]
-    assert 3 <= world.link.tally()["messages"] <= 4
+    assert world.link.tally()["messages"] == 3  # the first two as soon as there are so many
+
+
+def test_a_call_leaves_before_its_turn_ends(world: World) -> None:
+    """If nobody else is to have a turn, who might call as well."""
+    senders = []
+
+    def send(*args: Any) -> Any:
+        senders.append(asyncio.current_task())
+        world.loop.stop()
+        return world.network.send(*args)
+
+    world.patch.setattr(_link, "send", send)
+    task = world.task(world.call("quick", 0))
+    world.loop.run_forever()
+    assert senders == [task]
+    world.patch.setattr(_link, "send", world.network.send)
+    exchange(world)
+
+
+@pytest.mark.parametrize(("callers", "messages"), [(2, 1), (7, 1), (8, 2), (9, 2), (40, 2)])
+def test_who_call_again_together_share_messages(world: World, callers: int, messages: int) -> None:
+    """One, or two if they are many: both sides work at once, and do not send more than it takes."""
+    world.patch.setattr(_link, "SLICE", 256)
+    world.patch.setattr(_link, "SOON", 8)
+    turns = 20
+    seen = []
+
+    async def caller() -> None:
+        for turn in range(turns):
+            assert await world.call("quick", turn) == turn
+            seen.append(world.link.tally()["messages"])
+
+    tasks = [world.task(caller()) for _ in range(callers)]
+    exchange(world, 3 * turns)
+    assert all(task.done() for task in tasks)
+    assert seen[-1] - seen[len(seen) // 2] <= messages * turns // 2
 
 
 def test_a_slow_call_delays_nobody(world: World) -> None:
@@ -832,7 +869,9 @@ def test_a_result_that_cannot_be_sent_fails_alone(world: World, kind: str) -> No
 def test_an_answer_that_fails_is_no_lost_peer(world: World) -> None:
     """Only what came in its message fails, though the error names a file of the agent's."""
     gate(world, 0)
-    waits, fails = world.task(world.call("gated", 0)), world.task(world.call("quick", 1))
+    waits = world.task(world.call("gated", 0))
+    world.turn()
+    fails = world.task(world.call("quick", 1))  # in a message of its own
     world.turn()
     for _ in range(2):
         world.network.deliver(0)
