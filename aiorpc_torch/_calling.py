@@ -96,7 +96,7 @@ class Calling(Coroutine[Any, Any, Any]):
         timer = None if due is None else _timer(link, number, due)
         try:
             answer = yield from wait.__await__()
-            if bound is not None and type(answer) is Failure and bound <= time.monotonic():
+            if type(answer) is Failure and _is_over(bound):
                 yield  # the time of a scope may be over too, and then it is the scope that says so
         except BaseException:
             link.cancel(number)
@@ -117,10 +117,10 @@ class Calling(Coroutine[Any, Any, Any]):
         self._steps = _SPENT
         link = link_to(self._worker)
         due = _check(deadline_in(self._timeout))
-        work = self._args, self._kwargs
-        number, incoming = link.stream(self._target, work, _within_scope(due))
+        bound = _within_scope(due)
+        number, incoming = link.stream(self._target, (self._args, self._kwargs), bound)
         timer = None if due is None else _timer(link, number, due)
-        return Stream(link, number, incoming, timer, self._target)
+        return Stream(link, number, incoming, bound, timer, self._target)
 
 
 class Stream(AsyncIterator[Any]):
@@ -131,6 +131,7 @@ class Stream(AsyncIterator[Any]):
         link: Link,
         number: int,
         incoming: Incoming,
+        bound: float | None,
         timer: asyncio.TimerHandle | None,
         target: Target,
     ) -> None:
@@ -138,6 +139,7 @@ class Stream(AsyncIterator[Any]):
         self._link = link
         self._number = number
         self._incoming = incoming
+        self._bound = bound
         self._timer = timer
         self._target = target
 
@@ -149,8 +151,10 @@ class Stream(AsyncIterator[Any]):
             raise RuntimeError("another task waits for the next item of this stream")
         try:
             return await self._incoming.next()
-        except BaseException:
+        except BaseException as exc:
             self._leave()
+            if isinstance(exc, Exception) and _is_over(self._bound):
+                await asyncio.sleep(0)  # as above: a scope speaks first
             raise
 
     async def aclose(self) -> None:
@@ -177,9 +181,13 @@ def _leave(link: Link, number: int, timer: asyncio.TimerHandle | None) -> None:
 
 
 def _check(due: float | None) -> float | None:
-    if due is not None and due <= time.monotonic():
+    if _is_over(due):
         raise CallTimeout("the deadline had passed before the call was sent")
     return due
+
+
+def _is_over(bound: float | None) -> bool:
+    return bound is not None and bound <= time.monotonic()
 
 
 def _within_scope(due: float | None) -> float | None:

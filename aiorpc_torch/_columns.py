@@ -1,7 +1,8 @@
 """Values as cells, and the cells of one kind as a column: many small values for the price of few.
 
-A plain number or text is its own cell, a small tensor's cell is its bytes, anything else is packed.
-A column of tensors of one dtype and shape is one run of bytes with one header.
+A plain number or text is its own cell, a small tensor's cell is its bytes, a large one stays a
+tensor, anything else is packed. A column of small tensors of one dtype and shape is one run of
+bytes with one header.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,10 +12,20 @@ from typing import Any
 from torch import Tensor
 
 from ._exceptions import Failure
-from ._tensors import SMALL, Kind, from_bytes, read_kind, small_bytes, write_kind
+from ._tensors import (
+    SMALL,
+    Kind,
+    compact,
+    from_bytes,
+    read_kind,
+    size_of,
+    small_bytes,
+    write_kind,
+)
 from ._wire import pack, unpack
 
 PLAIN = "plain"  # the cell is the value
+TENSOR = "tensor"  # the cell is a tensor that stays outside the bytes
 PACKED = "packed"  # the cell is a Packed
 FAILED = "failed"  # the cell is a Failure
 ENDED = "ended"  # of a stream: there is no cell
@@ -27,12 +38,12 @@ Column = tuple[Any, Any]
 _ATOMS = frozenset((int, float, bool, complex, type(None)))
 
 
-def small_cell(value: Any) -> tuple[CellKind, Any] | None:
-    """The kind and the cell of a small plain value, or None for all others."""
+def plain_cell(value: Any) -> tuple[CellKind, Any] | None:
+    """The kind and the cell of a tensor or a small plain value, or None for all others."""
     cls = type(value)
     if cls is Tensor:
         data = small_bytes(value)
-        return None if data is None else ((value.dtype, value.shape), data)
+        return (TENSOR, compact(value)) if data is None else ((value.dtype, value.shape), data)
     if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= SMALL):
         return PLAIN, value
     return None
@@ -43,13 +54,30 @@ def cell(value: Any) -> tuple[CellKind, Any]:
 
     Only large tensors are not copied. Raises what pickling raises.
     """
-    return small_cell(value) or (PACKED, pack(value))
+    return plain_cell(value) or (PACKED, pack(value))
+
+
+def loose(kind: CellKind, content: Any) -> Sequence[Tensor]:
+    """The tensors of a cell that stay outside the bytes."""
+    if kind == PACKED:
+        return content.tensors  # type: ignore[no-any-return]
+    return (content,) if kind == TENSOR else ()
+
+
+def bulk(kind: CellKind, content: Any) -> int:
+    """Bytes that a cell takes, if it can be large at all."""
+    if kind == PACKED:
+        return content.size  # type: ignore[no-any-return]
+    return size_of(content) if kind == TENSOR else 0
 
 
 def write(kind: CellKind, cells: Sequence[Any], tensors: list[Tensor]) -> Column:
     """The column of these cells; what stays outside the bytes is added to `tensors`."""
     if kind == PLAIN:
         return kind, list(cells)
+    if kind == TENSOR:
+        tensors += cells
+        return kind, len(cells)
     if kind == PACKED:
         for packed in cells:
             tensors += packed.tensors
@@ -74,6 +102,8 @@ def read(column: Column, tensors: Iterator[Tensor]) -> list[Any]:
     kind, cells = column
     if kind == PLAIN:
         return cells  # type: ignore[no-any-return]
+    if kind == TENSOR:
+        return [*islice(tensors, cells)]
     if kind == PACKED:
         return [unpack(data, list(islice(tensors, count))) for data, count in cells]
     if kind == FAILED:

@@ -18,7 +18,7 @@ from torch.distributed.rpc import RRef
 from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
 
-from ._columns import FAILED, PACKED, cell
+from ._columns import FAILED, cell, loose
 from ._deadline import adopt
 from ._exceptions import Failure
 from ._line import Answer, Line
@@ -138,8 +138,8 @@ class RpcJob(Job):
 
     def _cell(self, value: Any) -> tuple[Any, Any]:
         kind, content = cell(value)
-        if kind == PACKED and content.tensors:
-            self.line.check(content.tensors)
+        if tensors := loose(kind, content):
+            self.line.check(tensors)
         return kind, content
 
     def _end(self, kind: Any, content: Any) -> None:

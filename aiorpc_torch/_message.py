@@ -14,8 +14,9 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._columns import PACKED, PLAIN, CellKind, read, small_cell, write
+from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, write
 from ._handles import Named
+from ._tensors import size_of
 from ._wire import Create, Function, Method, Packed, Target, pack, unpack
 
 # ── calls, on their way out ─────────────────────────────────────────────────────────────────────
@@ -69,7 +70,7 @@ def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float 
     args, kwargs = work
     kinds, cells, tensors, size = [], [], [], OVERHEAD
     for value in (*args, *kwargs.values()) if kwargs else args:
-        found = small_cell(value)
+        found = plain_cell(value)
         if found is None:
             return _whole(number, target, stream, work, due)
         kind, content = found
@@ -77,7 +78,7 @@ def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float 
         cells.append(content)
         if kind is not PLAIN:
             tensors.append(id(value))
-            size += len(content)
+            size += size_of(content) if kind is TENSOR else len(content)
         elif type(content) is str or type(content) is bytes:
             size += len(content)
     if len(tensors) > 1 and len(set(tensors)) < len(tensors):  # one passed twice arrives as one

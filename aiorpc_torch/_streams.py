@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from ._columns import ENDED, PACKED
+from ._columns import ENDED, bulk
 from ._jobs import RpcJob
 from ._steps import timed
 
@@ -52,7 +52,7 @@ class StreamJob(RpcJob):
         kind, content = self._cell(item)
         number = self._items
         self._items += 1
-        cost = price(content.size) if kind == PACKED else 1
+        cost = price(bulk(kind, content))
         with self._lock:
             self._credit -= cost
             has_credit = self._credit > 0

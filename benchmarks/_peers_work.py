@@ -31,10 +31,10 @@ class Sizes:
 
     lone: int = 300
     crowd: int = 3_000
-    window: int = 2_000
-    steps: int = 30
+    window: int = 5_000
+    steps: int = 100
     naps: int = 1_000
-    trips: int = 16
+    trips: int = 40
     items: int = 2_000
 
 

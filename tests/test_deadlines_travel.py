@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,10 @@ from actors import Counter, Sleeper, Streams, Ward
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, call, create, remote
+from aiorpc_torch._calling import Stream
+from aiorpc_torch._exceptions import Failure
+from aiorpc_torch._incoming import Incoming
+from aiorpc_torch._wire import Fetch
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -171,6 +176,27 @@ async def test_own_deadline_within_a_scope() -> None:
     assert not scope.cancelled_caught
     with anyio.move_on_after(0.05) as scope:
         await remote(ward, timeout=1000.0).wait()
+    assert scope.cancelled_caught
+
+
+async def test_a_scope_speaks_before_what_ended_with_it() -> None:
+    """The stream's error is here when a loop that was held comes to look: still the scope ends."""
+
+    class Elsewhere:
+        def cancel(self, number: int) -> None:
+            """Nothing runs there."""
+
+    def fail_late() -> None:
+        while anyio.current_time() <= scope.deadline:
+            """Hold the loop."""
+        incoming.arrived(0, Failure.of(CallTimeout("a nested call"), "b"), 0)
+
+    incoming = Incoming(lambda credit: None)
+    with anyio.move_on_after(0.02) as scope:
+        bound = time.monotonic() + 0.02
+        stream = Stream(Elsewhere(), 0, incoming, bound, None, Fetch(0))  # type: ignore[arg-type]
+        asyncio.get_running_loop().call_soon(fail_late)
+        await anext(stream)
     assert scope.cancelled_caught
 
 
