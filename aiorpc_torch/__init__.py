@@ -3,7 +3,7 @@
 The map of the house, from the ground up; imports point down only.
 
     errors                                 what can go wrong, and what to do about it
-    _batcher                               when waiting requests become a batch (pure)
+    _policy, _batcher, _rounds             when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
     _exceptions, _deadline, _handles       how exceptions, deadlines and RRefs cross
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
@@ -17,7 +17,9 @@ The map of the house, from the ground up; imports point down only.
     _runner, _server, _doors               from a message to the loop or a thread, and back
     _incoming, _pending, _link             the caller: calls sent together, outcomes and items back
     _outbox, _calling, _remote             what the user types, and over which link it goes
-    _answers, _queue, _batched             `@batched`
+    _stacking, _answers, _admission        `@batched`: nests of tensors, what is whose, who may in
+    _tally, _body, _queue                  what batches were like; the function; who waits for it
+    _batched_types, _batched               what type checkers see, and what the user types
     _stats                                 what happens, in numbers
     _rendezvous, _leaving, _vigil, _world  a worker's life: it joins, serves, watches and leaves
     _child, _local                         worlds on this machine
@@ -27,26 +29,29 @@ from torch.distributed.rpc import RRef as RRef
 
 from ._answers import Broadcast as Broadcast
 from ._batched import batched as batched
-from ._batcher import Fill as Fill
-from ._batcher import Round as Round
 from ._bridge import wrap_future as wrap_future
 from ._deadline import timeout as timeout
 from ._doors import async_execution as async_execution
 from ._local import local_world as local_world
 from ._local import run_local as run_local
+from ._policy import Fill as Fill
+from ._policy import Round as Round
 from ._remote import call as call
 from ._remote import create as create
 from ._remote import fetch as fetch
 from ._remote import remote as remote
 from ._stats import Stats as Stats
 from ._stats import stats as stats
+from ._tally import BatchStats as BatchStats
 from ._world import Worker as Worker
 from ._world import worker as worker
 from .errors import BatchContractError as BatchContractError
 from .errors import CallTimeout as CallTimeout
 from .errors import NotServing as NotServing
+from .errors import QueueFull as QueueFull
 from .errors import RemoteError as RemoteError
 from .errors import RemoteTraceback as RemoteTraceback
+from .errors import RoundTimeout as RoundTimeout
 from .errors import RpcError as RpcError
 from .errors import WorkerLost as WorkerLost
 from .errors import WorldTimeout as WorldTimeout
@@ -55,14 +60,17 @@ __version__ = "0.1.0"
 
 __all__ = (
     "BatchContractError",
+    "BatchStats",
     "Broadcast",
     "CallTimeout",
     "Fill",
     "NotServing",
+    "QueueFull",
     "RRef",
     "RemoteError",
     "RemoteTraceback",
     "Round",
+    "RoundTimeout",
     "RpcError",
     "Stats",
     "Worker",

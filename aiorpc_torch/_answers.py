@@ -1,4 +1,4 @@
-"""What a `@batched` body may answer, and whose each part is. Knows tensors, no loop, no RPC."""
+"""What a `@batched` body may answer, and whose each part is. Knows no loop, no RPC."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
+from ._columns import Shared
 from ._exceptions import raisable, replica
+from ._stacking import is_structure, rows_of
 from .errors import BatchContractError
 
 __all__ = ("Broadcast",)
@@ -16,18 +18,25 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Generic[T]):
-    """One answer for every caller of the batch: `return Broadcast(model.parameters())`."""
+    """One answer for every caller of the batch: `return Broadcast(model.parameters())`.
+
+    It is pickled once, however many there are. Large tensors in it are sent without a copy: do not
+    change them in place before every caller has its answer.
+    """
 
     value: T
 
 
-def outcomes(result: Any, size: int, name: str) -> list[Any]:
+def outcomes(result: Any, size: int, name: str, *, stacked: bool = False) -> list[Any]:
     """One result for each of `size` callers; an exception among them is that caller's to raise.
+
+    A tuple is one result for each or, if the body was given columns (`stacked`), the columns of a
+    nest.
 
     Raises:
         BatchContractError: if `result` is not one result for each.
     """
-    rows = _rows(result, size, name)
+    rows = _rows(result, size, name, stacked)
     if len(rows) != size:
         raise BatchContractError(f"{name} got a batch of {size} and returned {len(rows)} results")
     return _distinct(rows, name)
@@ -38,24 +47,31 @@ def failures(exc: BaseException, size: int, name: str) -> list[Any]:
     return [replica(exc, name) for _ in range(size)]
 
 
-def _rows(result: Any, size: int, name: str) -> list[Any]:
+def _rows(result: Any, size: int, name: str, stacked: bool) -> list[Any]:
     if isinstance(result, Broadcast):
-        return [result.value] * size
-    if isinstance(result, Tensor) and result.dim() > 0:
-        return list(result.unbind(0))
+        # An exception is raised, and each caller needs one of its own.
+        raises = isinstance(result.value, BaseException)
+        return [result.value if raises else Shared(result.value)] * size
     # A str or bytes of the right length is a sequence too, of characters nobody meant.
-    if isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray):
+    is_sequence = isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray)
+    if is_sequence and not (stacked and isinstance(result, tuple)):
         return list(result)
+    if (rows := rows_of(result)) is not None:
+        return rows
     raise BatchContractError(
-        f"{name} got a batch of {size} and returned {_describe(result)}: return a list or tuple "
-        "as long as the batch, a tensor whose first dimension is the batch, or Broadcast(value)"
+        f"{name} got a batch of {size} and returned {_describe(result)}: return a list or tuple as "
+        "long as the batch, a tensor (or a nest of tensors) whose first dimension is the batch, or "
+        "Broadcast(value)"
     )
 
 
 def _describe(result: Any) -> str:
     if isinstance(result, Tensor):
         return "a tensor with no dimension"
-    return "None" if result is None else f"a {type(result).__name__}"
+    if result is None:
+        return "None"
+    kind = f"a {type(result).__name__}"
+    return f"{kind} that is no nest of tensors of one length" if is_structure(result) else kind
 
 
 def _distinct(rows: list[Any], name: str) -> list[Any]:

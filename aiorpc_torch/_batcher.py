@@ -1,4 +1,4 @@
-"""When waiting requests become a batch.
+"""When waiting requests become a batch: what a queue does, and how it fills by `Fill`.
 
 Rule of this room: no clock, no event loop, no torch. Events and times come in as arguments, what
 to do comes out as a value; so every rule is tested in virtual time. The driver adds an item,
@@ -10,43 +10,16 @@ Members are chosen in `take`, so only when a slot is free (late binding): whoeve
 then is not in the batch, whoever has come by then is.
 """
 
+import abc
 import enum
+from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, TypeVar
+from typing import Generic, NamedTuple, TypeVar
 
-__all__ = ("Batch", "Batcher", "Fill", "Reason", "Round")
+from ._policy import Fill, Policy
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Fill:
-    """Any callers, together: a batch leaves when it is full or its oldest item has waited.
-
-    Args:
-        max_size: most items in a batch.
-        max_wait: seconds the oldest item waits for company while a slot is free. 0.0 never waits:
-            batches form while the body is busy, and of what one turn of the loop brings.
-    """
-
-    max_size: int
-    max_wait: float = 0.0
-
-    def __post_init__(self) -> None:
-        _check_count("max_size", self.max_size)
-        if not 0.0 <= self.max_wait < float("inf"):
-            raise ValueError(f"max_wait is seconds, at least 0 and finite, not {self.max_wait!r}")
-
-
-@dataclass(frozen=True, slots=True)
-class Round:
-    """Exactly `size` callers, together: a synchronous round, such as a parameter server's step."""
-
-    size: int
-
-    def __post_init__(self) -> None:
-        _check_count("size", self.size)
 
 
 class Reason(enum.Enum):
@@ -56,6 +29,7 @@ class Reason(enum.Enum):
     WAITED = "waited"
     SLOT = "slot"
     ROUND = "round"
+    QUORUM = "quorum"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -66,83 +40,187 @@ class Batch(Generic[T]):
     reason: Reason
 
 
-class Batcher(Generic[T]):
-    """The queue of one `@batched` function: one batch at a time runs, the rest waits here.
+@dataclass(frozen=True, slots=True, eq=False)
+class Refusal(Generic[T]):
+    """A round that will not be: its members, who they are, and who else was to be there."""
+
+    items: tuple[T, ...]
+    present: tuple[Hashable, ...]
+    missing: tuple[Hashable, ...]
+
+
+class Traits(NamedTuple):
+    """What the policy's functions say of an item."""
+
+    key: Hashable = None
+    weight: float = 1.0
+    member: Hashable = None
+
+
+PLAIN = Traits()
+
+
+class Batcher(abc.ABC, Generic[T]):
+    """The queue of one `@batched` function: a few batches at a time run, the rest waits here.
 
     Items are told apart by hash and equality: give it objects that compare by identity.
     """
 
-    def __init__(self, policy: Fill | Round) -> None:
-        self._policy = policy
-        self._size = policy.max_size if isinstance(policy, Fill) else policy.size
-        self._waiting: dict[T, float] = {}  # insertion order is arrival order
+    def __init__(self, policy: Policy, slots: int) -> None:
+        self._name = repr(policy)
+        self._slots = slots
         self._running = 0
 
     def __repr__(self) -> str:
-        return f"<Batcher {self._policy}: {len(self._waiting)} waiting, {self._running} running>"
+        return f"<{self._name}: {len(self)} waiting, {self._running} running>"
 
     @property
     def idle(self) -> bool:
         """Nothing waits and nothing runs."""
-        return not self._waiting and not self._running
+        return not len(self) and not self._running
 
-    def add(self, item: T, now: float) -> None:
+    def has_room(self) -> bool:
+        """Whether one more may wait."""
+        return True
+
+    @abc.abstractmethod
+    def __len__(self) -> int:
+        """How many wait."""
+
+    @abc.abstractmethod
+    def add(self, item: T, now: float, traits: Traits = PLAIN) -> None:
         """`item` arrived at time `now`."""
-        self._waiting[item] = now
 
+    @abc.abstractmethod
     def discard(self, item: T) -> bool:
         """The caller of `item` gave up: it vanishes. False if it is not (any longer) waiting."""
-        return self._waiting.pop(item, None) is not None
 
-    def take(self, now: float) -> Batch[T] | None:
-        """The batch that leaves at time `now`, or None. What is taken runs until `finished`."""
-        reason = self._reason(now)
-        if reason is None:
+    @abc.abstractmethod
+    def deadline(self) -> float | None:
+        """When `take` will return something though nothing else happens; None if it will not."""
+
+    @abc.abstractmethod
+    def close(self) -> tuple[T, ...]:
+        """Everything that still waits, in order of arrival; the queue is empty afterwards."""
+
+    @abc.abstractmethod
+    def _leave(self, now: float) -> Batch[T] | Refusal[T] | None:
+        """What leaves, given that a slot is free."""
+
+    def take(self, now: float) -> Batch[T] | Refusal[T] | None:
+        """What leaves at time `now`, or None. A batch that was taken runs until `finished`."""
+        if self._running >= self._slots:
             return None
-        items = tuple(islice(self._waiting, self._size))
-        for item in items:
-            del self._waiting[item]
-        self._running += 1
-        return Batch(items, reason)
+        left = self._leave(now)
+        self._running += isinstance(left, Batch)
+        return left
 
-    def finished(self) -> None:
-        """A batch that was taken has ended, however it ended: its slot is free."""
+    def finished(self, now: float) -> None:
+        """A batch that was taken has ended at time `now`, however it ended: its slot is free."""
         if not self._running:
             raise ValueError("no batch is running")
         self._running -= 1
 
+
+class _Waiting(NamedTuple):
+    number: int  # in order of arrival
+    since: float
+    weight: float
+
+
+_Line = dict[T, _Waiting]  # insertion order is arrival order
+
+
+class FillBatcher(Batcher[T]):
+    """Any callers, together; those of one key in a line of their own."""
+
+    def __init__(self, policy: Fill) -> None:
+        super().__init__(policy, policy.max_concurrency)
+        self._policy = policy
+        self._lines: dict[Hashable, _Line[T]] = {}  # none of them empty
+        self._keys: dict[T, Hashable] = {}  # of all that wait
+        self._added = 0
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def has_room(self) -> bool:
+        most = self._policy.max_pending
+        return most is None or len(self._keys) < most
+
+    def add(self, item: T, now: float, traits: Traits = PLAIN) -> None:
+        line = self._lines.get(traits.key)
+        if line is None:
+            line = self._lines[traits.key] = {}
+        line[item] = _Waiting(self._added, now, traits.weight)
+        self._keys[item] = traits.key
+        self._added += 1
+
+    def discard(self, item: T) -> bool:
+        if item not in self._keys:
+            return False
+        self._remove((item,))
+        return True
+
     def deadline(self) -> float | None:
-        """When `take` will return a batch though nothing else happens; None if it will not."""
-        if self._running or not self._waiting or isinstance(self._policy, Round):
+        if self._running >= self._slots or not self._keys:
             return None
-        return self._oldest() + self._policy.max_wait
+        return min(_oldest(line).since for line in self._lines.values()) + self._policy.max_wait
 
     def close(self) -> tuple[T, ...]:
-        """Everything that still waits, in order; the queue is empty afterwards."""
-        items = tuple(self._waiting)
-        self._waiting.clear()
-        return items
+        waiting = {item: each for line in self._lines.values() for item, each in line.items()}
+        self._lines.clear()
+        self._keys.clear()
+        return tuple(sorted(waiting, key=lambda item: waiting[item].number))
 
-    def _oldest(self) -> float:
-        return next(iter(self._waiting.values()))
-
-    def _reason(self, now: float) -> Reason | None:
-        if self._running or not self._waiting:
+    def _leave(self, now: float) -> Batch[T] | None:
+        # Of the lines that may leave, the one whose oldest came first: no key starves.
+        best: tuple[int, Reason, _Line[T]] | None = None
+        for line in self._lines.values():
+            number = _oldest(line).number
+            if best is not None and best[0] < number:
+                continue
+            if (reason := self._reason(line, now)) is not None:
+                best = number, reason, line
+        if best is None:
             return None
-        full = len(self._waiting) >= self._size
-        if isinstance(self._policy, Round):
-            return Reason.ROUND if full else None
-        if full:
+        _, reason, line = best
+        count, _ = self._start(line)
+        items = tuple(islice(line, count))
+        self._remove(items)
+        return Batch(items, reason)
+
+    def _reason(self, line: _Line[T], now: float) -> Reason | None:
+        _, is_full = self._start(line)
+        if is_full:
             return Reason.FULL
         if self._policy.max_wait == 0.0:
             return Reason.SLOT
         # The same sum as deadline(): `now - oldest >= max_wait` can be false at the deadline
         # itself, by rounding, and the timer would spin.
-        return Reason.WAITED if now >= self._oldest() + self._policy.max_wait else None
+        return Reason.WAITED if now >= _oldest(line).since + self._policy.max_wait else None
+
+    def _start(self, line: _Line[T]) -> tuple[int, bool]:
+        """How many of its first go together, at least one, and whether they fill a batch."""
+        size, most = self._policy.max_size, self._policy.max_weight
+        if most is not None:
+            weight = 0.0
+            for count, each in enumerate(islice(line.values(), size)):
+                weight += each.weight
+                if count and weight > most:
+                    return count, True
+                if weight >= most:
+                    return count + 1, True
+        return size, len(line) >= size
+
+    def _remove(self, items: tuple[T, ...]) -> None:
+        for item in items:
+            key = self._keys.pop(item)
+            line = self._lines[key]
+            del line[item]
+            if not line:
+                del self._lines[key]
 
 
-def _check_count(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{name} is a number of callers, not {value!r}")
-    if value < 1:
-        raise ValueError(f"{name} is at least 1, not {value}")
+def _oldest(line: _Line[T]) -> _Waiting:
+    return next(iter(line.values()))

@@ -57,6 +57,22 @@ def cell(value: Any) -> tuple[CellKind, Any]:
     return plain_cell(value) or (PACKED, pack(value))
 
 
+class Shared:
+    """One value for many receivers: its cell is made once."""
+
+    __slots__ = ("_cell", "value")
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+        self._cell: tuple[CellKind, Any] | None = None
+
+    def cell(self) -> tuple[CellKind, Any]:
+        """As `cell` of the value."""
+        if self._cell is None:
+            self._cell = cell(self.value)
+        return self._cell
+
+
 def loose(kind: CellKind, content: Any) -> Sequence[Tensor]:
     """The tensors of a cell that stay outside the bytes."""
     if kind == PACKED:

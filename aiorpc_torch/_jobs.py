@@ -18,7 +18,7 @@ from torch.distributed.rpc import RRef
 from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
 
-from ._columns import FAILED, cell, loose
+from ._columns import FAILED, Shared, cell, loose
 from ._deadline import adopt
 from ._exceptions import Failure
 from ._line import Answer, Line
@@ -85,6 +85,11 @@ class Job(abc.ABC):
         else:
             self.succeed(answer)
 
+    @property
+    def caller(self) -> str:
+        """The worker that waits."""
+        return "a torch client"
+
     @abc.abstractmethod
     def succeed(self, value: Any) -> None:
         """The function returned `value`."""
@@ -123,6 +128,10 @@ class RpcJob(Job):
         self.worker = worker
         line.jobs[number] = self
 
+    @property
+    def caller(self) -> str:
+        return self.line.caller
+
     def succeed(self, value: Any) -> None:
         try:
             kind, content = self._cell(value)
@@ -137,7 +146,7 @@ class RpcJob(Job):
             self._end(FAILED, Failure.of(exc, self.worker))
 
     def _cell(self, value: Any) -> tuple[Any, Any]:
-        kind, content = cell(value)
+        kind, content = value.cell() if type(value) is Shared else cell(value)
         if tensors := loose(kind, content):
             self.line.check(tensors)
         return kind, content
@@ -205,8 +214,10 @@ class TorchJob(Job):
 
 _WANTS_LOOP = "_aiorpc_wants_loop"
 
-Join = Callable[[Callable[[Any], None], Work], Callable[[], object]]
-"""Joins a batch: told how to settle the caller and its arguments, returns how to leave again."""
+Join = Callable[[Callable[[Any], None], Work, str], Callable[[], object]]
+"""Joins a batch: told how to settle the caller, its arguments and its worker, returns how to leave
+again.
+"""
 
 
 def wants_loop(function: Any) -> None:

@@ -6,20 +6,21 @@ leaves is decided in `_batcher`; who gets what in `_answers`.
 
 import asyncio
 import contextvars
-import functools
-import inspect
 import logging
 import weakref
 from collections.abc import Callable
 from typing import Any
 
-from ._answers import failures, outcomes
-from ._batcher import Batch, Batcher, Fill, Round
-from ._doors import in_thread
+from ._admission import Admission, Row
+from ._answers import failures
+from ._batcher import Batch, Batcher, FillBatcher, Refusal
+from ._body import Body
+from ._columns import Shared
+from ._policy import Fill, Policy
+from ._rounds import RoundBatcher
 from ._steps import timed
-from .errors import NotServing
-
-Row = tuple[Any, ...]
+from ._tally import Tally
+from .errors import NotServing, QueueFull, RoundTimeout
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -33,40 +34,6 @@ _inside: contextvars.ContextVar[frozenset[Batch[Any]]] = contextvars.ContextVar(
 _queues: "weakref.WeakSet[Queue]" = weakref.WeakSet()
 
 
-class Body:
-    """The user's function: from rows of arguments, one a caller, to columns, one a parameter."""
-
-    def __init__(self, function: Callable[..., Any], *, is_method: bool) -> None:
-        self.name = getattr(function, "__qualname__", repr(function))
-        self._function = function
-        self._is_async = inspect.iscoroutinefunction(function)
-        self._is_method = is_method
-        parameters = list(inspect.signature(function).parameters.values())[is_method:]
-        self._signature = inspect.Signature(parameters)
-        self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self._plain = len(parameters) if not self._keywords else -1
-
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
-        """One caller's arguments in the order of the parameters, defaults filled in."""
-        if not kwargs and len(args) == self._plain:
-            return args
-        try:
-            bound = self._signature.bind(*args, **kwargs)
-        except TypeError as exc:
-            raise TypeError(f"{self.name}() {exc}") from None
-        bound.apply_defaults()
-        return tuple(bound.arguments.values())
-
-    async def run(self, instance: Any, rows: list[Row]) -> Any:
-        """Call the function once for all rows."""
-        columns = [list(column) for column in zip(*rows, strict=True)]
-        split = len(columns) - len(self._keywords)
-        head = (instance,) if self._is_method else ()
-        keywords = dict(zip(self._keywords, columns[split:], strict=True))
-        call = functools.partial(self._function, *head, *columns[:split], **keywords)
-        return await (call() if self._is_async else in_thread(call))
-
-
 Settle = Callable[[Any], None]
 """Gives a caller its answer: a value, or an exception to raise."""
 
@@ -74,13 +41,16 @@ Settle = Callable[[Any], None]
 class Place:
     """One caller's place in a queue."""
 
-    __slots__ = ("_queue", "inside", "instance", "row", "settle")
+    __slots__ = ("_queue", "inside", "instance", "row", "settle", "since")
 
-    def __init__(self, queue: "Queue", instance: Any, row: Row, settle: Settle) -> None:
+    def __init__(
+        self, queue: "Queue", instance: Any, row: Row, settle: Settle, since: float
+    ) -> None:
         self._queue = queue
         self.instance = instance
         self.row = row
         self.settle = settle
+        self.since = since
         self.inside = _inside.get()
 
     def leave(self) -> None:
@@ -106,38 +76,51 @@ class Ask(asyncio.Future[Any]):
         if isinstance(answer, BaseException):
             self.set_exception(answer)
         else:
-            self.set_result(answer)
+            self.set_result(answer.value if type(answer) is Shared else answer)
 
 
 class Queue:
     """Those who wait for one body, on one instance, and the batch that runs."""
 
-    def __init__(self, body: Body, policy: Fill | Round) -> None:
+    def __init__(self, body: Body, policy: Policy, admission: Admission, tally: Tally) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._body = body
         self._policy = policy
-        self._batcher: Batcher[Place] = Batcher(policy)
+        self._admission = admission
+        self._tally = tally
+        self._batcher = _new_batcher(policy)
         self._running: dict[Batch[Place], asyncio.Task[None]] = {}
         self._next_look: asyncio.Handle | None = None  # at the end of this turn of the loop
         self._timer: asyncio.TimerHandle | None = None  # at the batcher's deadline
+        tally.queues.add(self)
         _queues.add(self)
 
     def __repr__(self) -> str:
         return f"<Queue {self._body.name}: {self._batcher}>"
 
-    def ask(self, instance: Any, row: Row) -> Ask:
+    def __len__(self) -> int:
+        return len(self._batcher)
+
+    def ask(self, instance: Any, row: Row, caller: str) -> Ask:
         """Join the queue, and await the result for `row`."""
         ask = Ask(loop=asyncio.get_running_loop())
-        ask.place = self.join(instance, row, ask.settle)
+        ask.place = self.join(instance, row, ask.settle, caller)
         return ask
 
-    def join(self, instance: Any, row: Row, settle: Settle) -> Place:
-        """Join the queue; `settle` is called once, with the answer for `row`, unless one leaves."""
+    def join(self, instance: Any, row: Row, settle: Settle, caller: str) -> Place:
+        """Join the queue; `settle` is called once, with the answer for `row`, unless one leaves.
+
+        Raises:
+            QueueFull: if `max_pending` wait already.
+        """
         self._refuse_reentry()
         loop = asyncio.get_running_loop()
         self._settle_on(loop)
-        place = Place(self, instance, row, settle)
-        self._batcher.add(place, loop.time())
+        if not self._batcher.has_room():
+            raise QueueFull(f"{len(self)} calls of {self._body.name} wait already")
+        now = loop.time()
+        place = Place(self, instance, row, settle, now)
+        self._batcher.add(place, now, self._admission(row, caller))
         self._pump_soon()
         return place
 
@@ -149,6 +132,8 @@ class Queue:
     async def close(self) -> None:
         """Answer everybody who waits, and cancel the batch that runs."""
         waiting, tasks = self._batcher.close(), list(self._running.values())
+        if waiting:
+            self._tally.dismissed("closed")
         running = (place for batch in self._running for place in batch.items)
         for place in (*waiting, *running):
             place.settle(NotServing(f"the worker stopped before {self._body.name} answered"))
@@ -168,7 +153,7 @@ class Queue:
         if self.loop is loop:
             return
         if self.loop is not None and self._is_over():
-            self._batcher = Batcher(self._policy)  # whoever waited there is gone with it
+            self._batcher = _new_batcher(self._policy)  # whoever waited there is gone with it
             self._running.clear()
         elif not self._batcher.idle:
             raise RuntimeError(f"{self._body.name} is busy on another event loop")
@@ -190,11 +175,21 @@ class Queue:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        while (batch := self._batcher.take(self.loop.time())) is not None:
-            self._running[batch] = self.loop.create_task(self._run(batch))
+        now = self.loop.time()
+        while (left := self._batcher.take(now)) is not None:
+            if isinstance(left, Refusal):
+                self._refuse(left)
+                continue
+            self._tally.left(left.reason.value, [now - place.since for place in left.items])
+            self._running[left] = self.loop.create_task(self._run(left), name=self._body.name)
         deadline = self._batcher.deadline()
         if deadline is not None:
             self._timer = self.loop.call_at(deadline, self._pump)
+
+    def _refuse(self, left: Refusal[Place]) -> None:
+        self._tally.dismissed("timeout")
+        for place in left.items:
+            place.settle(_round_timeout(left, self._body.name))
 
     async def _run(self, batch: Batch[Place]) -> None:
         _inside.set(frozenset((batch,)).union(*(place.inside for place in batch.items)))
@@ -202,15 +197,30 @@ class Queue:
         rows = [place.row for place in batch.items]
         try:
             result = await timed(self._body.run(batch.items[0].instance, rows), name)
-            answers = outcomes(result, size, name)
+            answers = self._body.answers(result, size)
         except BaseException as exc:  # SystemExit too: every caller is answered, whatever it is
             answers = failures(exc, size, name)
         if self._running.pop(batch, None) is None or self._is_over():
             return  # its loop was closed, and whoever waited there is gone with it
-        self._batcher.finished()
+        assert self.loop is not None
+        self._batcher.finished(self.loop.time())
         self._pump_soon()
         for place, answer in zip(batch.items, answers, strict=True):
             place.settle(answer)
+
+
+def _new_batcher(policy: Policy) -> Batcher[Place]:
+    return FillBatcher(policy) if isinstance(policy, Fill) else RoundBatcher(policy)
+
+
+def _round_timeout(left: Refusal[Place], name: str) -> RoundTimeout:
+    present = ", ".join(map(str, left.present))
+    missing = ", ".join(map(str, left.missing)) or "nobody who has contributed before"
+    return RoundTimeout(
+        f"the time of a round of {name} is over: {present} contributed; missing: {missing}",
+        left.present,
+        left.missing,
+    )
 
 
 async def close_queues() -> None:

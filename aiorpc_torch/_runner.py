@@ -179,7 +179,7 @@ def _expired(job: Job) -> bool:
 
 def _join(job: Job, join: Any) -> None:
     try:
-        job.leave = join(job.settle, job.take_work())
+        job.leave = join(job.settle, job.take_work(), job.caller)
     except Exception as exc:
         job.fail(exc)
 

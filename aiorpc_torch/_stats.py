@@ -1,8 +1,9 @@
 """What this process has done and is doing: a snapshot, gathered from where it is counted."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from . import _doors, _outbox
+from ._tally import BatchStats, tallies
 
 __all__ = ("Stats", "stats")
 
@@ -27,12 +28,17 @@ class Stats:
     """Calls and streams that came in from other workers, or from this one."""
     running: int = 0
     """Of those, how many are not answered yet."""
+    batches: dict[str, BatchStats] = field(default_factory=dict)
+    """Of each `@batched` function that was called here, by its qualified name, since it was made.
+    """
 
 
 def stats() -> Stats:
-    """A snapshot of this process's calls and messages; all zero outside a world."""
+    """A snapshot of this process's calls, messages and batches."""
     served = running = 0
     if (server := _doors.serving()) is not None:
         served, running = server.tally()
     outbox = _outbox.find_current()
-    return Stats(served=served, running=running, **(outbox.tally() if outbox else {}))
+    sent = outbox.tally() if outbox else {}
+    batches = {tally.name: tally.snapshot() for tally in [*tallies] if tally.was_used()}
+    return Stats(served=served, running=running, batches=batches, **sent)

@@ -4,14 +4,16 @@ Whatever the remote code raises arrives as itself, with a `RemoteTraceback` as i
 classes here are for what happens *to* a call: plain Python, no torch, no event loop.
 """
 
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 
 __all__ = (
     "BatchContractError",
     "CallTimeout",
     "NotServing",
+    "QueueFull",
     "RemoteError",
     "RemoteTraceback",
+    "RoundTimeout",
     "RpcError",
     "WorkerLost",
     "WorldTimeout",
@@ -88,3 +90,26 @@ class BatchContractError(RpcError, TypeError):
     It may return a list or tuple as long as the batch, a tensor whose first dimension is the
     batch, or `Broadcast(value)`. The message names the function and what it returned.
     """
+
+
+class QueueFull(RpcError):
+    """`max_pending` calls wait for a batch of this function already: this one was not admitted.
+
+    It has not run and will not: wait before the next try, or ask another worker.
+    """
+
+
+class RoundTimeout(RpcError, TimeoutError):
+    """A round's `timeout` was over, and neither `size` nor `quorum` had contributed.
+
+    The body has not run for it. `present` are those who had contributed, `missing` those who did
+    so before and had not now: what `member` returns for a call or, without it, names of workers.
+    Contribute again once they are back, or give the round a `quorum`.
+    """
+
+    def __init__(
+        self, message: str, present: Iterable[Hashable] = (), missing: Iterable[Hashable] = ()
+    ) -> None:
+        super().__init__(message)
+        self.present = tuple(present)
+        self.missing = tuple(missing)

@@ -33,7 +33,8 @@ from hypothesis.stateful import (
 )
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batcher import Batch, Batcher, Reason
+from aiorpc_torch._batcher import Batch, Batcher, FillBatcher, Reason
+from aiorpc_torch._rounds import RoundBatcher
 
 Policy = Fill | Round
 
@@ -50,6 +51,10 @@ waiting_fills = st.builds(Fill, st.integers(2, 5), waits.filter(bool))
 policies: st.SearchStrategy[Policy] = st.one_of(fills, st.builds(Round, sizes))
 
 relaxed = settings(suppress_health_check=[HealthCheck.too_slow])
+
+
+def new(policy: Policy) -> Batcher[int]:
+    return FillBatcher(policy) if isinstance(policy, Fill) else RoundBatcher(policy)
 
 
 def size_of(policy: Policy) -> int:
@@ -102,7 +107,7 @@ class BatcherMachine(RuleBasedStateMachine):
 
     @initialize(policy=policies, start=starts)
     def begin(self, policy: Policy, start: float) -> None:
-        self.batcher: Batcher[int] = Batcher(policy)
+        self.batcher: Batcher[int] = new(policy)
         self.model = Model(policy)
         self.now = start
         self.added = 0
@@ -159,14 +164,14 @@ class BatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.busy)
     @rule()
     def finish(self) -> None:
-        self.batcher.finished()
+        self.batcher.finished(self.now)
         self.model.busy = False
 
     @precondition(lambda self: not self.model.busy)
     @rule()
     def finish_nothing(self) -> None:
         with pytest.raises(ValueError, match="no batch is running"):
-            self.batcher.finished()
+            self.batcher.finished(self.now)
 
     @rule()
     def close(self) -> None:
@@ -183,7 +188,7 @@ class BatcherMachine(RuleBasedStateMachine):
     def state_agrees(self) -> None:
         assert self.batcher.idle is (not self.model.line and not self.model.busy)
         shown = f"{len(self.model.line)} waiting, {int(self.model.busy)} running"
-        assert repr(self.batcher) == f"<Batcher {self.model.policy}: {shown}>"
+        assert repr(self.batcher) == f"<{self.model.policy}: {shown}>"
 
     @invariant()
     def nobody_leaves_twice_or_gets_lost(self) -> None:
@@ -221,7 +226,7 @@ class Story:
 
 def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
     """Drive a batcher: `take` after every event and at every deadline, bodies as long as told."""
-    batcher: Batcher[int] = Batcher(policy)
+    batcher: Batcher[int] = new(policy)
     story = Story()
     ends: list[float] = []  # of the batch that runs
     now = -math.inf
@@ -239,7 +244,7 @@ def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
             now = max(now, due)
             if ends:
                 story.ended.append(ends.pop())
-                batcher.finished()
+                batcher.finished(now)
                 settle()
             else:
                 settle()
@@ -368,7 +373,7 @@ def test_too_late_to_give_up(policy: Policy, events: list[Event], durations: lis
 
 
 def filled(policy: Policy, arrivals: list[float]) -> Batcher[int]:
-    batcher: Batcher[int] = Batcher(policy)
+    batcher: Batcher[int] = new(policy)
     for item, at in enumerate(arrivals):
         batcher.add(item, at)
     return batcher
@@ -431,20 +436,20 @@ def test_no_wait_means_leave_when_a_slot_is_free(size: int, waiting: int) -> Non
         sizes.append(len(batch.items))
         assert batch.reason is (Reason.FULL if len(batch.items) == size else Reason.SLOT)
         assert batcher.take(1e9) is None
-        batcher.finished()
+        batcher.finished(0.0)
     assert sizes == [size] * (waiting // size) + [waiting % size] * (waiting % size > 0)
     assert batcher.idle
 
 
 def test_no_timer_while_a_batch_runs_or_nobody_waits() -> None:
     """`deadline()` is None where time alone changes nothing."""
-    batcher: Batcher[int] = Batcher(Fill(2, 0.5))
+    batcher: Batcher[int] = FillBatcher(Fill(2, 0.5))
     assert batcher.deadline() is None
     batcher.add(0, 1.0)
     leave(batcher, 1.5)
     batcher.add(1, 2.0)
     assert batcher.deadline() is None
-    batcher.finished()
+    batcher.finished(0.0)
     assert batcher.deadline() == 2.5
 
 
@@ -453,7 +458,7 @@ def test_members_are_chosen_when_the_slot_is_free(
     size: int, coming: int, leaving: set[int]
 ) -> None:
     """The next batch is the longest start of the queue at the moment the last one ends."""
-    batcher: Batcher[int] = Batcher(Fill(size))
+    batcher: Batcher[int] = FillBatcher(Fill(size))
     batcher.add(-1, 0.0)
     leave(batcher, 0.0)
     for item in range(coming):
@@ -462,7 +467,7 @@ def test_members_are_chosen_when_the_slot_is_free(
     for item in leaving:
         batcher.discard(item)
         assert batcher.take(100.0) is None
-    batcher.finished()
+    batcher.finished(0.0)
     present = tuple(item for item in range(coming) if item not in leaving)
     batch = batcher.take(2.0)
     assert (batch.items if batch else ()) == present[:size]
@@ -474,7 +479,7 @@ def test_expired_while_the_slot_was_busy_leaves_with_those_who_came_since() -> N
     leave(batcher, 0.1)
     batcher.add(1, 0.2)
     batcher.add(2, 5.0)
-    batcher.finished()
+    batcher.finished(0.0)
     batch = leave(batcher, 5.0)
     assert (batch.items, batch.reason) == ((1, 2), Reason.WAITED)
 
@@ -507,7 +512,7 @@ def test_a_round_is_exactly_its_size(size: int, coming: int) -> None:
     while (batch := batcher.take(math.inf)) is not None:
         assert len(batch.items) == size
         members += batch.items
-        batcher.finished()
+        batcher.finished(0.0)
     assert batcher.deadline() is None
     assert members + list(batcher.close()) == list(range(coming))
 
@@ -519,7 +524,7 @@ def test_closing_hands_back_who_waits_and_not_who_runs() -> None:
     assert batcher.close() == (2, 3, 4)
     assert batcher.close() == ()
     assert not batcher.idle
-    batcher.finished()
+    batcher.finished(0.0)
     assert batcher.idle
     assert batcher.take(math.inf) is None
 

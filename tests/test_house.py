@@ -17,7 +17,9 @@ REPOSITORY = Path(__file__).parents[1]
 # other. A new room gets a place here and in the map of aiorpc_torch/__init__.py.
 FLOORS = [
     ["errors"],
+    ["_policy"],
     ["_batcher"],
+    ["_rounds"],
     ["_lane", "_desk", "_window", "_pulse"],
     ["_exceptions", "_deadline", "_handles"],
     ["_inbox", "_threads", "_wait", "_steps", "_scopes"],
@@ -38,8 +40,13 @@ FLOORS = [
     ["_outbox"],
     ["_calling"],
     ["_remote"],
+    ["_stacking"],
     ["_answers"],
+    ["_admission"],
+    ["_tally"],
+    ["_body"],
     ["_queue"],
+    ["_batched_types"],
     ["_batched"],
     ["_stats"],
     ["_rendezvous"],
@@ -53,8 +60,19 @@ FLOORS = [
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 
 # Plain Python: what is decided here is tested without a loop, a clock or a process.
-PURE = ["errors", "_batcher", "_lane", "_desk", "_window", "_pulse", "_exceptions", "_deadline"]
-TIMELESS = ["_batcher", "_lane", "_window", "_pulse"]
+PURE = [
+    "errors",
+    "_policy",
+    "_batcher",
+    "_rounds",
+    "_lane",
+    "_desk",
+    "_window",
+    "_pulse",
+    "_exceptions",
+    "_deadline",
+]
+TIMELESS = ["_policy", "_batcher", "_rounds", "_lane", "_window", "_pulse"]
 
 MOST_LINES = 300  # of a file
 MOST_CODE = 45  # lines of a function, its docstring aside

@@ -578,7 +578,7 @@ async def test_a_plain_function() -> None:
     assert await asyncio.gather(plain(1), plain(2, 5), plain(factors=1, items=9)) == [2, 10, 9]
     assert plain.__name__ == "plain"
     assert plain.__doc__ == "What it says."
-    assert repr(plain) == "<batched plain Fill(max_size=10, max_wait=0.0)>"
+    assert repr(plain) == "<batched plain Fill(max_size=10)>"
 
 
 async def test_a_subclass_that_calls_the_batched_method_it_overrides() -> None:

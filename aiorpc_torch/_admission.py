@@ -1,0 +1,57 @@
+"""What a policy says of a call as it arrives: its key, its weight, who it is, whether it stacks.
+
+The policy's functions are the user's: each is called once for a call, and what it raises is that
+caller's alone. Knows arguments, and no queue.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+from ._batcher import PLAIN, Traits
+from ._policy import Policy, Round
+from ._stacking import kind_of
+
+Row = tuple[Any, ...]
+"""One caller's arguments in the order of the body's parameters."""
+
+Admission = Callable[[Row, str], Traits]
+"""Of a row and the worker that it comes from."""
+
+
+def admission(policy: Policy, name: str, *, stacked: bool) -> Admission:
+    """How calls of the function `name` are let in. What it returns raises for a bad call."""
+    if isinstance(policy, Round):
+        return _contributions(policy, stacked)
+    key, weight = policy.key, policy.weight
+
+    def traits(row: Row, _: str) -> Traits:
+        own = None if key is None else key(*row)
+        weighs = 1.0 if weight is None else _checked(weight(*row), name)
+        return Traits((own, _kinds(row)) if stacked else own, weighs)
+
+    return traits if stacked or key is not None or weight is not None else _plain
+
+
+def _plain(row: Row, caller: str) -> Traits:
+    return PLAIN
+
+
+def _contributions(policy: Round, stacked: bool) -> Admission:
+    member = policy.member
+
+    def traits(row: Row, caller: str) -> Traits:
+        if stacked:
+            _kinds(row)
+        return Traits(member=caller if member is None else member(*row))
+
+    return traits
+
+
+def _kinds(row: Row) -> Any:
+    return tuple(map(kind_of, row))
+
+
+def _checked(weight: Any, name: str) -> float:
+    if isinstance(weight, int | float) and 0 <= weight < float("inf"):
+        return weight
+    raise ValueError(f"the weight of a call of {name} is at least 0 and finite, not {weight!r}")

@@ -1,0 +1,66 @@
+"""The user's function behind `@batched`: from rows of arguments, one a caller, to columns.
+
+Binds and calls; it does not know who waits, nor when a batch leaves.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from ._admission import Row
+from ._answers import outcomes
+from ._doors import in_thread
+from ._stacking import Device, stack
+
+
+class Body:
+    """Called once for many. With `stacked` it gets nests of tensors instead of lists."""
+
+    def __init__(
+        self, function: Callable[..., Any], *, is_method: bool, stacked: bool, device: Device
+    ) -> None:
+        self.name = getattr(function, "__qualname__", repr(function))
+        self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
+        self._is_method = is_method
+        self._stacked = stacked
+        self._device = device
+        parameters = list(inspect.signature(function).parameters.values())[is_method:]
+        self._signature = inspect.Signature(parameters)
+        self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
+        self._plain = len(parameters) if not self._keywords else -1
+
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
+        """One caller's arguments in the order of the parameters, defaults filled in."""
+        if not kwargs and len(args) == self._plain:
+            return args
+        try:
+            bound = self._signature.bind(*args, **kwargs)
+        except TypeError as exc:
+            raise TypeError(f"{self.name}() {exc}") from None
+        bound.apply_defaults()
+        return tuple(bound.arguments.values())
+
+    async def run(self, instance: Any, rows: Sequence[Row]) -> Any:
+        """Call the function once for all rows."""
+        call = functools.partial(self._call, instance, rows)
+        return await (call() if self._is_async else in_thread(call))
+
+    def answers(self, result: Any, size: int) -> list[Any]:
+        """What of the result is whose.
+
+        Raises:
+            BatchContractError: if it is not one for each.
+        """
+        return outcomes(result, size, self.name, stacked=self._stacked)
+
+    def _call(self, instance: Any, rows: Sequence[Row]) -> Any:
+        columns = [self._column(column) for column in zip(*rows, strict=True)]
+        split = len(columns) - len(self._keywords)
+        head = (instance,) if self._is_method else ()
+        keywords = dict(zip(self._keywords, columns[split:], strict=True))
+        return self._function(*head, *columns[:split], **keywords)
+
+    def _column(self, values: Sequence[Any]) -> Any:
+        return stack(values, self._device) if self._stacked else list(values)

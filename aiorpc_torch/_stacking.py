@@ -1,0 +1,98 @@
+"""Nests of tensors: many of one kind stacked into one, and one split into its rows.
+
+A nest is a tensor, an array, a number, or a dict, tuple, list or dataclass of nests. Knows values,
+and neither batches nor calls.
+"""
+
+import dataclasses
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_NUMBERS = (bool, int, float, complex)
+
+Device = torch.device | str | None
+
+
+def kind_of(value: Any) -> Hashable:
+    """What nests must have in common to be stacked: structure, dtypes, shapes.
+
+    Raises:
+        TypeError: if there is something in it that cannot be stacked.
+    """
+    if isinstance(value, Tensor):
+        return value.dtype, value.shape, value.layout, value.device
+    if type(value) in _NUMBERS:
+        return type(value).__name__
+    if hasattr(value, "__array__"):
+        return str(value.dtype), tuple(value.shape)
+    parts = _parts(value)
+    if parts is None:
+        raise TypeError(f"a {type(value).__name__} cannot be stacked")
+    return type(value), tuple(parts), tuple(kind_of(part) for part in parts.values())
+
+
+def stack(values: Sequence[Any], device: Device = None) -> Any:
+    """One nest for many of one kind, each tensor in it one dimension more, which is the first.
+
+    On `device` if it is given: one copy for each tensor of the nest.
+    """
+    first = values[0]
+    if isinstance(first, Tensor):
+        return _on(torch.stack([*values]), device)
+    if type(first) in _NUMBERS:
+        return torch.tensor([*values], device=device)
+    if hasattr(first, "__array__"):
+        return _on(torch.stack([torch.as_tensor(value) for value in values]), device)
+    every = [_parts(value) or {} for value in values]
+    columns = {name: stack([each[name] for each in every], device) for name in every[0]}
+    return _rebuild(first, columns)
+
+
+def rows_of(nest: Any) -> list[Any] | None:
+    """Its rows along the first dimension, each with tensors of its own, on the CPU.
+
+    None if it is no nest of tensors that have the same first dimension.
+    """
+    if isinstance(nest, Tensor):
+        # One copy from a device for all; then a copy of each row, which shall not drag them all
+        # along, nor be a view, which autograd forbids to change in place.
+        return [row.clone() for row in nest.cpu().unbind(0)] if nest.dim() else None
+    parts = _parts(nest)
+    columns = {name: rows_of(part) for name, part in parts.items()} if parts else {}
+    lengths = {None if rows is None else len(rows) for rows in columns.values()}
+    if len(lengths) != 1 or None in lengths:
+        return None
+    rows = zip(*(rows or () for rows in columns.values()), strict=True)
+    return [_rebuild(nest, dict(zip(columns, row, strict=True))) for row in rows]
+
+
+def is_structure(value: Any) -> bool:
+    """Whether it has parts: a dict, a tuple, a list or a dataclass."""
+    return _parts(value) is not None
+
+
+def _on(tensor: Tensor, device: Device) -> Tensor:
+    return tensor if device is None else tensor.to(device)
+
+
+def _parts(value: Any) -> dict[Any, Any] | None:
+    if isinstance(value, dict):
+        return value
+    if isinstance(value, tuple | list):
+        return dict(enumerate(value))
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    return None
+
+
+def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
+    """A value as `like`, with these parts."""
+    if isinstance(like, dict):
+        return {name: parts[name] for name in like}
+    if isinstance(like, tuple | list):
+        make: Callable[..., Any] = getattr(like, "_make", type(like))  # of a named tuple
+        return make(parts.values())
+    return dataclasses.replace(like, **parts)
