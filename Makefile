@@ -32,7 +32,7 @@ test: install
 	$(BIN)/python -m pytest
 
 test-long: install
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py --timeout 3000
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py --timeout 3000
 
 lint: install
 	$(BIN)/ruff check .
@@ -59,6 +59,8 @@ soak: install
 # Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md.
 figures: install
 	$(BIN)/python -m benchmarks.figures
+	$(BIN)/python -m benchmarks.timeline --plot docs/figures/timeline.svg
+	$(BIN)/python -m benchmarks.waiting --plot docs/figures/waiting.svg
 
 clean:
 	rm -rf $(VENV) .venv-* build dist site out

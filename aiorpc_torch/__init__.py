@@ -14,7 +14,7 @@ The map of the house, from the ground up; imports point down only.
     _columns                               many values of one kind
     _message                               calls and results as they travel
     _line, _jobs, _streams                 the callee: one caller's calls, each being answered
-    _runner, _server, _doors               from a message to the loop or a thread, and back
+    _arrivals, _runner, _server, _doors    from a message to the loop or a thread, and back
     _incoming, _pending, _link             the caller: calls sent together, outcomes and items back
     _outbox, _calling, _remote             what the user types, and over which link it goes
     _stacking, _answers, _admission        `@batched`: nests of tensors, what is whose, who may in

@@ -28,11 +28,16 @@ Devices = list[torch.device]
 
 _TAKEN: Work = (), {}
 
+Join = Callable[[Callable[[Any], None], Work, str], Callable[[], object]]
+"""Joins a batch: told how to settle the caller, its arguments and its worker, returns how to leave
+again.
+"""
+
 
 class Job(abc.ABC):
     """`function(*args, **kwargs)` for a caller who waits. `deadline` is a `time.monotonic()`."""
 
-    __slots__ = ("abandoned", "begun", "deadline", "function", "leave", "task", "work")
+    __slots__ = ("abandoned", "begun", "deadline", "function", "join", "leave", "task", "work")
 
     def __init__(
         self, function: Callable[..., Any], work: Work, deadline: float | None = None
@@ -43,6 +48,7 @@ class Job(abc.ABC):
         self.abandoned = False
         self.begun = False
         self.task: asyncio.Task[None] | None = None  # what runs it, on the loop
+        self.join: Join | None = None  # a batch, instead of being run
         self.leave: Callable[[], object] | None = None  # gives up its place in a batch
 
     def __repr__(self) -> str:
@@ -114,6 +120,7 @@ class RpcJob(Job):
         deadline: float | None,
         worker: str,
         on_loop: bool,
+        join: Join | None = None,
     ) -> None:
         # All of Job's own, once a call: half a microsecond.
         self.function = function
@@ -122,6 +129,7 @@ class RpcJob(Job):
         self.abandoned = self.begun = False
         self.task = self.leave = None
         self.on_loop = on_loop
+        self.join = join
         self.line = line
         self.carrier = carrier
         self.number = number
@@ -213,11 +221,6 @@ class TorchJob(Job):
 # ── where a job runs ────────────────────────────────────────────────────────────────────────────
 
 _WANTS_LOOP = "_aiorpc_wants_loop"
-
-Join = Callable[[Callable[[Any], None], Work, str], Callable[[], object]]
-"""Joins a batch: told how to settle the caller, its arguments and its worker, returns how to leave
-again.
-"""
 
 
 def wants_loop(function: Any) -> None:

@@ -19,7 +19,7 @@ from torch._C import Future as AnyFuture
 from ._deadline import adopt
 from ._eager import Host
 from ._inbox import Inbox
-from ._jobs import Job, join_of
+from ._jobs import Job, Join
 from ._steps import timed
 from ._streams import StreamJob, check_streamable, run_in_thread, stream
 from ._threads import Threads, tune
@@ -90,9 +90,8 @@ class Runner:
         """Start a job whose function wants the loop."""
         if _expired(job):
             return
-        join = None if isinstance(job, StreamJob) else join_of(job.function)
-        if join is not None:
-            self._context.run(_join, job, join)
+        if job.join is not None:
+            self._context.run(_join, job, job.join)
         else:
             self._start(job)
 
@@ -177,7 +176,7 @@ def _expired(job: Job) -> bool:
     return True
 
 
-def _join(job: Job, join: Any) -> None:
+def _join(job: Job, join: Join) -> None:
     try:
         job.leave = join(job.settle, job.take_work(), job.caller)
     except Exception as exc:

@@ -10,21 +10,19 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch import Tensor
 from torch._C import Future as AnyFuture
 from torch.futures import Future
 
-from ._deadline import deadline_after
-from ._exceptions import Failure
-from ._jobs import CreateJob, Devices, Job, RpcJob, TorchJob, runs_on_loop
-from ._line import Answer, Line
-from ._message import Group, Message, load, read_groups
+from ._arrivals import arrived, unreadable
+from ._jobs import Devices, Job, RpcJob, TorchJob
+from ._line import Line
+from ._message import Message, load
 from ._runner import Runner
 from ._streams import StreamJob
-from ._wire import Create
 from .errors import NotServing
 
 log = logging.getLogger("aiorpc_torch")
@@ -81,9 +79,10 @@ class Server:
         poll = not calls and not message.controls()
         carrier = line.admit(reply, calls, poll=poll, own=message.own)
         try:
-            jobs = self._jobs(message, tensors, line, carrier) if calls else []
+            jobs = arrived(message, tensors, line, carrier, self.name) if calls else []
         except Exception as exc:  # whatever is wrong with it, those that follow have their turn
-            jobs = self._unreadable(message, line, carrier, exc)
+            log.warning("a message from %s cannot be read: %r", line.caller, exc)
+            jobs = unreadable(message, line, carrier, self.name, exc)
         self._in_order(line, _Batch(message, jobs))
         return reply  # type: ignore[no-any-return]
 
@@ -111,33 +110,6 @@ class Server:
         with self._lock:
             fresh = Line(message.caller, self._runner.after_turn, self._devices)
             return self._lines.setdefault((message.caller, message.link), fresh)
-
-    def _jobs(
-        self, message: Message, tensors: Sequence[Tensor], line: Line, carrier: Answer
-    ) -> list[RpcJob]:
-        jobs = []
-        groups = [_Found.of(group, line) for group in read_groups(message.groups, tensors)]
-        order = message.order or itertools.repeat(0)
-        budgets = message.budgets or itertools.repeat(None)
-        for number, index, budget in zip(message.numbers, order, budgets, strict=False):
-            found = groups[index]
-            function, work = found.function, next(found.calls)
-            if isinstance(work, Failure):
-                function, work = work.get, ((), {})
-            due = None if budget is None else deadline_after(budget)
-            job = found.job(line, carrier, number, function, work, due, self.name, found.on_loop)
-            jobs.append(job)
-        return jobs
-
-    def _unreadable(
-        self, message: Message, line: Line, carrier: Answer, exc: Exception
-    ) -> list[RpcJob]:
-        log.warning("a message from %s cannot be read: %r", line.caller, exc)
-        function = functools.partial(_raise, exc)
-        return [
-            RpcJob(line, carrier, number, function, ((), {}), None, self.name, False)
-            for number in message.numbers
-        ]
 
     def _in_order(self, line: Line, batch: _Batch) -> None:
         with line.lock:
@@ -266,34 +238,9 @@ class Server:
             log.warning("%d plain `def` calls still run on worker %s", stuck, self.name)
 
 
-class _Found(NamedTuple):
-    """A group whose function is known: what to run, or what raises."""
-
-    function: Callable[..., Any]
-    on_loop: bool
-    job: Callable[..., RpcJob]
-    calls: Iterator[Any]
-
-    @classmethod
-    def of(cls, group: Group, line: Line) -> "_Found":
-        kind: Callable[..., RpcJob] = StreamJob if group.stream else RpcJob
-        try:
-            target = group.target.get() if isinstance(group.target, Failure) else group.target
-            function = target.bind(line.learn(target))
-            if isinstance(target, Create):
-                kind = CreateJob
-        except BaseException as exc:  # it cannot be read, or not found: that is each call's answer
-            function = functools.partial(_raise, exc)
-        return cls(function, runs_on_loop(function), kind, iter(group.calls))
-
-
 def _on_loop(job: RpcJob) -> bool:
     return job.on_loop
 
 
 def _nobody_asks(_: str) -> None:
     """Of whom somebody has heard: until a world's vigil wants to know."""
-
-
-def _raise(exc: BaseException, *_: Any, **__: Any) -> None:
-    raise exc

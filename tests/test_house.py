@@ -31,7 +31,7 @@ FLOORS = [
     ["_line"],
     ["_jobs"],
     ["_streams"],
-    ["_runner"],
+    ["_arrivals", "_runner"],
     ["_server"],
     ["_doors"],
     ["_incoming"],

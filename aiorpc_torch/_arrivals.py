@@ -1,0 +1,77 @@
+"""The calls of a message that came in, as jobs: what each runs, found once for all of a group.
+
+What cannot be read or found is its own calls' answer, and nobody else's. Where a job runs, and
+when, is not known here.
+"""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ._deadline import deadline_after
+from ._exceptions import Failure
+from ._jobs import CreateJob, Join, RpcJob, join_of, runs_on_loop
+from ._line import Answer, Line
+from ._message import Group, Message, read_groups
+from ._streams import StreamJob
+from ._wire import Create
+
+
+def arrived(
+    message: Message, tensors: Sequence[Tensor], line: Line, carrier: Answer, worker: str
+) -> list[RpcJob]:
+    """A job for each call of `message`, in their order. Raises if the message makes no sense."""
+    jobs = []
+    groups = [_Found.of(group, line) for group in read_groups(message.groups, tensors)]
+    order = message.order or itertools.repeat(0)
+    budgets = message.budgets or itertools.repeat(None)
+    for number, index, budget in zip(message.numbers, order, budgets, strict=False):
+        found = groups[index]
+        function, join, work = found.function, found.join, next(found.calls)
+        if isinstance(work, Failure):
+            function, join, work = work.get, None, ((), {})
+        due = None if budget is None else deadline_after(budget)
+        job = found.job(line, carrier, number, function, work, due, worker, found.on_loop, join)
+        jobs.append(job)
+    return jobs
+
+
+def unreadable(
+    message: Message, line: Line, carrier: Answer, worker: str, exc: Exception
+) -> list[RpcJob]:
+    """A job that raises `exc` for each call of `message`."""
+    function = functools.partial(_raise, exc)
+    return [
+        RpcJob(line, carrier, number, function, ((), {}), None, worker, False)
+        for number in message.numbers
+    ]
+
+
+class _Found(NamedTuple):
+    """A group whose function is known: what to run, or what raises."""
+
+    function: Callable[..., Any]
+    on_loop: bool
+    join: Join | None
+    job: Callable[..., RpcJob]
+    calls: Iterator[Any]
+
+    @classmethod
+    def of(cls, group: Group, line: Line) -> "_Found":
+        kind: Callable[..., RpcJob] = StreamJob if group.stream else RpcJob
+        try:
+            target = group.target.get() if isinstance(group.target, Failure) else group.target
+            function = target.bind(line.learn(target))
+            if isinstance(target, Create):
+                kind = CreateJob
+        except BaseException as exc:  # it cannot be read, or not found: that is each call's answer
+            function = functools.partial(_raise, exc)
+        join = None if group.stream else join_of(function)
+        return cls(function, runs_on_loop(function), join, kind, iter(group.calls))
+
+
+def _raise(exc: BaseException, *_: Any, **__: Any) -> None:
+    raise exc

@@ -1,0 +1,83 @@
+"""`@batched` as a user writes it: checked by mypy and pyright, never run."""
+
+import asyncio
+from dataclasses import dataclass
+from typing import assert_type
+
+from torch import Tensor
+
+from aiorpc_torch import Broadcast, RRef, Round, batched, call
+
+
+@dataclass
+class Observation:
+    frame: Tensor
+    reward: float
+
+
+class Agent:
+    """Bodies of every kind; each is called with one item."""
+
+    @batched(max_size=64)
+    async def select(self, states: list[Tensor]) -> list[int]:
+        return [0 for _ in states]
+
+    @batched(max_size=64, max_wait=0.002, key=lambda name, score: len(name), max_pending=10)
+    def rank(self, names: list[str], scores: list[float]) -> tuple[str, ...]:
+        return tuple(names)
+
+    @batched(Round(size=5, quorum=4, timeout=1.0))
+    def update(self, gradients: list[list[Tensor]]) -> Broadcast[dict[str, Tensor]]:
+        return Broadcast({})
+
+    @batched(max_size=2)
+    async def four(
+        self, a: list[int], b: list[str], c: list[bytes], d: list[float]
+    ) -> list[complex]:
+        return []
+
+    @batched(max_size=64, stack=True, device="cuda")
+    def infer(self, states: Tensor) -> Tensor:
+        return states
+
+    @batched(max_size=64, stack=True)
+    async def value(self, observed: Observation, *, discount: float = 0.9) -> dict[str, Tensor]:
+        return {}
+
+    @staticmethod
+    @batched(max_size=4)
+    async def shout(words: list[str]) -> list[str]:
+        return words
+
+
+@batched(max_size=8)
+async def double(numbers: list[int]) -> list[int]:
+    return numbers
+
+
+async def remotely(rref: RRef[Agent], state: Tensor, observed: Observation) -> None:
+    """One item in, one result out, through `call`."""
+    assert_type(await call(rref, Agent.select, state), int)
+    assert_type(await call(rref, Agent.rank, "a", 1.0), str)
+    assert_type(await call(rref, Agent.update, [state]), dict[str, Tensor])
+    assert_type(await call(rref, Agent.four, 1, "b", b"c", 0.5), complex)
+    assert_type(await call(rref, Agent.infer, state), Tensor)
+    assert_type(await call(rref, Agent.value, observed, discount=0.5), dict[str, Tensor])
+    assert_type(await call("worker", double, 3), int)
+    await call(rref, Agent.select, 3)  # type: ignore[call-overload]  # pyright: ignore
+    await call(rref, Agent.rank, "a")  # type: ignore[call-overload]  # pyright: ignore
+    await call("worker", double, "3")  # type: ignore[call-overload]  # pyright: ignore
+
+
+async def locally(agent: Agent, state: Tensor) -> None:
+    """The same, awaited where the object is."""
+    assert_type(await agent.select(state), int)
+    assert_type(agent.select(state), "asyncio.Future[int]")
+    assert_type(await agent.rank("a", 1.0), str)
+    assert_type(await agent.update([state]), dict[str, Tensor])
+    assert_type(await agent.infer(state), Tensor)
+    assert_type(await Agent.shout("a"), str)
+    assert_type(await double(3), int)
+    assert_type(await asyncio.gather(double(3), agent.select(state)), tuple[int, int])
+    await agent.select(3)  # type: ignore[arg-type]  # pyright: ignore
+    await agent.rank("a")  # type: ignore[call-arg]  # pyright: ignore
