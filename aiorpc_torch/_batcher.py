@@ -122,13 +122,8 @@ class Batcher(abc.ABC, Generic[T]):
         self._running -= 1
 
 
-class _Waiting(NamedTuple):
-    number: int  # in order of arrival
-    since: float
-    weight: float
-
-
-_Line = dict[T, _Waiting]  # insertion order is arrival order
+_Line = dict[T, tuple[int, float, float]]
+"""Who waits, in order of arrival: the number of the arrival, its time, the weight."""
 
 
 class FillBatcher(Batcher[T]):
@@ -138,56 +133,63 @@ class FillBatcher(Batcher[T]):
         super().__init__(policy, policy.max_concurrency)
         self._policy = policy
         self._lines: dict[Hashable, _Line[T]] = {}  # none of them empty
-        self._keys: dict[T, Hashable] = {}  # of all that wait
+        self._keys: dict[T, Hashable] = {}  # where a key is not None
         self._added = 0
+        self._count = 0
 
     def __len__(self) -> int:
-        return len(self._keys)
+        return self._count
 
     def has_room(self) -> bool:
         most = self._policy.max_pending
-        return most is None or len(self._keys) < most
+        return most is None or self._count < most
 
     def add(self, item: T, now: float, traits: Traits = PLAIN) -> None:
-        line = self._lines.get(traits.key)
+        key, weight, _ = traits
+        line = self._lines.get(key)
         if line is None:
-            line = self._lines[traits.key] = {}
-        line[item] = _Waiting(self._added, now, traits.weight)
-        self._keys[item] = traits.key
+            line = self._lines[key] = {}
+        line[item] = self._added, now, weight
+        if key is not None:
+            self._keys[item] = key
         self._added += 1
+        self._count += 1
 
     def discard(self, item: T) -> bool:
-        if item not in self._keys:
+        key = self._keys.get(item)
+        if item not in self._lines.get(key, ()):
             return False
-        self._remove((item,))
+        self._remove(key, (item,))
         return True
 
     def deadline(self) -> float | None:
-        if self._running >= self._slots or not self._keys:
+        if self._running >= self._slots or not self._count:
             return None
-        return min(_oldest(line).since for line in self._lines.values()) + self._policy.max_wait
+        return min(_oldest(line)[1] for line in self._lines.values()) + self._policy.max_wait
 
     def close(self) -> tuple[T, ...]:
         waiting = {item: each for line in self._lines.values() for item, each in line.items()}
         self._lines.clear()
         self._keys.clear()
-        return tuple(sorted(waiting, key=lambda item: waiting[item].number))
+        self._count = 0
+        return tuple(sorted(waiting, key=waiting.__getitem__))
 
     def _leave(self, now: float) -> Batch[T] | None:
         # Of the lines that may leave, the one whose oldest came first: no key starves.
-        best: tuple[int, Reason, _Line[T]] | None = None
-        for line in self._lines.values():
-            number = _oldest(line).number
+        best: tuple[int, Reason, Hashable] | None = None
+        for key, line in self._lines.items():
+            number, _, _ = _oldest(line)
             if best is not None and best[0] < number:
                 continue
             if (reason := self._reason(line, now)) is not None:
-                best = number, reason, line
+                best = number, reason, key
         if best is None:
             return None
-        _, reason, line = best
+        _, reason, key = best
+        line = self._lines[key]
         count, _ = self._start(line)
         items = tuple(islice(line, count))
-        self._remove(items)
+        self._remove(key, items)
         return Batch(items, reason)
 
     def _reason(self, line: _Line[T], now: float) -> Reason | None:
@@ -198,29 +200,31 @@ class FillBatcher(Batcher[T]):
             return Reason.SLOT
         # The same sum as deadline(): `now - oldest >= max_wait` can be false at the deadline
         # itself, by rounding, and the timer would spin.
-        return Reason.WAITED if now >= _oldest(line).since + self._policy.max_wait else None
+        return Reason.WAITED if now >= _oldest(line)[1] + self._policy.max_wait else None
 
     def _start(self, line: _Line[T]) -> tuple[int, bool]:
         """How many of its first go together, at least one, and whether they fill a batch."""
         size, most = self._policy.max_size, self._policy.max_weight
         if most is not None:
             weight = 0.0
-            for count, each in enumerate(islice(line.values(), size)):
-                weight += each.weight
+            for count, (_, _, own) in enumerate(islice(line.values(), size)):
+                weight += own
                 if count and weight > most:
                     return count, True
                 if weight >= most:
                     return count + 1, True
         return size, len(line) >= size
 
-    def _remove(self, items: tuple[T, ...]) -> None:
+    def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
+        line = self._lines[key]
+        self._count -= len(items)
         for item in items:
-            key = self._keys.pop(item)
-            line = self._lines[key]
             del line[item]
-            if not line:
-                del self._lines[key]
+            if key is not None:
+                del self._keys[item]
+        if not line:
+            del self._lines[key]
 
 
-def _oldest(line: _Line[T]) -> _Waiting:
+def _oldest(line: _Line[T]) -> tuple[int, float, float]:
     return next(iter(line.values()))

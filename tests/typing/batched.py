@@ -6,7 +6,7 @@ from typing import assert_type
 
 from torch import Tensor
 
-from aiorpc_torch import Broadcast, RRef, Round, batched, call
+from aiorpc_torch import Broadcast, Round, RRef, batched, call
 
 
 @dataclass
