@@ -4,8 +4,11 @@ The policy's functions are the user's: each is called once for a call, and what 
 caller's alone. Knows arguments, and no queue.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from numbers import Real
 from typing import Any
+
+from torch import Tensor
 
 from ._batcher import PLAIN, Traits
 from ._policy import Policy, Round
@@ -25,7 +28,7 @@ def admission(policy: Policy, name: str, *, stacked: bool) -> Admission:
     key, weight = policy.key, policy.weight
 
     def traits(row: Row, _: str) -> Traits:
-        own = None if key is None else key(*row)
+        own = None if key is None else _identity("key", key(*row))
         weighs = 1.0 if weight is None else _checked(weight(*row), name)
         return Traits((own, _kinds(row)) if stacked else own, weighs)
 
@@ -40,9 +43,8 @@ def _contributions(policy: Round, stacked: bool) -> Admission:
     member = policy.member
 
     def traits(row: Row, caller: str) -> Traits:
-        if stacked:
-            _kinds(row)
-        return Traits(member=caller if member is None else member(*row))
+        who = caller if member is None else _identity("member", member(*row))
+        return Traits(_kinds(row) if stacked else None, member=who)
 
     return traits
 
@@ -51,7 +53,15 @@ def _kinds(row: Row) -> Any:
     return tuple(map(kind_of, row))
 
 
+def _identity(what: str, value: Any) -> Hashable:
+    # A tensor has a hash, but its own: no two of them are the same key.
+    if isinstance(value, Tensor):
+        raise TypeError(f"a {what} is a plain value, not a tensor: take its .item()")
+    hash(value)
+    return value  # type: ignore[no-any-return]
+
+
 def _checked(weight: Any, name: str) -> float:
-    if isinstance(weight, int | float) and 0 <= weight < float("inf"):
-        return weight
+    if isinstance(weight, Real) and 0 <= float(weight) < float("inf"):
+        return float(weight)
     raise ValueError(f"the weight of a call of {name} is at least 0 and finite, not {weight!r}")

@@ -23,7 +23,7 @@ from ._message import Work
 from ._policy import Fill, Policy
 from ._queue import Queue, Settle
 from ._stacking import Device
-from ._tally import Tally
+from ._tally import new_tally
 
 __all__ = ("batched",)
 
@@ -131,7 +131,7 @@ class Batched:
         self._stack = stack
         self._device = device
         self._admission = admission(policy, self.__qualname__, stacked=stack)
-        self._tally = Tally(self.__qualname__, _most(policy))
+        self._tally = new_tally(self.__qualname__, _most(policy))
         self._is_method = False
         self._queues: dict[int, tuple[weakref.ref[Any], Queue]] = {}
         wants_loop(self)

@@ -30,7 +30,11 @@ class BatchedFunction(Protocol[P, R]):
 
 
 class BatchedMethod(Protocol[S_contra, P, R]):
-    """The same, of an instance."""
+    """The same, of an instance; or of a function, whose first parameter stands for it."""
+
+    def __call__(
+        self, first: S_contra, /, *args: P.args, **kwargs: P.kwargs
+    ) -> "asyncio.Future[R]": ...
 
     @overload
     def __get__(

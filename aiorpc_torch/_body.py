@@ -42,17 +42,24 @@ class Body:
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
-    async def run(self, instance: Any, rows: Sequence[Row]) -> Any:
-        """Call the function once for all rows."""
-        call = functools.partial(self._call, instance, rows)
-        return await (call() if self._is_async else in_thread(call))
-
-    def answers(self, result: Any, size: int) -> list[Any]:
-        """What of the result is whose.
+    async def run(self, instance: Any, rows: Sequence[Row]) -> list[Any]:
+        """Call the function once for all rows; whose is what of its result.
 
         Raises:
             BatchContractError: if it is not one for each.
         """
+        if not self._is_async:
+            return await in_thread(functools.partial(self._run_here, instance, rows))
+        result = await self._call(instance, rows)
+        if self._device is None:
+            return self._split(result, len(rows))
+        # The loop does not wait for a device.
+        return await in_thread(functools.partial(self._split, result, len(rows)))
+
+    def _run_here(self, instance: Any, rows: Sequence[Row]) -> list[Any]:
+        return self._split(self._call(instance, rows), len(rows))
+
+    def _split(self, result: Any, size: int) -> list[Any]:
         return outcomes(result, size, self.name, stacked=self._stacked)
 
     def _call(self, instance: Any, rows: Sequence[Row]) -> Any:

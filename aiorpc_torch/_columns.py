@@ -15,6 +15,7 @@ from ._exceptions import Failure
 from ._tensors import (
     SMALL,
     Kind,
+    Table,
     compact,
     from_bytes,
     read_kind,
@@ -22,7 +23,7 @@ from ._tensors import (
     small_bytes,
     write_kind,
 )
-from ._wire import pack, unpack
+from ._wire import Packed, pack, unpack
 
 PLAIN = "plain"  # the cell is the value
 TENSOR = "tensor"  # the cell is a tensor that stays outside the bytes
@@ -87,16 +88,24 @@ def bulk(kind: CellKind, content: Any) -> int:
     return size_of(content) if kind == TENSOR else 0
 
 
-def write(kind: CellKind, cells: Sequence[Any], tensors: list[Tensor]) -> Column:
+def copied(kind: CellKind, content: Any) -> Any:
+    """The cell, with large tensors of its own too."""
+    if kind == PACKED:
+        return Packed(content.data, [tensor.clone() for tensor in content.tensors])
+    return content.clone() if kind == TENSOR else content
+
+
+def write(kind: CellKind, cells: Sequence[Any], tensors: Table) -> Column:
     """The column of these cells; what stays outside the bytes is added to `tensors`."""
     if kind == PLAIN:
         return kind, list(cells)
     if kind == TENSOR:
-        tensors += cells
+        for tensor in cells:
+            tensors.put((tensor,))
         return kind, len(cells)
     if kind == PACKED:
         for packed in cells:
-            tensors += packed.tensors
+            tensors.put(packed.tensors)
         return kind, [(packed.data, len(packed.tensors)) for packed in cells]
     if kind == FAILED:
         return kind, [failure.plain() for failure in cells]

@@ -10,6 +10,7 @@ import functools
 import inspect
 import time
 import traceback
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -143,7 +144,7 @@ class RpcJob(Job):
     def succeed(self, value: Any) -> None:
         try:
             kind, content = self._cell(value)
-        except Exception as exc:  # whatever pickling a user's object raises
+        except BaseException as exc:  # whatever pickling a user's object raises
             exc.add_note(f"(while pickling the result of {self.name}{_hint(value)})")
             self.fail(exc)
         else:
@@ -161,6 +162,7 @@ class RpcJob(Job):
 
     def _end(self, kind: Any, content: Any) -> None:
         if self.line.jobs.pop(self.number, None) is not None:
+            self.leave = None
             self.line.done(self.carrier, (self.number, kind, content))
 
 
@@ -175,7 +177,7 @@ class CreateJob(RpcJob):
     __slots__ = ()
 
     def _cell(self, value: Any) -> tuple[Any, Any]:
-        return cell(RRef(value))
+        return cell(RRef(value.value if type(value) is Shared else value))
 
 
 class TorchJob(Job):
@@ -234,9 +236,9 @@ _ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC
 def runs_on_loop(function: Callable[..., Any]) -> bool:
     """Whether a call of `function` starts on the loop and not in a thread."""
     code = getattr(function, "__code__", None)  # a method has its function's
-    if code is not None and code.co_flags & _ASYNC:
+    if isinstance(code, types.CodeType) and code.co_flags & _ASYNC:
         return True
-    if getattr(function, _WANTS_LOOP, False):
+    if getattr(function, _WANTS_LOOP, False) is True:  # a proxy has any attribute
         return True
     # A partial, or what `inspect.markcoroutinefunction` has marked.
     return code is None and (
@@ -246,5 +248,7 @@ def runs_on_loop(function: Callable[..., Any]) -> bool:
 
 def join_of(function: Callable[..., Any]) -> Join | None:
     """How a caller joins the batches of `function`, if it has any."""
-    join = getattr(function, "_aiorpc_join", None)
-    return join and functools.partial(join, getattr(function, "__self__", None))
+    inner: Any = getattr(function, "__func__", function)  # a method's
+    if not hasattr(type(inner), "_aiorpc_join"):
+        return None
+    return functools.partial(inner._aiorpc_join, getattr(function, "__self__", None))

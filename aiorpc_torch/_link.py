@@ -11,7 +11,6 @@ from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
-from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
@@ -21,7 +20,7 @@ from ._handles import Handles
 from ._incoming import Incoming
 from ._message import Calls, Outgoing, Short, Work, dump, lay_out, load_results, outgoing, shorten
 from ._pending import Pending, Sink
-from ._tensors import size_of
+from ._tensors import Table, size_of
 from ._wait import Wait, wake_all
 from ._window import TRICKLE, Window
 from ._wire import Target
@@ -207,7 +206,7 @@ class Link:
         goodbye: bool | None = None,
         heard: Heard = None,
     ) -> None:
-        tensors: list[Tensor] = []
+        tensors = Table()
         parts = lay_out(calls, time.monotonic(), tensors) if calls else NO_CALLS
         cancels, grants = self._cancels, self._credits
         if cancels or grants:

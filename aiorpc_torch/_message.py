@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, write
 from ._handles import Named
-from ._tensors import size_of
+from ._tensors import Table, size_of
 from ._wire import Create, Function, Method, Packed, Target, pack, unpack
 
 # ── calls, on their way out ─────────────────────────────────────────────────────────────────────
@@ -129,7 +129,7 @@ class Calls(NamedTuple):
     budgets: Sequence[float | None] = ()
 
 
-def lay_out(calls: Sequence[Outgoing], now: float, tensors: list[Tensor]) -> Calls:
+def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
     """Calls in groups; what stays outside the message's bytes is added to `tensors`."""
     groups: dict[Header, list[tuple[Any, ...]]] = {}
     timed = False
@@ -151,11 +151,11 @@ def lay_out(calls: Sequence[Outgoing], now: float, tensors: list[Tensor]) -> Cal
     )
 
 
-def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: list[Tensor]) -> Any:
+def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: Table) -> Any:
     target, stream, names, kinds = header
     if type(target) is Packed:
         target = (target.data, len(target.tensors))
-        tensors += header[0].tensors
+        tensors.put(header[0].tensors)
     cells = zip(*rows, strict=True)
     columns = [write(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)]
     return target, stream, names, len(rows), columns
@@ -223,7 +223,7 @@ def dump_results(results: Sequence[Result], learned: Sequence[int]) -> Any:
             column = columns[kind] = [], []
         column[0].append(key)
         column[1].append(content)
-    tensors: list[Tensor] = []
+    tensors = Table()
     plain = [(keys, write(kind, cells, tensors)) for kind, (keys, cells) in columns.items()]
     data = pickle.dumps((plain, learned), pickle.HIGHEST_PROTOCOL)
     return (data, tensors) if tensors else data

@@ -8,7 +8,7 @@ import asyncio
 import contextvars
 import logging
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from ._admission import Admission, Row
@@ -26,8 +26,19 @@ log = logging.getLogger("aiorpc_torch")
 
 PATIENCE = 0.5  # seconds that a cancelled body has to end, when its worker stops
 
+
+class _Run:
+    """A batch that runs. It does not know its members: whoever is inside it outlives them."""
+
+    __slots__ = ("is_over", "task")
+
+    def __init__(self) -> None:
+        self.is_over = False
+        self.task: asyncio.Task[None] | None = None
+
+
 # The batches that cannot end before this task does: in whose body it runs, and their callers'.
-_inside: contextvars.ContextVar[frozenset[Batch[Any]]] = contextvars.ContextVar(
+_inside: contextvars.ContextVar[frozenset[_Run]] = contextvars.ContextVar(
     "aiorpc_inside", default=frozenset()
 )
 
@@ -51,11 +62,23 @@ class Place:
         self.row = row
         self.settle = settle
         self.since = since
-        self.inside = _inside.get()
+        self.inside = _inside.get() and frozenset(run for run in _inside.get() if not run.is_over)
+
+    def answer(self, answer: Any) -> None:
+        """Give the caller its answer, and let go of it and its arguments."""
+        # The caller knows its place, so that it may leave, and the place its caller.
+        settle, self.settle, self.row = self.settle, _nobody, ()
+        settle(answer)
 
     def leave(self) -> None:
         """The caller gives up: at once, unless its batch has left already."""
-        self._queue.discard(self)
+        self.settle = _nobody
+        if self._queue.discard(self):
+            self.row = ()
+
+
+def _nobody(_: Any) -> None:
+    """Who has left, or has been answered."""
 
 
 class Ask(asyncio.Future[Any]):
@@ -65,8 +88,9 @@ class Ask(asyncio.Future[Any]):
 
     def cancel(self, msg: Any = None) -> bool:
         cancelled = super().cancel(msg)
-        if cancelled and self.place is not None:
-            self.place.leave()
+        place, self.place = self.place, None
+        if cancelled and place is not None:
+            place.leave()
         return cancelled
 
     def settle(self, answer: Any) -> None:
@@ -89,7 +113,7 @@ class Queue:
         self._admission = admission
         self._tally = tally
         self._batcher = _new_batcher(policy)
-        self._running: dict[Batch[Place], asyncio.Task[None]] = {}
+        self._running: dict[Batch[Place], _Run] = {}
         self._next_look: asyncio.Handle | None = None  # at the end of this turn of the loop
         self._timer: asyncio.TimerHandle | None = None  # at the batcher's deadline
         tally.queues.add(self)
@@ -124,26 +148,30 @@ class Queue:
         self._pump_soon()
         return place
 
-    def discard(self, place: Place) -> None:
-        """The caller gave up."""
-        if self._batcher.discard(place):
+    def discard(self, place: Place) -> bool:
+        """The caller gave up; False if its batch has left already."""
+        waited = self._batcher.discard(place)
+        if waited and not self._is_over():
             self._pump_soon()
+        return waited
 
     async def close(self) -> None:
         """Answer everybody who waits, and cancel the batch that runs."""
-        waiting, tasks = self._batcher.close(), list(self._running.values())
+        waiting = self._batcher.close()
+        tasks = [run.task for run in self._running.values() if run.task is not None]
         if waiting:
             self._tally.dismissed("closed")
         running = (place for batch in self._running for place in batch.items)
         for place in (*waiting, *running):
-            place.settle(NotServing(f"the worker stopped before {self._body.name} answered"))
+            place.answer(NotServing(f"the worker stopped before {self._body.name} answered"))
         for task in tasks:
             task.cancel()
         if tasks and (await asyncio.wait(tasks, timeout=PATIENCE))[1]:
             log.warning("%s did not end when its worker stopped", self._body.name)
 
     def _refuse_reentry(self) -> None:
-        if not _inside.get().isdisjoint(self._running):
+        inside = _inside.get()
+        if inside and not inside.isdisjoint(self._running.values()):
             raise RuntimeError(
                 f"{self._body.name} awaits itself: the call would wait for the very batch that "
                 "makes it, for ever. Call the undecorated function, or another instance"
@@ -157,6 +185,9 @@ class Queue:
             self._running.clear()
         elif not self._batcher.idle:
             raise RuntimeError(f"{self._body.name} is busy on another event loop")
+        for handle in (self._next_look, self._timer):
+            if handle is not None:
+                handle.cancel()
         self.loop, self._next_look, self._timer = loop, None, None
 
     def _is_over(self) -> bool:
@@ -181,7 +212,8 @@ class Queue:
                 self._refuse(left)
                 continue
             self._tally.left(left.reason.value, [now - place.since for place in left.items])
-            self._running[left] = self.loop.create_task(self._run(left), name=self._body.name)
+            run = self._running[left] = _Run()  # a loop may run a task at once
+            run.task = self.loop.create_task(self._run(left, run), name=self._body.name)
         deadline = self._batcher.deadline()
         if deadline is not None:
             self._timer = self.loop.call_at(deadline, self._pump)
@@ -189,33 +221,41 @@ class Queue:
     def _refuse(self, left: Refusal[Place]) -> None:
         self._tally.dismissed("timeout")
         for place in left.items:
-            place.settle(_round_timeout(left, self._body.name))
+            place.answer(_round_timeout(left, self._body.name))
 
-    async def _run(self, batch: Batch[Place]) -> None:
-        _inside.set(frozenset((batch,)).union(*(place.inside for place in batch.items)))
+    async def _run(self, batch: Batch[Place], run: _Run) -> None:
+        _inside.set(frozenset((run,)).union(*(place.inside for place in batch.items)))
         size, name = len(batch.items), self._body.name
         rows = [place.row for place in batch.items]
         try:
-            result = await timed(self._body.run(batch.items[0].instance, rows), name)
-            answers = self._body.answers(result, size)
+            answers = await timed(self._body.run(batch.items[0].instance, rows), name)
         except BaseException as exc:  # SystemExit too: every caller is answered, whatever it is
             answers = failures(exc, size, name)
+        rows.clear()  # an exception keeps this frame
+        run.is_over = True
         if self._running.pop(batch, None) is None or self._is_over():
             return  # its loop was closed, and whoever waited there is gone with it
         assert self.loop is not None
         self._batcher.finished(self.loop.time())
         self._pump_soon()
         for place, answer in zip(batch.items, answers, strict=True):
-            place.settle(answer)
+            place.answer(answer)
 
 
 def _new_batcher(policy: Policy) -> Batcher[Place]:
     return FillBatcher(policy) if isinstance(policy, Fill) else RoundBatcher(policy)
 
 
+def _names(members: Iterable[Any]) -> str:
+    try:
+        return ", ".join(map(str, members))
+    except Exception as exc:  # of the user's own class
+        return f"members that cannot be named ({exc!r})"
+
+
 def _round_timeout(left: Refusal[Place], name: str) -> RoundTimeout:
-    present = ", ".join(map(str, left.present))
-    missing = ", ".join(map(str, left.missing)) or "nobody who has contributed before"
+    present = _names(left.present)
+    missing = _names(left.missing) or "nobody who has contributed before"
     return RoundTimeout(
         f"the time of a round of {name} is over: {present} contributed; missing: {missing}",
         left.present,

@@ -5,6 +5,7 @@ each member that waits; what a member sends beyond that waits for the next round
 """
 
 from collections.abc import Hashable
+from itertools import islice
 from typing import TypeVar
 
 from ._batcher import PLAIN, Batch, Batcher, Reason, Refusal, Traits
@@ -19,7 +20,7 @@ class RoundBatcher(Batcher[T]):
     def __init__(self, policy: Round) -> None:
         super().__init__(policy, slots=1)
         self._policy = policy
-        self._waiting: dict[T, tuple[float, Hashable]] = {}  # since when, who; in order of arrival
+        self._waiting: dict[T, tuple[float, Traits]] = {}  # since when; in order of arrival
         self._opened = float("-inf")  # when the round before had ended
         self._seen: dict[Hashable, None] = {}  # who has contributed, the last one last
 
@@ -27,9 +28,14 @@ class RoundBatcher(Batcher[T]):
         return len(self._waiting)
 
     def add(self, item: T, now: float, traits: Traits = PLAIN) -> None:
-        self._waiting[item] = now, traits.member
+        """Raises ValueError for one of another key than those that wait: no round has both."""
+        if any(traits.key != other.key for _, other in islice(self._waiting.values(), 1)):
+            raise ValueError(
+                "this contribution differs in structure, dtypes or shapes from those that wait"
+            )
         self._seen.pop(traits.member, None)
         self._seen[traits.member] = None
+        self._waiting[item] = now, traits
         if len(self._seen) > 4 * self._policy.size:  # of members that come and go
             del self._seen[next(iter(self._seen))]
 
@@ -72,12 +78,12 @@ class RoundBatcher(Batcher[T]):
         """The contributions to the next round, and whose they are."""
         members: dict[T, Hashable] = {}
         there = set()
-        for item, (_, member) in self._waiting.items():
+        for item, (_, traits) in self._waiting.items():
             if len(members) == self._policy.size:
                 break
-            if self._policy.member is None or member not in there:
-                members[item] = member
-                there.add(member)
+            if self._policy.member is None or traits.member not in there:
+                members[item] = traits.member
+                there.add(traits.member)
         return members
 
     def _remove(self, members: dict[T, Hashable]) -> tuple[T, ...]:
@@ -87,6 +93,7 @@ class RoundBatcher(Batcher[T]):
 
     def _refuse(self, members: dict[T, Hashable]) -> Refusal[T]:
         present = tuple(members.values())
-        absent = [member for member in reversed(self._seen) if member not in present]
+        there = {*present}
+        absent = [member for member in reversed(self._seen) if member not in there]
         missing = tuple(absent[: self._policy.size - len(present)])
         return Refusal(self._remove(members), present, missing)

@@ -179,7 +179,7 @@ def _expired(job: Job) -> bool:
 def _join(job: Job, join: Join) -> None:
     try:
         job.leave = join(job.settle, job.take_work(), job.caller)
-    except Exception as exc:
+    except BaseException as exc:  # as for any function of the user's
         job.fail(exc)
 
 

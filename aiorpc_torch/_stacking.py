@@ -4,6 +4,7 @@ A nest is a tensor, an array, a number, or a dict, tuple, list or dataclass of n
 and neither batches nor calls.
 """
 
+import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
@@ -17,17 +18,20 @@ Device = torch.device | str | None
 
 
 def kind_of(value: Any) -> Hashable:
-    """What nests must have in common to be stacked: structure, dtypes, shapes.
+    """What nests must have in common to be stacked: structure, dtypes, shapes, `requires_grad`.
 
     Raises:
         TypeError: if there is something in it that cannot be stacked.
     """
     if isinstance(value, Tensor):
-        return value.dtype, value.shape, value.layout, value.device
+        return value.dtype, value.shape, value.layout, value.device, value.requires_grad
     if type(value) in _NUMBERS:
+        if type(value) is int and not -(2**63) <= value < 2**63:
+            raise TypeError(f"{value} cannot be stacked: it takes more than 64 bits")
         return type(value).__name__
     if hasattr(value, "__array__"):
-        return str(value.dtype), tuple(value.shape)
+        tensor = _as_tensor(value)
+        return "array", tensor.dtype, tensor.shape
     parts = _parts(value)
     if parts is None:
         raise TypeError(f"a {type(value).__name__} cannot be stacked")
@@ -45,7 +49,7 @@ def stack(values: Sequence[Any], device: Device = None) -> Any:
     if type(first) in _NUMBERS:
         return torch.tensor([*values], device=device)
     if hasattr(first, "__array__"):
-        return _on(torch.stack([torch.as_tensor(value) for value in values]), device)
+        return _on(torch.stack([*map(_as_tensor, values)]), device)
     every = [_parts(value) or {} for value in values]
     columns = {name: stack([each[name] for each in every], device) for name in every[0]}
     return _rebuild(first, columns)
@@ -60,8 +64,8 @@ def rows_of(nest: Any) -> list[Any] | None:
         # One copy from a device for all; then a copy of each row, which shall not drag them all
         # along, nor be a view, which autograd forbids to change in place.
         return [row.clone() for row in nest.cpu().unbind(0)] if nest.dim() else None
-    parts = _parts(nest)
-    columns = {name: rows_of(part) for name, part in parts.items()} if parts else {}
+    parts = {name: part for name, part in (_parts(nest) or {}).items() if _parts(part) != {}}
+    columns = {name: rows_of(part) for name, part in parts.items()}
     lengths = {None if rows is None else len(rows) for rows in columns.values()}
     if len(lengths) != 1 or None in lengths:
         return None
@@ -78,6 +82,16 @@ def _on(tensor: Tensor, device: Device) -> Tensor:
     return tensor if device is None else tensor.to(device)
 
 
+def _as_tensor(array: Any) -> Tensor:
+    flags = getattr(array, "flags", None)
+    if flags is not None and not flags.writeable:  # of which torch warns
+        array = array.copy()
+    try:
+        return torch.as_tensor(array)
+    except ValueError:  # a view that goes backwards
+        return torch.as_tensor(array.copy())
+
+
 def _parts(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, dict):
         return value
@@ -89,10 +103,14 @@ def _parts(value: Any) -> dict[Any, Any] | None:
 
 
 def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
-    """A value as `like`, with these parts."""
-    if isinstance(like, dict):
-        return {name: parts[name] for name in like}
+    """A value as `like`, with these parts in place of its own of these names."""
     if isinstance(like, tuple | list):
         make: Callable[..., Any] = getattr(like, "_make", type(like))  # of a named tuple
-        return make(parts.values())
-    return dataclasses.replace(like, **parts)
+        return make(parts.get(index, part) for index, part in enumerate(like))
+    made = copy.copy(like)  # nobody's `__init__` or `__post_init__` runs on columns
+    if isinstance(made, dict):
+        made.update(parts)
+    else:
+        for name, part in parts.items():
+            object.__setattr__(made, name, part)  # it may be frozen
+    return made

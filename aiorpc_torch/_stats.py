@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 
 from . import _doors, _outbox
-from ._tally import BatchStats, tallies
+from ._tally import BatchStats, batch_stats
 
 __all__ = ("Stats", "stats")
 
@@ -40,5 +40,4 @@ def stats() -> Stats:
         served, running = server.tally()
     outbox = _outbox.find_current()
     sent = outbox.tally() if outbox else {}
-    batches = {tally.name: tally.snapshot() for tally in [*tallies] if tally.was_used()}
-    return Stats(served=served, running=running, batches=batches, **sent)
+    return Stats(served=served, running=running, batches=batch_stats(), **sent)

@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from ._columns import ENDED, bulk
+from ._columns import ENDED, bulk, copied
 from ._jobs import RpcJob
 from ._steps import timed
 
@@ -50,6 +50,8 @@ class StreamJob(RpcJob):
     def send(self, item: Any) -> bool:
         """Send an item; whether there is credit for another."""
         kind, content = self._cell(item)
+        # It goes on to the next item before this one has left: into the same buffer, perhaps.
+        content = copied(kind, content)
         number = self._items
         self._items += 1
         cost = price(bulk(kind, content))

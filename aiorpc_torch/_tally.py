@@ -59,9 +59,6 @@ class Tally:
     _reasons: Counter[str] = field(default_factory=Counter)
     _waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def __post_init__(self) -> None:
-        tallies.add(self)
-
     def left(self, reason: str, waits: Sequence[float]) -> None:
         """A batch has left, whose callers had waited so many seconds."""
         self._batches += 1
@@ -72,6 +69,14 @@ class Tally:
     def dismissed(self, reason: str) -> None:
         """Callers that waited were sent away."""
         self._reasons[reason] += 1
+
+    def __add__(self, other: "Tally") -> "Tally":
+        """Both together: functions of one name, made by one factory for instance."""
+        both = Tally(self.name, max(self.size, other.size))
+        both.queues = self.queues | other.queues
+        both._items, both._batches = self._items + other._items, self._batches + other._batches
+        both._reasons, both._waits = self._reasons + other._reasons, self._waits + other._waits
+        return both
 
     def was_used(self) -> bool:
         """Whether there is anything to tell."""
@@ -92,4 +97,20 @@ class Tally:
         )
 
 
-tallies: "WeakSet[Tally]" = WeakSet()
+_tallies: "WeakSet[Tally]" = WeakSet()
+
+
+def new_tally(name: str, size: int) -> Tally:
+    """Of a function, for as long as that lives."""
+    tally = Tally(name, size)
+    _tallies.add(tally)
+    return tally
+
+
+def batch_stats() -> dict[str, BatchStats]:
+    """Of every function that was called, by its name."""
+    found: dict[str, Tally] = {}
+    for tally in [*_tallies]:
+        if tally.was_used():
+            found[tally.name] = found[tally.name] + tally if tally.name in found else tally
+    return {name: tally.snapshot() for name, tally in found.items()}

@@ -6,6 +6,7 @@ ones stay in the table, where they are not copied. Knows tensors, and nothing of
 
 import ctypes
 import math
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
@@ -79,6 +80,30 @@ def write_kind(kind: Kind) -> tuple[str, tuple[int, ...]]:
 def read_kind(words: tuple[str, tuple[int, ...]]) -> Kind:
     """What `write_kind` wrote."""
     return _DTYPES[words[0]], words[1]
+
+
+class Table(list[Tensor]):
+    """The tensors of a message that stay outside its bytes.
+
+    torch sends a storage once for a message, and who unpacks it twice gets it twice. So calls, or
+    results, that were given one tensor get copies of it: what one does with it is not the other's.
+    """
+
+    def __init__(self) -> None:
+        self._storages: set[int] = set()
+
+    def put(self, tensors: Iterable[Tensor]) -> None:
+        """Those of one call, or of one result."""
+        own = set()
+        for tensor in tensors:
+            storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
+            if storage in self._storages:
+                self.append(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+                continue
+            self.append(tensor)
+            if storage is not None:
+                own.add(storage)
+        self._storages |= own
 
 
 def compact(tensor: Tensor) -> Tensor:

@@ -240,6 +240,11 @@ class Streams:
         finally:
             self._closed.set()
 
+    async def refill(self, number: int, size: int) -> AsyncIterator[Any]:
+        buffer = torch.empty(size)
+        for n in range(number):
+            yield {"buffer": buffer.fill_(n), "view": buffer[:1]} if n % 2 else buffer.fill_(n)
+
     def iterator(self, number: int) -> Any:
         return map(str, range(number))
 
@@ -457,3 +462,53 @@ async def bump_context() -> int:
     """How often this was called in one context."""
     _context.set(_context.get() + 1)
     return _context.get()
+
+
+class Parameters:
+    """What trainers update together, round by round; who was in each."""
+
+    def __init__(self) -> None:
+        self._rounds: list[list[str]] = []
+
+    async def here(self) -> None:
+        """Answered once all that its caller called before has begun."""
+
+    async def rounds(self) -> list[list[str]]:
+        return self._rounds
+
+    def _step(self, grads: list[Tensor], names: list[str]) -> Broadcast[tuple[Tensor, int]]:
+        self._rounds.append(sorted(names))
+        return Broadcast((torch.stack(grads).sum(0), len(self._rounds)))
+
+    @batched(Round(5, quorum=4, timeout=1.0, member=lambda grad, name: name))
+    def lenient(self, grads: list[Tensor], names: list[str]) -> Broadcast[tuple[Tensor, int]]:
+        return self._step(grads, names)
+
+    @batched(Round(5, timeout=1.0, member=lambda grad, name: name))
+    def strict(self, grads: list[Tensor], names: list[str]) -> Broadcast[tuple[Tensor, int]]:
+        return self._step(grads, names)
+
+
+class Proxied:
+    """Every attribute is a callable with every attribute."""
+
+    def __init__(self, answer: Any) -> None:
+        self._answer = answer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return Anything(self._answer)
+
+
+class Anything:
+    def __init__(self, answer: Any) -> None:
+        self.answer = answer
+
+    def __call__(self, *args: Any) -> Any:
+        return self.answer
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Anything(self.answer)

@@ -25,7 +25,7 @@ from aiorpc_torch._message import (
     read_groups,
     shorten,
 )
-from aiorpc_torch._tensors import SMALL
+from aiorpc_torch._tensors import SMALL, Table
 from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod
 
 NOW = 1000.0
@@ -133,7 +133,7 @@ def same(one: Any, other: Any) -> bool:
 
 
 def message_of(calls: list[Outgoing]) -> tuple[Message, list[Tensor]]:
-    tensors: list[Tensor] = []
+    tensors = Table()
     data = dump((*HEAD, *lay_out(calls, NOW, tensors), *TAIL))
     assert isinstance(data, bytes)
     return load(data), tensors
@@ -211,6 +211,18 @@ def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
     assert bool(message.order) is (len(kinds) > 1)
 
 
+def test_what_two_calls_are_given_arrives_twice() -> None:
+    """A large tensor that both pass, or a view of it: what one callee writes is not the other's."""
+    large = torch.zeros(SMALL)
+    message, tensors = message_of([call(large), call(large.view(2, -1)), call([large, large])])
+    groups = read_groups(message.groups, tensors)  # torch keeps one storage one
+    one, other, both = (work[0][0] for group in groups for work in group.calls)
+    one.fill_(7)
+    assert not other.any()
+    assert not both[0].any()
+    assert both[0] is both[1]
+
+
 class Net:
     def forward(self, x: float) -> float:
         return x
@@ -256,8 +268,8 @@ def test_a_message_says_what_it_is() -> None:
     message = load(dump(fields))
     assert message == fields
     assert message.controls()
-    assert not load(dump((*HEAD, *lay_out([], NOW, []), [], [], None))).controls()
-    assert load(dump((*HEAD, *lay_out([], NOW, []), [], [], False))).controls()
+    assert not load(dump((*HEAD, *lay_out([], NOW, Table()), [], [], None))).controls()
+    assert load(dump((*HEAD, *lay_out([], NOW, Table()), [], [], False))).controls()
     assert not message_of([call()])[0].controls()
 
 

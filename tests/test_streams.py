@@ -64,6 +64,14 @@ async def test_items_arrive_in_order(kind: str) -> None:
         assert items == list(range(number))
 
 
+@pytest.mark.parametrize("size", [4, 5000])
+async def test_a_buffer_that_is_filled_again(size: int) -> None:
+    """An item is what it was when it was yielded, however large."""
+    items = [item async for item in remote(await streams()).refill(10, size)]
+    found = [item if isinstance(item, torch.Tensor) else item["buffer"] for item in items]
+    assert [set(item.tolist()) for item in found] == [{float(n)} for n in range(10)]
+
+
 async def test_any_iterator() -> None:
     """What a def returns need not be a generator."""
     assert [item async for item in remote(await streams()).iterator(3)] == ["0", "1", "2"]

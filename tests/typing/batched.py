@@ -55,6 +55,11 @@ async def double(numbers: list[int]) -> list[int]:
     return numbers
 
 
+@batched(max_size=8, stack=True)
+def negative(x: Tensor) -> Tensor:
+    return -x
+
+
 async def remotely(rref: RRef[Agent], state: Tensor, observed: Observation) -> None:
     """One item in, one result out, through `call`."""
     assert_type(await call(rref, Agent.select, state), int)
@@ -64,6 +69,7 @@ async def remotely(rref: RRef[Agent], state: Tensor, observed: Observation) -> N
     assert_type(await call(rref, Agent.infer, state), Tensor)
     assert_type(await call(rref, Agent.value, observed, discount=0.5), dict[str, Tensor])
     assert_type(await call("worker", double, 3), int)
+    assert_type(await call("worker", negative, state), Tensor)
     await call(rref, Agent.select, 3)  # type: ignore[call-overload]  # pyright: ignore
     await call(rref, Agent.rank, "a")  # type: ignore[call-overload]  # pyright: ignore
     await call("worker", double, "3")  # type: ignore[call-overload]  # pyright: ignore
@@ -78,6 +84,7 @@ async def locally(agent: Agent, state: Tensor) -> None:
     assert_type(await agent.infer(state), Tensor)
     assert_type(await Agent.shout("a"), str)
     assert_type(await double(3), int)
+    assert_type(await negative(state), Tensor)
     assert_type(await asyncio.gather(double(3), agent.select(state)), tuple[int, int])
     await agent.select(3)  # type: ignore[arg-type]  # pyright: ignore
     await agent.rank("a")  # type: ignore[call-arg]  # pyright: ignore

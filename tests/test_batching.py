@@ -1,0 +1,890 @@
+"""`@batched` from end to end: through `remote` and `call`, with real pickling and threads."""
+
+import asyncio
+import collections
+import os
+import signal
+import threading
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from typing import Any
+
+import actors
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch.distributed import rpc
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import (
+    BatchContractError,
+    BatchStats,
+    Broadcast,
+    CallTimeout,
+    NotServing,
+    QueueFull,
+    RemoteError,
+    RemoteTraceback,
+    Round,
+    RoundTimeout,
+    RRef,
+    batched,
+    call,
+    create,
+    remote,
+    stats,
+)
+
+
+class Door:
+    """Notes each batch, lets it stand at the gate if that is shut, and answers as it is told."""
+
+    def __init__(self, answer: Callable[[list[Any]], Any] = list) -> None:
+        self.answer = answer
+        self.batches: list[Any] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    async def here(self) -> None:
+        """Answered once all that was called before has begun."""
+
+    async def pass_(self, items: Any) -> Any:
+        self.batches.append(items)
+        await self.gate.wait()
+        return self.answer(items)
+
+
+def new_door(
+    *policy: Any, answer: Callable[[list[Any]], Any] = list, **fill: Any
+) -> tuple[Any, Any]:
+    """An object with a batched `ask`, and the same as a caller elsewhere has it."""
+
+    class Made(Door):
+        @batched(*policy, **fill)
+        async def ask(self, items: Any, scale: Any = 1) -> Any:
+            return await self.pass_(items)
+
+    made = Made(answer)
+    return made, remote(RRef(made))
+
+
+@pytest.fixture
+def door(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
+    """`new_door`, in a world of one."""
+    return new_door
+
+
+async def outcome(awaitable: Awaitable[Any]) -> Any:
+    """What it returns or raises, as a value."""
+    try:
+        return await awaitable
+    except Exception as exc:
+        return exc
+
+
+def asks(far: Any, *items: Any) -> list["asyncio.Task[Any]"]:
+    return [asyncio.create_task(outcome(far.ask(item))) for item in items]
+
+
+async def arrived(far: Any) -> None:
+    """Every call and cancellation until now has reached its queue, which has looked at it."""
+    for _ in range(2):
+        await asyncio.sleep(0)
+        await far.here()
+
+
+async def cancel(far: Any, *tasks: "asyncio.Task[Any]") -> None:
+    for task in tasks:
+        task.cancel()
+    await arrived(far)
+    assert all(task.cancelled() for task in tasks)
+
+
+async def settled(*awaitables: Awaitable[Any]) -> list[Any]:
+    """What each returns or raises, and none of them is left waiting."""
+    async with asyncio.timeout(5.0):
+        return await asyncio.gather(*map(outcome, awaitables))
+
+
+@pytest.fixture
+def skip() -> Iterator[Callable[[float], None]]:
+    """Let the loop believe that so many seconds have passed."""
+    loop = asyncio.get_event_loop_policy().get_event_loop()
+    real, skipped = loop.time, 0.0
+
+    def forward(seconds: float) -> None:
+        nonlocal skipped
+        skipped += seconds
+
+    loop.time = lambda: real() + skipped  # type: ignore[method-assign]
+    yield forward
+    del loop.time
+
+
+# ── who is in a batch ───────────────────────────────────────────────────────────────────────────
+
+
+async def test_members_are_chosen_when_a_slot_is_free(door: Any) -> None:
+    """Who came while the body was busy leaves in full batches, not as they were when it began."""
+    made, far = door(max_size=4, max_wait=0.01)
+    made.gate.clear()
+    calls = asks(far, *range(4))
+    for item in range(4, 11):
+        await arrived(far)
+        calls += asks(far, item)
+    await arrived(far)
+    assert made.batches == [[0, 1, 2, 3]]
+    made.gate.set()
+    assert await settled(*calls) == [*range(11)]
+    assert made.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
+
+
+async def test_the_timer_is_the_oldest_living_ones(
+    door: Any, skip: Callable[[float], None]
+) -> None:
+    """When the oldest gives up, the next one's own arrival counts."""
+    made, far = door(max_size=9, max_wait=1000.0)
+    (oldest,) = asks(far, "oldest")
+    await arrived(far)
+    skip(600.0)
+    (second,) = asks(far, "second")
+    await arrived(far)
+    await cancel(far, oldest)
+    skip(600.0)  # the oldest's time would be over
+    await arrived(far)
+    assert made.batches == []
+    skip(400.0)
+    assert await settled(second) == ["second"]
+
+
+async def test_a_cancelled_call_never_counts(door: Any) -> None:
+    """Of three, two give up: it takes three more to fill a batch of four."""
+    made, far = door(max_size=4, max_wait=1000.0)
+    calls = asks(far, 0, 1, 2)
+    await arrived(far)
+    await cancel(far, *calls[1:])
+    calls = [calls[0], *asks(far, 3, 4)]
+    await arrived(far)
+    assert made.batches == []
+    calls += asks(far, 5)
+    assert await settled(*calls) == [0, 3, 4, 5]
+    assert made.batches == [[0, 3, 4, 5]]
+
+
+async def test_cancelled_in_flight(door: Any) -> None:
+    """The batch that runs keeps its member and its others their answers; the queue goes on."""
+    made, far = door(max_size=3)
+    made.gate.clear()
+    calls = asks(far, 0, 1, 2)
+    await arrived(far)
+    await cancel(far, calls[1])
+    made.gate.set()
+    assert await settled(calls[0], calls[2], far.ask(3)) == [0, 2, 3]
+    assert made.batches == [[0, 1, 2], [3]]
+
+
+# ── what a body does ────────────────────────────────────────────────────────────────────────────
+
+
+def raises(exc: BaseException) -> Callable[[list[Any]], Any]:
+    def answer(items: list[Any]) -> Any:
+        raise exc
+
+    return answer
+
+
+ADDRESSED = [asyncio.CancelledError("x"), SystemExit(3), KeyboardInterrupt("x"), GeneratorExit("x")]
+
+
+@pytest.mark.parametrize("exc", ADDRESSED, ids=repr)
+async def test_a_body_that_raises_cancelled_error_answers_everybody(
+    door: Any, exc: BaseException
+) -> None:
+    """So with whatever would end a caller's task or process; later calls are served."""
+    made, far = door(max_size=3, answer=raises(exc))
+    got = await settled(*asks(far, 1, 2, 3))
+    assert [type(each) for each in got] == [RemoteError] * 3
+    assert all(type(exc).__name__ in str(each) for each in got)
+    made.answer = list
+    assert await settled(far.ask(4)) == [4]
+
+
+WRONG = {
+    "a str": "no",
+    "bytes": b"no",
+    "a dict of its length": {1: 1, 2: 2},
+    "a dict of lists": {"a": [1, 2], "b": [3, 4]},
+    "None": None,
+    "a set": {1, 2},
+    "an array": np.zeros((2, 2)),
+    "a tensor without dimensions": torch.tensor(1.0),
+    "too few": [1],
+    "too many": torch.zeros(3, 2),
+    "columns of two lengths": {"a": torch.zeros(2), "b": torch.zeros(3)},
+    "no columns": {},
+}
+
+
+@pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG)
+async def test_a_wrong_answer_is_told_everybody(door: Any, answer: Any) -> None:
+    """Nobody gets a key, a character or somebody else's result; the error names the function."""
+    _, far = door(max_size=2, answer=lambda items: answer)
+    got = await settled(*asks(far, 1, 2))
+    assert [type(each) for each in got] == [BatchContractError] * 2
+    assert all("Made.ask got a batch of 2 and returned" in str(each) for each in got)
+
+
+async def test_an_exception_among_the_answers_is_its_callers_alone(door: Any) -> None:
+    """It is raised, not handed over as a value, and its neighbours have their results."""
+
+    def answer(items: list[int]) -> list[Any]:
+        return [actors.TwoArguments(item, "odd") if item % 2 else item for item in items]
+
+    _, far = door(max_size=4, answer=answer)
+    calls = [asyncio.create_task(far.ask(item)) for item in range(4)]
+    assert [await calls[0], await calls[2]] == [0, 2]
+    for item in (1, 3):
+        with pytest.raises(actors.TwoArguments, match=f"{item}: odd"):
+            await calls[item]
+
+
+async def test_each_caller_raises_an_exception_of_its_own(door: Any) -> None:
+    """What one does to its exception, the others do not see; the cause is the same traceback."""
+    _, far = door(max_size=3, answer=raises(actors.TwoArguments(7, "all")))
+    got = await settled(*asks(far, 1, 2, 3))
+    assert [(type(each), each.code) for each in got] == [(actors.TwoArguments, 7)] * 3
+    got[0].add_note("mine")
+    assert not hasattr(got[1], "__notes__")
+    assert all(type(each.__cause__) is RemoteTraceback for each in got)
+    assert len({each.__cause__.text for each in got}) == 1
+
+
+class Exits:
+    """Cannot be pickled, and says so in the worst way."""
+
+    def __reduce__(self) -> Any:
+        raise asyncio.CancelledError("while pickling")
+
+
+UNSENDABLE: dict[str, Any] = {
+    "a lock": threading.Lock,
+    "a class of nobody's": lambda: type("Nobodys", (), {})(),
+    "an exception with a lock": lambda: actors.HoldsLock("held"),
+    "an exception that comes back as none": actors.UnpicklesBadly,
+    # one whose result it is wait for ever.
+    "what exits when it is pickled": Exits,
+}
+
+
+@pytest.mark.parametrize("make", UNSENDABLE.values(), ids=UNSENDABLE)
+async def test_results_are_delivered_whatever_cannot_be_sent(
+    door: Any, make: Callable[[], Any]
+) -> None:
+    """It is an error of its caller's alone, which comes, wherever in the batch it stands."""
+    _, far = door(max_size=3, answer=lambda items: [item or make() for item in items])
+    got = await settled(*asks(far, 1, 0, 2))
+    assert [got[0], got[2]] == [1, 2]
+    assert isinstance(got[1], Exception)
+    assert await settled(far.ask(3)) == [3]
+
+
+async def test_a_broadcast_that_cannot_be_sent(door: Any) -> None:
+    """Everybody is told."""
+    _, far = door(max_size=3, answer=lambda items: Broadcast(threading.Lock()))
+    got = await settled(*asks(far, 1, 2, 3))
+    assert all(
+        isinstance(each, TypeError) and "while pickling" in str(each.__notes__) for each in got
+    )
+
+
+# ── weights, keys and arguments ─────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", ["weight", "key", "member"])
+async def test_a_function_of_the_policy_that_raises_is_its_callers_alone(
+    door: Any, name: str
+) -> None:
+    """The item never joins, and the queue goes on."""
+
+    def picky(item: Any, scale: Any) -> Any:
+        if item == "bad":
+            raise LookupError("no such item")
+        return 1
+
+    if name == "member":
+        made, far = door(Round(1, member=picky))
+    else:
+        made, far = door(max_size=4, **{"max_weight": 9, name: picky})
+    for _ in range(2):
+        got = await settled(*asks(far, "bad", 5))
+        assert type(got[0]) is LookupError
+        assert got[1] == 5
+    assert made.batches == [[5], [5]]
+
+
+@pytest.mark.parametrize("weight", [-1, float("nan"), float("inf"), "heavy", None])
+async def test_a_weight_that_cannot_be(door: Any, weight: Any) -> None:
+    """A ValueError that names the function, for its caller."""
+    _, far = door(max_size=2, max_weight=9, weight=lambda item, _: item)
+    got = await settled(*asks(far, weight, 1))
+    assert type(got[0]) is ValueError
+    assert "the weight of a call of " in str(got[0])
+    assert got[1] == 1
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"max_size": 2, "key": lambda item, _: item},
+        {"policy": Round(2, member=lambda item, _: item)},
+    ],
+    ids=["key", "member"],
+)
+async def test_a_key_that_cannot_be_hashed_is_its_callers_alone(
+    door: Any, policy: dict[str, Any]
+) -> None:
+    """A TypeError at the call, and the others are together as ever."""
+    _, far = door(**policy)
+    (told,) = await settled(far.ask([1]))
+    assert type(told) is TypeError
+    assert await settled(*asks(far, 1, 2)) == [1, 2]
+
+
+async def test_an_item_that_does_not_fit_is_not_overtaken(door: Any) -> None:
+    """The longest start of the line leaves; what weighs more than a batch may goes alone."""
+    made, far = door(max_size=9, max_weight=10, weight=lambda item, _: item)
+    made.gate.clear()
+    calls = asks(far, 1)
+    await arrived(far)
+    calls += asks(far, 6, 5, 2, 30, 4, 6, 1)
+    await arrived(far)
+    made.gate.set()
+    assert await settled(*calls) == [1, 6, 5, 2, 30, 4, 6, 1]
+    assert made.batches == [[1], [6], [5, 2], [30], [4, 6], [1]]
+
+
+async def test_order_within_a_key_and_no_key_starves(door: Any) -> None:
+    """Batches have one key each, in order of arrival; the line whose oldest came first leaves."""
+    made, far = door(max_size=2, key=lambda item, _: item[0])
+    made.gate.clear()
+    items = ["a0", "a1", "b0", "a2", "c0", "a3", "b1", "a4"]
+    calls = asks(far, *items[:2])
+    await arrived(far)
+    calls += asks(far, *items[2:])
+    await arrived(far)
+    made.gate.set()
+    assert await settled(*calls) == items
+    assert made.batches == [["a0", "a1"], ["b0", "b1"], ["a2", "a3"], ["c0"], ["a4"]]
+
+
+@pytest.mark.usefixtures("world")
+async def test_bad_arguments_do_not_poison_the_others() -> None:
+    """Who leaves a default out, who gives it and who gives too much are told apart."""
+
+    class Scaled:
+        @batched(max_size=8)
+        async def ask(self, items: list[int], *, scale: list[int] = 10) -> list[int]:  # type: ignore[assignment]
+            return [item * factor for item, factor in zip(items, scale, strict=True)]
+
+    far = remote(RRef(Scaled()))
+    calls = (
+        far.ask(1),
+        far.ask(2, scale=3),
+        far.ask(3, 4),
+        far.ask(),
+        far.ask(5, size=1),
+        far.ask(6),
+    )
+    got = await settled(*calls)
+    assert [got[0], got[1], got[5]] == [10, 6, 60]
+    assert [type(each) for each in got[2:5]] == [TypeError] * 3
+    assert all("Scaled.ask()" in str(each) for each in got[2:5])
+
+
+# ── instances, loops and bodies that call ───────────────────────────────────────────────────────
+
+
+class Named:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    @batched(max_size=8)
+    async def who(self, items: list[int]) -> list[tuple[str, int]]:
+        return [(self.name, len(items)) for _ in items]
+
+    @staticmethod
+    @batched(max_size=8)
+    async def together(items: list[int]) -> list[int]:
+        return [len(items)] * len(items)
+
+
+@batched(max_size=8)
+async def function(items: list[int]) -> list[int]:
+    return [len(items)] * len(items)
+
+
+@pytest.mark.usefixtures("world")
+async def test_each_instance_has_its_own_queue() -> None:
+    """Whichever way it is called; static methods and functions have one."""
+    a, b = RRef(Named("a")), RRef(Named("b"))
+    calls = remote(a).who(1), call(b, Named.who, 2), call(a, Named.who, 3)
+    assert await asyncio.gather(*calls) == [("a", 2), ("b", 1), ("a", 2)]
+    static = remote(a).together(1), remote(b).together(2), call("main", Named.together, 3)
+    assert await asyncio.gather(*static) == [3] * 3
+    assert await asyncio.gather(*(call("main", function, n) for n in range(3))) == [3] * 3
+
+
+def test_a_second_world_on_a_second_loop() -> None:
+    """A queue moves with its object, also when the first loop ended under its callers."""
+    made: Any = None
+
+    async def first() -> None:
+        nonlocal made
+        async with aiorpc.local_world(0):
+            made, far = new_door(max_size=2, max_wait=1000.0)
+            calls = asks(far, "left behind")
+            await arrived(far)
+        assert [type(each) for each in await settled(*calls)] == [NotServing]
+
+    async def second() -> list[Any]:
+        async with aiorpc.local_world(0):
+            return await settled(*asks(remote(RRef(made)), 1, 2))
+
+    asyncio.run(first())
+    assert asyncio.run(second()) == [1, 2]
+    assert made.batches == [[1, 2]]
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("concurrency", [1, 2])
+async def test_a_body_that_awaits_its_own_queue(concurrency: int) -> None:
+    """Its callers, elsewhere, are told instead of waiting for ever."""
+
+    class Nested:
+        @batched(max_size=8, max_concurrency=concurrency)
+        async def ask(self, items: list[int]) -> list[int]:
+            return [await self.ask(item) for item in items]
+
+    got = await settled(*asks(remote(RRef(Nested())), 1, 2))
+    assert [type(each) for each in got] == [RuntimeError] * 2
+    assert all("Nested.ask awaits itself" in str(each) for each in got)
+
+
+async def test_leaving_a_world_answers_everybody() -> None:
+    """Who runs, who waits and who waits for a round get NotServing."""
+    async with aiorpc.local_world(0):
+        (made, far), (met, meet) = new_door(max_size=2), new_door(Round(2))
+        made.gate.clear()
+        calls = asks(far, 1, 2, 3) + asks(meet, 4)
+        await arrived(far)
+    assert [type(each) for each in await settled(*calls)] == [NotServing] * 4
+    assert (made.batches, met.batches) == ([[1, 2]], [])
+
+
+# ── how many at once, how many wait ─────────────────────────────────────────────────────────────
+
+
+@pytest.mark.usefixtures("world")
+async def test_two_batches_at_once_and_the_third_waits() -> None:
+    """With `max_concurrency=2`; whichever ends first makes room."""
+    gates: dict[int, asyncio.Event] = collections.defaultdict(asyncio.Event)
+
+    class Two(Door):
+        @batched(max_size=2, max_concurrency=2)
+        async def ask(self, items: list[int]) -> list[int]:
+            self.batches.append(items)
+            await gates[items[0]].wait()
+            return items
+
+    two = Two()
+    far = remote(RRef(two))
+    calls = asks(far, *range(6))
+    await arrived(far)
+    assert two.batches == [[0, 1], [2, 3]]
+    gates[2].set()
+    assert await settled(*calls[2:4]) == [2, 3]
+    await arrived(far)
+    assert two.batches == [[0, 1], [2, 3], [4, 5]]
+    gates[4].set()
+    gates[0].set()
+    assert await settled(*calls) == [*range(6)]
+
+
+async def test_a_full_queue(door: Any) -> None:
+    """QueueFull arrives as itself, nothing of the call runs, and afterwards there is room."""
+    made, far = door(max_size=2, max_pending=2)
+    made.gate.clear()
+    calls = asks(far, 0, 1)
+    await arrived(far)
+    calls += asks(far, 2, 3, 4)
+    (full,) = await settled(calls.pop())
+    assert type(full) is QueueFull
+    assert "2 calls of " in str(full)
+    await cancel(far, calls.pop())  # its place is free at once
+    calls += asks(far, 5)
+    await arrived(far)
+    made.gate.set()
+    assert await settled(*calls) == [0, 1, 2, 5]
+    assert made.batches == [[0, 1], [2, 5]]
+    assert await settled(*asks(far, 6, 7)) == [6, 7]
+
+
+# ── rounds ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def by_name(item: Any, scale: Any) -> str:
+    return str(item)[0]
+
+
+async def test_a_members_second_contribution_waits_for_the_next_round(door: Any) -> None:
+    """And a round that raises raises for all of it, and for nobody of the next."""
+    made, far = door(Round(2, member=by_name))
+    calls = asks(far, "a1", "a2")
+    await arrived(far)
+    assert made.batches == []
+    calls += asks(far, "b1")
+    assert await settled(calls[0], calls[2]) == ["a1", "b1"]
+    made.answer = raises(LookupError("the step"))
+    calls += asks(far, "b2")
+    assert [type(each) for each in await settled(calls[1], calls[3])] == [LookupError] * 2
+    made.answer = Broadcast
+    assert await settled(*asks(far, "a3", "b3")) == [["a3", "b3"]] * 2
+    assert made.batches == [["a1", "b1"], ["a2", "b2"], ["a3", "b3"]]
+
+
+async def test_a_contributor_that_gives_up_leaves_the_round(door: Any) -> None:
+    """By cancellation or because its time is over; the others wait for another."""
+    made, far = door(Round(2))
+    calls = asks(far, "cancelled")
+    await arrived(far)
+    await cancel(far, *calls)
+    late = await settled(remote(RRef(made), timeout=0.05).ask("late"))
+    assert type(late[0]) is CallTimeout
+    calls = asks(far, "a")
+    await arrived(far)
+    assert made.batches == []
+    assert await settled(*calls, far.ask("b")) == ["a", "b"]
+
+
+async def test_a_round_that_times_out_names_who_is_missing(
+    door: Any, skip: Callable[[float], None]
+) -> None:
+    """Its contributors are told who was there and who was not; nothing ran, and the next works."""
+    made, far = door(Round(3, timeout=1000.0, member=by_name))
+    assert await settled(*asks(far, "a1", "b1", "c1")) == ["a1", "b1", "c1"]
+    calls = asks(far, "a2", "b2", "a3")
+    await arrived(far)
+    skip(1001.0)
+    got = await settled(*calls[:2])
+    for told in got:
+        assert type(told) is RoundTimeout
+        assert (told.present, told.missing) == (("a", "b"), ("c",))
+        assert "Made.ask is over: a, b contributed; missing: c" in str(told)
+    assert got[0] is not got[1]
+    assert not calls[2].done()  # of the next round
+    assert await settled(calls[2], *asks(far, "b3", "c3")) == ["a3", "b3", "c3"]
+    assert made.batches == [["a1", "b1", "c1"], ["a3", "b3", "c3"]]
+
+
+async def test_a_round_without_members_names_workers(
+    door: Any, skip: Callable[[float], None]
+) -> None:
+    """A round of fewer callers than it wants ends with its timeout, not never."""
+    made, far = door(Round(100, timeout=1000.0))
+    calls = asks(far, 1, 2)
+    await arrived(far)
+    skip(1001.0)
+    for told in await settled(*calls):
+        assert (told.present, told.missing) == (("main", "main"), ())
+        assert "missing: nobody who has contributed before" in str(told)
+    assert made.batches == []
+
+
+async def test_a_quorum_is_enough_once_the_time_is_over(
+    door: Any, skip: Callable[[float], None]
+) -> None:
+    """Not before; and the time of the next round begins when the one before has ended."""
+    made, far = door(Round(3, quorum=2, timeout=1000.0, member=by_name))
+    calls = asks(far, "a1", "b1", "b2")
+    await arrived(far)
+    assert made.batches == []
+    made.gate.clear()
+    skip(1001.0)
+    await arrived(far)
+    assert made.batches == [["a1", "b1"]]
+    calls += asks(far, "a2")
+    await arrived(far)
+    skip(1001.0)
+    made.gate.set()
+    assert await settled(*calls[:2]) == ["a1", "b1"]
+    await arrived(far)
+    assert made.batches == [["a1", "b1"]]  # c may wait for that answer still
+    skip(1001.0)
+    assert await settled(*calls[2:]) == ["b2", "a2"]
+
+
+# ── what is sent ────────────────────────────────────────────────────────────────────────────────
+
+
+class Counted:
+    pickled = 0
+
+    def __reduce__(self) -> Any:
+        Counted.pickled += 1
+        return Counted, ()
+
+
+async def test_a_broadcast_is_pickled_once(door: Any) -> None:
+    """However many callers there are; each has an object of its own."""
+    _, far = door(Round(8), answer=lambda items: Broadcast({"it": Counted(), "x": torch.ones(3)}))
+    before = Counted.pickled
+    got = await settled(*asks(far, *range(8)))
+    assert Counted.pickled == before + 1
+    assert len({id(each["it"]) for each in got}) == 8
+    got[0]["x"].zero_()
+    assert got[1]["x"].tolist() == [1.0] * 3
+
+
+class Kept:
+    """Batched functions whose names are told."""
+
+    @batched(max_size=2, max_wait=1000.0)
+    async def fill(self, items: list[int]) -> list[int]:
+        return items
+
+    @batched(max_size=4)
+    async def slot(self, items: list[int]) -> list[int]:
+        return items
+
+    @batched(Round(2, quorum=1, timeout=1000.0))
+    async def meet(self, items: list[int]) -> list[int]:
+        return items
+
+    @batched(Round(2, timeout=1000.0))
+    async def fail(self, items: list[int]) -> list[int]:
+        return items
+
+    async def here(self) -> None:
+        pass
+
+
+async def test_statistics_of_batches(skip: Callable[[float], None]) -> None:
+    """Why batches left, how full they were, and how long calls waited."""
+    before = {"Kept.fill", "Kept.slot", "Kept.meet", "Kept.fail"} & stats().batches.keys()
+    assert not before
+    async with aiorpc.local_world(0):
+        kept = Kept()
+        far = remote(RRef(kept))
+        await settled(far.fill(1), far.fill(2), far.slot(1), far.meet(1), far.meet(2))
+        calls = [asyncio.create_task(outcome(each)) for each in (far.fill(3), far.meet(3))]
+        failing = asyncio.create_task(outcome(far.fail(1)))
+        await arrived(far)
+        assert stats().batches["Kept.fill"].waiting == 1
+        skip(1001.0)
+        await settled(*calls, failing)
+        last = asyncio.create_task(outcome(far.fill(4)))
+        await arrived(far)
+    assert type((await settled(last))[0]) is NotServing
+    fill, slot, meet, fail = (
+        stats().batches[f"Kept.{n}"] for n in ("fill", "slot", "meet", "fail")
+    )
+    assert fill.reasons == {"full": 1, "waited": 1, "closed": 1}
+    assert (fill.batches, fill.items, fill.size, fill.waiting) == (2, 3, 2, 0)
+    assert (fill.mean, fill.fill) == (1.5, 0.75)
+    assert fill.wait_p50 is not None
+    assert fill.wait_p99 is not None
+    assert fill.wait_p50 < 500.0 < fill.wait_p99
+    assert (slot.reasons, slot.fill) == ({"slot": 1}, 0.25)
+    assert meet.reasons == {"round": 1, "quorum": 1}
+    assert isinstance(fail, BatchStats)
+    assert (fail.reasons, fail.batches, fail.fill, fail.wait_p50) == ({"timeout": 1}, 0, 0.0, None)
+
+
+# ── plain torch clients ─────────────────────────────────────────────────────────────────────────
+
+
+async def test_torch_clients_of_every_policy(door: Any) -> None:
+    """`rpc_sync` and `rref.rpc_sync()` join rounds, stacks and lines by key, and a full queue."""
+    met, meet = door(Round(2, member=by_name), answer=Broadcast)
+    theirs = asyncio.create_task(asyncio.to_thread(lambda: RRef(met).rpc_sync().ask("a1")))
+    ours = asyncio.create_task(meet.ask("b1"))
+    assert sorted(await theirs) == sorted(await ours) == ["a1", "b1"]
+
+    stacked, _ = door(max_size=2, stack=True, answer=lambda x: {"twice": 2 * x})
+    got = await asyncio.to_thread(lambda: RRef(stacked).rpc_sync().ask(torch.ones(2)))
+    assert got["twice"].tolist() == [2.0, 2.0]
+
+    made, far = door(max_size=1, max_pending=1, key=by_name)
+    made.gate.clear()
+    calls = asks(far, "a")
+    await arrived(far)
+    calls += asks(far, "b")
+    await arrived(far)
+    with pytest.raises(RuntimeError, match=r"QueueFull.*1 calls of .*Made\.ask wait already"):
+        await asyncio.to_thread(lambda: RRef(made).rpc_sync().ask("c"))
+    made.gate.set()
+    assert await settled(*calls) == ["a", "b"]
+    assert await asyncio.to_thread(rpc.rpc_sync, "main", Named.together, args=(1,)) == 1
+
+
+# ── at the decoration ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("given_", "error", "text"),
+    [
+        ({"policy": Round(2), "max_pending": 3}, TypeError, "not both"),
+        ({"policy": aiorpc.Fill(2), "max_size": 3}, TypeError, "not both"),
+        ({"max_size": 2, "device": "cuda"}, TypeError, "needs stack=True"),
+        ({"policy": Round(2), "device": "cpu"}, TypeError, "needs stack=True"),
+        ({"stack": True}, TypeError, "needs max_size="),
+        ({"max_size": 2, "max_concurrency": 0}, ValueError, "max_concurrency is at least 1"),
+        ({"max_size": 2, "max_pending": 0}, ValueError, "max_pending is at least 1"),
+        ({"max_size": 2, "key": "name"}, TypeError, "key is a function"),
+        ({"max_size": 2, "weight": len}, ValueError, "max_weight, which is not given"),
+        ({"max_size": 2, "max_weight": 0}, ValueError, "max_weight is above 0"),
+    ],
+)
+def test_what_does_not_go_together(
+    given_: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    """It is told where it is written."""
+    with pytest.raises(error, match=text):
+        batched(**given_)
+
+
+def test_a_quorum_that_cannot_be() -> None:
+    """More than the round, or without a time at which it is enough."""
+    with pytest.raises(ValueError, match="quorum is at most size"):
+        Round(2, quorum=3, timeout=1.0)
+    with pytest.raises(ValueError, match="which is not given"):
+        Round(2, quorum=1)
+
+
+# ── whatever happens ────────────────────────────────────────────────────────────────────────────
+
+moves = st.one_of(
+    st.tuples(st.just("call"), st.sampled_from(["fine", "fine", "wrong", "refused"])),
+    st.tuples(st.just("cancel"), st.integers(0, 30)),
+    st.tuples(st.sampled_from(["wait", "shut", "open"]), st.none()),
+)
+endings = st.sampled_from(["answer", "answer", "raise", "too few", "exit"])
+
+
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(moves, max_size=20), st.lists(endings, min_size=1), st.integers(1, 3))
+async def test_every_call_settles_once_with_its_own_answer(
+    door: Any, moves: list[tuple[str, Any]], endings: list[str], concurrency: int
+) -> None:
+    """Whoever comes, gives up and fails when, each gets what is its own, and nobody runs twice."""
+    ended: dict[int, str] = {}
+
+    def weight(item: tuple[int, str], _: Any) -> int:
+        if item[1] == "refused":
+            raise LookupError(item[0])
+        return 1
+
+    def answer(items: list[tuple[int, str]]) -> list[Any]:
+        ending = endings[made.batches.index(items) % len(endings)]
+        ended.update((number, ending) for number, _ in items)
+        if ending in ("raise", "exit"):
+            raise SystemExit(3) if ending == "exit" else actors.TwoArguments(len(items), "all")
+        answers = [KeyError(n) if kind == "wrong" else -n for n, kind in items]
+        return answers[1:] if ending == "too few" else answers
+
+    made, far = door(
+        max_size=3, max_concurrency=concurrency, weight=weight, max_weight=3, answer=answer
+    )
+    calls: list[asyncio.Task[Any]] = []
+    kinds: list[str] = []
+    erased: set[int] = set()
+    for move, what in moves:
+        if move == "call":
+            calls += asks(far, (len(calls), what))
+            kinds.append(what)
+        elif move == "cancel" and what < len(calls):
+            await arrived(far)
+            if calls[what].cancel():
+                await arrived(far)
+                erased |= {what} - {number for batch in made.batches for number, _ in batch}
+        elif move == "wait":
+            await arrived(far)
+        elif move in ("shut", "open"):
+            (made.gate.set if move == "open" else made.gate.clear)()
+    made.gate.set()
+    async with asyncio.timeout(10.0):
+        got = await asyncio.gather(*calls, return_exceptions=True)
+
+    ran = [number for batch in made.batches for number, _ in batch]
+    assert ran == sorted(set(ran))
+    refused = {number for number, kind in enumerate(kinds) if kind == "refused"}
+    assert not set(ran) & (erased | refused)
+    raised = [id(each) for each in got if isinstance(each, Exception)]
+    assert len(set(raised)) == len(raised)
+    classes = {"raise": actors.TwoArguments, "too few": BatchContractError, "exit": RemoteError}
+    for number, (kind, each) in enumerate(zip(kinds, got, strict=True)):
+        if isinstance(each, asyncio.CancelledError):
+            continue
+        if kind == "refused":
+            assert (type(each), each.args) == (LookupError, (number,))
+        elif ended[number] != "answer":
+            assert type(each) is classes[ended[number]]
+        elif kind == "wrong":
+            assert (type(each), each.args) == (KeyError, (number,))
+        else:
+            assert each == -number
+
+
+# ── trainers that die ───────────────────────────────────────────────────────────────────────────
+
+
+TRAINERS = [f"trainer{n}" for n in range(5)]
+SLACK = 2.0  # seconds that a busy machine may take
+
+
+@pytest.mark.worlds
+async def test_a_trainer_that_is_killed_in_a_round() -> None:
+    """The living go on with a quorum, or are told who is missing; neither waits any longer."""
+    async with aiorpc.local_world(["ps", *TRAINERS], transports=["uv"]):
+        ps = await create("ps", actors.Parameters)
+
+        def step(method: str, **names: str) -> list["asyncio.Task[Any]"]:
+            """One contribution from each trainer's own process, under some name."""
+            calls = [
+                call(trainer, actors.call_on, ps, method, torch.ones(2), name)
+                for trainer, name in names.items()
+            ]
+            return [asyncio.create_task(outcome(each)) for each in calls]
+
+        everybody = {name: name for name in TRAINERS}
+        living = {name: name for name in TRAINERS[:4]}
+        for number, method in enumerate(("lenient", "strict"), 1):
+            for parameters, version in await settled(*step(method, **everybody)):
+                assert (parameters.tolist(), version) == ([5.0, 5.0], number)
+
+        pid = await call(TRAINERS[4], actors.pid)
+        start = time.monotonic()
+        lenient, strict = step("lenient", **living), step("strict", **living)
+        await asyncio.sleep(0)
+        await asyncio.gather(*(call(name, actors.call_on, ps, "here") for name in living))
+        os.kill(pid, signal.SIGKILL)
+        for parameters, version in await settled(*lenient):
+            assert (parameters.tolist(), version) == ([4.0, 4.0], 3)
+        told = await settled(*strict)
+        assert 1.0 < time.monotonic() - start < 1.0 + SLACK
+        for each in told:
+            assert type(each) is RoundTimeout
+            assert {*each.present} == {*living}
+            assert each.missing == (TRAINERS[4],)
+            assert "missing: trainer4" in str(each)
+
+        # The next rounds: of four again, and of five with a living trainer's second coroutine.
+        start = time.monotonic()
+        assert [version for _, version in await settled(*step("lenient", **living))] == [4] * 4
+        assert time.monotonic() - start < 1.0 + SLACK
+        full = step("strict", **living) + step("strict", trainer0="its second")
+        for parameters, version in await settled(*full):
+            assert (parameters.tolist(), version) == ([5.0, 5.0], 5)
+        assert (await remote(ps).rounds())[2:4] == [TRAINERS[:4]] * 2

@@ -1,0 +1,389 @@
+"""Nests of tensors, stacked and split again: as values, and through `@batched(..., stack=True)`."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_batching import arrived, asks, new_door, settled
+from torch import Tensor
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch._stacking import is_structure, kind_of, rows_of, stack
+
+
+@dataclass
+class Seen:
+    frame: Any
+    reward: Any
+
+
+class Pair(NamedTuple):
+    left: Any
+    right: Any
+
+
+@dataclass
+class Derived:
+    """A field that nobody passes in."""
+
+    frame: Any
+    size: float = field(default=1.0, init=False)
+
+
+def parts_of(nest: Any) -> dict[Any, Any] | None:
+    if isinstance(nest, dict):
+        return nest
+    if isinstance(nest, Seen):
+        return vars(nest)
+    return dict(enumerate(nest)) if isinstance(nest, tuple | list) else None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two nests have equal structure and numbers, be these tensors or not."""
+    mine, theirs = parts_of(a), parts_of(b)
+    if mine is None or theirs is None:
+        return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
+    return (
+        type(a) is type(b) and [*mine] == [*theirs] and all(same(mine[k], theirs[k]) for k in mine)
+    )
+
+
+def tensors_in(nest: Any) -> list[Tensor]:
+    parts = parts_of(nest)
+    return [nest] if parts is None else [t for part in parts.values() for t in tensors_in(part)]
+
+
+def owns(tensor: Tensor) -> bool:
+    return tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+# ── as values ───────────────────────────────────────────────────────────────────────────────────
+
+DTYPES = [torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.uint8]
+shapes = st.lists(st.integers(0, 3), max_size=3).map(tuple)
+
+
+@st.composite
+def leaves(draw: st.DrawFn) -> Callable[[int], Any]:
+    """A function of a number, whose results are of one kind."""
+    shape, number = draw(shapes), draw(st.integers(0, 100))
+    dtype = draw(st.sampled_from([*DTYPES, torch.bool, torch.complex64]))
+    array = draw(st.sampled_from(["float32", "int64", "uint8", "bool"]))
+    return draw(
+        st.sampled_from(
+            [
+                lambda n: torch.full(shape, n + number).to(dtype),
+                lambda n: torch.full((3, *shape), n + number).to(dtype).transpose(0, -1),
+                lambda n: torch.full((2, *shape), n).to(dtype)[:1].expand(4, *shape),
+                lambda n: np.full(shape, n + number, array),
+                lambda n: np.float32(n),
+                lambda n: n + number,
+                lambda n: n / 7,
+                lambda n: n % 2 == 0,
+                lambda n: complex(n, number),
+            ]
+        )
+    )
+
+
+def grown(
+    inner: st.SearchStrategy[Callable[[int], Any]],
+) -> st.SearchStrategy[Callable[[int], Any]]:
+    several = st.lists(inner, min_size=1, max_size=3)
+    return st.one_of(
+        st.dictionaries(st.sampled_from(["a", "b", 3]), inner, min_size=1).map(
+            lambda made: lambda n: {name: make(n) for name, make in made.items()}
+        ),
+        several.map(lambda made: lambda n: tuple(make(n) for make in made)),
+        several.map(lambda made: lambda n: [make(n) for make in made]),
+        st.builds(lambda a, b: lambda n: Seen(a(n), b(n)), inner, inner),
+        st.builds(lambda a, b: lambda n: Pair(a(n), b(n)), inner, inner),
+    )
+
+
+nests = st.recursive(leaves(), grown, max_leaves=6)
+
+
+@given(nests, st.integers(1, 5), st.sampled_from([None, "cpu", torch.device("cpu")]))
+def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device: Any) -> None:
+    """`rows_of(stack(values))` equals the values, structure and all."""
+    values = [make(n) for n in range(size)]
+    assert len({kind_of(value) for value in values}) == 1
+    stacked = stack(values, device)
+    assert is_structure(stacked) == is_structure(values[0])
+    for tensor in tensors_in(stacked):
+        assert len(tensor) == size
+    rows = rows_of(stacked)
+    assert rows is not None
+    assert len(rows) == size
+    for value, row in zip(values, rows, strict=True):
+        assert same(value, row)
+
+
+@given(nests, st.integers(1, 5))
+def test_a_row_drags_nothing_along(make: Callable[[int], Any], size: int) -> None:
+    """Its tensors own their storage, share none, and can be changed in place."""
+    stacked = stack([make(n) for n in range(size)])
+    rows = rows_of(stacked) or []
+    tensors = [tensor for row in rows for tensor in tensors_in(row)]
+    assert all(map(owns, tensors))
+    places = [tensor.data_ptr() for tensor in (*tensors, *tensors_in(stacked)) if tensor.numel()]
+    assert len(set(places)) == len(places)
+    for tensor in tensors:
+        tensor.zero_()
+
+
+@given(nests, nests)
+def test_of_one_kind_is_what_stacks(a: Callable[[int], Any], b: Callable[[int], Any]) -> None:
+    """Equal kinds stack, and come back as they were; a kind says nothing of values."""
+    first, second = a(1), b(2)
+    assert kind_of(first) == kind_of(a(3))
+    assert hash(kind_of(first)) == hash(kind_of(a(3)))
+    if kind_of(first) == kind_of(second):
+        rows = rows_of(stack([first, second])) or []
+        assert same(first, rows[0])
+        assert same(second, rows[1])
+
+
+X = torch.zeros(2)
+DIFFERENT: list[Any] = [
+    X,
+    X.double(),
+    X.int(),
+    torch.zeros(3),
+    torch.zeros(2, 1),
+    X.to_sparse(),
+    np.zeros(2),
+    np.zeros(2, "float32"),
+    np.zeros(3),
+    1,
+    1.0,
+    True,
+    1j,
+    np.float64(1),
+    {"a": X},
+    {"b": X},
+    {"a": X, "b": X},
+    {"a": 1},
+    (X,),
+    (X, X),
+    ((X,), X),
+    [X],
+    Pair(X, X),
+    Seen(X, X),
+    Seen(X, 1),
+]
+
+
+def test_kinds_that_differ() -> None:
+    """No two of these stack."""
+    assert len({kind_of(value) for value in DIFFERENT}) == len(DIFFERENT)
+
+
+@pytest.mark.parametrize(
+    ("value", "what"),
+    [
+        ("text", "a str"),
+        (b"text", "a bytes"),
+        (None, "a NoneType"),
+        ({1, 2}, "a set"),
+        (Seen, "a type"),
+        (iter([]), "a list_iterator"),
+        (range(3), "a range"),
+        ({"a": [X, "text"]}, "a str"),
+        (Seen(X, None), "a NoneType"),
+    ],
+    ids=repr,
+)
+def test_what_cannot_be_stacked(value: Any, what: str) -> None:
+    """The error names the class of what is in the way, however deep it is."""
+    with pytest.raises(TypeError, match=f"^{what} cannot be stacked"):
+        kind_of(value)
+
+
+# Each with what it must not be in one batch with, if it does not stack itself.
+HALF_WAY: dict[str, tuple[Any, Any]] = {
+    "an int beyond 64 bits": (2**70, 1),
+    "an array read backwards": (np.arange(3.0)[::-1], np.arange(3.0)),
+    "an array of objects": (np.array(["x", None], object), np.array(["y", None], object)),
+    "a dataclass with a field that is not passed in": (Derived(X), Derived(X)),
+}
+
+
+@pytest.mark.parametrize(("odd", "usual"), HALF_WAY.values(), ids=HALF_WAY)
+def test_what_has_a_kind_can_be_stacked(odd: Any, usual: Any) -> None:
+    """Or it has none, or another than those that can."""
+    try:
+        kind = kind_of(odd)
+    except TypeError:
+        return
+    if kind == kind_of(usual):
+        stack([usual, odd])
+
+
+def test_an_array_that_cannot_be_written() -> None:
+    """Is stacked as any other: with a copy, and without a warning."""
+    array = np.ones(3)
+    array.flags.writeable = False
+    # reads it.
+    torch.set_warn_always(True)
+    try:
+        assert stack([array]).tolist() == [[1.0] * 3]
+    finally:
+        torch.set_warn_always(False)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        torch.tensor(1.0),
+        {"a": torch.zeros(2), "b": torch.zeros(3)},
+        {"a": torch.zeros(2), "b": torch.tensor(1.0)},
+        {"a": torch.zeros(2), "b": 1},
+        {"a": [1, 2], "b": [3, 4]},
+        (torch.zeros(2), None),
+        {},
+        (),
+        None,
+        "no",
+        3,
+        np.zeros(2),
+    ],
+    ids=repr,
+)
+def test_what_has_no_rows(value: Any) -> None:
+    """Not even a number in it, nor columns of different lengths."""
+    assert rows_of(value) is None
+
+
+def test_rows_of_what_torch_returns() -> None:
+    """Named results of torch's own functions are tuples of columns."""
+    rows = rows_of(torch.tensor([[1.0, 5.0], [7.0, 3.0]]).max(1))
+    assert rows is not None
+    assert [(row.values.item(), row.indices.item()) for row in rows] == [(5.0, 1), (7.0, 0)]
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_a_row_of_a_network_output(inference: bool) -> None:
+    """With its gradients, and in place, where autograd forbids to change a view of many."""
+    net = torch.nn.Linear(3, 2)
+    with torch.inference_mode(inference):
+        rows = rows_of(net(torch.ones(4, 3)))
+    assert rows is not None
+    assert all(map(owns, rows))
+    if not inference:
+        rows[1].mul_(2).sum().backward()
+        assert net.bias.grad is not None
+        assert net.bias.grad.tolist() == [2.0, 2.0]
+
+
+# ── through a queue ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def door(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
+    """`new_door`, in a world of one."""
+    return new_door
+
+
+NESTS: dict[str, Callable[[int], Any]] = {
+    "tensors": lambda n: torch.full((2, 3), n),
+    "large tensors": lambda n: torch.full((300, 300), float(n)),
+    "arrays": lambda n: np.full((3,), n, "float32"),
+    "scalars of numpy": lambda n: np.float64(n),
+    "numbers": lambda n: n / 2,
+    "bools": lambda n: n > 1,
+    "a dict": lambda n: {"x": torch.full((2,), n), "y": {"z": float(n)}},
+    "a tuple": lambda n: (torch.full((2,), n), n),
+    "a list": lambda n: [n, np.full((2, 2), n)],
+    "a dataclass": lambda n: Seen(torch.full((2, 2), float(n)), n / 4),
+}
+
+
+@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
+@pytest.mark.parametrize("device", [None, "cpu"])
+async def test_a_stacked_body_gets_and_returns_nests(
+    door: Any, make: Callable[[int], Any], device: str | None
+) -> None:
+    """One nest with the batch as first dimension; what it returns is split in the same way."""
+    made, far = door(
+        max_size=3, max_wait=1000.0, stack=True, device=device, answer=lambda nest: nest
+    )
+    if isinstance(make(0), list):  # of a body's, one result for each
+        made.answer = tuple
+    got = await settled(*asks(far, *map(make, range(3))))
+    (batch,) = made.batches
+    assert type(batch) is (
+        Tensor if isinstance(make(0), np.ndarray | float | bool) else type(make(0))
+    )
+    for n, each in enumerate(got):
+        assert same(tuple(make(n)) if isinstance(make(n), list) else make(n), each)
+    local = await asyncio.gather(*map(made.ask, map(make, range(3))))
+    assert all(same(a, b) for a, b in zip(got, local, strict=True))
+
+
+RESULTS: dict[str, Callable[[Tensor], Any]] = {
+    "a tensor": lambda x: x,
+    "views": lambda x: {"t": x.transpose(1, 2), "s": x[:, ::2], "e": x[:, :1].expand(-1, 5, -1)},
+    "a nest": lambda x: {"a": {"b": x}, "c": x.sum((1, 2))},
+    "a dataclass": lambda x: Seen(x, x[:, 0, 0]),
+}
+
+
+@pytest.mark.parametrize("answer", RESULTS.values(), ids=RESULTS)
+@pytest.mark.parametrize("size", [3, 200])
+@pytest.mark.parametrize("stacked", [True, False])
+async def test_each_callers_row_is_its_own(
+    door: Any, answer: Callable[[Tensor], Any], size: int, stacked: bool
+) -> None:
+    """Of tensors and nests of them: a row keeps no batch alive, and may be changed in place."""
+    made, far = door(
+        max_size=4,
+        stack=stacked,
+        answer=lambda items: answer(items if stacked else torch.stack(items)),
+    )
+    values = [torch.full((size, size), float(n)) for n in range(4)]
+    wanted = answer(torch.stack(values))
+    for got in (await settled(*asks(far, *values)), await asyncio.gather(*map(made.ask, values))):
+        for n, each in enumerate(got):
+            for row, column in zip(tensors_in(each), tensors_in(wanted), strict=True):
+                assert torch.equal(row, column[n])
+                assert row.untyped_storage().nbytes() == row.nbytes
+                row.add_(1)
+
+
+async def test_shapes_that_differ_are_batches_of_their_own(door: Any) -> None:
+    """They do not hold each other up, whatever it is that differs."""
+    made, far = door(max_size=2, max_wait=1000.0, stack=True)
+    x = torch.zeros(2)
+    kinds: list[Any] = [x, torch.zeros(3), x.int(), {"a": x}, {"b": x}, (x,), [x], 1, 1.0, True]
+    lonely = asks(far, *kinds[:-1])
+    await arrived(far)
+    assert made.batches == []
+    assert await settled(*asks(far, True, False)) == [True, False]
+    await settled(*lonely, *asks(far, *kinds[:-1]))
+    assert len(made.batches) == len(kinds)
+
+
+@pytest.mark.parametrize("bad", ["text", None, {1, 2}, {"x": [torch.zeros(1), "text"]}], ids=repr)
+async def test_what_cannot_be_stacked_is_its_callers_alone(door: Any, bad: Any) -> None:
+    """A TypeError at the call."""
+    _, far = door(max_size=3, max_wait=0.01, stack=True)
+    got = await settled(*asks(far, torch.zeros(2), bad, torch.ones(2)))
+    assert type(got[1]) is TypeError
+    assert "cannot be stacked" in str(got[1])
+    assert [each.tolist() for each in (got[0], got[2])] == [[0.0, 0.0], [1.0, 1.0]]
+
+
+async def test_a_number_that_no_tensor_holds_is_its_callers_alone(door: Any) -> None:
+    """As with anything else that cannot be stacked."""
+    _, far = door(max_size=2, max_wait=0.01, stack=True)
+    got = await settled(*asks(far, 1, 2**70))
+    assert type(got[1]) is TypeError
+    assert got[0] == 1
