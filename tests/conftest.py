@@ -9,6 +9,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and se
 
 import psutil
 import pytest
+from doors import door as door
+from doors import skip as skip
 from hypothesis import settings
 
 import aiorpc_torch as aiorpc

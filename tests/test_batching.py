@@ -2,17 +2,15 @@
 
 import asyncio
 import collections
-import os
-import signal
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import actors
 import numpy as np
 import pytest
 import torch
+from doors import Door, arrived, asks, by_name, cancel, new_door, outcome, raises, settled
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch.distributed import rpc
@@ -22,106 +20,17 @@ from aiorpc_torch import (
     BatchContractError,
     BatchStats,
     Broadcast,
-    CallTimeout,
     NotServing,
     QueueFull,
     RemoteError,
     RemoteTraceback,
     Round,
-    RoundTimeout,
     RRef,
     batched,
     call,
-    create,
     remote,
     stats,
 )
-
-
-class Door:
-    """Notes each batch, lets it stand at the gate if that is shut, and answers as it is told."""
-
-    def __init__(self, answer: Callable[[list[Any]], Any] = list) -> None:
-        self.answer = answer
-        self.batches: list[Any] = []
-        self.gate = asyncio.Event()
-        self.gate.set()
-
-    async def here(self) -> None:
-        """Answered once all that was called before has begun."""
-
-    async def pass_(self, items: Any) -> Any:
-        self.batches.append(items)
-        await self.gate.wait()
-        return self.answer(items)
-
-
-def new_door(
-    *policy: Any, answer: Callable[[list[Any]], Any] = list, **fill: Any
-) -> tuple[Any, Any]:
-    """An object with a batched `ask`, and the same as a caller elsewhere has it."""
-
-    class Made(Door):
-        @batched(*policy, **fill)
-        async def ask(self, items: Any, scale: Any = 1) -> Any:
-            return await self.pass_(items)
-
-    made = Made(answer)
-    return made, remote(RRef(made))
-
-
-@pytest.fixture
-def door(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
-    """`new_door`, in a world of one."""
-    return new_door
-
-
-async def outcome(awaitable: Awaitable[Any]) -> Any:
-    """What it returns or raises, as a value."""
-    try:
-        return await awaitable
-    except Exception as exc:
-        return exc
-
-
-def asks(far: Any, *items: Any) -> list["asyncio.Task[Any]"]:
-    return [asyncio.create_task(outcome(far.ask(item))) for item in items]
-
-
-async def arrived(far: Any) -> None:
-    """Every call and cancellation until now has reached its queue, which has looked at it."""
-    for _ in range(2):
-        await asyncio.sleep(0)
-        await far.here()
-
-
-async def cancel(far: Any, *tasks: "asyncio.Task[Any]") -> None:
-    for task in tasks:
-        task.cancel()
-    await arrived(far)
-    assert all(task.cancelled() for task in tasks)
-
-
-async def settled(*awaitables: Awaitable[Any]) -> list[Any]:
-    """What each returns or raises, and none of them is left waiting."""
-    async with asyncio.timeout(5.0):
-        return await asyncio.gather(*map(outcome, awaitables))
-
-
-@pytest.fixture
-def skip() -> Iterator[Callable[[float], None]]:
-    """Let the loop believe that so many seconds have passed."""
-    loop = asyncio.get_event_loop_policy().get_event_loop()
-    real, skipped = loop.time, 0.0
-
-    def forward(seconds: float) -> None:
-        nonlocal skipped
-        skipped += seconds
-
-    loop.time = lambda: real() + skipped  # type: ignore[method-assign]
-    yield forward
-    del loop.time
-
 
 # ── who is in a batch ───────────────────────────────────────────────────────────────────────────
 
@@ -186,13 +95,6 @@ async def test_cancelled_in_flight(door: Any) -> None:
 
 
 # ── what a body does ────────────────────────────────────────────────────────────────────────────
-
-
-def raises(exc: BaseException) -> Callable[[list[Any]], Any]:
-    def answer(items: list[Any]) -> Any:
-        raise exc
-
-    return answer
 
 
 ADDRESSED = [asyncio.CancelledError("x"), SystemExit(3), KeyboardInterrupt("x"), GeneratorExit("x")]
@@ -531,100 +433,6 @@ async def test_a_full_queue(door: Any) -> None:
     assert await settled(*asks(far, 6, 7)) == [6, 7]
 
 
-# ── rounds ──────────────────────────────────────────────────────────────────────────────────────
-
-
-def by_name(item: Any, scale: Any) -> str:
-    return str(item)[0]
-
-
-async def test_a_members_second_contribution_waits_for_the_next_round(door: Any) -> None:
-    """And a round that raises raises for all of it, and for nobody of the next."""
-    made, far = door(Round(2, member=by_name))
-    calls = asks(far, "a1", "a2")
-    await arrived(far)
-    assert made.batches == []
-    calls += asks(far, "b1")
-    assert await settled(calls[0], calls[2]) == ["a1", "b1"]
-    made.answer = raises(LookupError("the step"))
-    calls += asks(far, "b2")
-    assert [type(each) for each in await settled(calls[1], calls[3])] == [LookupError] * 2
-    made.answer = Broadcast
-    assert await settled(*asks(far, "a3", "b3")) == [["a3", "b3"]] * 2
-    assert made.batches == [["a1", "b1"], ["a2", "b2"], ["a3", "b3"]]
-
-
-async def test_a_contributor_that_gives_up_leaves_the_round(door: Any) -> None:
-    """By cancellation or because its time is over; the others wait for another."""
-    made, far = door(Round(2))
-    calls = asks(far, "cancelled")
-    await arrived(far)
-    await cancel(far, *calls)
-    late = await settled(remote(RRef(made), timeout=0.05).ask("late"))
-    assert type(late[0]) is CallTimeout
-    calls = asks(far, "a")
-    await arrived(far)
-    assert made.batches == []
-    assert await settled(*calls, far.ask("b")) == ["a", "b"]
-
-
-async def test_a_round_that_times_out_names_who_is_missing(
-    door: Any, skip: Callable[[float], None]
-) -> None:
-    """Its contributors are told who was there and who was not; nothing ran, and the next works."""
-    made, far = door(Round(3, timeout=1000.0, member=by_name))
-    assert await settled(*asks(far, "a1", "b1", "c1")) == ["a1", "b1", "c1"]
-    calls = asks(far, "a2", "b2", "a3")
-    await arrived(far)
-    skip(1001.0)
-    got = await settled(*calls[:2])
-    for told in got:
-        assert type(told) is RoundTimeout
-        assert (told.present, told.missing) == (("a", "b"), ("c",))
-        assert "Made.ask is over: a, b contributed; missing: c" in str(told)
-    assert got[0] is not got[1]
-    assert not calls[2].done()  # of the next round
-    assert await settled(calls[2], *asks(far, "b3", "c3")) == ["a3", "b3", "c3"]
-    assert made.batches == [["a1", "b1", "c1"], ["a3", "b3", "c3"]]
-
-
-async def test_a_round_without_members_names_workers(
-    door: Any, skip: Callable[[float], None]
-) -> None:
-    """A round of fewer callers than it wants ends with its timeout, not never."""
-    made, far = door(Round(100, timeout=1000.0))
-    calls = asks(far, 1, 2)
-    await arrived(far)
-    skip(1001.0)
-    for told in await settled(*calls):
-        assert (told.present, told.missing) == (("main", "main"), ())
-        assert "missing: nobody who has contributed before" in str(told)
-    assert made.batches == []
-
-
-async def test_a_quorum_is_enough_once_the_time_is_over(
-    door: Any, skip: Callable[[float], None]
-) -> None:
-    """Not before; and the time of the next round begins when the one before has ended."""
-    made, far = door(Round(3, quorum=2, timeout=1000.0, member=by_name))
-    calls = asks(far, "a1", "b1", "b2")
-    await arrived(far)
-    assert made.batches == []
-    made.gate.clear()
-    skip(1001.0)
-    await arrived(far)
-    assert made.batches == [["a1", "b1"]]
-    calls += asks(far, "a2")
-    await arrived(far)
-    skip(1001.0)
-    made.gate.set()
-    assert await settled(*calls[:2]) == ["a1", "b1"]
-    await arrived(far)
-    assert made.batches == [["a1", "b1"]]  # c may wait for that answer still
-    skip(1001.0)
-    assert await settled(*calls[2:]) == ["b2", "a2"]
-
-
 # ── what is sent ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -835,56 +643,3 @@ async def test_every_call_settles_once_with_its_own_answer(
             assert (type(each), each.args) == (KeyError, (number,))
         else:
             assert each == -number
-
-
-# ── trainers that die ───────────────────────────────────────────────────────────────────────────
-
-
-TRAINERS = [f"trainer{n}" for n in range(5)]
-SLACK = 2.0  # seconds that a busy machine may take
-
-
-@pytest.mark.worlds
-async def test_a_trainer_that_is_killed_in_a_round() -> None:
-    """The living go on with a quorum, or are told who is missing; neither waits any longer."""
-    async with aiorpc.local_world(["ps", *TRAINERS], transports=["uv"]):
-        ps = await create("ps", actors.Parameters)
-
-        def step(method: str, **names: str) -> list["asyncio.Task[Any]"]:
-            """One contribution from each trainer's own process, under some name."""
-            calls = [
-                call(trainer, actors.call_on, ps, method, torch.ones(2), name)
-                for trainer, name in names.items()
-            ]
-            return [asyncio.create_task(outcome(each)) for each in calls]
-
-        everybody = {name: name for name in TRAINERS}
-        living = {name: name for name in TRAINERS[:4]}
-        for number, method in enumerate(("lenient", "strict"), 1):
-            for parameters, version in await settled(*step(method, **everybody)):
-                assert (parameters.tolist(), version) == ([5.0, 5.0], number)
-
-        pid = await call(TRAINERS[4], actors.pid)
-        start = time.monotonic()
-        lenient, strict = step("lenient", **living), step("strict", **living)
-        await asyncio.sleep(0)
-        await asyncio.gather(*(call(name, actors.call_on, ps, "here") for name in living))
-        os.kill(pid, signal.SIGKILL)
-        for parameters, version in await settled(*lenient):
-            assert (parameters.tolist(), version) == ([4.0, 4.0], 3)
-        told = await settled(*strict)
-        assert 1.0 < time.monotonic() - start < 1.0 + SLACK
-        for each in told:
-            assert type(each) is RoundTimeout
-            assert {*each.present} == {*living}
-            assert each.missing == (TRAINERS[4],)
-            assert "missing: trainer4" in str(each)
-
-        # The next rounds: of four again, and of five with a living trainer's second coroutine.
-        start = time.monotonic()
-        assert [version for _, version in await settled(*step("lenient", **living))] == [4] * 4
-        assert time.monotonic() - start < 1.0 + SLACK
-        full = step("strict", **living) + step("strict", trainer0="its second")
-        for parameters, version in await settled(*full):
-            assert (parameters.tolist(), version) == ([5.0, 5.0], 5)
-        assert (await remote(ps).rounds())[2:4] == [TRAINERS[:4]] * 2

@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+from doors import arrived, asks, new_door, settled
 from hypothesis import given
 from hypothesis import strategies as st
-from test_batching import arrived, asks, new_door, settled
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
