@@ -14,6 +14,7 @@ import abc
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass
+from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
@@ -125,6 +126,9 @@ class Batcher(abc.ABC, Generic[T]):
 _Line = dict[T, tuple[int, float, float]]
 """Who waits, in order of arrival: the number of the arrival, its time, the weight."""
 
+_Heap = list[tuple[int, Hashable]]
+_NONE = object()
+
 
 class FillBatcher(Batcher[T]):
     """Any callers, together; those of one key in a line of their own."""
@@ -134,6 +138,10 @@ class FillBatcher(Batcher[T]):
         self._policy = policy
         self._lines: dict[Hashable, _Line[T]] = {}  # none of them empty
         self._keys: dict[T, Hashable] = {}  # where a key is not None
+        # Lines by the number of their oldest: all, and those that fill a batch. What holds no
+        # longer stays in a heap until it comes to the top, or the heap is tidied.
+        self._heads: _Heap = []
+        self._full: _Heap = []
         self._added = 0
         self._count = 0
 
@@ -150,10 +158,14 @@ class FillBatcher(Batcher[T]):
         if line is None:
             line = self._lines[key] = {}
         line[item] = self._added, now, weight
+        if len(line) == 1:
+            self._put(self._heads, key)
         if key is not None:
             self._keys[item] = key
         self._added += 1
         self._count += 1
+        if self._start(line)[1]:
+            self._put(self._full, key)
 
     def discard(self, item: T) -> bool:
         key = self._keys.get(item)
@@ -165,32 +177,51 @@ class FillBatcher(Batcher[T]):
     def deadline(self) -> float | None:
         if self._running >= self._slots or not self._count:
             return None
-        return min(_oldest(line)[1] for line in self._lines.values()) + self._policy.max_wait
+        key = self._first(self._heads)
+        assert key is not _NONE
+        return _oldest(self._lines[key])[1] + self._policy.max_wait
 
     def close(self) -> tuple[T, ...]:
         waiting = {item: each for line in self._lines.values() for item, each in line.items()}
-        self._lines.clear()
-        self._keys.clear()
+        for every in (self._lines, self._keys, self._heads, self._full):
+            every.clear()
         self._count = 0
         return tuple(sorted(waiting, key=waiting.__getitem__))
 
     def _leave(self, now: float) -> Batch[T] | None:
-        # Of the lines that may leave, the one whose oldest came first: no key starves.
-        best: tuple[int, Reason, Hashable] | None = None
-        for key, line in self._lines.items():
-            number, _, _ = _oldest(line)
-            if best is not None and best[0] < number:
-                continue
+        # Of the lines that may leave, the one whose oldest came first: no key starves. If its
+        # oldest has not waited long enough, nobody's has, and only full ones may.
+        for heap in (self._heads, self._full):
+            key = self._first(heap)
+            if key is _NONE:
+                return None
+            line = self._lines[key]
             if (reason := self._reason(line, now)) is not None:
-                best = number, reason, key
-        if best is None:
-            return None
-        _, reason, key = best
-        line = self._lines[key]
-        count, _ = self._start(line)
-        items = tuple(islice(line, count))
-        self._remove(key, items)
-        return Batch(items, reason)
+                items = tuple(islice(line, self._start(line)[0]))
+                self._remove(key, items)
+                return Batch(items, reason)
+        return None
+
+    def _put(self, heap: _Heap, key: Hashable) -> None:
+        heappush(heap, (_oldest(self._lines[key])[0], key))
+        if len(heap) > 2 * len(self._lines) + 16:  # most of it holds no longer
+            heap[:] = [
+                (_oldest(line)[0], key)
+                for key, line in self._lines.items()
+                if heap is self._heads or self._start(line)[1]
+            ]
+            heapify(heap)
+
+    def _first(self, heap: _Heap) -> Hashable:
+        """The key of the first line of a heap, or `_NONE`."""
+        while heap:
+            number, key = heap[0]
+            line = self._lines.get(key)
+            holds = line is not None and _oldest(line)[0] == number
+            if holds and (heap is self._heads or self._start(self._lines[key])[1]):
+                return key
+            heappop(heap)
+        return _NONE
 
     def _reason(self, line: _Line[T], now: float) -> Reason | None:
         _, is_full = self._start(line)
@@ -217,6 +248,7 @@ class FillBatcher(Batcher[T]):
 
     def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
         line = self._lines[key]
+        head = _oldest(line)[0]
         self._count -= len(items)
         for item in items:
             del line[item]
@@ -224,6 +256,10 @@ class FillBatcher(Batcher[T]):
                 del self._keys[item]
         if not line:
             del self._lines[key]
+        elif _oldest(line)[0] != head:
+            self._put(self._heads, key)
+            if self._start(line)[1]:
+                self._put(self._full, key)
 
 
 def _oldest(line: _Line[T]) -> tuple[int, float, float]:

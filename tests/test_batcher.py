@@ -18,6 +18,7 @@ Each of these ten changes to `_batcher.py`, one at a time, makes tests of this f
 """
 
 import math
+import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -581,3 +582,15 @@ def test_policies_are_values() -> None:
     assert {Round(3): "x"}[Round(3)] == "x"
     with pytest.raises(AttributeError):
         Fill(2).max_size = 3  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("key", [None, 1])
+def test_who_comes_and_goes_while_a_batch_runs_leaves_nothing(key: int | None) -> None:
+    """However many they are, and however long the batch takes."""
+    batcher = filled(Fill(2), [0.0])
+    leave(batcher, 0.0)
+    size = len(pickle.dumps(batcher))
+    for item in range(1, 2_000):
+        batcher.add(item, 1.0, Traits(key=key))
+        batcher.discard(item)
+    assert len(pickle.dumps(batcher)) < size + 1_000
