@@ -34,7 +34,7 @@ from hypothesis.stateful import (
 )
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batcher import Batch, Batcher, FillBatcher, Reason
+from aiorpc_torch._batcher import Batch, Batcher, FillBatcher, Reason, Traits
 from aiorpc_torch._rounds import RoundBatcher
 
 Policy = Fill | Round
