@@ -59,10 +59,10 @@ class Agent:
         self.steps = 0
         self.batches = 0
 
-    @batched(max_size=256)
-    async def select(self, states: list[Tensor]) -> list[int]:
-        """Sample an action for each state [4]."""
-        return self._sample(torch.stack(states))
+    @batched(max_size=256, stack=True)
+    async def select(self, states: Tensor) -> list[int]:
+        """Sample an action for each state [4]; they come stacked: [B, 4]."""
+        return self._sample(states)
 
     async def select_alone(self, state: Tensor) -> int:
         """The same for one state, unbatched: what it is compared with."""
