@@ -3,18 +3,21 @@
 `_batcher.Batcher` is held against a naive model, a plain list and the rules written out, and each
 rule of the batching once more by its name.
 
-Each of these ten changes to `_batcher.py`, one at a time, makes tests of this file fail:
+Each of these changes to `_batcher.py`, one at a time, makes tests of this file fail:
 
 1.  `_reason`: `now >= oldest + max_wait` becomes `now > oldest + max_wait`
 2.  `_reason`: the same comparison as `now - oldest >= max_wait`, which rounds differently
 3.  `_reason`: a queue of exactly the size is not full (`>` for `>=`)
-4.  `_reason`: a running batch does not hold the next one back
+4.  `take`: a running batch does not hold the next one back
 5.  `_oldest`: the time of the newest item
 6.  `add`: an item inherits the time of the oldest one, so a cancelled head still owns the timer
 7.  `discard`: only asks whether the item waits, and leaves it there
-8.  `take`: one item too many
+8.  `_start`: one item too many
 9.  `close`: hands the items out and keeps them
 10. `Fill`: `max_wait < 0` in place of the closed range, so inf and nan pass
+11. `_leave`: only looks at the oldest line, or at full ones first; `_first` believes what was so
+12. `add`, `_remove`: a line that has become full, or a new oldest, is not put into its heap
+13. `_put`: never tidies, or drops what still holds
 """
 
 import math
@@ -594,3 +597,40 @@ def test_who_comes_and_goes_while_a_batch_runs_leaves_nothing(key: int | None) -
         batcher.add(item, 1.0, Traits(key=key))
         batcher.discard(item)
     assert len(pickle.dumps(batcher)) < size + 1_000
+
+
+def lined_up(keys: str) -> FillBatcher[int]:
+    """Lines of two at most, that wait long; a batch runs, and these have come since."""
+    batcher: FillBatcher[int] = FillBatcher(Fill(2, 9.0))
+    batcher.add(-1, 0.0)
+    leave(batcher, 9.0)
+    for item, key in enumerate(keys):
+        batcher.add(item, 9.0, Traits(key=key))
+    return batcher
+
+
+@pytest.mark.parametrize(
+    ("keys", "gone", "leaving"),
+    [
+        ("abb", [], [(1, 2)]),
+        ("abbbb", [], [(1, 2), (3, 4)]),
+        ("abbb", [1], [(2, 3)]),
+        ("aabb", [1], [(2, 3)]),
+        ("aabb", [], [(0, 1), (2, 3)]),
+        ("abcbc", [], [(1, 3), (2, 4)]),
+        ("a" + 40 * "b", [], [(item, item + 1) for item in range(1, 41, 2)]),
+    ],
+)
+def test_a_full_line_does_not_wait_for_an_older_one(
+    keys: str, gone: list[int], leaving: list[tuple[int, ...]]
+) -> None:
+    """Nor for one that was full, and is not any more."""
+    batcher = lined_up(keys)
+    for item in gone:
+        batcher.discard(item)
+    for items in leaving:
+        batcher.finished(9.0)
+        batch = leave(batcher, 9.0)
+        assert (batch.items, batch.reason) == (items, Reason.FULL)
+    batcher.finished(9.0)
+    assert batcher.take(9.0) is None
