@@ -327,14 +327,15 @@ TestFillMachine.settings = TestRoundMachine.settings = settings(
 def test_many_keys_and_much_coming_and_going(fill: Fill, seed: int) -> None:
     """What the machine does, longer and at random: books of what is gone are tidied meanwhile."""
     random, batcher, model = Random(seed), FillBatcher[int](fill), FillModel(fill)
-    staying, leaving, ending = random.random(), random.random(), random.random()
-    for item in range(150):
+    staying, leaving, ending = random.random(), random.random() ** 3, random.random()
+    keys, faithful = [None, *range(random.choice([1, 4, 20]))], random.randrange(9)
+    for item in range(300):
         now = item * 0.01
-        of = Traits(random.choice([None, *range(random.choice([1, 20]))]), random.choice([0, 1, 2]))
+        of = Traits(random.choice(keys), random.choice([0, 1, 2]))
         batcher.add(item, now, of)
         model.waiting.append(Entry(item, now, of))
-        while model.waiting and random.random() > staying:
-            gone = model.waiting.pop(random.randrange(len(model.waiting)) // 2)
+        while len(model.waiting) > faithful and random.random() > staying:
+            gone = model.waiting.pop(random.randrange(faithful, len(model.waiting)))
             assert batcher.discard(gone.item)
         assert batcher.deadline() == model.deadline()
         if random.random() < leaving:
