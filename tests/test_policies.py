@@ -47,7 +47,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_batcher import durations, gaps, new, relaxed, starts, waits
+from test_batcher import gaps, new, relaxed, starts
+from test_batcher import waits as any_waits
 
 from aiorpc_torch import Fill, Round
 from aiorpc_torch._batcher import Batch, Batcher, FillBatcher, Reason, Refusal, Traits
@@ -57,6 +58,8 @@ Policy = Fill | Round
 Told = tuple[Any, ...]
 
 sizes = st.integers(1, 4)
+waits = any_waits | st.sampled_from([0.1, 0.5])  # so that company is waited for, and found
+durations = st.lists(st.sampled_from([0.0, 0.5, 3.0]), min_size=1, max_size=6)
 # Their sums are exact in any order, so that a model need not add as the batcher does.
 weights = st.sampled_from([0, 0.25, 1, 1.0, 1.5, 2, 3, 7])
 calls = st.builds(Traits, st.sampled_from([None, 0, 1]), weights, st.none())
@@ -447,7 +450,8 @@ def scripts(draw: st.DrawFn, traits: st.SearchStrategy[Traits]) -> list[Event]:
     """Arrivals numbered in order, and cancellations of those that have come."""
     events: list[Event] = []
     now, came = draw(starts), 0
-    for gap, pick, of in draw(st.lists(st.tuples(gaps, st.integers(0, 11), traits), max_size=30)):
+    steps, least = st.tuples(gaps, st.integers(0, 11), traits), draw(st.sampled_from([1, 15]))
+    for gap, pick, of in draw(st.lists(steps, min_size=least, max_size=30)):
         now += gap
         if pick < 7 or not came:
             events.append((now, came, of))
