@@ -31,8 +31,10 @@ demo: $(VENV)/.demo
 test: install
 	$(BIN)/python -m pytest
 
+# Without the dump of stacks after 55 seconds, which reads frames while they run.
 test-long: install
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py --timeout 3000
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py \
+		--timeout 3000 -o faulthandler_timeout=0
 
 lint: install
 	$(BIN)/ruff check .

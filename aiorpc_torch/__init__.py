@@ -2,14 +2,14 @@
 
 The map of the house, from the ground up; imports point down only.
 
-    errors                                 what can go wrong, and what to do about it
+    errors, _version, _seat                what can go wrong; which version; what a worker is
     _policy, _batcher, _rounds             when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
     _exceptions, _deadline, _handles       how exceptions, deadlines and RRefs cross
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
     _steps, _scopes                        a coroutine's steps, timed; anyio's deadlines
     _eager                                 coroutines that never wait, without a task of their own
-    _bridge, _tensors                      torch's futures awaited; tensors as bytes
+    _agent, _bridge, _tensors              torch's RPC; its futures awaited; tensors as bytes
     _wire                                  what a call asks for; values pickled
     _columns                               many values of one kind
     _message                               calls and results as they travel
@@ -21,8 +21,11 @@ The map of the house, from the ground up; imports point down only.
     _tally, _body, _queue                  what batches were like; the function; who waits for it
     _batched_types, _batched               what type checkers see, and what the user types
     _stats                                 what happens, in numbers
-    _rendezvous, _leaving, _vigil, _world  a worker's life: it joins, serves, watches and leaves
-    _child, _local                         worlds on this machine
+    _interruption, _signals, _environment  blocks ended from outside; what is set around a world
+    _store, _vigil                         where workers meet; who lives
+    _rendezvous, _leaving                  how they meet, and part
+    _welcome, _world                       those who come back; a worker's life
+    _child, _crew, _local                  worlds on this machine
 """
 
 from torch.distributed.rpc import RRef as RRef
@@ -43,6 +46,7 @@ from ._remote import remote as remote
 from ._stats import Stats as Stats
 from ._stats import stats as stats
 from ._tally import BatchStats as BatchStats
+from ._version import __version__ as __version__
 from ._world import Worker as Worker
 from ._world import worker as worker
 from .errors import BatchContractError as BatchContractError
@@ -55,8 +59,6 @@ from .errors import RoundTimeout as RoundTimeout
 from .errors import RpcError as RpcError
 from .errors import WorkerLost as WorkerLost
 from .errors import WorldTimeout as WorldTimeout
-
-__version__ = "0.1.0"
 
 __all__ = (
     "BatchContractError",

@@ -14,14 +14,12 @@ import os
 import signal
 import sys
 import threading
-import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from ._exceptions import Failure
-from ._threads import daemon, run_blocking
 from ._world import Place, Worker, take_place
 from .errors import WorkerLost
 
@@ -78,27 +76,13 @@ class Child:
         code = self._process.exitcode
         return None if code == 0 else WorkerLost(self.name, f"its process ended with code {code}")
 
-    def close(self, patience: float) -> None:
-        """Wait for the process to end, `patience` seconds at most; then kill it."""
-        self._process.join(patience)
+    def close(self) -> None:
+        """Kill the process, if it has not ended."""
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
         self._process.close()
         self._pipe.close()
-
-
-async def close_all(children: Sequence[Child], patience: float) -> None:
-    """See every child to its end."""
-    end = time.monotonic() + patience
-    for child in children:
-        child.forget()
-
-    def close() -> None:
-        for child in children:
-            child.close(max(0.0, end - time.monotonic()))
-
-    await run_blocking(daemon("aiorpc-reaper"), close)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,10 @@ def answer(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
     keep_state()
     if _serving is None:
         return nobody()
-    return _serving.accept(data, tensors)
+    try:
+        return _serving.accept(data, tensors)
+    except NotServing as exc:
+        return _completed(Failure.of(exc, _serving.name))
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
@@ -54,6 +57,12 @@ def ping(_: bytes) -> "Future[Any]":
 def watch(name: bytes) -> "Future[Any]":
     """Not answered until worker `name` or this one leaves: what breaks it is this one's death."""
     return nobody() if _serving is None else _serving.watched(name.decode())
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def meet(member: bytes) -> "Future[Any]":
+    """A worker has come back: answered with "", or why it is not believed."""
+    return nobody() if _serving is None else _serving.meet(member)
 
 
 def serving() -> Server | None:

@@ -1,96 +1,77 @@
 """How a worker leaves its world: it says goodbye, waits for the others, and stops torch's RPC.
 
-Every wait here has an end. Facts about torch's shutdown, seen on 2.13 and 2.15 and held by
-tests/test_worlds.py, are with `Way`.
+Every wait here has an end, and who was not waited for is said.
 """
 
 import asyncio
 import contextlib
-import enum
 import logging
-from collections.abc import Sequence
+import traceback
+from collections.abc import Callable
+from typing import Any
 
 import anyio
-from torch._C._distributed_rpc import _get_current_rpc_agent, _is_current_rpc_agent_set
-from torch.distributed import rpc
 
+from ._agent import Agent, Member, is_running
 from ._outbox import Outbox
 from ._queue import close_queues
+from ._rendezvous import Meeting
 from ._server import Server
 from ._threads import daemon, run_blocking
+from ._vigil import Vigil
 from .errors import RpcError
 
 log = logging.getLogger("aiorpc_torch")
 
 PING = 0.5  # seconds between two goodbyes to a peer that has not said its own
-TOGETHER = 5.0  # seconds for torch's shutdown once every peer is known to be at it
-# When an exception ends the world: seconds for goodbyes, and for torch's shutdown.
-AT_ONCE = 0.3
-TOGETHER_AT_ONCE = 0.5
+RELEASE = 1.0  # seconds for the owners of objects to hear that they are not held any more
+SEAL = 0.5  # seconds for the last answers to come in
+PART = 1.0  # seconds in which all who leave close their pipes together
+STOP = 5.0  # seconds for torch's threads to end
+AT_ONCE = 0.3  # seconds for goodbyes when an exception ends the world
 
 
-def _together() -> None:
-    try:
-        rpc.shutdown(graceful=True)
-    except RuntimeError as exc:  # a peer died on the way out; torch has shut down all the same
-        log.debug("shutdown: %s", exc)
-
-
-def _by_itself() -> None:
-    try:
-        _get_current_rpc_agent().join(shutdown=True)
-    finally:
-        rpc.shutdown(graceful=False)
-
-
-def _alone() -> None:
-    rpc.shutdown(graceful=False)
-
-
-class Way(enum.Enum):
-    """How to shut torch's RPC down; each value does it, blocking.
-
-    Seen on torch 2.13 and 2.15 (tests/test_worlds.py): TOGETHER is quiet, and quick once every
-    peer is at it. But it waits for a peer that does not come until that peer exits, whatever its
-    timeout, and its barriers are numbered by a counter of the process that nothing resets: one
-    that was in an earlier world and a fresh one wait for ever. ALONE waits for nobody, and peers
-    that are still up log a broken pipe. BY_ITSELF is the quiet way out of a world of one.
-    """
-
-    TOGETHER = enum.member(_together)
-    ALONE = enum.member(_alone)
-    BY_ITSELF = enum.member(_by_itself)
+def describe(exc: BaseException) -> str:
+    """What ends a worker's block, as its peers are told: a line, and the traceback."""
+    if isinstance(exc, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
+        return "its block was cancelled"
+    summary = traceback.format_exception_only(exc)[-1].strip()
+    return "\n".join([f"its block raised {summary}", *traceback.format_exception(exc)])
 
 
 class Leaving:
     """One worker on its way out.
 
     Args:
-        outbox: to its peers.
-        server: that still serves them.
-        peers: their names.
+        outbox, server, vigil, agent: what it consists of.
+        meeting: where it met its peers; None in a world of one.
+        peers: the others.
         patience: seconds to wait for them, None for as long as they live.
-        failed: an exception ends the world: whatever `patience` says, nothing takes long now.
-        alone: whether this worker cannot take part in a common shutdown.
+        failure: what ends the world, if not everybody's will: then nothing takes long now, and the
+            peers are told.
     """
 
     def __init__(
         self,
         outbox: Outbox,
         server: Server,
-        peers: Sequence[str],
+        vigil: Vigil,
+        agent: Agent,
+        meeting: Meeting | None,
         *,
+        peers: dict[str, Member],
         patience: float | None,
-        failed: bool,
-        alone: bool,
+        failure: str,
     ) -> None:
         self._outbox = outbox
         self._server = server
+        self._vigil = vigil
+        self._agent = agent
+        self._meeting = meeting
         self._peers = peers
-        self._patience = AT_ONCE if failed else patience
-        self._shutdown = TOGETHER_AT_ONCE if failed else TOGETHER
-        self._alone = alone
-        self._lost: set[str] = set()
+        self._patience = AT_ONCE if failure else patience
+        self._failure = failure
+        self._lost: set[str] = {*vigil.gone}
 
     async def run(self) -> None:
         """Leave, whatever happens meanwhile: a cancellation only ends the waiting."""
@@ -115,6 +96,8 @@ class Leaving:
                 await asyncio.gather(*(self._part(peer) for peer in self._peers))
 
     async def _part(self, peer: str) -> None:
+        if peer in self._lost:
+            return
         farewell = self._server.farewell(peer)
         await self._tell(peer)
         while not farewell.is_set():
@@ -126,7 +109,7 @@ class Leaving:
 
     async def _tell(self, peer: str) -> None:
         try:
-            await self._outbox.link(peer).goodbye(alone=self._alone)
+            await self._outbox.link(peer).goodbye(self._failure)
         except RpcError as exc:
             log.debug("no goodbye from %s: %s", peer, exc)
             self._lost.add(peer)
@@ -134,43 +117,45 @@ class Leaving:
 
     async def _end(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
-        way = self._way()
-        if way is Way.ALONE and not self._alone:
-            await self._warn()
+        self._vigil.close()
+        together = self._who_leaves_too()
         self._outbox.close()
         await close_queues()
-        await self._server.close(patience=0.5)
-        await self._stop(way)
+        await self._server.close(0.5, self._failure.partition("\n")[0])
+        if not self._failure:
+            await self._part_from(together)
+        if not await self._blocking(STOP, self._agent.stop) and is_running():
+            log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, STOP)
 
-    def _way(self) -> Way:
-        if not self._peers:
-            return Way.BY_ITSELF
+    async def _part_from(self, ranks: list[int]) -> None:
+        """Close nothing before those are ready for it, or torch logs a broken pipe at each."""
+        if len(ranks) == len(self._peers):
+            await self._blocking(RELEASE, self._agent.release)
+        await self._blocking(SEAL, self._agent.seal)
+        if (meeting := self._meeting) is not None and ranks:
+            await self._blocking(2 * PART, lambda: meeting.part(ranks, PART))
+
+    def _who_leaves_too(self) -> list[int]:
+        """The ranks of those with whom this worker parts; the others are named in the log."""
         said = self._server.goodbyes
-        silent = [peer for peer in self._peers if peer not in said and peer not in self._lost]
-        if silent:
-            log.info("%s did not wait for %s", self._outbox.name, ", ".join(silent))
-        others = all(peer in said and not said[peer] for peer in self._peers)
-        return Way.TOGETHER if others and not self._alone and not self._lost else Way.ALONE
+        together = [peer for peer in self._peers if said.get(peer) == "" and peer not in self._lost]
+        rest = [f"{peer} ({self._why_not(peer)})" for peer in self._peers if peer not in together]
+        if rest and not self._failure:
+            log.warning("%s did not wait for %s", self._outbox.name, ", ".join(rest))
+        return [self._peers[peer].rank for peer in together]
 
-    async def _warn(self) -> None:
-        """Those who counted on a common shutdown must not wait for this worker."""
-        self._alone = True
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(AT_ONCE):
-                await asyncio.gather(
-                    *(self._tell(peer) for peer in self._peers if peer not in self._lost)
-                )
+    def _why_not(self, peer: str) -> str:
+        if self._server.goodbyes.get(peer):
+            return "failed"
+        return "lost" if peer in self._lost else "has not left"
 
-    async def _stop(self, way: Way) -> None:
-        for attempt, limit in {way: self._shutdown, Way.ALONE: TOGETHER}.items():
-            try:
-                async with asyncio.timeout(limit):
-                    await run_blocking(daemon("aiorpc-stop"), attempt.value)
-            except TimeoutError:
-                pass
-            except RuntimeError:  # the first attempt may come to its end during the second
-                if _is_current_rpc_agent_set():
-                    raise
-            if not _is_current_rpc_agent_set():
-                return
-        log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, TOGETHER)
+    async def _blocking(self, seconds: float, step: Callable[[], Any]) -> bool:
+        """Whether that step, in a thread, came to its end in time."""
+        try:
+            async with asyncio.timeout(seconds):
+                await run_blocking(daemon("aiorpc-stop"), step)
+        except TimeoutError:
+            return False
+        except Exception as exc:
+            log.debug("leaving: %r", exc)
+        return True

@@ -29,33 +29,40 @@ from .errors import CallTimeout, NotServing, RpcError, WorkerLost
 Heard = asyncio.Future[None] | None  # told when a message has arrived
 
 SLICE = 256  # calls in a message at most: the callee starts while the caller still packs
-# From how many on the calls of a turn leave before it ends: soon while the callee has nothing else
-# to do, so that both work at once; then late, since what comes back takes the interpreter away from
-# a turn that is long.
+# From how many on the calls of a turn leave before it ends: soon while the callee is idle, so that
+# both work at once; then late, since what comes back takes the interpreter from a long turn.
 SOON = 64
 CROWD = 1024
 NO_CALLS = Calls()
 LARGE = 256 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
 
 
+def _settle(heard: Heard, error: RpcError | None) -> None:
+    if heard is not None and not heard.done():
+        heard.set_result(None) if error is None else heard.set_exception(error)
+
+
 class Link:
     """One-way: calls go out, outcomes come back. Confined to the loop that it was made on."""
 
     def __init__(
-        self, caller: str, number: int, peer: WorkerInfo, heard: Callable[[str], None]
+        self,
+        caller: str,
+        number: int,
+        peer: WorkerInfo,
+        heard: Callable[[str], None],
+        broken: Callable[[WorkerInfo, RpcError], None],
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._caller = caller
-        self._number = number
+        self._caller, self._number = caller, number
         self._peer = peer
-        self._heard = heard
+        self._heard, self._broken = heard, broken
         self._seq = 0
         self._pending = Pending()
         self._queue: deque[Outgoing] = deque()
         self._cancels: list[int] = []
         self._credits: list[tuple[int, int]] = []
-        self._flushing = False
-        self._polling = False
+        self._flushing = self._polling = False
         self._woken = 0  # by the last answer: they may call again together
         self._rest: Sized = getattr(self._loop, "_ready", ())  # what the loop has yet to do
         self._trickling: asyncio.TimerHandle | None = None
@@ -153,11 +160,11 @@ class Link:
 
     # ── what leaves ─────────────────────────────────────────────────────────────────────────────
 
-    async def goodbye(self, *, alone: bool) -> None:
-        """Tell the peer that this process leaves; return when it knows."""
+    async def goodbye(self, failure: str) -> None:
+        """Tell the peer that this process leaves, and what ends it, if so; return when it knows."""
         self._flush()
         heard: asyncio.Future[None] = self._loop.create_future()
-        self._send((), goodbye=alone, heard=heard)
+        self._send((), goodbye=failure, heard=heard)
         await heard
 
     def _flush_soon(self) -> None:
@@ -175,8 +182,7 @@ class Link:
 
     def _slice(self) -> list[Outgoing]:
         """The next message's calls: many small ones, or a large one."""
-        taken: list[Outgoing] = []
-        size = 0
+        taken, size = list[Outgoing](), 0
         while self._queue and len(taken) < SLICE and size < LARGE:
             call = self._queue[0]
             if call.number in self._pending:  # else its caller has left before it did
@@ -203,7 +209,7 @@ class Link:
         calls: Sequence[Outgoing],
         *,
         own: bool = False,
-        goodbye: bool | None = None,
+        goodbye: str | None = None,
         heard: Heard = None,
     ) -> None:
         tensors = Table()
@@ -264,19 +270,15 @@ class Link:
         self._window.answered(self._pending.settle(outcomes, wake))
         for number in learned:
             self._handles.learned(number)
-        if heard is not None and not heard.done():
-            heard.set_result(None)
+        _settle(heard, None)
 
     # ── when nothing will come back ─────────────────────────────────────────────────────────────
 
     def close(self) -> None:
         """This process leaves: whoever still waits learns it."""
-        self._queue.clear()
-        self._window.clear()
         if self._trickling is not None:
             self._trickling.cancel()
-        error = NotServing(f"this worker left its world before {self._peer.name!r} answered")
-        self._pending.fail([*self._pending], error)
+        self.lost(NotServing(f"this worker left its world before {self._peer.name!r} answered"))
 
     def lost(self, error: RpcError) -> None:
         """The peer gives no sign of life. Should it come back, what it ran for us is cancelled."""
@@ -293,5 +295,6 @@ class Link:
             self._window.clear()
         self._window.answered(numbers)
         self._pending.fail(numbers, error)
-        if heard is not None and not heard.done():
-            heard.set_exception(error)
+        if isinstance(error, WorkerLost):
+            self._broken(self._peer, error)
+        _settle(heard, error)

@@ -1,7 +1,7 @@
 """Worlds on this machine: this process and children of it, which die with it.
 
-Knows who is in such a world and what each runs; a process is `_child`'s subject, and how a worker
-joins and leaves is `_world`'s.
+Knows who is in such a world and what each runs; the processes are `_crew`'s subject, and how a
+worker joins and leaves is `_world`'s.
 """
 
 import asyncio
@@ -10,16 +10,15 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ._child import Child, Main, Word, close_all
-from ._world import DeviceMaps, Place, Worker, new_meeting_place, take_place
+from ._agent import DeviceMaps
+from ._crew import Crew
+from ._environment import new_meeting_place
+from ._signals import orderly
+from ._world import OnFailure, Place, Worker, take_place
 
 __all__ = ("local_world", "run_local")
 
 T = TypeVar("T")
-
-# Seconds for children to end: those who have left their world, and those told to stop now.
-EXIT = 5.0
-STOP = 0.7
 
 
 @contextlib.asynccontextmanager
@@ -33,6 +32,7 @@ async def local_world(
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
+    restart: int = 0,
 ) -> AsyncIterator[Worker]:
     """A world embedded in this process: it is rank 0, and its children serve until it leaves.
 
@@ -53,6 +53,9 @@ async def local_world(
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that each process waits for the others when it leaves.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
+        restart: how many times altogether a child that died is started again. It comes back under
+            its name and rank, with nothing of what it held: whoever called it gets `WorkerLost`,
+            may `await me.wait_for(name)`, and creates its objects anew.
 
     Raises:
         WorldTimeout: if children did not come in time.
@@ -63,12 +66,15 @@ async def local_world(
     names = [name, *_names(workers, first=1)]
     with _places(names, threads, transports, start_timeout, stop_timeout, heartbeat) as places:
         mine = replace(places[0], device_maps=device_maps or {})
-        async with _children(places[1:], None, ()) as children:
-            async with contextlib.AsyncExitStack() as stack:
-                async with _unless_one_fails(children):
-                    me = await stack.enter_async_context(take_place(mine))
-                with _last_word(children):
-                    yield me
+        crew = Crew(places[1:], None, (), restart)
+        with orderly():
+            async with crew.aboard():
+                async with contextlib.AsyncExitStack() as stack:
+                    async with crew.watched("stop"):
+                        me = await stack.enter_async_context(take_place(mine))
+                    crew.complete(me._give_up)
+                    with crew.last_word():
+                        yield me
 
 
 def run_local(
@@ -80,12 +86,14 @@ def run_local(
     transports: Sequence[str] | None = None,
     start_timeout: float = 60.0,
     heartbeat: float = 10.0,
+    restart: int = 0,
+    on_failure: OnFailure = "stop",
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
     Returns what this process's `main` returned, once every worker's has. A worker whose `main` is
     done serves the others until they are. The first exception, in whichever process, ends the
-    world and is raised here; Ctrl-C ends it in order.
+    world and is raised here. Ctrl-C and SIGTERM end it in order, a second Ctrl-C at once.
 
     Args:
         main: an `async def` at the top of a module, since children import it.
@@ -95,9 +103,15 @@ def run_local(
         transports: of each process, as for `worker`.
         start_timeout: seconds for the world to be complete.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
+        restart: how many times altogether a child that failed or died is started again, as for
+            `local_world`: its `main` runs anew, and `me.comeback` tells that it does.
+        on_failure: what a failure beyond that means: "stop", the end of the world, at once;
+            "continue", that the others go on without this worker, and the failure is raised here
+            when all have ended.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError: as `local_world`.
+        SystemExit: with code 143, if SIGTERM ended the world.
         RuntimeError: if an event loop runs in this thread: there, use `local_world`.
     """
     names = _names(workers, first=0)
@@ -106,14 +120,26 @@ def run_local(
     # No stop_timeout: the processes are watched, so nobody waits for the dead, however long the
     # living take.
     with _places(names, threads, transports, start_timeout, None, heartbeat) as places:
-        return asyncio.run(_run(main, places, tuple(args)))
+        crew = Crew(places[1:], main, tuple(args), restart)
+        return asyncio.run(_run(main, tuple(args), places[0], crew, on_failure))
 
 
-async def _run(main: Callable[..., Awaitable[T]], places: list[Place], args: tuple[Any, ...]) -> T:
-    async with _children(places[1:], main, args) as children:
-        async with _unless_one_fails(children), take_place(places[0]) as me:
-            with _last_word(children):
-                return await main(me, *args)
+async def _run(
+    main: Callable[..., Awaitable[T]],
+    args: tuple[Any, ...],
+    place: Place,
+    crew: Crew,
+    on_failure: OnFailure,
+) -> T:
+    with orderly():
+        async with crew.aboard():
+            async with crew.watched(on_failure), take_place(place) as me:
+                crew.complete(me._give_up)
+                with crew.last_word():
+                    result = await main(me, *args)
+    if crew.failures:
+        raise crew.failures[0]
+    return result
 
 
 # ── who is there ────────────────────────────────────────────────────────────────────────────────
@@ -154,67 +180,3 @@ def _places(
             )
             for rank, name in enumerate(names)
         ]
-
-
-# ── from their start to their end ───────────────────────────────────────────────────────────────
-
-
-@contextlib.asynccontextmanager
-async def _children(
-    places: list[Place], main: Main | None, args: tuple[Any, ...]
-) -> AsyncIterator[list[Child]]:
-    children: list[Child] = []
-    patience = STOP
-    try:
-        for place in places:
-            children.append(Child(place, main, args))  # noqa: PERF401 - one by one: if the next fails
-        yield children
-        patience = EXIT
-    finally:
-        if patience == STOP:
-            _tell(children, Word.CANCEL)
-        await close_all(children, patience)
-
-
-@contextlib.contextmanager
-def _last_word(children: list[Child]) -> Iterator[None]:
-    """Before this process leaves the world, let the children know how."""
-    try:
-        yield
-    except BaseException:
-        _tell(children, Word.CANCEL)
-        raise
-    _tell(children, Word.LEAVE)
-
-
-def _tell(children: list[Child], word: Word) -> None:
-    for child in children:
-        child.tell(word)
-
-
-@contextlib.asynccontextmanager
-async def _unless_one_fails(children: list[Child]) -> AsyncIterator[None]:
-    """Interrupt the block when a child fails, and raise what it raised."""
-    failures: list[BaseException] = []
-    # Not for the time: the standard library's one way to interrupt a block, and only that block.
-    interruption = asyncio.timeout(None)
-
-    def look(ended: "asyncio.Future[BaseException | None]") -> None:
-        if (failure := ended.result()) is not None and not failures:
-            failures.append(failure)
-            with contextlib.suppress(RuntimeError):  # the block has just ended
-                interruption.reschedule(0.0)
-
-    try:
-        async with interruption:
-            for child in children:
-                child.ended.add_done_callback(look)
-            try:
-                yield
-            finally:
-                for child in children:
-                    child.ended.remove_done_callback(look)
-    except TimeoutError:
-        if not failures:
-            raise
-        raise failures[0]  # noqa: B904 - its cause is the traceback in the child

@@ -113,7 +113,7 @@ class Message(NamedTuple):
     budgets: Sequence[float | None]  # seconds left for each call; empty: none has a limit
     cancels: Sequence[int]
     credits: Sequence[tuple[int, int]]  # stream, and how much more it may send
-    goodbye: bool | None  # the sender leaves; True: it does not join in torch's shutdown
+    goodbye: str | None  # the sender leaves: in order, or what ends it
 
     def controls(self) -> bool:
         """Whether there is anything in it but calls. With neither, it is a poll for results."""

@@ -11,8 +11,9 @@ from weakref import WeakKeyDictionary
 
 from torch._C._distributed_rpc import PyRRef, WorkerInfo
 
+from ._agent import Member
 from ._link import Link
-from .errors import NotServing, RpcError
+from .errors import NotServing, RpcError, WorkerLost
 
 Worker = str | int | WorkerInfo
 """A worker by name, by rank or as torch's `WorkerInfo`."""
@@ -21,19 +22,24 @@ _Links = tuple[Callable[[], asyncio.AbstractEventLoop | None], dict[str, Link]]
 
 
 class Outbox:
-    """Sends on behalf of worker `name` to any of `workers` (all of the world, in rank order)."""
+    """Sends on behalf of worker `name` to any of `members` (all of the world, in rank order).
 
-    def __init__(self, name: str, workers: Sequence[WorkerInfo]) -> None:
+    `first` is the number of its first link: one that came back has others than its predecessor.
+    """
+
+    def __init__(self, name: str, members: Sequence[Member], first: int = 0) -> None:
         self.name = name
-        self._names = [info.name for info in workers]
-        self._workers: dict[str | int, WorkerInfo] = {info.name: info for info in workers}
-        self._workers.update({info.id: info for info in workers})
+        self._members: dict[str | int, Member] = {}
+        for member in members:
+            self._members[member.name] = self._members[member.rank] = member
+        self._past: dict[str, str] = {}  # the owners of objects that went with their process
         # Each loop that calls has links of its own, so nothing here needs a lock.
         self._links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]]
         self._links = WeakKeyDictionary()
         self._last: _Links = (lambda: None, {})  # those of the loop that called last
-        self._numbers = itertools.count()
+        self._numbers = itertools.count(first)
         self.heard: Callable[[str], None] = _nobody_asks
+        self.broken: Callable[[WorkerInfo, RpcError], None] = _nobody_cares
 
     def __repr__(self) -> str:
         links = [link for links in self._links.values() for link in links.values()]
@@ -47,9 +53,9 @@ class Outbox:
         """
         key = worker.name if isinstance(worker, WorkerInfo) else worker
         try:
-            return self._workers[key].name
+            return self._members[key].name
         except (KeyError, TypeError):
-            names = ", ".join(self._names)
+            names = ", ".join(name for name in self._members if isinstance(name, str))
             raise ValueError(f"no worker {worker!r} in this world; there are: {names}") from None
 
     def link(self, worker: str) -> Link:
@@ -62,8 +68,14 @@ class Outbox:
         link = links.get(worker)
         if link is None:
             number = next(self._numbers)
-            link = links[worker] = Link(self.name, number, self._workers[worker], self.heard)
+            peer = self._peer(worker)
+            link = links[worker] = Link(self.name, number, peer, self.heard, self.broken)
         return link
+
+    def _peer(self, worker: str) -> WorkerInfo:
+        if (name := self._past.get(worker)) is not None:
+            raise WorkerLost(name, "this object went with its process, which has a successor")
+        return self._members[worker].info
 
     def tally(self) -> dict[str, int]:
         """What the links have done, added up; the names are those of `Stats`."""
@@ -82,11 +94,29 @@ class Outbox:
             if worker in links:
                 _on(loop, functools.partial(links[worker].lost, error))
 
+    def replace(self, member: Member, past: str) -> None:
+        """A worker has come back; objects of its predecessor are owned by `past`. On any thread."""
+        self._members[member.name] = self._members[member.rank] = member
+        self._past[past] = member.name
+        error = WorkerLost(member.name, "its process has a successor")
+        for loop, links in list(self._links.items()):
+            _on(loop, functools.partial(_forget, links, member.name, error))
+
     def close(self) -> None:
         """This process leaves its world: every call that is still awaited ends. On any loop."""
         for loop, links in list(self._links.items()):
             for link in links.values():
                 _on(loop, link.close)
+
+
+def _nobody_cares(_: WorkerInfo, __: RpcError) -> None:
+    """Whose pipe is broken: until a world's vigil wants to know."""
+
+
+def _forget(links: dict[str, Link], worker: str, error: RpcError) -> None:
+    link = links.pop(worker, None)
+    if link is not None:
+        link.lost(error)
 
 
 def _nobody_asks(_: str) -> None:

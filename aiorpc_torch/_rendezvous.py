@@ -1,118 +1,245 @@
-"""How the workers of a world find each other before torch's own start.
+"""How the workers of a world find each other: each takes its seat at a store, and sees the others.
 
-`init_rpc` ignores every timeout: with one rank missing it waits for half an hour or for ever
-(seen on torch 2.13 and 2.15). So the ranks first sign in at a store, whose list is at hand when
-time is up. Knows torch's stores, nothing of RPC.
+What is wrong is said by whoever sees it first, on a board that all who wait read: a seat that is
+taken, a world size that differs. Whose time is up knows which ranks are missing, and tells the
+others too. Knows nothing of torch's RPC: what a worker's address is, it is told.
 """
 
-import os
+import json
+import logging
 import threading
 import time
-from collections import Counter
-from datetime import timedelta
-from urllib.parse import urlparse
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NamedTuple, NoReturn
 
-from torch._C._distributed_c10d import FileStore, Store, TCPStore
-
+from ._seat import Seat, numbers
+from ._store import Store
 from .errors import WorldTimeout
 
-_POLL = 0.02  # seconds between two looks at the list
+log = logging.getLogger("aiorpc_torch")
 
-# How often this process signed in at a place: one store may serve several worlds in a row.
-_entered: Counter[str] = Counter()
+# Seconds between two looks at the store: the first, and the longest.
+_LOOK, _LOOKS = 0.005, 0.1
+_BEAT = 0.5  # seconds between two signs of life of those who wait
+_SILENCE = 4  # beats that a seat's holder may miss before somebody else may have it
+_NEWS = 10.0  # seconds between two words in the log on who is missing
+
+
+class Location(NamedTuple):
+    """Where a worker is reached."""
+
+    number: int
+    address: str
+
+
+class _Over(Exception):
+    """The world that was to be entered here has ended."""
 
 
 class Meeting:
-    """Where `world_size` workers sign in. `leave` makes a wait in another thread end."""
+    """Where `world_size` workers meet. Its methods block, in one thread at a time."""
 
-    def __init__(self, init_method: str, rank: int, world_size: int, timeout: float) -> None:
+    def __init__(self, init_method: str, seat: Seat, timeout: float) -> None:
+        self.seat = seat
         self._init_method = init_method
-        self._rank = rank
-        self._world_size = world_size
-        self._end = time.monotonic() + timeout
         self._timeout = timeout
+        self._end = time.monotonic() + timeout
         self._left = threading.Event()
-        self._store: Store | None = None
-        # A restarted torchrun keeps its store, and with it the names of those who died.
-        restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        self._prefix = f"aiorpc/{restart}/{_entered[init_method]}"
-        _entered[init_method] += 1
+        # Kept for the life of the world: rank 0's is the server.
+        self._store = Store(init_method, seat, timeout)
 
-    def sign_in(self, name: str) -> list[str]:
-        """Every worker's name, in rank order, once all are here. Blocks; torch releases the GIL.
+    def __repr__(self) -> str:
+        return f"<Meeting of {self.seat} at {self._init_method}>"
+
+    # ── a worker comes ──────────────────────────────────────────────────────────────────────────
+
+    def sign_in(self) -> list[Seat]:
+        """Take the seat; everybody's, in rank order, once all are there.
+
+        A worker whose seat is that of one that died comes back: the world was complete already.
 
         Raises:
             WorldTimeout: naming the ranks that did not come in time.
-            ValueError: if two workers have one name.
+            ValueError: if somebody has this rank or this name, or another idea of the world.
         """
-        # Kept for the life of the world: rank 0's is the server that torch's own start uses too.
-        self._store = self._open()
-        self._store.set(self._key(self._rank), name)
-        missing = list(range(self._world_size))
-        while missing := [rank for rank in missing if not self._is_here(rank)]:
-            if time.monotonic() > self._end or self._left.wait(_POLL):
-                raise WorldTimeout(self._late(missing), missing)
-        names = [self._store.get(self._key(rank)).decode() for rank in range(self._world_size)]
-        _check_distinct(names)
-        return names
+        self._store.open()
+        while True:
+            try:
+                return self._enter()
+            except _Over:
+                self._store.turn()
+
+    def number(self, seats: Sequence[Seat]) -> int:
+        """torch's number of this worker."""
+        if self.seat.comeback:
+            return int(self._store.get("complete")) + self.seat.comeback
+        return numbers(seats)[self.seat.rank]
+
+    def publish(self, number: int, address: str) -> None:
+        """Let the others know where this worker is, and torch's number of it."""
+        self._store.set(f"place/{self.seat.rank}", json.dumps([number, address]))
+
+    def places(self) -> list[Location]:
+        """Everybody's number and address, in rank order, once all are known.
+
+        Raises:
+            WorldTimeout: naming the ranks that started and did not get ready.
+        """
+        self._wait_for("place", "start", _nothing)
+        return [self._location(rank) for rank in self._ranks()]
+
+    def _location(self, rank: int) -> Location:
+        return Location(*json.loads(self._store.get(f"place/{rank}")))
+
+    def bury(self) -> None:
+        """Nobody of this world lives: whoever comes next begins another."""
+        self._store.set(f"gone/{self.seat.rank}", "")
 
     def leave(self) -> None:
-        """Nobody waits for `sign_in` any more."""
+        """Nobody waits here any more. From any thread."""
         self._left.set()
 
-    def remaining(self) -> float:
-        """Seconds until the time is up."""
-        return max(0.0, self._end - time.monotonic())
+    # ── a worker goes ───────────────────────────────────────────────────────────────────────────
 
-    def _key(self, rank: int) -> str:
-        return f"{self._prefix}/{rank}"
+    def part(self, others: Sequence[int], seconds: float) -> None:
+        """Say that this worker is ready to go; wait for those, for that long."""
+        end = time.monotonic() + seconds
+        self._store.set(f"gone/{self.seat.rank}", "")
+        self._watch([f"gone/{rank}" for rank in others], end)
+        if self.seat.rank == 0 and self._store.is_here:
+            # The store goes with this process, and the others may not have seen it all.
+            self._watch([f"parted/{rank}" for rank in others], end)
+        else:
+            self._store.set(f"parted/{self.seat.rank}", "")
 
-    def _is_here(self, rank: int) -> bool:
-        assert self._store is not None
-        return self._store.check([self._key(rank)])
+    def _watch(self, keys: list[str], end: float) -> None:
+        while time.monotonic() < end and not self._store.has(*keys):
+            time.sleep(_LOOK)
 
-    def _late(self, missing: list[int]) -> str:
-        ranks = ", ".join(map(str, missing))
-        return (
-            f"{len(missing)} of {self._world_size} workers did not come within "
-            f"{self._timeout:g} s: rank {ranks}"
+    # ── seats ───────────────────────────────────────────────────────────────────────────────────
+
+    def _enter(self) -> list[Seat]:
+        if self._store.has("complete"):
+            return self._come_back()
+        if self._has_failed():
+            raise _Over
+        self._take_seat(self.seat.dump())
+        seats: dict[int, Seat] = {}
+        self._wait_for("seat", "come", lambda rank: self._check(seats, rank))
+        # Read again: somebody may have taken the seat of one that died meanwhile.
+        found = [Seat.load(self._store.get(f"seat/{rank}")) for rank in self._ranks()]
+        self._store.set("complete", str(max(numbers(found))))
+        return found
+
+    def _has_failed(self) -> bool:
+        """Whether what was tried here is over for who comes now: it is another attempt."""
+        board = self._store.read("board")
+        # Who is late to a world that cannot be hears why, once.
+        return board is not None and (
+            "missing" in json.loads(board) or self._store.has(f"seat/{self.seat.rank}")
         )
 
-    def _open(self) -> Store:
-        where = urlparse(self._init_method)
-        if where.scheme == "file":
-            return FileStore(where.path + ".names", self._world_size)
-        host, port, is_master = self._address(where.hostname, where.port)
-        try:
-            # multi_tenant: torch's own start opens a second store at the same port.
-            return TCPStore(
-                host,
-                port,
-                world_size=None,
-                is_master=is_master,
-                timeout=timedelta(seconds=self._timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except Exception as exc:
-            if is_master:
-                raise
-            raise WorldTimeout(
-                f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({exc})", [0]
-            ) from exc
+    def _take_seat(self, mine: str) -> None:
+        key = f"seat/{self.seat.rank}"
+        held = ""
+        while (found := self._store.swap(key, held, mine)) != mine:
+            if self._lives(self.seat.rank):
+                self._refuse(
+                    f"two workers have rank {self.seat.rank}: {Seat.load(found)} and {self.seat}"
+                )
+            held = found  # of one that died while it waited
 
-    def _address(self, host: str | None, port: int | None) -> tuple[str, int, bool]:
-        if host is not None and port is not None:
-            return host, port, self._rank == 0
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return (
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            self._rank == 0 and not agent,
+    def _lives(self, rank: int) -> bool:
+        before = self._store.add(f"beat/{rank}", 0)
+        return any(
+            self._left.wait(_BEAT) or self._store.add(f"beat/{rank}", 0) != before
+            for _ in range(_SILENCE)
         )
 
+    def _come_back(self) -> list[Seat]:
+        if any(self._store.has(f"gone/{rank}") for rank in self._ranks()):
+            raise _Over  # they are leaving, and this one is early for what comes next
+        held = self._store.get(f"seat/{self.seat.rank}")
+        comeback = self._store.add("comebacks", 1)
+        self.seat = replace(self.seat, comeback=comeback)
+        mine = self.seat.dump()
+        if self._store.swap(f"seat/{self.seat.rank}", held, mine) != mine:
+            raise ValueError(f"two workers come back as rank {self.seat.rank}; one: {self.seat}")
+        seats: dict[int, Seat] = {}
+        for rank in self._ranks():
+            self._check(seats, rank)
+        return [seats[rank] for rank in self._ranks()]
 
-def _check_distinct(names: list[str]) -> None:
-    for rank, name in enumerate(names):
-        if (first := names.index(name)) != rank:
-            raise ValueError(f"ranks {first} and {rank} are both called {name!r}")
+    def _check(self, seats: dict[int, Seat], rank: int) -> None:
+        """Whoever sits there agrees with those who were looked at before."""
+        seat = seats[rank] = Seat.load(self._store.get(f"seat/{rank}"))
+        for other in (self.seat, *seats.values()):
+            if quarrel := other.quarrel(seat):
+                self._refuse(quarrel)
+
+    # ── waiting ─────────────────────────────────────────────────────────────────────────────────
+
+    def _wait_for(self, what: str, do: str, take: Callable[[int], None]) -> None:
+        """Look until every rank has written `what`; `take` each as it comes."""
+        missing, look, news, beat = self._ranks(), _LOOK, time.monotonic() + _NEWS, 0.0
+        while not self._store.has(*(f"{what}/{rank}" for rank in missing)):
+            now = time.monotonic()
+            if now >= beat:
+                beat = now + _BEAT
+                self._store.add(f"beat/{self.seat.rank}", 1)
+                self._look_at_the_board()
+                missing = self._still(missing, what, take)
+            if now >= news:
+                news = now + _NEWS
+                log.warning("%s waits for rank %s to %s", self.seat, _listed(missing), do)
+            if now > self._end or self._left.wait(look):
+                self._give_up(missing, do)
+            look = min(look * 1.5, _LOOKS)
+        for rank in missing:
+            take(rank)
+        if self._left.is_set():
+            self._give_up([], do)
+
+    def _still(self, missing: list[int], what: str, take: Callable[[int], None]) -> list[int]:
+        here = [rank for rank in missing if self._store.has(f"{what}/{rank}")]
+        for rank in here:
+            take(rank)
+            log.info("%s: rank %d is here", self.seat, rank)
+        return [rank for rank in missing if rank not in here]
+
+    # ── the board ───────────────────────────────────────────────────────────────────────────────
+
+    def _give_up(self, missing: list[int], do: str) -> NoReturn:
+        who = f"{len(missing)} of {self.seat.world_size} workers did not {do}"
+        when = "before it was stopped" if self._left.is_set() else f"within {self._timeout:g} s"
+        text = f"{who} {when}: rank {_listed(missing)}"
+        self._post({"text": f"{self.seat} has given up: {text}", "missing": missing})
+        raise WorldTimeout(text, missing)
+
+    def _refuse(self, text: str) -> NoReturn:
+        self._post({"text": text})
+        raise ValueError(text)
+
+    def _post(self, news: dict[str, Any]) -> None:
+        news["by"] = [self.seat.pid, self.seat.host]
+        self._store.swap("board", "", json.dumps(news))
+
+    def _look_at_the_board(self) -> None:
+        if (text := self._store.read("board")) is None:
+            return
+        news = json.loads(text)
+        if "missing" in news:
+            raise WorldTimeout(news["text"], news["missing"])
+        raise ValueError(news["text"])
+
+    def _ranks(self) -> list[int]:
+        return [*range(self.seat.world_size)]
+
+
+def _listed(ranks: Sequence[int]) -> str:
+    return ", ".join(map(str, ranks))
+
+
+def _nothing(_: int) -> None:
+    """Each that comes is only counted."""

@@ -23,9 +23,13 @@ from ._line import Line
 from ._message import Message, load
 from ._runner import Runner
 from ._streams import StreamJob
-from .errors import NotServing
+from .errors import NotServing, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")
+
+
+Meet = Callable[[bytes, "Future[Any]"], None]
+"""Answers a worker that has come back."""
 
 
 class _Batch:
@@ -44,8 +48,14 @@ class Server:
 
     def __init__(self, name: str, threads: int, devices: Devices) -> None:
         self.name = name
-        self.goodbyes: dict[str, bool] = {}  # each peer's latest: whether it leaves on its own
+        self.goodbyes: dict[
+            str, str
+        ] = {}  # each peer's: what ends it, if it does not leave in order
         self.heard: Callable[[str], None] = _nobody_asks
+        self.failed: Callable[[str, str], None] = _nobody_asks
+        self._meet: Meet | None = None  # until this worker knows its peers
+        self._newcomers: list[tuple[bytes, Future[Any]]] = []
+        self._first_links: dict[str, int] = {}  # of those who came back: earlier ones are void
         self._farewells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._devices = devices
         self._runner = Runner(threads)
@@ -53,6 +63,7 @@ class Server:
         self._lines: dict[tuple[str, int], Line] = {}
         self._early: list[tuple[Line, _Batch]] | None = []  # until `open`
         self._closed = False
+        self._failure = ""  # what ended this worker's block, if something did
         self._torch_jobs: set[TorchJob] = set()
         self._watches: list[tuple[str, Future[Any]]] = []
 
@@ -102,12 +113,20 @@ class Server:
             self._watches.append((peer, watch))
         return watch
 
+    def meet(self, member: bytes) -> "Future[Any]":
+        """A worker has come back. Completes with what the loop says to that."""
+        reply: Future[Any] = Future()
+        self._runner.on_loop(lambda: self._introduce(member, reply))
+        return reply
+
     def lend_thread(self, task: Callable[[], None]) -> None:
         """Run `task` in one of the threads for plain `def`s. From any thread."""
         self._runner.in_threads((task,))
 
     def _new_line(self, message: Message) -> Line:
         with self._lock:
+            if message.link < self._first_links.get(message.caller, 0):
+                raise NotServing(f"worker {message.caller!r} has a successor: this is not it")
             fresh = Line(message.caller, self._runner.after_turn, self._devices)
             return self._lines.setdefault((message.caller, message.link), fresh)
 
@@ -151,9 +170,14 @@ class Server:
 
     def _refuse(self, jobs: Sequence[Job], line: Line | None = None) -> None:
         for job in jobs:
-            job.fail(NotServing(f"worker {self.name!r} has stopped"))
+            job.fail(self._why_not())
         if line is not None:
             line.release()  # a message that is not answered keeps torch's shutdown waiting
+
+    def _why_not(self) -> RpcError:
+        if self._failure:
+            return WorkerLost(self.name, self._failure)
+        return NotServing(f"worker {self.name!r} has stopped")
 
     def _in_threads(self, jobs: Sequence[Job]) -> None:
         self._runner.in_threads([functools.partial(self._runner.work, job) for job in jobs])
@@ -183,9 +207,26 @@ class Server:
             if isinstance(job := line.jobs.get(number), StreamJob):
                 job.grant(credit)
         if message.goodbye is not None:
-            self.goodbyes[line.caller] = message.goodbye
-            self.farewell(line.caller).set()
-            self._release(line.caller)
+            self._part(line.caller, message.goodbye)
+
+    def _part(self, caller: str, failure: str) -> None:
+        first = caller not in self.goodbyes
+        self.goodbyes[caller] = failure
+        self.farewell(caller).set()
+        self._release(caller)
+        if first and failure:
+            self.failed(caller, failure)
+
+    def welcome(self, meet: Meet) -> None:
+        """From now on `meet` is told of workers that come back, and of those that have."""
+        self._meet = meet
+        while self._newcomers:
+            meet(*self._newcomers.pop(0))
+
+    def _introduce(self, member: bytes, reply: "Future[Any]") -> None:
+        self._newcomers.append((member, reply))
+        if self._meet is not None:
+            self.welcome(self._meet)
 
     def farewell(self, peer: str) -> asyncio.Event:
         """Set once `peer` has said goodbye, or was found lost."""
@@ -209,6 +250,16 @@ class Server:
                     if job.task is None:  # in a thread, or waiting behind what will never come
                         job.fail(asyncio.CancelledError())
 
+    def replace(self, caller: str, first_link: int) -> None:
+        """That worker has come back: with new links, and nothing of its predecessor's counts."""
+        self.lost(caller)
+        self._release(caller)
+        with self._lock:
+            self._first_links[caller] = first_link
+            self._lines = {key: line for key, line in self._lines.items() if key[0] != caller}
+        self.goodbyes.pop(caller, None)
+        self._farewells.pop(caller, None)
+
     def _release(self, caller: str | None = None) -> None:
         with self._lock:
             lines = [line for line in self._lines.values() if caller in (line.caller, None)]
@@ -223,9 +274,10 @@ class Server:
         jobs = [job for line in [*self._lines.values()] for job in [*line.jobs.values()]]
         return [*jobs, *self._torch_jobs]
 
-    async def close(self, patience: float) -> None:
+    async def close(self, patience: float, failure: str = "") -> None:
         """Answer everybody, and cancel what runs. Coroutines have `patience` seconds to end."""
         self._closed = True
+        self._failure = failure
         jobs = self._running()
         self._refuse(jobs)
         for job in jobs:
@@ -242,5 +294,5 @@ def _on_loop(job: RpcJob) -> bool:
     return job.on_loop
 
 
-def _nobody_asks(_: str) -> None:
-    """Of whom somebody has heard: until a world's vigil wants to know."""
+def _nobody_asks(*_: str) -> None:
+    """Of whom somebody has heard, or whose failure: until a world's vigil wants to know."""

@@ -10,18 +10,20 @@ import asyncio
 import functools
 import logging
 import time
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch._C import Future
 from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
+from ._agent import Member
 from ._bridge import send, transport_error, when_done
 from ._outbox import Outbox
 from ._pulse import Pulse
 from ._server import Server
-from .errors import RpcError, WorkerLost
+from .errors import RemoteTraceback, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -30,42 +32,79 @@ class Vigil:
     """On the loop that it was made on, until `close`."""
 
     def __init__(
-        self, outbox: Outbox, server: Server, workers: Sequence[WorkerInfo], heartbeat: float
+        self, outbox: Outbox, server: Server, members: Sequence[Member], heartbeat: float
     ) -> None:
+        self.gone: dict[str, RpcError] = {}  # the lost, and how they were
         self._outbox = outbox
         self._server = server
-        self._workers = {info.name: info for info in workers if info.name != outbox.name}
+        self._peers = {each.name: each.info for each in members if each.name != outbox.name}
         self._heartbeat = heartbeat
         self._pulse = Pulse(heartbeat)
         self._loop = asyncio.get_running_loop()
         self._met: set[str] = set()
         self._open = True
+        self.on_loss: Callable[[RpcError], None] | None = None
+        self._for_good: dict[str, RpcError] = {}
+        self._back: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._timer = self._loop.call_later(self._pulse.interval, self._look)
         outbox.heard = server.heard = self._heard
+        server.failed = self._failed
+        outbox.broken = self._broken
         for caller in server.callers():  # who was quicker than this worker's start
             self._heard(caller)
 
     def __repr__(self) -> str:
-        return f"<Vigil of {self._outbox.name}: {self._pulse}>"
+        return f"<Vigil of {self._outbox.name}: {self._pulse}, lost: {', '.join(self.gone)}>"
 
     def close(self) -> None:
         """Watch no more."""
         self._open = False
         self._timer.cancel()
 
+    async def presence(self, peer: str) -> None:
+        """Wait until a peer that is lost is back; return at once if it is not lost.
+
+        Raises:
+            WorkerLost: if it will not come back.
+        """
+        if peer in self.gone:
+            await self._back[peer].wait()
+        if (error := self._for_good.get(peer)) is not None:
+            raise error
+
+    def replace(self, member: Member) -> None:
+        """A peer has a successor, which is watched from now on."""
+        self._peers[member.name] = member.info
+        self._met.discard(member.name)
+        self._heard(member.name)
+        self._is_back(member.name)
+
+    def give_up(self, peer: str, error: RpcError) -> None:
+        """That peer will not come back."""
+        self._for_good[peer] = error
+        self.gone.setdefault(peer, error)
+        self._back[peer].set()
+
+    def _is_back(self, peer: str) -> None:
+        if self.gone.pop(peer, None) is not None:
+            log.info("%s: worker %r is back", self._outbox.name, peer)
+            self._back.pop(peer, asyncio.Event()).set()
+
     def _heard(self, peer: str) -> None:
         """A message or an answer came. In any thread."""
         self._pulse.heard(peer, time.monotonic())
-        if peer not in self._met and peer in self._workers:
+        if peer not in self._met and peer in self._peers:
             self._met.add(peer)
             self._loop.call_soon_threadsafe(self._watch, peer)
+        elif peer in self.gone:  # it was frozen, or cut off
+            self._loop.call_soon_threadsafe(self._is_back, peer)
 
     def _watch(self, peer: str) -> None:
         self._send(peer, _doors.watch, self._outbox.name.encode())
 
     def _look(self) -> None:
         waited_for = self._outbox.waited_for() | self._server.callers()
-        ask, lost = self._pulse.look(time.monotonic(), waited_for & self._workers.keys())
+        ask, lost = self._pulse.look(time.monotonic(), waited_for & self._peers.keys())
         for peer in ask:
             self._send(peer, _doors.ping, b"")
         for peer in lost:
@@ -76,23 +115,43 @@ class Vigil:
     def _send(self, peer: str, door: Any, data: bytes) -> None:
         if not self._open:
             return
+        info = self._peers[peer]
         try:
-            answer = send(self._workers[peer], door, data)
+            answer = send(info, door, data)
         except Exception as exc:
             self._lost(peer, transport_error(exc, peer))
         else:
-            when_done(answer, functools.partial(self._answered, peer))
+            when_done(answer, functools.partial(self._answered, peer, info.id))
 
-    def _answered(self, peer: str, answer: "Future[Any]") -> None:
+    def _answered(self, peer: str, number: int, answer: "Future[Any]") -> None:
+        if self._peers[peer].id != number:
+            return  # of a predecessor
         try:
             answer.wait()
         except Exception as exc:
             self._lost(peer, transport_error(exc, peer))
         else:
-            self._pulse.heard(peer, time.monotonic())
+            self._heard(peer)
+
+    def _failed(self, peer: str, failure: str) -> None:
+        """It says so itself, and leaves."""
+        summary, _, text = failure.partition("\n")
+        error = WorkerLost(peer, summary)
+        error.__cause__ = RemoteTraceback(peer, text) if text else None
+        self._lost(peer, error)
 
     def _lost(self, peer: str, error: RpcError) -> None:
-        if self._open:
-            log.info("%s: %s", self._outbox.name, error)
-            self._outbox.lost(peer, error)
-            self._server.lost(peer)
+        if not self._open:
+            return
+        log.info("%s: %s", self._outbox.name, error)
+        self.gone[peer] = error
+        self._outbox.lost(peer, error)
+        self._server.lost(peer)
+        # Who has said goodbye in order may be gone before this worker is.
+        if self.on_loss is not None and self._server.goodbyes.get(peer) != "":
+            self.on_loss(error)
+
+    def _broken(self, peer: WorkerInfo, error: RpcError) -> None:
+        """A message to it failed."""
+        if self._peers[peer.name].id == peer.id:
+            self._lost(peer.name, error)

@@ -1,38 +1,50 @@
 """A worker's life: it joins its world, serves on the running loop, and leaves.
 
-With `_bridge` the only room that knows how torch starts and stops. Processes are not its subject:
-those of a local world are `_local`'s.
+It puts together what the rooms below know: how workers meet, how torch's RPC starts and stops, how
+calls come in and go out, who is alive. Processes are not its subject: those of a local world are
+`_local`'s.
 """
 
 import asyncio
 import contextlib
 import logging
-import os
-import tempfile
-import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+import re
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-import torch
-from torch._C._distributed_rpc import _get_current_rpc_agent, _is_current_rpc_agent_set
-from torch.distributed import rpc
-from torch.distributed.rpc import api
+from typing import Literal
 
 from . import _doors, _outbox
-from ._leaving import Leaving
+from ._agent import (
+    Agent,
+    DeviceMaps,
+    Member,
+    is_running,
+    keeps_number,
+    local_devices,
+    plain_maps,
+)
+from ._environment import loopback, meeting_place, number_from
+from ._interruption import Interruption
+from ._leaving import Leaving, describe
 from ._outbox import Outbox
 from ._rendezvous import Meeting
+from ._seat import Seat
 from ._server import Server
+from ._signals import orderly
 from ._threads import daemon, run_blocking
+from ._version import __version__
 from ._vigil import Vigil
-from .errors import WorldTimeout
+from ._welcome import Welcome, announce
+from .errors import WorkerLost, WorldTimeout
 
 __all__ = ("Worker", "worker")
 
 log = logging.getLogger("aiorpc_torch")
 
-DeviceMaps = Mapping[str, Mapping[Any, Any]]
+OnFailure = Literal["continue", "stop"]
+
+LEAVE = 1.0  # seconds for a start that is given up to come to its end
+LINKS = 1 << 20  # numbers of links for each process that is a worker
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,9 +56,38 @@ class Worker:
     world_size: int
     peers: tuple[str, ...]
     """The names of the other workers, in rank order."""
+    comeback: int = 0
+    """0; for a process that took the place of one that died, how many had come back by then."""
+    _vigil: Vigil | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
+
+    async def wait_for(self, peer: str) -> None:
+        """Return when `peer` is there: at once, unless it is lost; then when it has come back.
+
+            except WorkerLost as lost:
+                await me.wait_for(lost.worker)
+
+        A worker comes back when its process is started again (`restart=` of `local_world` and
+        `run_local`, or whatever starts yours), or when it was frozen or cut off and is no more.
+        What the old process held is gone with it: create it anew. Bound the wait with
+        `asyncio.timeout`.
+
+        Raises:
+            ValueError: if there is no such peer.
+            WorkerLost: if it is known that it will not come back.
+        """
+        if peer not in self.peers:
+            raise ValueError(f"no worker {peer!r} beside this one: {', '.join(self.peers)}")
+        assert self._vigil is not None
+        await self._vigil.presence(peer)
+
+    def _give_up(self, peer: str, failure: BaseException) -> None:
+        if self._vigil is not None:
+            error = WorkerLost(peer, f"it is not started again: {failure}")
+            error.__cause__ = failure
+            self._vigil.give_up(peer, error)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +104,7 @@ class Place:
     start_timeout: float = 60.0
     stop_timeout: float | None = 10.0
     heartbeat: float = 10.0
+    on_failure: OnFailure = "continue"
     is_local: bool = False
 
     def __post_init__(self) -> None:
@@ -70,10 +112,28 @@ class Place:
             raise ValueError(
                 f"rank is from 0 to world_size - 1, not {self.rank} of {self.world_size}"
             )
+        if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", self.name):
+            raise ValueError(
+                "a worker's name is of up to 127 letters, digits, '-', '_' and ':', which "
+                f"{self.name!r} is not"
+            )
         if self.threads < 1:
             raise ValueError(f"threads is at least 1, not {self.threads}")
         if not 0.0 < self.heartbeat < float("inf"):
             raise ValueError(f"heartbeat is seconds, more than 0, not {self.heartbeat!r}")
+        if self.on_failure not in ("continue", "stop"):
+            raise ValueError(f'on_failure is "continue" or "stop", not {self.on_failure!r}')
+
+    def seat(self) -> Seat:
+        """What this worker says of itself to the others."""
+        return Seat(
+            self.name,
+            self.rank,
+            self.world_size,
+            __version__,
+            keeps_number(),
+            plain_maps(self.device_maps),
+        )
 
 
 @contextlib.asynccontextmanager
@@ -89,6 +149,7 @@ async def worker(
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
+    on_failure: OnFailure = "continue",
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
@@ -110,15 +171,19 @@ async def worker(
         stop_timeout: seconds that exit waits for peers.
         heartbeat: seconds of silence after which a peer for whom something waits here is lost: it
             is frozen, or cut off. (A peer that dies is noticed at once.)
+        on_failure: what an exception in a peer's block, or its death, means for this worker's:
+            "continue", its calls to that peer raise `WorkerLost`; "stop", the block is cancelled
+            and `WorkerLost` raised from it.
 
     Raises:
         WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
-        ValueError: if the world is not described, here or in the environment.
+        ValueError: if the world is not described, here or in the environment; if two workers have
+            one rank or one name, or not the same world size: it names both.
         RuntimeError: if this process is in a world already.
     """
-    rank = _number("RANK", rank)
-    world_size = _number("WORLD_SIZE", world_size)
-    with _meeting_place(init_method, world_size) as where:
+    rank = number_from("RANK", rank)
+    world_size = number_from("WORLD_SIZE", world_size)
+    with meeting_place(init_method, world_size) as where:
         place = Place(
             name=name or f"worker{rank}",
             rank=rank,
@@ -130,151 +195,133 @@ async def worker(
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
             heartbeat=heartbeat,
+            on_failure=on_failure,
         )
-        async with take_place(place) as me:
-            yield me
+        with orderly():
+            async with take_place(place) as me:
+                yield me
 
 
 @contextlib.asynccontextmanager
 async def take_place(place: Place) -> AsyncIterator[Worker]:
     """Be the worker that `place` describes."""
-    if _is_current_rpc_agent_set():
+    if is_running():
         raise RuntimeError("this process is in a world already, and torch knows one at a time")
-    server = Server(place.name, place.threads, _devices(place))
+    server = Server(place.name, place.threads, local_devices(place.device_maps))
     _doors.serve(server)  # before torch starts: a peer that is quicker may call already
     try:
-        me = await _join(place)
-        outbox, infos = _outbox.current(), _get_current_rpc_agent().get_worker_infos()
-        vigil = Vigil(outbox, server, infos, place.heartbeat)
-        server.open()
-        log.info("%r: the world is complete", me)
-        clean = False
+        meeting = None if place.world_size == 1 else _meeting(place)
+        agent, members = await _join(place, meeting)
+        comeback = 0 if meeting is None else meeting.seat.comeback
+        outbox = Outbox(place.name, members, comeback * LINKS)
+        _outbox.use(outbox)
+        vigil = Vigil(outbox, server, members, place.heartbeat)
+        peers = {each.name: each for each in members if each.name != place.name}
+        server.welcome(Welcome(agent, outbox, server, vigil, peers).met)
+        failure = "it could not enter its world"
         try:
-            yield me
-            clean = True
+            if meeting is not None and comeback:
+                await _come_back(place, meeting, members)
+            server.open()
+            me = Worker(place.name, place.rank, place.world_size, tuple(peers), comeback, vigil)
+            log.info("%r: the world is complete", me)
+            async with _ended_by_others(place, vigil):
+                yield me
+            failure = ""
+        except BaseException as exc:
+            failure = describe(exc)
+            raise
         finally:
-            vigil.close()
             await Leaving(
                 outbox,
                 server,
-                me.peers,
+                vigil,
+                agent,
+                meeting,
+                peers=peers,
                 patience=place.stop_timeout,
-                failed=not clean,
-                alone=_worlds > 1,
+                failure=failure,
             ).run()
-            _keep.clear()
     finally:
         _doors.serve(None)
         _outbox.use(None)
 
 
+@contextlib.asynccontextmanager
+async def _ended_by_others(place: Place, vigil: Vigil) -> AsyncIterator[None]:
+    if place.on_failure == "continue":
+        yield
+        return
+    async with Interruption() as interruption:
+        vigil.on_loss = interruption.end
+        try:
+            yield
+        finally:
+            vigil.on_loss = None
+
+
 # ── joining ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _join(place: Place) -> Worker:
-    meeting = Meeting(place.init_method, place.rank, place.world_size, place.start_timeout)
-    try:
-        names = await run_blocking(daemon("aiorpc-join"), lambda: meeting.sign_in(place.name))
-    finally:
-        meeting.leave()
-    try:
-        async with asyncio.timeout(meeting.remaining() + 5.0):
-            await run_blocking(daemon("aiorpc-init"), lambda: _init_rpc(place))
-    except TimeoutError:
-        raise WorldTimeout(
-            "every worker came, but torch's start did not end: one has died"
-        ) from None
-    _outbox.use(Outbox(place.name, _get_current_rpc_agent().get_worker_infos()))
-    _keep[:] = [meeting]
-    peers = tuple(name for name in names if name != place.name)
-    return Worker(place.name, place.rank, place.world_size, peers)
+def _meeting(place: Place) -> Meeting:
+    return Meeting(place.init_method, place.seat(), place.start_timeout)
 
 
-_worlds = 0  # that this process has joined
-_keep: list[Meeting] = []  # the store of the world this process is in: rank 0's is its server
-
-
-def _init_rpc(place: Place) -> None:
-    global _worlds
-    _worlds += 1
-    options = rpc.TensorPipeRpcBackendOptions(
-        num_worker_threads=place.threads,
-        init_method=place.init_method,
-        device_maps={peer: dict(devices) for peer, devices in place.device_maps.items()},
-        _transports=None if place.transports is None else list(place.transports),
+async def _join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Member]]:
+    """Start torch's RPC among the others."""
+    agents: list[Agent] = []
+    joining = asyncio.ensure_future(
+        run_blocking(daemon("aiorpc-join"), lambda: _meet_all(place, meeting, agents))
     )
-    if place.is_local:
-        _forget_earlier_worlds()
-    # torch warns of the process group that its own init_rpc makes (2.11 to 2.15).
-    warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo")
-    with _loopback() if place.is_local else contextlib.nullcontext():
-        rpc.init_rpc(  # type: ignore[no-untyped-call]
+    try:
+        members = await asyncio.shield(joining)
+    except BaseException:
+        if meeting is not None:
+            meeting.leave()
+        await asyncio.wait((joining,), timeout=LEAVE)
+        joining.cancel()
+        if agents:
+            await run_blocking(daemon("aiorpc-stop"), agents[0].stop)
+        raise
+    return agents[0], members
+
+
+def _meet_all(place: Place, meeting: Meeting | None, agents: list[Agent]) -> list[Member]:
+    """Blocks. Leaves the agent in `agents`, also if it raises later."""
+    if meeting is None:
+        number = keeps_number() or 0
+        agents.append(_start(place, number))
+        return [Member(place.name, 0, number, agents[0].address)]
+    seats = meeting.sign_in()
+    number = meeting.number(seats)
+    agents.append(_start(place, number))
+    meeting.publish(number, agents[0].address)
+    members = [
+        Member(seat.name, seat.rank, *where, seat.device_maps, seat.comeback * LINKS)
+        for seat, where in zip(seats, meeting.places(), strict=True)
+    ]
+    for member in members:
+        agents[0].meet(member)
+    return members
+
+
+async def _come_back(place: Place, meeting: Meeting, members: list[Member]) -> None:
+    if await announce(place.name, members):
+        return
+    meeting.bury()
+    raise WorldTimeout(
+        f"{place.name!r} came back into a world of which nobody answers. If it has ended, or the "
+        f"file at {place.init_method} is of an earlier run, enter again",
+        [each.rank for each in members if each.name != place.name],
+    )
+
+
+def _start(place: Place, number: int) -> Agent:
+    with loopback() if place.is_local else contextlib.nullcontext():
+        return Agent(
             place.name,
-            rank=place.rank,
-            world_size=place.world_size,
-            rpc_backend_options=options,
+            number,
+            threads=place.threads,
+            transports=place.transports,
+            device_maps=place.device_maps,
         )
-
-
-def _forget_earlier_worlds() -> None:
-    # torch counts the worlds of a process and uses the counts as keys, so one that has left a
-    # world and a fresh one never meet (seen on 2.13 and 2.15, tests/test_worlds.py). A local
-    # world's store is new, so its count may start again.
-    rpc._init_counter = 0
-    api._all_gather_sequence_id.clear()
-    api._all_gather_sequence_id_to_states.clear()
-
-
-@contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Let gloo and TensorPipe bind to the loopback interface only, unless told otherwise."""
-    names = [name for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if name not in os.environ]
-    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    os.environ.update(dict.fromkeys(names, interface))
-    try:
-        yield
-    finally:
-        for name in names:
-            del os.environ[name]
-
-
-def _devices(place: Place) -> list[torch.device]:
-    used = {torch.device(own) for devices in place.device_maps.values() for own in devices}
-    return sorted((device for device in used if device.type == "cuda"), key=lambda d: d.index)
-
-
-# ── what the environment says ───────────────────────────────────────────────────────────────────
-
-
-def _number(variable: str, given: int | None) -> int:
-    if given is not None:
-        return given
-    try:
-        return int(os.environ[variable])
-    except KeyError:
-        raise ValueError(
-            f"worker() needs {variable.lower()}=, or {variable} in the environment, "
-            "where torchrun puts it"
-        ) from None
-
-
-@contextlib.contextmanager
-def _meeting_place(init_method: str | None, world_size: int) -> Iterator[str]:
-    if init_method is not None:
-        yield init_method
-    elif world_size == 1:
-        with new_meeting_place() as where:
-            yield where
-    else:
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-            raise ValueError(
-                f"worker() needs init_method=, or {' and '.join(missing)} in the environment"
-            )
-        yield "env://"
-
-
-@contextlib.contextmanager
-def new_meeting_place() -> Iterator[str]:
-    """A file store's address for a new world on this machine: no port is opened for it."""
-    with tempfile.TemporaryDirectory(prefix="aiorpc-", ignore_cleanup_errors=True) as folder:
-        yield f"file://{folder}/store"

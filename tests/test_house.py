@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 # From the ground up. A room imports from floors below its own; rooms on one floor do not know each
 # other. A new room gets a place here and in the map of aiorpc_torch/__init__.py.
 FLOORS = [
-    ["errors"],
+    ["errors", "_version", "_seat"],
     ["_policy"],
     ["_batcher"],
     ["_rounds"],
@@ -24,7 +24,7 @@ FLOORS = [
     ["_exceptions", "_deadline", "_handles"],
     ["_inbox", "_threads", "_wait", "_steps", "_scopes"],
     ["_eager"],
-    ["_bridge", "_tensors"],
+    ["_agent", "_bridge", "_tensors"],
     ["_wire"],
     ["_columns"],
     ["_message"],
@@ -49,11 +49,14 @@ FLOORS = [
     ["_batched_types"],
     ["_batched"],
     ["_stats"],
+    ["_interruption", "_signals", "_environment"],
+    ["_store", "_vigil"],
     ["_rendezvous"],
     ["_leaving"],
-    ["_vigil"],
+    ["_welcome"],
     ["_world"],
     ["_child"],
+    ["_crew"],
     ["_local"],
     ["__init__"],
 ]
@@ -62,6 +65,8 @@ FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 # Plain Python: what is decided here is tested without a loop, a clock or a process.
 PURE = [
     "errors",
+    "_version",
+    "_seat",
     "_policy",
     "_batcher",
     "_rounds",
@@ -196,6 +201,7 @@ def test_the_public_names_are_exactly_those_bound() -> None:
         for node in TREES["__init__"].body
         if isinstance(node, ast.ImportFrom)
         for alias in node.names
+        if alias.asname != "__version__"
     }
     assert len(set(aiorpc_torch.__all__)) == len(aiorpc_torch.__all__)
     assert set(aiorpc_torch.__all__) == bound

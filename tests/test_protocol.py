@@ -296,7 +296,9 @@ class World:
         self.server = Server("callee", threads, [])
         self.network = Network(self.server.accept, self.actor.blocked)
         self.patch.setattr(_link, "send", self.network.send)
-        self.link = Link("caller", 0, SimpleNamespace(name="callee"), lambda _: None)
+        self.link = Link(
+            "caller", 0, SimpleNamespace(name="callee"), lambda _: None, lambda *_: None
+        )
 
     async def open(self) -> None:
         """The callee begins to serve."""
@@ -345,9 +347,9 @@ class World:
     def part(self) -> None:
         """Say goodbye, and look for what is left."""
         if not self.network.down:
-            parting = self.task(self.link.goodbye(alone=True))
+            parting = self.task(self.link.goodbye("it failed"))
             self.deliver_all(parting.done)
-            assert self.server.goodbyes == {"caller": True}
+            assert self.server.goodbyes == {"caller": "it failed"}
             self.deliver_all(lambda: self.link._outstanding == 0)
         self.link.close()
         self.turn()

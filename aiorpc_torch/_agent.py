@@ -1,0 +1,164 @@
+"""torch's RPC agent of this process: started, told of its peers, stopped.
+
+The only room that knows how torch's RPC is set up. It does what `init_rpc` does in the end, without
+what comes before: a process group, and a start that waits for a missing rank for half an hour or
+for ever. Each agent keeps a table of its peers to itself, which is told of each of them, so that a
+peer that died can have a successor. Who the peers are and where, `_rendezvous` finds out.
+
+Seen on torch 2.13 and 2.15, held by tests/test_agent.py: an agent of a group without a world size
+takes peers in and lets them go at any time; a peer's number must be new if it comes back, since the
+broken pipe stays under the old one; after `join` what others close is closed without a word.
+"""
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import timedelta
+from typing import Any
+
+import torch
+from torch._C._distributed_c10d import HashStore
+from torch._C._distributed_rpc import (
+    TensorPipeAgent,
+    WorkerInfo,
+    _delete_all_user_and_unforked_owner_rrefs,
+    _is_current_rpc_agent_set,
+)
+from torch.distributed import autograd, rpc
+from torch.distributed.rpc import api
+
+log = logging.getLogger("aiorpc_torch")
+
+DeviceMap = Mapping[Any, Any]
+DeviceMaps = Mapping[str, DeviceMap]
+
+_first: int | None = None  # the number that this process had in its first world
+
+
+def keeps_number() -> int | None:
+    """The number that this process should have in every world, None in its first.
+
+    torch's RRefs and autograd contexts of a process carry its first number for good.
+    """
+    return _first
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """A worker as others reach it."""
+
+    name: str
+    rank: int
+    number: int
+    """torch's: unlike the rank it is a new one for a worker that came back."""
+    address: str
+    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    """From its own devices to those of the peer of that name."""
+
+    first_link: int = 0
+    """The number of the first of its links: those of its predecessors are lower."""
+
+    @property
+    def info(self) -> WorkerInfo:
+        """What torch calls it."""
+        return WorkerInfo(self.name, self.number)
+
+
+class Agent:
+    """The agent of this process, called `name`. Made once in a world; blocks for milliseconds."""
+
+    def __init__(
+        self,
+        name: str,
+        number: int,
+        *,
+        threads: int,
+        transports: Sequence[str] | None,
+        device_maps: DeviceMaps,
+    ) -> None:
+        global _first
+        options = rpc.TensorPipeRpcBackendOptions(
+            num_worker_threads=threads,
+            device_maps={peer: dict(devices) for peer, devices in device_maps.items()},
+            _transports=None if transports is None else list(transports),
+        )
+        self._name = name
+        self._is_first = _first is None
+        if _first is None:
+            _first = number
+            autograd._init(number)  # type: ignore[attr-defined]
+        self._store = HashStore()
+        self._agent = TensorPipeAgent(self._store, name, number, None, options, {}, [])
+        self._members: dict[str, Member] = {}
+        self._devices = {*local_devices(options.device_maps)}
+        api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
+        self.address: str = self._store.get(f"addrs/{name}").decode()
+
+    def __repr__(self) -> str:
+        return f"<Agent {self._name}, peers: {', '.join(self._members)}>"
+
+    def meet(self, member: Member) -> None:
+        """Learn of a peer. From any thread."""
+        if member.name == self._name:
+            return
+        maps = {peer: self._reverse(each) for peer, each in self._members.items()}
+        maps[member.name] = self._reverse(member)
+        devices = {*self._devices, *(torch.device(own) for each in maps.values() for own in each)}
+        self._members[member.name] = member
+        self._update(member, member.name, devices, maps)
+
+    def replace(self, member: Member) -> str:
+        """A peer has come back; the name under which its predecessor's objects are known."""
+        old = self._members.pop(member.name)
+        maps = {peer: self._reverse(each) for peer, each in self._members.items()}
+        # Without its entry, the objects that this process holds of it would have no owner at all.
+        past = f"{old.name[:100]}:was:{old.number}"
+        self._agent._update_group_membership(old.info, [*self._devices], maps, False)
+        self._update(old, past, self._devices, maps)
+        self.meet(member)
+        return past
+
+    def _update(self, member: Member, name: str, devices: set[torch.device], maps: Any) -> None:
+        self._store.set(f"addrs/{name}", member.address)
+        info = WorkerInfo(name, member.number)
+        self._agent._update_group_membership(info, sorted(devices, key=str), maps, True)
+        if devices:
+            # torch's own start does so too: a peer may send before this process uses its device.
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def _reverse(self, member: Member) -> dict[torch.device, torch.device]:
+        """How answers to that peer map devices."""
+        mine = member.device_maps.get(self._name, {})
+        return {torch.device(here): torch.device(there) for there, here in mine.items()}
+
+    def release(self) -> None:
+        """Let go of the objects of others, which must all be alive. Blocks until they know it."""
+        if self._is_first:  # in later worlds torch's messages about RRefs do not arrive
+            _delete_all_user_and_unforked_owner_rrefs(timedelta(seconds=1))
+
+    def seal(self) -> None:
+        """From now on it is no news if a peer closes its pipes. Blocks while calls are pending."""
+        self._agent.join()
+
+    def stop(self) -> None:
+        """Close the pipes and end the threads. Waits for nobody."""
+        rpc.shutdown(graceful=False)
+
+
+def is_running() -> bool:
+    """Whether this process has an agent, whoever started it."""
+    return _is_current_rpc_agent_set()
+
+
+def local_devices(maps: DeviceMaps) -> list[torch.device]:
+    """The devices of its own that a worker uses by these maps, in order."""
+    used = {torch.device(own) for devices in maps.values() for own in devices}
+    return sorted((device for device in used if device.type != "cpu"), key=str)
+
+
+def plain_maps(maps: DeviceMaps) -> dict[str, dict[str, str]]:
+    """Device maps by the devices' names, as members tell each other."""
+    return {
+        peer: {str(torch.device(own)): str(torch.device(theirs)) for own, theirs in devices.items()}
+        for peer, devices in maps.items()
+    }

@@ -1,0 +1,115 @@
+"""torch's key-value store where a world meets: opened, asked, and its errors put in words."""
+
+import os
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Any
+from urllib.parse import urlparse
+
+from torch._C._distributed_c10d import FileStore, TCPStore
+from torch._C._distributed_c10d import Store as TorchStore
+
+from ._seat import Seat
+from .errors import WorldTimeout
+
+
+class Store:
+    """At `init_method`, as the worker at `seat` sees it. Its methods block, at most `timeout`."""
+
+    def __init__(self, init_method: str, seat: Seat, timeout: float) -> None:
+        self._init_method = init_method
+        self._seat = seat
+        self._timeout = timeout
+        self._store: TorchStore | None = None
+        # A restarted torchrun keeps its store, and with it what was written by those who died.
+        self._root = f"aiorpc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._page = 0  # one store may serve several worlds in a row
+
+    def __repr__(self) -> str:
+        return f"<Store at {self._init_method}, page {self._page}>"
+
+    @property
+    def is_here(self) -> bool:
+        """Whether it goes with this process."""
+        return self._seat.rank == 0 and isinstance(self._store, TCPStore)
+
+    def turn(self) -> None:
+        """What is written here is of the past: go on with a new page."""
+        self._page += 1
+
+    def has(self, *names: str) -> bool:
+        """Whether all of these are written."""
+        return bool(self._ask(lambda store: store.check([self._key(name) for name in names])))
+
+    def get(self, name: str) -> str:
+        """What is written there; waits for it."""
+        return str(self._ask(lambda store: store.get(self._key(name))).decode())
+
+    def read(self, name: str) -> str | None:
+        """What is written there, if anything is."""
+        return self.get(name) if self.has(name) else None
+
+    def set(self, name: str, value: str) -> None:
+        """Write."""
+        self._ask(lambda store: store.set(self._key(name), value))
+
+    def add(self, name: str, more: int) -> int:
+        """Add to a counter, which starts at 0; its new value."""
+        return int(self._ask(lambda store: store.add(self._key(name), more)))
+
+    def swap(self, name: str, held: str, value: str) -> str:
+        """Write if `held` is there, "" standing for nothing; what is there then."""
+        found = self._ask(lambda store: store.compare_set(self._key(name), held, value))
+        return str(found.decode())
+
+    def _key(self, name: str) -> str:
+        return f"{self._root}/{self._page}/{name}"
+
+    def _ask(self, question: Callable[[TorchStore], Any]) -> Any:
+        assert self._store is not None
+        try:
+            return question(self._store)
+        except RuntimeError as exc:  # rank 0's process is gone, or cut off
+            raise WorldTimeout(
+                f"the store at {self._init_method} does not answer: rank 0, which keeps it, has "
+                f"given up or died ({str(exc).splitlines()[0]})",
+                [0],
+            ) from exc
+
+    def open(self) -> None:
+        """Open it; rank 0 makes it, unless torchrun has.
+
+        Raises:
+            WorldTimeout: if there is none within the time.
+        """
+        where = urlparse(self._init_method)
+        if where.scheme == "file":
+            self._store = FileStore(where.path + ".names", self._seat.world_size)
+            return
+        host, port, is_master = self._address(where.hostname, where.port)
+        try:
+            self._store = TCPStore(
+                host,
+                port,
+                world_size=None,
+                is_master=is_master,
+                timeout=timedelta(seconds=self._timeout),
+                wait_for_workers=False,
+                multi_tenant=True,  # that of the world before may still be closing
+            )
+        except Exception as exc:
+            if is_master:
+                raise
+            raise WorldTimeout(
+                f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({exc})", [0]
+            ) from exc
+
+    def _address(self, host: str | None, port: int | None) -> tuple[str, int, bool]:
+        if host is not None and port is not None:
+            return host, port, self._seat.rank == 0
+        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        return (
+            os.environ["MASTER_ADDR"],
+            int(os.environ["MASTER_PORT"]),
+            self._seat.rank == 0 and not agent,
+        )

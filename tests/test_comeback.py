@@ -1,0 +1,228 @@
+"""Workers that come back: what those who called them see, and what stays as it was."""
+
+import asyncio
+import os
+import signal
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import actors
+import pytest
+from actors import Batching, Counter, Sleeper, Ward
+from test_worlds import program, run
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import WorkerLost, call, create, fetch, remote
+
+pytestmark = pytest.mark.worlds
+
+
+async def kill(name: str) -> int:
+    """Its process's number, which it no longer has."""
+    pid = await call(name, actors.pid)
+    os.kill(pid, signal.SIGKILL)
+    return pid
+
+
+async def lost(awaitable: Any) -> WorkerLost:
+    with pytest.raises(WorkerLost) as raised:
+        await awaitable
+    return raised.value
+
+
+async def test_a_child_comes_back() -> None:
+    """Twice: its callers are told and may wait for it; objects of others are as they were."""
+    async with aiorpc.local_world(["a", "b"], restart=2) as me:
+        gone, kept = await create("a", Counter, start=1), await create("b", Counter, start=2)
+        far = await create("b", Batching)
+        assert await call("b", actors.call_on, gone, "add", 0) == 1  # b knows a, and the object
+        for count in (1, 2):
+            pending = asyncio.create_task(call("a", asyncio.sleep, 600))
+            old = await kill("a")
+            error = await lost(pending)
+            assert error.worker == "a"
+            async with asyncio.timeout(30.0):
+                await me.wait_for("a")
+            assert await call("a", actors.pid) != old
+            # From each to each, in both directions.
+            assert await call("a", actors.ask_back, "b") == "b"
+            assert await call("b", actors.ask_back, "a") == "a"
+            # What the old process held is gone, also for those to whom it was passed.
+            assert "has a successor" in str(await lost(remote(gone).add(1)))
+            assert "WorkerLost" in await call("b", actors.try_on, gone, "add", 1)
+            # What others hold is not, and can be passed to the newcomer.
+            assert await remote(kept).add(1) == 2 + count
+            assert await call("a", actors.call_on, kept, "add", 0) == 2 + count
+            gone = await create("a", Counter, start=10)
+            assert await call("b", actors.call_on, gone, "add", 1) == 11
+            assert (await fetch(gone)).value == 11
+            # Batches of three, one of them from the newcomer.
+            sums = await asyncio.gather(
+                remote(far).total(1),
+                call("a", actors.call_on, far, "total", 2),
+                remote(far).total(3),
+            )
+            assert sums == [6, 6, 6]
+        assert aiorpc.stats().in_flight == 0
+
+
+async def test_nobody_comes_back_without_end() -> None:
+    """After the last restart `wait_for` says that there is nobody to wait for."""
+    async with aiorpc.local_world(["a"], restart=1) as me:
+        await me.wait_for("a")  # it is here
+        for _ in range(2):
+            await kill("a")
+            await lost(call("a", asyncio.sleep, 600))
+            async with asyncio.timeout(30.0):
+                error = await wait_for(me, "a")
+        assert isinstance(error, WorkerLost)
+        assert error.worker == "a"
+        with pytest.raises(ValueError, match="no worker 'nobody' beside this one: a"):
+            await me.wait_for("nobody")
+
+
+async def wait_for(me: aiorpc.Worker, name: str) -> WorkerLost | None:
+    try:
+        return await me.wait_for(name)
+    except WorkerLost as error:
+        return error
+
+
+async def test_waiting_for_one_that_is_cut_off() -> None:
+    """It is back when it is heard of again, with all that it held."""
+    async with aiorpc.local_world(["a"], heartbeat=0.5, transports=["uv"]) as me:
+        counter, ward = await create("a", Counter, start=7), await create("a", Ward)
+        pid = await call("a", actors.pid)
+        pending = asyncio.create_task(remote(ward).wait())
+        await remote(ward).entered()
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            await lost(pending)
+            waiting = asyncio.create_task(me.wait_for("a"))
+            await asyncio.sleep(0)
+            assert not waiting.done()
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        asking = asyncio.create_task(remote(counter).add(1))
+        async with asyncio.timeout(20.0):
+            await waiting
+            assert await asking == 8
+
+
+async def test_who_comes_back_is_called_while_others_work() -> None:
+    """Calls between those who stayed go on all the while, each answered once."""
+    async with aiorpc.local_world(["a", "b"], restart=1) as me:
+        sleeper, counter = await create("b", Sleeper), await create("b", Counter, start=0)
+        done, stop = 0, asyncio.Event()
+
+        async def work() -> None:
+            nonlocal done
+            while not stop.is_set():
+                await asyncio.gather(*(remote(sleeper).sleep(0) for _ in range(20)))
+                await remote(counter).add(1)
+                done += 1
+
+        working = asyncio.create_task(work())
+        await kill("a")
+        await lost(call("a", asyncio.sleep, 600))
+        async with asyncio.timeout(30.0):
+            await me.wait_for("a")
+        stop.set()
+        await working
+        assert await remote(counter).add(0) == done > 0
+
+
+def test_run_local_restarts_main(tmp_path: Path) -> None:
+    """What `main` raises and what kills it alike; it knows that it came back."""
+    path = program(
+        tmp_path,
+        """
+        arrived = []
+        def arrive(comeback):
+            arrived.append(comeback)
+        async def main(me):
+            if me.name == "trainer":
+                if me.comeback == 0:
+                    raise LookupError("first")
+                if me.comeback == 1:
+                    os._exit(9)
+                return await aiorpc.call("ps", arrive, me.comeback)
+            while not arrived:
+                try:
+                    await aiorpc.call("trainer", asyncio.sleep, 0.01)
+                except aiorpc.WorkerLost as lost:
+                    await me.wait_for(lost.worker)
+            return arrived
+        if __name__ == "__main__":
+            print(aiorpc.run_local(main, ["ps", "trainer"], restart=2))
+        """,
+    )
+    done = run(path)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "[2]\n"
+    assert "LookupError: first" in done.stderr, "its traceback is in the log"
+    assert "ended with code 9" in done.stderr
+
+
+def test_run_local_goes_on_without_one(tmp_path: Path) -> None:
+    """With `on_failure="continue"` the others finish, and then the failure is raised."""
+    path = program(
+        tmp_path,
+        """
+        async def main(me):
+            if me.name == "b":
+                raise LookupError("b's own")
+            try:
+                await aiorpc.call("b", asyncio.sleep, 600)
+            except aiorpc.WorkerLost as lost:
+                os.write(1, f"{me.name}: {lost} / {lost.__cause__ is not None}\\n".encode())
+            await asyncio.gather(*(aiorpc.call(n, asyncio.sleep, 0) for n in ("a", "c")))
+        if __name__ == "__main__":
+            aiorpc.run_local(main, ["a", "b", "c"], on_failure="continue")
+        """,
+    )
+    done = run(path)
+    lines = sorted(done.stdout.splitlines())
+    assert [line[:22] for line in lines] == ["a: worker 'b' is lost:", "c: worker 'b' is lost:"]
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == "LookupError: b's own"
+
+
+@pytest.mark.parametrize("how", ["raise", "die"])
+def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
+    """`worker(on_failure="stop")`, in processes that nobody supervises."""
+    path = program(
+        tmp_path,
+        """
+        async def main(rank, where, how):
+            async with aiorpc.worker(
+                rank=rank, world_size=3, init_method=where, on_failure="stop"
+            ) as me:
+                # Everybody is there before one fails.
+                await asyncio.gather(*(aiorpc.call(peer, os.getpid) for peer in me.peers))
+                if rank == 1:
+                    if how == "die":
+                        os._exit(9)
+                    raise LookupError("of rank 1")
+                await asyncio.sleep(600)
+        if __name__ == "__main__":
+            asyncio.run(main(int(sys.argv[1]), *sys.argv[2:]))
+        """,
+    )
+
+    def live(rank: int) -> Any:
+        return run(path, str(rank), f"file://{tmp_path}/store", how)
+
+    with ThreadPoolExecutor(3) as pool:
+        ends = list(pool.map(live, range(3)))
+    for rank in (0, 2):
+        assert ends[rank].returncode == 1
+        last = ends[rank].stderr.splitlines()[-1]
+        # Or of the other, which was quicker to end because of it.
+        assert last.startswith("aiorpc_torch.errors.WorkerLost: worker '"), last
+        assert "worker 'worker1' is lost: " in last
+        if how == "raise":
+            assert last.endswith("its block raised LookupError: of rank 1")
+            assert "aiorpc_torch.errors.RemoteTraceback: on worker 'worker1'" in ends[rank].stderr
+    assert ends[1].returncode == (1 if how == "raise" else 9)
