@@ -21,7 +21,7 @@ FLOORS = [
     ["_batcher"],
     ["_rounds"],
     ["_lane", "_desk", "_window", "_pulse"],
-    ["_exceptions", "_deadline", "_handles"],
+    ["_exceptions", "_deadline", "_errands", "_handles"],
     ["_inbox", "_threads", "_wait", "_steps", "_scopes"],
     ["_eager"],
     ["_bridge", "_tensors"],
@@ -71,6 +71,7 @@ PURE = [
     "_pulse",
     "_exceptions",
     "_deadline",
+    "_errands",
 ]
 TIMELESS = ["_policy", "_batcher", "_rounds", "_lane", "_window", "_pulse"]
 
