@@ -51,16 +51,14 @@ def set_out(on: Iterable[Errand]) -> None:
 
 def waiting() -> frozenset[BatchId]:
     """The batches that cannot end before what this context does."""
-    found = _errands.get()
-    if not found:  # almost always, and with each call
-        return NONE
-    return NONE.union(*(errand.batches for errand in found if errand.is_open()))
+    return NONE.union(*(errand.batches for errand in _errands.get() if errand.is_open()))
 
 
 def sent_by(worker: str) -> tuple[BatchId, ...]:
     """The same, as worker `worker` names them to others: always in one order."""
-    batches = waiting()
-    return tuple(sorted((where or worker, n) for where, n in batches)) if batches else ()
+    if not _errands.get():  # almost always, and with each call
+        return ()
+    return tuple(sorted((where or worker, number) for where, number in waiting()))
 
 
 def received_by(worker: str, batches: Iterable[BatchId]) -> frozenset[BatchId]:
