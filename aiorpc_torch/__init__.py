@@ -5,6 +5,7 @@ The map of the house, from the ground up; imports point down only.
     errors                                 what can go wrong, and what to do about it
     _policy, _batcher, _rounds             when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
+    _living                                what is alive, listed from any thread
     _exceptions, _deadline                 how exceptions and deadlines cross
     _errands, _handles                     for which batches a call is made; how RRefs cross
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back

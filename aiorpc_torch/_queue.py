@@ -7,7 +7,6 @@ leaves is decided in `_batcher`; who gets what in `_answers`.
 import asyncio
 import contextvars
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -17,6 +16,7 @@ from ._batcher import Batch, Batcher, FillBatcher, Refusal
 from ._body import Body
 from ._columns import Shared
 from ._errands import Errand, errands, new_batch, set_out, waiting
+from ._living import Living
 from ._policy import Fill, Policy
 from ._rounds import RoundBatcher
 from ._steps import timed
@@ -43,7 +43,7 @@ class _Run:
         return Errand(frozenset((self.id,)), lambda: not self.is_over)
 
 
-_queues: "weakref.WeakSet[Queue]" = weakref.WeakSet()
+_queues: "Living[Queue]" = Living()
 
 
 Settle = Callable[[Any], None]
@@ -267,4 +267,4 @@ def _round_timeout(left: Refusal[Place], name: str) -> RoundTimeout:
 async def close_queues() -> None:
     """Close every queue of the running loop."""
     loop = asyncio.get_running_loop()
-    await asyncio.gather(*(queue.close() for queue in list(_queues) if queue.loop is loop))
+    await asyncio.gather(*(queue.close() for queue in _queues.all() if queue.loop is loop))
