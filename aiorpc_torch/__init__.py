@@ -5,7 +5,9 @@ The map of the house, from the ground up; imports point down only.
     errors, _version, _seat                what can go wrong; which version; what a worker is
     _policy, _batcher, _rounds             when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
-    _exceptions, _deadline, _handles       how exceptions, deadlines and RRefs cross
+    _living                                what is alive, listed from any thread
+    _exceptions, _deadline                 how exceptions and deadlines cross
+    _errands, _handles                     for which batches a call is made; how RRefs cross
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
     _steps, _scopes                        a coroutine's steps, timed; anyio's deadlines
     _eager                                 coroutines that never wait, without a task of their own

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._deadline import deadline_after
+from ._errands import BatchId, Errand, received_by
 from ._exceptions import Failure
 from ._jobs import CreateJob, Join, RpcJob, join_of, runs_on_loop
 from ._line import Answer, Line
@@ -35,8 +36,21 @@ def arrived(
             function, join, work = work.get, None, ((), {})
         due = None if budget is None else deadline_after(budget)
         job = found.job(line, carrier, number, function, work, due, worker, found.on_loop, join)
+        if found.batches:
+            job.errand = _errand(received_by(worker, found.batches), line, number)
         jobs.append(job)
     return jobs
+
+
+def _errand(batches: frozenset[BatchId], line: Line, number: int) -> Errand:
+    # Not a job's own method: a task that the call leaves behind would keep its object alive.
+    jobs = line.jobs
+
+    def is_open() -> bool:
+        job = jobs.get(number)
+        return job is not None and not job.abandoned
+
+    return Errand(batches, is_open)
 
 
 def unreadable(
@@ -58,6 +72,7 @@ class _Found(NamedTuple):
     join: Join | None
     job: Callable[..., RpcJob]
     calls: Iterator[Any]
+    batches: Sequence[BatchId]
 
     @classmethod
     def of(cls, group: Group, line: Line) -> "_Found":
@@ -70,7 +85,7 @@ class _Found(NamedTuple):
         except BaseException as exc:  # it cannot be read, or not found: that is each call's answer
             function = functools.partial(_raise, exc)
         join = None if group.stream else join_of(function)
-        return cls(function, runs_on_loop(function), join, kind, iter(group.calls))
+        return cls(function, runs_on_loop(function), join, kind, iter(group.calls), group.batches)
 
 
 def _raise(exc: BaseException, *_: Any, **__: Any) -> None:

@@ -38,6 +38,11 @@ class Desk(Generic[R]):
     def __repr__(self) -> str:
         return f"<Desk {len(self._open)} messages open, {len(self._orphans)} orphans>"
 
+    @property
+    def has_orphans(self) -> bool:
+        """Whether a message that stays open shall be answered with them: by `flush`, soon."""
+        return bool(self._orphans)
+
     def admit(self, reply: Any, calls: int, *, poll: bool, own: bool = False) -> Carrier[R]:
         """A message with so many calls came in; `own`, it waits for all of them."""
         carrier: Carrier[R] = Carrier(reply, calls, own)

@@ -104,7 +104,7 @@ def _dump(exc: BaseException) -> bytes | None:
     file = io.BytesIO()
     try:
         _ExceptionPickler(file).dump(exc)
-    except Exception:  # whatever a user's __reduce__ raises: the text still crosses
+    except BaseException:  # whatever a user's __reduce__ raises: the text still crosses
         return None
     return file.getvalue()
 

@@ -21,6 +21,7 @@ from torch.futures import Future
 
 from ._columns import FAILED, Shared, cell, loose
 from ._deadline import adopt
+from ._errands import Errand, set_out
 from ._exceptions import Failure
 from ._line import Answer, Line
 from ._message import Work
@@ -38,7 +39,17 @@ again.
 class Job(abc.ABC):
     """`function(*args, **kwargs)` for a caller who waits. `deadline` is a `time.monotonic()`."""
 
-    __slots__ = ("abandoned", "begun", "deadline", "function", "join", "leave", "task", "work")
+    __slots__ = (
+        "abandoned",
+        "begun",
+        "deadline",
+        "errand",
+        "function",
+        "join",
+        "leave",
+        "task",
+        "work",
+    )
 
     def __init__(
         self, function: Callable[..., Any], work: Work, deadline: float | None = None
@@ -51,6 +62,7 @@ class Job(abc.ABC):
         self.task: asyncio.Task[None] | None = None  # what runs it, on the loop
         self.join: Join | None = None  # a batch, instead of being run
         self.leave: Callable[[], object] | None = None  # gives up its place in a batch
+        self.errand: Errand | None = None  # for the batches that wait for it
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}{', abandoned' if self.abandoned else ''}>"
@@ -77,6 +89,8 @@ class Job(abc.ABC):
         """Run the function, in whichever thread and context this is."""
         if self.deadline is not None:
             adopt(self.deadline)
+        if self.errand is not None:
+            set_out((self.errand,))
         args, kwargs = self.take_work()
         return self.function(*args, **kwargs)
 
@@ -128,7 +142,7 @@ class RpcJob(Job):
         self.work = work
         self.deadline = deadline
         self.abandoned = self.begun = False
-        self.task = self.leave = None
+        self.task = self.leave = self.errand = None
         self.on_loop = on_loop
         self.join = join
         self.line = line

@@ -50,7 +50,10 @@ class Line:
 
     def admit(self, reply: "Future[Any]", calls: int, *, poll: bool, own: bool) -> Answer:
         """A message with so many calls came in."""
-        return self._desk.admit(reply, calls, poll=poll, own=own)
+        carrier = self._desk.admit(reply, calls, poll=poll, own=own)
+        if self._desk.has_orphans:  # and its calls may wait for those who wait for them
+            self._flush_soon()
+        return carrier
 
     def done(self, carrier: Answer, result: Result) -> None:
         """A call of that message has ended. In any thread."""

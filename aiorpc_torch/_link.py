@@ -15,6 +15,7 @@ from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
 from ._bridge import autograd_context, send, transport_error, when_done
+from ._errands import sent_by
 from ._exceptions import Failure
 from ._handles import Handles
 from ._incoming import Incoming
@@ -98,7 +99,7 @@ class Link:
     def call(self, target: Target, work: Work, due: float | None) -> tuple[int, Wait]:
         """Send a call; its number, and what is to be awaited: its value, `Failure` or `Broken`."""
         number = self._calls
-        call = outgoing(number, self._shorten(target), False, work, due)
+        call = outgoing(number, self._shorten(target), False, work, due, sent_by(self._caller))
         wait = Wait(self._loop)
         self._enqueue(call, wait)
         return number, wait
@@ -106,7 +107,7 @@ class Link:
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
         """Send a call whose items are awaited one by one; its number, and where they arrive."""
         number = self._calls
-        call = outgoing(number, self._shorten(target), True, work, due)
+        call = outgoing(number, self._shorten(target), True, work, due, sent_by(self._caller))
         incoming = Incoming(lambda credit: self._grant(number, credit))
         self._enqueue(call, incoming)
         return number, incoming

@@ -15,16 +15,18 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, write
+from ._errands import BatchId
 from ._handles import Named
 from ._tensors import Table, size_of
 from ._wire import Create, Function, Method, Packed, Target, pack, unpack
 
 # ── calls, on their way out ─────────────────────────────────────────────────────────────────────
 
-Header = tuple[Any, bool, tuple[str, ...] | None, tuple[CellKind, ...]]
+Header = tuple[Any, ...]
 """Of a group: the target, whether it is a stream, names of keywords, kinds of arguments.
 
-Names are None where arguments are packed whole, as one cell.
+Names are None where arguments are packed whole, as one cell. Behind them the batches that wait for
+the calls: mostly none.
 """
 
 OVERHEAD = 64  # bytes that any call takes, roughly
@@ -65,14 +67,21 @@ def _goes_by_name(function: Any) -> bool:
 _packed_once = functools.lru_cache(maxsize=1024, typed=True)(pack)
 
 
-def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float | None) -> Outgoing:
-    """A call. Its small arguments are copied. Raises what pickling raises."""
+def outgoing(
+    number: int,
+    target: Short,
+    stream: bool,
+    work: "Work",
+    due: float | None,
+    batches: tuple[BatchId, ...] = (),
+) -> Outgoing:
+    """A call that `batches` wait for. Small arguments are copied. Raises what pickling raises."""
     args, kwargs = work
     kinds, cells, tensors, size = [], [], [], OVERHEAD
     for value in (*args, *kwargs.values()) if kwargs else args:
         found = plain_cell(value)
         if found is None:
-            return _whole(number, target, stream, work, due)
+            return _whole(number, target, stream, work, due, batches)
         kind, content = found
         kinds.append(kind)
         cells.append(content)
@@ -82,8 +91,10 @@ def outgoing(number: int, target: Short, stream: bool, work: "Work", due: float 
         elif type(content) is str or type(content) is bytes:
             size += len(content)
     if len(tensors) > 1 and len(set(tensors)) < len(tensors):  # one passed twice arrives as one
-        return _whole(number, target, stream, work, due)
-    header = (target, stream, tuple(kwargs), tuple(kinds))
+        return _whole(number, target, stream, work, due, batches)
+    header: Header = (target, stream, tuple(kwargs), tuple(kinds))
+    if batches:
+        header += batches
     return Outgoing(number, header, tuple(cells), due, size)
 
 
@@ -91,10 +102,19 @@ Work = tuple[tuple[Any, ...], dict[str, Any]]
 """Arguments and keyword arguments."""
 
 
-def _whole(number: int, target: Short, stream: bool, work: Work, due: float | None) -> Outgoing:
+def _whole(
+    number: int,
+    target: Short,
+    stream: bool,
+    work: Work,
+    due: float | None,
+    batches: tuple[BatchId, ...],
+) -> Outgoing:
     # In one pickle, so that what is passed twice arrives as one object.
     packed = pack(work)
-    return Outgoing(number, (target, stream, None, (PACKED,)), (packed,), due, packed.size)
+    return Outgoing(
+        number, (target, stream, None, (PACKED,), *batches), (packed,), due, packed.size
+    )
 
 
 # ── a message ───────────────────────────────────────────────────────────────────────────────────
@@ -152,13 +172,13 @@ def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
 
 
 def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: Table) -> Any:
-    target, stream, names, kinds = header
+    target, stream, names, kinds, *batches = header
     if type(target) is Packed:
         target = (target.data, len(target.tensors))
         tensors.put(header[0].tensors)
     cells = zip(*rows, strict=True)
     columns = [write(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)]
-    return target, stream, names, len(rows), columns
+    return target, stream, names, len(rows), columns, *batches
 
 
 def dump(fields: tuple[Any, ...]) -> bytes:
@@ -180,6 +200,7 @@ class Group(NamedTuple):
     target: Any  # a Method with a number, whatever was packed, or a Failure
     stream: bool
     calls: list[Any]
+    batches: Sequence[BatchId] = ()  # that wait for them
 
 
 def read_groups(groups: Sequence[Any], tensors: Sequence[Tensor]) -> list[Group]:
@@ -189,20 +210,20 @@ def read_groups(groups: Sequence[Any], tensors: Sequence[Tensor]) -> list[Group]
 
 
 def _read_group(group: Any, tensors: Iterator[Tensor]) -> Group:
-    (first, second), stream, names, count, columns = group
+    (first, second), stream, names, count, columns, *batches = group
     if isinstance(first, bytes):
         target = unpack(first, list(islice(tensors, second)))
     else:
         target = Method(first, second)
     values = [read(column, tensors) for column in columns]
     if names is None:
-        return Group(target, stream, values[0])
+        return Group(target, stream, values[0], batches)
     rows = zip(*values, strict=True) if values else [()] * count
     if not names:
-        return Group(target, stream, [(row, {}) for row in rows])
+        return Group(target, stream, [(row, {}) for row in rows], batches)
     split = len(columns) - len(names)
     calls = [(row[:split], dict(zip(names, row[split:], strict=True))) for row in rows]
-    return Group(target, stream, calls)
+    return Group(target, stream, calls, batches)
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────

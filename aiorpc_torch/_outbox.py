@@ -7,7 +7,6 @@ import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
-from weakref import WeakKeyDictionary
 
 from torch._C._distributed_rpc import PyRRef, WorkerInfo
 
@@ -34,15 +33,15 @@ class Outbox:
             self._members[member.name] = self._members[member.rank] = member
         self._past: dict[str, str] = {}  # the owners of objects that went with their process
         # Each loop that calls has links of its own, so nothing here needs a lock.
-        self._links: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, Link]]
-        self._links = WeakKeyDictionary()
+        # By identity and not in a WeakKeyDictionary: other threads count them, at any time.
+        self._links: dict[int, _Links] = {}
         self._last: _Links = (lambda: None, {})  # those of the loop that called last
         self._numbers = itertools.count(first)
         self.heard: Callable[[str], None] = _nobody_asks
         self.broken: Callable[[WorkerInfo, RpcError], None] = _nobody_cares
 
     def __repr__(self) -> str:
-        links = [link for links in self._links.values() for link in links.values()]
+        links = [link for _, links in self._every() for link in links.values()]
         return f"<Outbox of {self.name}: {links}>"
 
     def find(self, worker: Worker) -> str:
@@ -63,8 +62,7 @@ class Outbox:
         loop = asyncio.get_running_loop()
         last, links = self._last
         if last() is not loop:
-            links = self._links.setdefault(loop, {})
-            self._last = weakref.ref(loop), links
+            links = self._links_of(loop)
         link = links.get(worker)
         if link is None:
             number = next(self._numbers)
@@ -77,20 +75,31 @@ class Outbox:
             raise WorkerLost(name, "this object went with its process, which has a successor")
         return self._members[worker].info
 
+    def _links_of(self, loop: asyncio.AbstractEventLoop) -> dict[str, Link]:
+        every, key = self._links, id(loop)
+        known = every.get(key)
+        if known is None or known[0]() is not loop:
+            known = every[key] = weakref.ref(loop, lambda _: every.pop(key, None)), {}
+        self._last = known
+        return known[1]
+
+    def _every(self) -> list[tuple[asyncio.AbstractEventLoop, dict[str, Link]]]:
+        found = [(loop(), links) for loop, links in [*self._links.values()]]
+        return [(loop, links) for loop, links in found if loop is not None]
+
     def tally(self) -> dict[str, int]:
-        """What the links have done, added up; the names are those of `Stats`."""
-        every = [*self._links.values()]
-        counts = [link.tally() for links in every for link in [*links.values()]]
+        """What the links have done, added up; the names are those of `Stats`. In any thread."""
+        counts = [link.tally() for _, links in self._every() for link in [*links.values()]]
         return {name: sum(count[name] for count in counts) for name in counts[0]} if counts else {}
 
     def waited_for(self) -> set[str]:
         """The peers from whom an answer is awaited."""
-        every = [*self._links.values()]
-        return {peer for links in every for peer, link in [*links.items()] if link.waiting}
+        every = self._every()
+        return {peer for _, links in every for peer, link in [*links.items()] if link.waiting}
 
     def lost(self, worker: str, error: RpcError) -> None:
         """That peer gives no sign of life."""
-        for loop, links in list(self._links.items()):
+        for loop, links in self._every():
             if worker in links:
                 _on(loop, functools.partial(links[worker].lost, error))
 
@@ -99,13 +108,13 @@ class Outbox:
         self._members[member.name] = self._members[member.rank] = member
         self._past[past] = member.name
         error = WorkerLost(member.name, "its process has a successor")
-        for loop, links in list(self._links.items()):
+        for loop, links in self._every():
             _on(loop, functools.partial(_forget, links, member.name, error))
 
     def close(self) -> None:
         """This process leaves its world: every call that is still awaited ends. On any loop."""
-        for loop, links in list(self._links.items()):
-            for link in links.values():
+        for loop, links in self._every():
+            for link in [*links.values()]:
                 _on(loop, link.close)
 
 

@@ -7,7 +7,6 @@ leaves is decided in `_batcher`; who gets what in `_answers`.
 import asyncio
 import contextvars
 import logging
-import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,6 +15,8 @@ from ._answers import failures
 from ._batcher import Batch, Batcher, FillBatcher, Refusal
 from ._body import Body
 from ._columns import Shared
+from ._errands import Errand, errands, new_batch, set_out, waiting
+from ._living import Living
 from ._policy import Fill, Policy
 from ._rounds import RoundBatcher
 from ._steps import timed
@@ -30,19 +31,19 @@ PATIENCE = 0.5  # seconds that a cancelled body has to end, when its worker stop
 class _Run:
     """A batch that runs. It does not know its members: whoever is inside it outlives them."""
 
-    __slots__ = ("is_over", "task")
+    __slots__ = ("id", "is_over", "task")
 
     def __init__(self) -> None:
+        self.id = new_batch()
         self.is_over = False
         self.task: asyncio.Task[None] | None = None
 
+    def errand(self) -> Errand:
+        """What the body does."""
+        return Errand(frozenset((self.id,)), lambda: not self.is_over)
 
-# The batches that cannot end before this task does: in whose body it runs, and their callers'.
-_inside: contextvars.ContextVar[frozenset[_Run]] = contextvars.ContextVar(
-    "aiorpc_inside", default=frozenset()
-)
 
-_queues: "weakref.WeakSet[Queue]" = weakref.WeakSet()
+_queues: "Living[Queue]" = Living()
 
 
 Settle = Callable[[Any], None]
@@ -52,7 +53,7 @@ Settle = Callable[[Any], None]
 class Place:
     """One caller's place in a queue."""
 
-    __slots__ = ("_queue", "inside", "instance", "row", "settle", "since")
+    __slots__ = ("_queue", "errands", "instance", "row", "settle", "since")
 
     def __init__(
         self, queue: "Queue", instance: Any, row: Row, settle: Settle, since: float
@@ -62,7 +63,7 @@ class Place:
         self.row = row
         self.settle = settle
         self.since = since
-        self.inside = _inside.get() and frozenset(run for run in _inside.get() if not run.is_over)
+        self.errands = errands()  # its caller's
 
     def answer(self, answer: Any) -> None:
         """Give the caller its answer, and let go of it and its arguments."""
@@ -170,8 +171,8 @@ class Queue:
             log.warning("%s did not end when its worker stopped", self._body.name)
 
     def _refuse_reentry(self) -> None:
-        inside = _inside.get()
-        if inside and not inside.isdisjoint(self._running.values()):
+        batches = waiting()
+        if batches and any(run.id in batches for run in self._running.values()):
             raise RuntimeError(
                 f"{self._body.name} awaits itself: the call would wait for the very batch that "
                 "makes it, for ever. Call the undecorated function, or another instance"
@@ -224,7 +225,7 @@ class Queue:
             place.answer(_round_timeout(left, self._body.name))
 
     async def _run(self, batch: Batch[Place], run: _Run) -> None:
-        _inside.set(frozenset((run,)).union(*(place.inside for place in batch.items)))
+        set_out({run.errand()}.union(*(place.errands for place in batch.items)))
         size, name = len(batch.items), self._body.name
         rows = [place.row for place in batch.items]
         try:
@@ -266,4 +267,4 @@ def _round_timeout(left: Refusal[Place], name: str) -> RoundTimeout:
 async def close_queues() -> None:
     """Close every queue of the running loop."""
     loop = asyncio.get_running_loop()
-    await asyncio.gather(*(queue.close() for queue in list(_queues) if queue.loop is loop))
+    await asyncio.gather(*(queue.close() for queue in _queues.all() if queue.loop is loop))

@@ -18,6 +18,7 @@ from torch._C import Future as AnyFuture
 
 from ._deadline import adopt
 from ._eager import Host
+from ._errands import set_out
 from ._inbox import Inbox
 from ._jobs import Job, Join
 from ._steps import timed
@@ -35,6 +36,7 @@ class Runner:
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # what a method sees, whoever calls it
         self._context.run(adopt, None)
+        self._context.run(set_out, ())
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
@@ -91,7 +93,8 @@ class Runner:
         if _expired(job):
             return
         if job.join is not None:
-            self._context.run(_join, job, job.join)
+            context = self._context if job.errand is None else self._context.copy()
+            context.run(_join, job, job.join)
         else:
             self._start(job)
 
@@ -177,6 +180,8 @@ def _expired(job: Job) -> bool:
 
 
 def _join(job: Job, join: Join) -> None:
+    if job.errand is not None:
+        set_out((job.errand,))
     try:
         job.leave = join(job.settle, job.take_work(), job.caller)
     except BaseException as exc:  # as for any function of the user's

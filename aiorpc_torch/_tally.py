@@ -1,13 +1,14 @@
 """What the batches of a `@batched` function were like, in numbers.
 
-Counted by its queues, of whichever instance, and read by `stats`.
+Counted by its queues, of whichever instance, and read by `stats`, in any thread.
 """
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from statistics import quantiles
-from weakref import WeakSet
+
+from ._living import Living
 
 __all__ = ("BatchStats",)
 
@@ -53,51 +54,29 @@ class Tally:
 
     name: str
     size: int
-    queues: "WeakSet[Sized]" = field(default_factory=WeakSet)
-    _items: int = 0
-    _batches: int = 0
-    _reasons: Counter[str] = field(default_factory=Counter)
-    _waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
+    queues: Living[Sized] = field(default_factory=Living)
+    items: int = 0
+    batches: int = 0
+    reasons: Counter[str] = field(default_factory=Counter)
+    waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
     def left(self, reason: str, waits: Sequence[float]) -> None:
         """A batch has left, whose callers had waited so many seconds."""
-        self._batches += 1
-        self._items += len(waits)
-        self._reasons[reason] += 1
-        self._waits.extend(waits)
+        self.batches += 1
+        self.items += len(waits)
+        self.reasons[reason] += 1
+        self.waits.extend(waits)
 
     def dismissed(self, reason: str) -> None:
         """Callers that waited were sent away."""
-        self._reasons[reason] += 1
-
-    def __add__(self, other: "Tally") -> "Tally":
-        """Both together: functions of one name, made by one factory for instance."""
-        both = Tally(self.name, max(self.size, other.size))
-        both.queues = self.queues | other.queues
-        both._items, both._batches = self._items + other._items, self._batches + other._batches
-        both._reasons, both._waits = self._reasons + other._reasons, self._waits + other._waits
-        return both
+        self.reasons[reason] += 1
 
     def was_used(self) -> bool:
         """Whether there is anything to tell."""
-        return bool(self._reasons or self.queues)
-
-    def snapshot(self) -> BatchStats:
-        """As it is now."""
-        waits = [*self._waits]
-        marks = quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else waits * 99
-        return BatchStats(
-            batches=self._batches,
-            items=self._items,
-            size=self.size,
-            reasons=dict(self._reasons),
-            waiting=sum(map(len, [*self.queues])),
-            wait_p50=marks[49] if marks else None,
-            wait_p99=marks[98] if marks else None,
-        )
+        return bool(self.reasons or self.queues)
 
 
-_tallies: "WeakSet[Tally]" = WeakSet()
+_tallies: Living[Tally] = Living()
 
 
 def new_tally(name: str, size: int) -> Tally:
@@ -109,8 +88,28 @@ def new_tally(name: str, size: int) -> Tally:
 
 def batch_stats() -> dict[str, BatchStats]:
     """Of every function that was called, by its name."""
-    found: dict[str, Tally] = {}
-    for tally in [*_tallies]:
+    found: defaultdict[str, list[Tally]] = defaultdict(list)
+    for tally in _tallies.all():
         if tally.was_used():
-            found[tally.name] = found[tally.name] + tally if tally.name in found else tally
-    return {name: tally.snapshot() for name, tally in found.items()}
+            found[tally.name].append(tally)
+    return {name: _snapshot(tallies) for name, tallies in found.items()}
+
+
+def _snapshot(tallies: Sequence[Tally]) -> BatchStats:
+    """Of functions of one name, made by one factory for instance."""
+    reasons: Counter[str] = Counter()
+    waits: list[float] = []
+    for tally in tallies:
+        reasons.update({**tally.reasons})  # copied in one step: its loop may be counting
+        waits += [*tally.waits]
+    waits = waits[-RECENT:]
+    marks = quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else waits * 99
+    return BatchStats(
+        batches=sum(tally.batches for tally in tallies),
+        items=sum(tally.items for tally in tallies),
+        size=max(tally.size for tally in tallies),
+        reasons=dict(reasons),
+        waiting=sum(len(queue) for tally in tallies for queue in tally.queues.all()),
+        wait_p50=marks[49] if marks else None,
+        wait_p99=marks[98] if marks else None,
+    )

@@ -4,7 +4,9 @@ Whatever the remote code raises arrives as itself, with a `RemoteTraceback` as i
 classes here are for what happens *to* a call: plain Python, no torch, no event loop.
 """
 
+import pickle
 from collections.abc import Hashable, Iterable
+from typing import Any
 
 __all__ = (
     "BatchContractError",
@@ -103,8 +105,9 @@ class RoundTimeout(RpcError, TimeoutError):
     """A round's `timeout` was over, and neither `size` nor `quorum` had contributed.
 
     The body has not run for it. `present` are those who had contributed, `missing` those who did
-    so before and had not now: what `member` returns for a call or, without it, names of workers.
-    Contribute again once they are back, or give the round a `quorum`.
+    so before and had not now: what `member` returns for a call or, without it, names of workers. A
+    member that cannot be pickled, or not be read here, arrives as its `repr`. Contribute again once
+    they are back, or give the round a `quorum`.
     """
 
     def __init__(
@@ -113,3 +116,35 @@ class RoundTimeout(RpcError, TimeoutError):
         super().__init__(message)
         self.present = tuple(present)
         self.missing = tuple(missing)
+
+    def __reduce__(self) -> Any:
+        rest = {**vars(self)}
+        members = [[*map(_packed, rest.pop(each))] for each in ("present", "missing")]
+        return _read_round_timeout, (type(self), self.args, *members), rest or None
+
+
+def _packed(member: Hashable) -> tuple[bytes | None, str]:
+    try:
+        text = repr(member)
+    except Exception:  # of the user's own class
+        text = object.__repr__(member)
+    try:
+        return pickle.dumps(member), text
+    except BaseException:  # whatever pickling a user's object raises
+        return None, text
+
+
+def _read(packed: tuple[bytes | None, str]) -> Any:
+    data, text = packed
+    try:
+        return text if data is None else pickle.loads(data)
+    except Exception:  # its class is not importable here, or does not come back from its pickle
+        return text
+
+
+def _read_round_timeout(
+    cls: type[RoundTimeout], args: tuple[Any, ...], present: list[Any], missing: list[Any]
+) -> RoundTimeout:
+    exc = cls("", map(_read, present), map(_read, missing))
+    exc.args = args
+    return exc

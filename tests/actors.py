@@ -145,6 +145,93 @@ class Batching:
         return self.sizes
 
 
+class Knot:
+    """Batched bodies and methods that call on, along a route of (method, object)."""
+
+    def __init__(self) -> None:
+        self.left: list[asyncio.Task[Any]] = []
+        self.gate = asyncio.Event()
+        self.gate.set()
+
+    @batched(max_size=8)
+    async def ask(self, routes: list[Any]) -> list[Any]:
+        answers = [await follow(route) for route in routes]
+        await self.gate.wait()
+        return answers
+
+    @batched(max_size=8, max_concurrency=2)
+    def ask_in_thread(self, routes: list[Any]) -> list[Any]:
+        return [asyncio.run(follow(route)) for route in routes]
+
+    async def relay(self, route: Any) -> Any:
+        return await follow(route)
+
+    def relay_in_thread(self, route: Any) -> Any:
+        return asyncio.run(follow(route))
+
+    async def stream(self, route: Any) -> AsyncIterator[Any]:
+        yield await follow(route)
+
+    def stream_in_thread(self, route: Any) -> Iterator[Any]:
+        yield asyncio.run(follow(route))
+
+    async def leave(self, route: Any) -> str:
+        """Answered at once; the route is followed by a task that is left behind."""
+        self.left.append(asyncio.create_task(follow(route)))
+        return "left"
+
+    async def what_was_left(self) -> list[Any]:
+        left, self.left = self.left, []
+        return await asyncio.gather(*left)
+
+    async def open(self, is_open: bool) -> None:
+        (self.gate.set if is_open else self.gate.clear)()
+
+    async def here(self) -> None:
+        pass
+
+
+async def follow(route: Any) -> Any:
+    """Make the first call of the route, which makes the next; at its end all is well."""
+    if not route:
+        return "end"
+    (name, rref), *rest = route
+    if name == "local":
+        return await rref.local_value().ask(rest)
+    if name == "typed":
+        return await call(rref, Knot.ask, rest)
+    if name == "create":
+        return await aiorpc.fetch(await aiorpc.create(rref.owner_name(), follow, rest))
+    if name.startswith("stream"):
+        (answer,) = [each async for each in getattr(remote(rref), name)(rest)]
+        return answer
+    return await getattr(remote(rref), name)(rest)
+
+
+def knots(here: Any, there: Any, name: str) -> list[Any]:
+    """Routes through another worker by some method, and back into a queue that they came from."""
+    around = [("ask", here), (name, there), ("relay_in_thread", there), ("typed", here)]
+    # The queue is there, and another of this worker's is in between.
+    through = [("ask_in_thread", there), ("ask", here), (name, here), ("ask_in_thread", there)]
+    return [around, [("relay", there), *around], through]
+
+
+async def walk_between(worker: str, names: list[str]) -> tuple[list[str], list[str], Any]:
+    """What becomes of knots with that worker, of routes without one, and of one left behind."""
+    here, there = aiorpc.RRef(Knot()), await aiorpc.create(worker, Knot)
+    told, free = [], []
+    for name in names:
+        told += [repr(each) for each in await _walk(*knots(here, there, name))]
+        free += await _walk([("ask", here), (name, there)], [("ask_in_thread", there)])
+    left = await _walk([("ask", here), ("leave", there), ("ask", here)])
+    return told, free, [*left, *await remote(there).what_was_left()]
+
+
+async def _walk(*routes: Any) -> list[Any]:
+    async with asyncio.timeout(5.0):
+        return await asyncio.gather(*map(follow, routes), return_exceptions=True)
+
+
 class PingPong:
     """Calls itself back and forth between two workers."""
 

@@ -327,6 +327,19 @@ def test_no_constructor_runs_at_the_other_end(
     assert Counting.made == before
 
 
+class ExitsWhenPickled(Exception):
+    def __reduce__(self) -> Any:
+        raise SystemExit(3)
+
+
+@pytest.mark.parametrize("make", [ExitsWhenPickled, lambda: ValueError(ExitsWhenPickled())])
+def test_an_exception_that_exits_when_it_is_pickled(make: Callable[[], Exception]) -> None:
+    """Its text crosses, and the worker that tells of it goes on."""
+    got = travel(Failure.of(raised(make()), "ps"))
+    assert type(got) is RemoteError
+    assert "raised" in str(got)
+
+
 @ways
 def test_a_class_that_says_how_it_pickles_is_obeyed(
     way: Callable[[BaseException], BaseException],

@@ -20,8 +20,8 @@ FLOORS = [
     ["_policy"],
     ["_batcher"],
     ["_rounds"],
-    ["_lane", "_desk", "_window", "_pulse"],
-    ["_exceptions", "_deadline", "_handles"],
+    ["_lane", "_desk", "_window", "_pulse", "_living"],
+    ["_exceptions", "_deadline", "_errands", "_handles"],
     ["_inbox", "_threads", "_wait", "_steps", "_scopes"],
     ["_eager"],
     ["_agent", "_bridge", "_tensors"],
@@ -74,8 +74,10 @@ PURE = [
     "_desk",
     "_window",
     "_pulse",
+    "_living",
     "_exceptions",
     "_deadline",
+    "_errands",
 ]
 TIMELESS = ["_policy", "_batcher", "_rounds", "_lane", "_window", "_pulse"]
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
@@ -89,6 +90,67 @@ async def test_a_round_without_members_names_workers(
         assert (told.present, told.missing) == (("main", "main"), ())
         assert "missing: nobody who has contributed before" in str(told)
     assert made.batches == []
+
+
+class Member:
+    """Cannot be pickled, or not be read again, or cannot even be described."""
+
+    def __init__(self, fault: str) -> None:
+        self.fault = fault
+
+    def __repr__(self) -> str:
+        if self.fault == "no repr":
+            raise ValueError(self.fault)
+        return f"<Member with {self.fault}>"
+
+    def __reduce__(self) -> Any:
+        if self.fault == "no pickle":
+            raise TypeError(self.fault)
+        if self.fault == "exit":
+            raise SystemExit(3)
+        return _unreadable, ()
+
+
+def _unreadable() -> None:
+    raise LookupError("cannot be read")
+
+
+@pytest.mark.parametrize("fault", ["no pickle", "exit", "no way back", "no repr"])
+async def test_members_that_cannot_be_sent_arrive_as_text(
+    door: Any, skip: Callable[[float], None], fault: str
+) -> None:
+    """RoundTimeout arrives as itself, with the reprs of such members among the others."""
+    members: dict[str, Any] = {"odd": Member(fault), "other": Member(fault), "fine": ("f", 1)}
+    made, far = door(Round(3, timeout=1000.0, member=lambda item, _: members[item]))
+    assert await settled(*asks(far, *members)) == [*members]
+    calls = asks(far, "odd", "fine")
+    await arrived(far)
+    calls.append(asyncio.create_task(outcome(made.ask("odd"))))
+    await arrived(far)
+    skip(1001.0)
+    (told, same) = await settled(*calls[:2])
+    texts = [
+        object.__repr__(member) if fault == "no repr" else repr(member)
+        for member in (members["odd"], members["other"])
+    ]
+    for each in (told, same):
+        assert type(each) is RoundTimeout
+        assert (each.present, each.missing) == ((texts[0], ("f", 1)), (texts[1],))
+        assert "the time of a round of " in str(each)
+    skip(1001.0)
+    (here,) = await settled(calls[2])
+    assert (here.present, here.missing) == ((members["odd"],), (("f", 1), members["other"]))
+
+
+def test_a_round_timeout_crosses_with_all_that_it_has() -> None:
+    """Its notes and whatever a program put on it."""
+    sent = RoundTimeout("over", ["a"], [Member("no pickle"), 3])
+    sent.add_note("noted")
+    sent.extra = 7  # type: ignore[attr-defined]
+    read = pickle.loads(pickle.dumps(sent))
+    assert (type(read), read.args, read.present) == (RoundTimeout, ("over",), ("a",))
+    assert read.missing == ("<Member with no pickle>", 3)
+    assert (read.__notes__, read.extra) == (["noted"], 7)
 
 
 async def test_a_quorum_is_enough_once_the_time_is_over(

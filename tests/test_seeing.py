@@ -1,10 +1,12 @@
 """What a user can see: numbers of calls and messages, who holds the loop, and reprs."""
 
 import asyncio
+import itertools
 import logging
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +18,7 @@ from actors import Counter, Gate, Ward
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, Stats, _doors, _outbox, batched, call, remote, stats
 from aiorpc_torch._steps import SLOW
+from aiorpc_torch._tally import new_tally
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -124,6 +127,70 @@ class Blocker:
 
     def entered(self) -> None:
         assert self._entered.wait(10.0)
+
+
+class Waiting:
+    """A queue, to be counted."""
+
+    def __len__(self) -> int:
+        return 1
+
+
+def count_function(kept: list[Any]) -> None:
+    kept.append(new_tally("test_seeing.unused", 2))
+
+
+def count_queue(kept: list[Any]) -> None:
+    if not kept:
+        kept.append(new_tally("test_seeing.waits", 2))
+    kept.append(Waiting())
+    kept[0].queues.add(kept[-1])
+
+
+numbers = itertools.count()
+
+
+def count_reason(kept: list[Any]) -> None:
+    while len(kept) < 3:
+        kept.append(new_tally("test_seeing.counted", 2))
+    for tally in kept:
+        tally.left(f"reason {next(numbers)}", [1.0])
+
+
+def count_link(kept: list[Any]) -> None:
+    kept.append(asyncio.AbstractEventLoop())
+    asyncio._set_running_loop(kept[-1])
+    try:
+        _outbox.current().link("main")
+    finally:
+        asyncio._set_running_loop(None)
+
+
+@pytest.mark.parametrize("count", [count_function, count_queue, count_reason, count_link])
+async def test_stats_in_any_thread(count: Callable[[list[Any]], None]) -> None:
+    """Functions, queues, reasons and loops that call may come and go between any two lines."""
+    kept: list[Any] = []
+    steps = 0
+
+    def come_and_go(*_: Any) -> Any:
+        nonlocal steps
+        steps += 1
+        count(kept)
+        if len(kept) > 10:
+            del kept[3:5]
+        return come_and_go
+
+    def look() -> Stats:
+        for _ in range(10):
+            count(kept)
+        sys.settrace(come_and_go)  # called before each line; another thread might run there
+        try:
+            return stats()
+        finally:
+            sys.settrace(None)
+
+    assert isinstance(await asyncio.to_thread(look), Stats)
+    assert steps > 10
 
 
 class TestOutside:

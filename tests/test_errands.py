@@ -1,0 +1,190 @@
+"""Bodies that wait for their own batch, wherever their calls go on their way back to it."""
+
+import asyncio
+import contextvars
+import threading
+from typing import Any
+
+import actors
+import pytest
+from actors import Knot
+from doors import arrived, outcome, settled
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import RRef, call, remote
+from aiorpc_torch._errands import (
+    HERE,
+    Errand,
+    errands,
+    new_batch,
+    received_by,
+    sent_by,
+    set_out,
+    waiting,
+)
+
+# ── which batches wait ──────────────────────────────────────────────────────────────────────────
+
+BATCHES = st.frozensets(st.tuples(st.sampled_from([HERE, "b", "c"]), st.integers(0, 9)))
+
+
+@given(st.lists(st.tuples(BATCHES, st.booleans()), max_size=5))
+def test_what_nobody_waits_for_counts_no_more(found: list[Any]) -> None:
+    """Those of open errands count, and what a context sends and hands on is theirs alone."""
+    on = {Errand(batches, lambda is_open=is_open: is_open) for batches, is_open in found}  # type: ignore[misc]
+    wait = {batch for batches, is_open in found if is_open for batch in batches}
+
+    def look() -> None:
+        set_out(on)
+        assert waiting() == wait
+        assert errands() == {errand for errand in on if errand.is_open()}
+        assert sent_by("a") == tuple(sorted((where or "a", number) for where, number in wait))
+
+    contextvars.Context().run(look)
+    assert (waiting(), errands(), sent_by("a")) == (frozenset(), frozenset(), ())
+
+
+@given(BATCHES)
+def test_a_batch_is_the_same_on_every_worker(batches: frozenset[Any]) -> None:
+    """Whatever way its name takes; nobody takes another's batch for one of its own."""
+
+    def pass_on(by: str, to: str, known: frozenset[Any]) -> frozenset[Any]:
+        def send() -> tuple[Any, ...]:
+            set_out([Errand(known, lambda: True)])
+            return sent_by(by)
+
+        return received_by(to, contextvars.Context().run(send))
+
+    at_b = pass_on("a", "b", batches)
+    assert len(at_b) == len(batches)
+    assert {n for where, n in at_b if where == HERE} == {n for where, n in batches if where == "b"}
+    assert pass_on("c", "a", pass_on("b", "c", at_b)) == batches
+
+
+def test_batches_have_numbers_of_their_own() -> None:
+    """In this process."""
+    assert new_batch() != new_batch()
+    assert new_batch()[0] == HERE
+
+
+# ── along any route ─────────────────────────────────────────────────────────────────────────────
+
+ASKS = ["ask", "typed", "local"]
+QUEUES = {"ask": "ask", "typed": "ask", "local": "ask", "ask_in_thread": "ask_in_thread"}
+OTHERS = ["relay", "relay_in_thread", "stream", "stream_in_thread", "create"]
+HOPS = st.sampled_from([*QUEUES, *OTHERS])
+
+
+def is_knotted(route: list[Any]) -> bool:
+    """Whether a call goes to a queue whose body it came from."""
+    queues = [(QUEUES[name], id(rref)) for name, rref in route if name in QUEUES]
+    return len({*queues}) < len(queues)
+
+
+def check_knotted(told: Any) -> None:
+    assert type(told) is RuntimeError
+    assert "awaits itself" in str(told)
+
+
+async def walk(*routes: list[Any]) -> list[Any]:
+    """What each comes to, in bounded time."""
+    return await settled(*map(actors.follow, routes))
+
+
+@pytest.mark.usefixtures("world")
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("back", ASKS)
+@pytest.mark.parametrize("first", QUEUES)
+async def test_back_through_any_kind_of_call(first: str, name: str, back: str) -> None:
+    """Every caller of the batch is told, and the queue serves the next."""
+    rref = RRef(Knot())
+    again = first if first == "ask_in_thread" else back
+    for told in await walk(*([(first, rref), (name, rref), (again, rref)] for _ in range(2))):
+        check_knotted(told)
+        assert f"Knot.{QUEUES[first]} " in str(told)
+    assert await walk([(first, rref)], [(first, rref), (name, rref)]) == ["end", "end"]
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.tuples(HOPS, st.integers(0, 2)), max_size=6))
+async def test_any_route(world: aiorpc.Worker, route: list[tuple[str, int]]) -> None:
+    """It comes to an end, or is told so if it meets a queue that it came from; nothing hangs."""
+    rrefs = [RRef(Knot()) for _ in range(3)]
+    hops = [(name, rrefs[index]) for name, index in route]
+    (found,) = await walk(hops)
+    if is_knotted(hops):
+        check_knotted(found)
+    else:
+        assert found == "end"
+    assert await walk(*([(name, rref)] for name in QUEUES for rref in rrefs)) == ["end"] * 12
+
+
+# ── what is left behind ─────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.usefixtures("world")
+async def test_a_task_that_a_callee_leaves_behind() -> None:
+    """The batch that made the call does not wait for it: it may join the queue, even at once."""
+    knot = Knot()
+    rref = RRef(knot)
+    far = remote(rref)
+    knot.gate.clear()
+    body = asyncio.create_task(outcome(far.ask([("leave", rref), ("ask", rref)])))
+    await arrived(far)
+    assert len(knot.left) == 1
+    assert not body.done(), "the batch runs still"
+    knot.gate.set()
+    assert await settled(body, far.what_was_left()) == ["left", ["end"]]
+
+
+@pytest.mark.usefixtures("world")
+async def test_a_call_that_its_body_gave_up() -> None:
+    """Nobody waits for it any more: what it goes on with in its thread may join the queue."""
+    entered, release, done = (threading.Event() for _ in range(3))
+    found: list[Any] = []
+
+    class Late(Knot):
+        def late(self, route: Any) -> None:
+            entered.set()
+            assert release.wait(10.0)
+            found.append(asyncio.run(outcome(actors.follow(route))))
+            done.set()
+
+        @aiorpc.batched(max_size=8)
+        async def give_up(self, routes: list[Any]) -> list[Any]:
+            if routes == [[]]:
+                return ["end"]
+            late = asyncio.create_task(actors.follow([("late", rref), ("give_up", rref)]))
+            await asyncio.to_thread(entered.wait, 10.0)
+            late.cancel()
+            await arrived(remote(rref))
+            release.set()
+            while not (found or waits()):
+                await remote(rref).here()
+            return ["first"]
+
+    def waits() -> int:
+        (name,) = (name for name in aiorpc.stats().batches if name.endswith("Late.give_up"))
+        return aiorpc.stats().batches[name].waiting
+
+    rref = RRef(Late())
+    assert await settled(remote(rref).give_up([1])) == ["first"]
+    await asyncio.to_thread(done.wait, 10.0)
+    assert found == ["end"]
+
+
+# ── between processes ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.worlds
+async def test_between_processes() -> None:
+    """Through c and back, by calls, threads, streams and other queues; and what c leaves behind."""
+    names = [*OTHERS, "ask", "ask_in_thread"]
+    async with aiorpc.local_world(["b", "c"], transports=["uv"]):
+        told, free, left = await call("b", actors.walk_between, "c", names)
+    assert len(told) == 3 * len(names)
+    assert all("RuntimeError" in each and "awaits itself" in each for each in told), told
+    assert free == ["end"] * 2 * len(names)
+    assert left == ["left", "end"]
