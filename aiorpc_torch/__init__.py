@@ -23,6 +23,7 @@ The map of the house, from the ground up; imports point down only.
     _stats                                 what happens, in numbers
     _rendezvous, _leaving, _vigil, _world  a worker's life: it joins, serves, watches and leaves
     _child, _local                         worlds on this machine
+    _gate, _warm, _leaks, testing          for tests: gates, children at once, what is left behind
 """
 
 from torch.distributed.rpc import RRef as RRef

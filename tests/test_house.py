@@ -55,6 +55,9 @@ FLOORS = [
     ["_world"],
     ["_child"],
     ["_local"],
+    ["_gate", "_warm"],
+    ["_leaks"],
+    ["testing"],
     ["__init__"],
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
