@@ -7,21 +7,14 @@ that `pytest_plugins = ["pytest_aiorpc_torch"]` and `-p` find it registered alre
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator
-from typing import TYPE_CHECKING, Any, TypeVar
+from collections.abc import AsyncIterator, Iterator
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
 if TYPE_CHECKING:
     from aiorpc_torch import Worker
     from aiorpc_torch.testing import Workers
-
-try:
-    from pytest_asyncio import fixture as _asyncio_fixture
-except ImportError:  # anyio's plugin takes any async fixture
-    _asyncio_fixture = pytest.fixture  # type: ignore[assignment]
-
-F = TypeVar("F", bound=Callable[..., Any])
 
 
 @pytest.fixture
@@ -36,7 +29,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     _leaks.check(before.left())
 
 
-@_asyncio_fixture
+@pytest.fixture
 async def world(request: pytest.FixtureRequest) -> "AsyncIterator[Worker]":
     """A world of one: this process, with real pickling and threads, in milliseconds."""
     from aiorpc_torch import testing
@@ -46,7 +39,7 @@ async def world(request: pytest.FixtureRequest) -> "AsyncIterator[Worker]":
             yield me
 
 
-@_asyncio_fixture
+@pytest.fixture
 async def workers(request: pytest.FixtureRequest) -> "AsyncIterator[Workers]":
     """Starts a world with workers in processes of their own, which ends when the test does."""
     from aiorpc_torch import testing
@@ -67,13 +60,14 @@ async def workers(request: pytest.FixtureRequest) -> "AsyncIterator[Workers]":
         yield start
 
 
-@_asyncio_fixture
+@pytest.fixture
 async def _aiorpc_tasks() -> AsyncIterator[None]:
     from aiorpc_torch import _leaks
 
     before = asyncio.all_tasks()
     yield
-    _leaks.check(await _leaks.tasks_left(before))
+    spared = {task for task in asyncio.all_tasks() if _is_anyios(task)}
+    _leaks.check(await _leaks.tasks_left(before | spared))
 
 
 @contextlib.asynccontextmanager
@@ -100,13 +94,15 @@ def _is_async(request: pytest.FixtureRequest) -> bool:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Iterator[Any]:
-    """Under anyio's plugin our fixtures are anyio's, though they are marked for pytest-asyncio."""
-    function = fixturedef.func
-    ours = getattr(function, "__module__", None) == __name__
-    if ours and "anyio_backend" in request.fixturenames:
-        mark = function.__dict__.pop("_force_asyncio_fixture", False)
-        try:
-            return (yield)
-        finally:
-            function.__dict__["_force_asyncio_fixture"] = mark
+    """Our fixtures run where the test does: with anyio's plugin, or else with pytest-asyncio."""
+    if getattr(fixturedef.func, "__module__", None) == __name__:
+        # What pytest_asyncio.fixture sets, which strict mode asks for. It cannot be set for good:
+        # then pytest-asyncio would take fixtures of anyio's tests, which run on another loop.
+        mark = "anyio_backend" not in request.fixturenames
+        fixturedef.func.__dict__["_force_asyncio_fixture"] = mark
     return (yield)
+
+
+def _is_anyios(task: "asyncio.Task[Any]") -> bool:
+    """Whether anyio's plugin runs a test or a fixture in it."""
+    return getattr(task.get_coro(), "__qualname__", "").startswith("TestRunner.")
