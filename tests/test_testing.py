@@ -6,6 +6,7 @@ import inspect
 import os
 import subprocess
 import threading
+from pathlib import Path
 from typing import Any
 
 import actors
@@ -326,6 +327,19 @@ class TestLeaks:
                 task = asyncio.create_task(asyncio.Event().wait())
                 raise LookupError("of the block")
         task.cancel()
+
+
+# ── what it says of itself ──────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize("name", testing.__all__)
+def test_every_name_is_described(name: str) -> None:
+    """In its docstring, on the page, and in the API."""
+    assert (inspect.getdoc(getattr(testing, name)) or "").strip()
+    docs = Path(__file__).parents[1] / "docs"
+    assert f"::: aiorpc_torch.testing.{name}\n" in (docs / "api.md").read_text()
+    if name != "Options":
+        assert name in (docs / "testing.md").read_text()
 
 
 # ── with hypothesis ─────────────────────────────────────────────────────────────────────────────
