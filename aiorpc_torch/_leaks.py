@@ -50,8 +50,8 @@ def check(left: Iterable[str]) -> None:
     Raises:
         AssertionError: if something is; it names each.
     """
-    found = list(left)
-    assert not found, "left behind: " + "; ".join(found)
+    if found := list(left):
+        raise AssertionError("left behind: " + "; ".join(found))
 
 
 @dataclass(frozen=True)

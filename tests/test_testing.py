@@ -89,6 +89,8 @@ class TestGate:
     async def test_who_asks_may_give_up(self) -> None:
         """A count that nobody waits for any more disturbs nobody."""
         gate = Gate()
+        complaints: list[Any] = []
+        asyncio.get_running_loop().set_exception_handler(lambda _, said: complaints.append(said))
         asking = asyncio.create_task(gate.entered())
         await asyncio.sleep(0)
         asking.cancel()
@@ -96,6 +98,8 @@ class TestGate:
         await gate.open()
         await gate.passed()
         assert await gate.entered() == 1
+        await asyncio.sleep(0)
+        assert complaints == []
 
 
 class Clerk:
