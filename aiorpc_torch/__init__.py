@@ -28,6 +28,7 @@ The map of the house, from the ground up; imports point down only.
     _rendezvous, _leaving                  how they meet, and part
     _welcome, _world                       those who come back; a worker's life
     _child, _crew, _local                  worlds on this machine
+    _gate, _warm, _leaks, testing          for tests: gates, children at once, what is left behind
 """
 
 from torch.distributed.rpc import RRef as RRef

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import itertools
 import os
 import threading
 import time
@@ -16,32 +17,11 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import Broadcast, Round, async_execution, batched, call, remote
 
 
-class Gate:
-    """Opened by one call, awaited by another."""
+class Notes:
+    """What came, in its order."""
 
     def __init__(self) -> None:
-        self._open = asyncio.Event()
-        self._entered = asyncio.Event()
-        self.cancelled = 0
         self.order: list[Any] = []
-
-    async def wait(self) -> str:
-        self._entered.set()
-        try:
-            await self._open.wait()
-        except asyncio.CancelledError:
-            self.cancelled += 1
-            raise
-        return "through"
-
-    async def entered(self) -> None:
-        await self._entered.wait()
-
-    async def open(self) -> None:
-        self._open.set()
-
-    async def count_cancelled(self) -> int:
-        return self.cancelled
 
     async def note(self, item: Any) -> None:
         self.order.append(item)
@@ -409,25 +389,6 @@ async def wait_for_ever() -> AsyncIterator[int]:
 # ── who calls on ────────────────────────────────────────────────────────────────────────────────
 
 
-class Ward(Gate):
-    """A gate that tells when one who waited was cancelled."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._gone = asyncio.Event()
-
-    async def wait(self) -> str:
-        try:
-            return await super().wait()
-        except asyncio.CancelledError:
-            self._gone.set()
-            raise
-
-    async def gone(self) -> int:
-        await self._gone.wait()
-        return self.cancelled
-
-
 async def call_on(rref: Any, name: str, *args: Any) -> Any:
     """On the callee: call a method elsewhere."""
     return await getattr(remote(rref), name)(*args)
@@ -543,6 +504,14 @@ assert aiorpc
 
 
 _context: contextvars.ContextVar[int] = contextvars.ContextVar("context", default=0)
+
+
+_count = itertools.count(1)
+
+
+def bump_global() -> int:
+    """How often this was called in one process."""
+    return next(_count)
 
 
 async def bump_context() -> int:

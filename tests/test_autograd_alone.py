@@ -9,9 +9,9 @@ import pytest
 import torch
 from torch.distributed import autograd
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch import _link, create, remote
 from aiorpc_torch._message import Message, load
+from aiorpc_torch.testing import world
 
 pytestmark = pytest.mark.worlds
 
@@ -52,7 +52,7 @@ async def test_gradients_through_calls(sent: list[Message]) -> None:
     """Those of calls in the context are right at both ends; other calls are no part of it."""
     x, scale = torch.randn(4, 3), torch.randn(4, 2)
     expected = in_one_process(x, scale)
-    async with aiorpc.local_world(["b"], transports=["uv"]):
+    async with world(["b"], transports=["uv"]):
         net = await create("b", actors.make_net, SEED)
         for method in ("forward", "aforward"):
             await check_gradients(net, method, x, scale, expected, sent)

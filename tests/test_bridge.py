@@ -4,7 +4,6 @@ import asyncio
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,25 +12,7 @@ from torch.futures import Future
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch._bridge import transport_error
-
-
-def done_with(value: object) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_result(value)
-    return future
-
-
-def failed_with(exc: Exception) -> "Future[Any]":
-    future: Future[Any] = Future()
-    future.set_exception(exc)
-    return future
-
-
-def on_a_thread(function: Callable[[], object]) -> None:
-    """Run `function` on another thread, and wait for it."""
-    thread = threading.Thread(target=function)
-    thread.start()
-    thread.join()
+from aiorpc_torch.testing import done_future, failed_future, on_a_thread
 
 
 class Odd(Exception):
@@ -50,7 +31,7 @@ async def turns(count: int = 3) -> None:
 
 async def test_a_done_future() -> None:
     """What is done already is there at once, without a turn of the loop."""
-    awaited = aiorpc.wrap_future(done_with([1, 2]))
+    awaited = aiorpc.wrap_future(done_future([1, 2]))
     assert awaited.done()
     assert await awaited == [1, 2]
 
@@ -133,7 +114,7 @@ async def test_several_awaits_of_one_future() -> None:
 @pytest.mark.parametrize("early", [True, False])
 async def test_an_error_raises_as_itself(exc: Exception, early: bool) -> None:
     """The very exception that was set is raised by the await."""
-    future: Future[Any] = failed_with(exc) if early else Future()
+    future: Future[Any] = failed_future(exc) if early else Future()
     awaited = aiorpc.wrap_future(future)
     if not early:
         future.set_exception(exc)
@@ -155,7 +136,7 @@ async def test_an_error_of_a_callback() -> None:
 @pytest.mark.parametrize("early", [True, False])
 async def test_stop_iteration_is_an_error_like_any_other(early: bool) -> None:
     """asyncio refuses it in a future and a coroutine cannot raise it: RuntimeError says so."""
-    future: Future[Any] = failed_with(StopIteration(3)) if early else Future()
+    future: Future[Any] = failed_future(StopIteration(3)) if early else Future()
     awaited = aiorpc.wrap_future(future)
     if not early:
         future.set_exception(StopIteration(3))
@@ -352,7 +333,7 @@ async def test_an_asyncio_future_is_none_of_torchs() -> None:
 def test_needs_a_running_loop() -> None:
     """Outside a coroutine there is nothing to wake."""
     with pytest.raises(RuntimeError, match="no running event loop"):
-        aiorpc.wrap_future(done_with(1))
+        aiorpc.wrap_future(done_future(1))
 
 
 async def test_what_rpc_async_returns_is_taken_too() -> None:

@@ -9,11 +9,12 @@ import weakref
 import actors
 import pytest
 import torch
-from actors import Batching, Counter, Failing, Gate, Loud, Sleeper
+from actors import Batching, Counter, Failing, Loud, Notes, Sleeper
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotServing, RRef, _link, call, create, fetch, remote
+from aiorpc_torch.testing import Gate
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -122,30 +123,30 @@ async def test_async_execution_through_us() -> None:
 
 async def test_calls_start_in_order() -> None:
     """Between one caller and one callee, calls start in the order in which they were sent."""
-    gate = await create("main", Gate)
-    await asyncio.gather(*(remote(gate).note(number) for number in range(500)))
-    assert await remote(gate).noted() == list(range(500))
+    notes = await create("main", Notes)
+    await asyncio.gather(*(remote(notes).note(number) for number in range(500)))
+    assert await remote(notes).noted() == list(range(500))
 
 
 async def test_slow_call_delays_nobody() -> None:
     """While one waits others are answered."""
     gate = await create("main", Gate)
-    waiting = asyncio.create_task(remote(gate).wait())
+    waiting = asyncio.create_task(remote(gate).passed())
     await remote(gate).entered()
     assert not waiting.done()
     await remote(gate).open()
-    assert await waiting == "through"
+    await waiting
 
 
 async def test_cancelling_the_caller_cancels_the_callee() -> None:
     """The remote coroutine sees CancelledError."""
     gate = await create("main", Gate)
-    waiting = asyncio.create_task(remote(gate).wait())
+    waiting = asyncio.create_task(remote(gate).passed())
     await remote(gate).entered()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
         await waiting
-    assert await remote(gate).count_cancelled() == 1
+    assert await remote(gate).cancelled(0) == 1
 
 
 async def test_cancelled_caller_leaves_a_forming_round() -> None:
@@ -164,9 +165,9 @@ async def test_timeout_of_a_call() -> None:
     """`remote(..., timeout=)` raises CallTimeout, a TimeoutError, and cancels the callee."""
     gate = await create("main", Gate)
     with pytest.raises(CallTimeout, match="no answer from worker 'main'") as raised:
-        await remote(gate, timeout=0.05).wait()
+        await remote(gate, timeout=0.05).passed()
     assert isinstance(raised.value, TimeoutError)
-    assert await remote(gate).count_cancelled() == 1
+    assert await remote(gate).cancelled(0) == 1
 
 
 async def test_timeout_of_a_block_travels() -> None:
@@ -372,10 +373,10 @@ async def test_calls_from_another_loop() -> None:
 
 async def test_large_tensors_among_small_calls() -> None:
     """A call with large tensors goes alone; the order stays."""
-    gate = await create("main", Gate)
+    notes = await create("main", Notes)
     items = [torch.full((50_000,), n) if n % 5 == 0 else n for n in range(20)]
-    await asyncio.gather(*(remote(gate).note(item) for item in items))
-    noted = await remote(gate).noted()
+    await asyncio.gather(*(remote(notes).note(item) for item in items))
+    noted = await remote(notes).noted()
     assert [int(item[0]) if isinstance(item, torch.Tensor) else item for item in noted] == list(
         range(20)
     )

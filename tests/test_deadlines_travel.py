@@ -9,7 +9,7 @@ from typing import Any
 import actors
 import anyio
 import pytest
-from actors import Counter, Sleeper, Streams, Ward
+from actors import Counter, Sleeper, Streams
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, call, create, remote
@@ -17,6 +17,7 @@ from aiorpc_torch._calling import Stream
 from aiorpc_torch._exceptions import Failure
 from aiorpc_torch._incoming import Incoming
 from aiorpc_torch._wire import Fetch
+from aiorpc_torch.testing import Gate, world
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -138,44 +139,44 @@ async def test_it_shrinks_from_hop_to_hop() -> None:
 
 async def test_move_on_after_is_silent() -> None:
     """The scope ends, the remote coroutine is cancelled, nothing is raised."""
-    ward = await create("main", Ward)
+    gate = await create("main", Gate)
     with anyio.move_on_after(0.05) as scope:
-        await remote(ward).wait()
+        await remote(gate).passed()
     assert scope.cancelled_caught
-    assert await remote(ward).gone() == 1
+    assert await remote(gate).cancelled() == 1
 
 
 async def test_fail_after_raises_its_own() -> None:
     """TimeoutError, and not the CallTimeout of a call's own deadline."""
-    ward = await create("main", Ward)
+    gate = await create("main", Gate)
     with pytest.raises(TimeoutError) as raised, anyio.fail_after(0.05):
-        await remote(ward).wait()
+        await remote(gate).passed()
     assert type(raised.value) is TimeoutError
-    assert await remote(ward).gone() == 1
+    assert await remote(gate).cancelled() == 1
 
 
 async def test_a_scope_that_is_cancelled() -> None:
     """As any await: the call ends, and what it runs too."""
-    ward = await create("main", Ward)
+    gate = await create("main", Gate)
     with anyio.CancelScope() as scope:
-        waiting = asyncio.create_task(remote(ward).wait())
-        await remote(ward).entered()
+        waiting = asyncio.create_task(remote(gate).passed())
+        await remote(gate).entered()
         scope.cancel()
         await waiting
     assert scope.cancelled_caught
     with contextlib.suppress(asyncio.CancelledError):
         await waiting
-    assert await remote(ward).gone() == 1
+    assert await remote(gate).cancelled() == 1
 
 
 async def test_own_deadline_within_a_scope() -> None:
     """Whichever is nearer says what happens."""
-    ward = await create("main", Ward)
+    gate = await create("main", Gate)
     with anyio.move_on_after(1000.0) as scope, pytest.raises(CallTimeout):
-        await remote(ward, timeout=0.05).wait()
+        await remote(gate, timeout=0.05).passed()
     assert not scope.cancelled_caught
     with anyio.move_on_after(0.05) as scope:
-        await remote(ward, timeout=1000.0).wait()
+        await remote(gate, timeout=1000.0).passed()
     assert scope.cancelled_caught
 
 
@@ -202,11 +203,11 @@ async def test_a_scope_speaks_before_what_ended_with_it() -> None:
 
 async def test_a_hop_ends_with_the_first_callers_time() -> None:
     """A nested call that nobody bounded is bounded, and its coroutine is cancelled."""
-    ward = await create("main", Ward)
+    gate = await create("main", Gate)
     with anyio.move_on_after(0.1) as scope:
-        await call("main", actors.call_on, ward, "wait")
+        await call("main", actors.call_on, gate, "passed")
     assert scope.cancelled_caught
-    assert await remote(ward).gone() == 1
+    assert await remote(gate).cancelled() == 1
 
 
 class TestOneThread:
@@ -235,33 +236,33 @@ class TestOneThread:
     @pytest.mark.worlds
     async def test_between_processes(self) -> None:
         """Clocks differ, seconds left do not: a scope here bounds b, and c behind it."""
-        async with aiorpc.local_world(["b", "c"], transports=["uv"]):
+        async with world(["b", "c"], transports=["uv"]):
             with anyio.fail_after(1000.0):
                 lefts = await call("b", actors.remaining_along, "c", "main")
             assert lefts == sorted(lefts, reverse=True)
             assert all(900.0 < left < 1000.0 for left in lefts)
             assert await call("b", actors.remaining_along, "c") == [None, None]
 
-            ward, streams = await create("c", Ward), await create("c", Streams)
+            gate, streams = await create("c", Gate), await create("c", Streams)
             with anyio.move_on_after(0.2) as scope:
                 async with asyncio.TaskGroup() as group:
-                    group.create_task(call("b", actors.call_on, ward, "wait"))
+                    group.create_task(call("b", actors.call_on, gate, "passed"))
                     group.create_task(call("b", actors.iterate_on, streams, "follow"))
             assert scope.cancelled_caught
             async with asyncio.timeout(10.0):
-                assert await remote(ward).gone() == 1
+                assert await remote(gate).cancelled() == 1
                 assert await remote(streams).closed() == 1
 
             # b gives up at the same moment, and its CallTimeout is here when a loop that was held
             # comes to look: the scope ends as silently as ever.
-            ward = await create("c", Ward)
-            held = asyncio.create_task(hold_when_entered(ward))
+            gate = await create("c", Gate)
+            held = asyncio.create_task(hold_when_entered(gate))
             with anyio.move_on_after(0.2) as scope:
-                await call("b", actors.call_on, ward, "wait")
+                await call("b", actors.call_on, gate, "passed")
             assert scope.cancelled_caught
             await held
 
 
-async def hold_when_entered(ward: Any) -> None:
-    await remote(ward).entered()
+async def hold_when_entered(gate: Any) -> None:
+    await remote(gate).entered()
     await actors.hold_loop(0.5)

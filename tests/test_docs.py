@@ -34,3 +34,24 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
     )
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout
+
+
+def test_the_tests_in_the_page_on_testing(tmp_path: Path) -> None:
+    """Its blocks are files of one folder, named in their first lines; pytest runs them."""
+    page = (ROOT / "docs" / "testing.md").read_text()
+    blocks = re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", page, re.DOTALL)
+    assert len(blocks) == page.count("```") // 2
+    for name, text in blocks:
+        (tmp_path / name).write_text(text)
+    done = subprocess.run(
+        [sys.executable, "-W", "error", "-m", "pytest", "-p", "pytest_aiorpc_torch"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        check=False,
+    )
+    tests = sum(text.count("def test_") for _, text in blocks)
+    assert done.returncode == 0, done.stdout
+    assert f"{tests} passed" in done.stdout

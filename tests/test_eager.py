@@ -5,10 +5,10 @@ import contextvars
 
 import actors
 import pytest
-from actors import Gate
 
 from aiorpc_torch import call, create, remote
 from aiorpc_torch._eager import Host
+from aiorpc_torch.testing import Gate
 
 var: contextvars.ContextVar[int] = contextvars.ContextVar("var", default=0)
 
@@ -96,13 +96,13 @@ class TestInAWorld:
     async def test_a_cancellation_comes_before_the_next_call(self) -> None:
         """What was cancelled has seen it when a later call starts."""
         gate = await create("main", Gate)
-        await remote(gate).count_cancelled()
+        await remote(gate).cancelled(0)
         for count in range(1, 6):
-            waiting = asyncio.create_task(remote(gate).wait())
-            await remote(gate).entered()
+            waiting = asyncio.create_task(remote(gate).passed())
+            await remote(gate).entered(count)
             waiting.cancel()
             await asyncio.wait([waiting])
-            assert await remote(gate).count_cancelled() == count
+            assert await remote(gate).cancelled(0) == count
 
     async def test_contexts_do_not_mix(self) -> None:
         """What a method sets is gone when the next one starts."""

@@ -58,6 +58,9 @@ FLOORS = [
     ["_child"],
     ["_crew"],
     ["_local"],
+    ["_gate", "_warm"],
+    ["_leaks"],
+    ["testing"],
     ["__init__"],
 ]
 FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}

@@ -1,32 +1,19 @@
 """Peers that are killed, frozen, or only busy: who is told, how soon, and what is cancelled."""
 
 import asyncio
-import contextlib
-import os
-import signal
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import actors
 import pytest
-from actors import Batching, Counter, Sleeper, Streams, Ward
+from actors import Batching, Counter, Sleeper, Streams
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, _doors, _link, call, create, remote
 from aiorpc_torch._message import dump, load
+from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 
 pytestmark = pytest.mark.worlds
-
-
-@contextlib.contextmanager
-def frozen(pid: int) -> Iterator[None]:
-    """Stopped by a signal, whatever happens meanwhile until the block's end."""
-    os.kill(pid, signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        os.kill(pid, signal.SIGCONT)
 
 
 async def ends_of(tasks: list["asyncio.Task[Any]"]) -> dict[str, tuple[float, Any]]:
@@ -53,17 +40,17 @@ async def iterate(stream: Any) -> list[Any]:
 
 async def test_killed_peer(tmp_path) -> None:
     """All that waits for it raises WorkerLost at once, and what it waited for is cancelled."""
-    async with aiorpc.local_world(["b", "c"]):
+    async with world(["b", "c"]):
         # What c waits for on b: a contribution to a round, a stream and a coroutine, in this order.
-        batching, streams, ward = [await create("b", each) for each in (Batching, Streams, Ward)]
+        batching, streams, gate = [await create("b", each) for each in (Batching, Streams, Gate)]
         counter = await create("c", Counter)
         theirs = [
             named("round", call("c", actors.call_on, batching, "total", 1000)),
             named("stream", call("c", actors.iterate_on, streams, "follow")),
-            named("call", call("c", actors.call_on, ward, "wait")),
+            named("call", call("c", actors.call_on, gate, "passed")),
         ]
         async with asyncio.timeout(20.0):
-            await remote(ward).entered()
+            await remote(gate).entered()
             await remote(streams).followed()
 
         # What this process waits for on c: of every kind.
@@ -79,7 +66,7 @@ async def test_killed_peer(tmp_path) -> None:
         assert await anext(held) == 0
 
         start = time.monotonic()
-        os.kill(await call("c", actors.pid), signal.SIGKILL)
+        kill("c")
         ends = await ends_of([*theirs, *ours])
         for name, (seconds, outcome) in ends.items():
             print(f"killed: {name} was told after {seconds:.3f} s")
@@ -95,7 +82,7 @@ async def test_killed_peer(tmp_path) -> None:
             await iterate(call("c", actors.count, 1))
 
         async with asyncio.timeout(20.0):
-            assert await remote(ward).gone() == 1
+            assert await remote(gate).cancelled() == 1
             assert await remote(streams).closed() == 1
         print(f"killed: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
         assert time.monotonic() - start < 2.0
@@ -106,23 +93,23 @@ async def test_killed_peer(tmp_path) -> None:
     assert time.monotonic() - start < 5.0
 
 
-async def test_frozen_and_busy_peers() -> None:
+async def test_frozen_and_busy_peers(workers: Workers) -> None:
     """Who is only busy is not lost; who is frozen is, until it is thawed."""
     heartbeat = 2.0
-    async with aiorpc.local_world(["b", "c"], heartbeat=heartbeat, transports=["uv"]):
-        await check_busy_loops(heartbeat)
-        await check_frozen(heartbeat)
+    await workers(["b", "c"], heartbeat=heartbeat, transports=["uv"])
+    await check_busy_loops(heartbeat)
+    await check_frozen(heartbeat)
 
 
 async def check_busy_loops(heartbeat: float) -> None:
     """Threads of torch's answer for a loop that somebody holds."""
-    wards = [await create("b", Ward), await create("b", Ward)]
+    gates = [await create("b", Gate), await create("b", Gate)]
     waiting = [
-        asyncio.create_task(remote(wards[0]).wait()),
-        asyncio.create_task(call("c", actors.try_on, wards[1], "wait")),
+        asyncio.create_task(remote(gates[0]).passed()),
+        asyncio.create_task(call("c", actors.try_on, gates[1], "passed")),
     ]
-    for ward in wards:
-        await remote(ward).entered()
+    for gate in gates:
+        await remote(gate).entered()
     # c waits for b and runs something for this process, and looks after both: neither is lost.
     held = asyncio.create_task(call("b", actors.hold_loop, 1.25 * heartbeat))
     for _ in range(3):  # until it is sent
@@ -130,30 +117,30 @@ async def check_busy_loops(heartbeat: float) -> None:
     await actors.hold_loop(1.25 * heartbeat)
     await held
     await asyncio.sleep(heartbeat / 4)  # this process looks again, and has heard nothing meanwhile
-    assert [await remote(ward).count_cancelled() for ward in wards] == [0, 0]
-    for ward in wards:
-        await remote(ward).open()
-    assert await asyncio.gather(*waiting) == ["through", "'through'"]
+    assert [await remote(gate).cancelled(0) for gate in gates] == [0, 0]
+    for gate in gates:
+        await remote(gate).open()
+    assert await asyncio.gather(*waiting) == [None, "None"]
 
 
 async def check_frozen(heartbeat: float) -> None:
     """Both who waits for it and who runs something for it give it up."""
     pid = await call("c", actors.pid)
-    mine, theirs = await create("c", Ward), await create("c", Ward)  # what c runs for others
-    ward, streams = await create("b", Ward), await create("b", Streams)  # what it waits for
+    mine, theirs = await create("c", Gate), await create("c", Gate)  # what c runs for others
+    gate, streams = await create("b", Gate), await create("b", Streams)  # what it waits for
     tasks = [
-        named("what c asked of b", call("c", actors.try_on, ward, "wait")),
-        named("what b asked of c", call("b", actors.try_on, theirs, "wait")),
-        named("call", remote(mine).wait()),
+        named("what c asked of b", call("c", actors.try_on, gate, "passed")),
+        named("what b asked of c", call("b", actors.try_on, theirs, "passed")),
+        named("call", remote(mine).passed()),
         named("stream", iterate(call("c", actors.wait_for_ever))),
         named("of b's stream", call("c", actors.iterate_on, streams, "follow")),
     ]
     async with asyncio.timeout(20.0):
-        for each in (ward, theirs, mine):
+        for each in (gate, theirs, mine):
             await remote(each).entered()
         await remote(streams).followed()
     start = time.monotonic()
-    with frozen(pid):
+    with frozen("c"):
         ends = await ends_of(tasks)
         assert len(ends) == len(tasks)
         for name, (seconds, outcome) in ends.items():
@@ -163,7 +150,7 @@ async def check_frozen(heartbeat: float) -> None:
             assert f"'c' is lost: no sign of life for {heartbeat:g} s" in told
             assert seconds < 3 * heartbeat
         async with asyncio.timeout(20.0):
-            assert await remote(ward).gone() == 1
+            assert await remote(gate).cancelled() == 1
             assert await remote(streams).closed() == 1
         print(f"frozen: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
         assert time.monotonic() - start < 3 * heartbeat
@@ -172,8 +159,8 @@ async def check_frozen(heartbeat: float) -> None:
     # Thawed: it serves again, and what it ran for those who gave it up is cancelled.
     async with asyncio.timeout(20.0):
         assert await call("c", actors.pid) == pid
-        assert await remote(mine).gone() == 1
-        assert await call("b", actors.try_on, theirs, "gone") == "1"
+        assert await remote(mine).cancelled() == 1
+        assert await call("b", actors.try_on, theirs, "cancelled") == "1"
         counter = await create("b", Counter)
         assert await call("c", actors.call_on, counter, "aadd", 5) == 5
     assert not [each for each in await call("c", actors.outcomes) if "WorkerLost" in each]

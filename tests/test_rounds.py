@@ -1,9 +1,7 @@
 """Rounds from end to end: members, quorum, timeout, and contributors that leave or die."""
 
 import asyncio
-import os
 import pickle
-import signal
 import time
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +11,6 @@ import pytest
 import torch
 from doors import arrived, asks, by_name, cancel, outcome, raises, settled
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch import (
     Broadcast,
     CallTimeout,
@@ -24,6 +21,7 @@ from aiorpc_torch import (
     create,
     remote,
 )
+from aiorpc_torch.testing import kill, world
 
 # ── in a world of one ─────────────────────────────────────────────────────────────────────────────
 
@@ -186,7 +184,7 @@ SLACK = 2.0  # seconds that a busy machine may take
 @pytest.mark.worlds
 async def test_a_trainer_that_is_killed_in_a_round() -> None:
     """The living go on with a quorum, or are told who is missing; neither waits any longer."""
-    async with aiorpc.local_world(["ps", *TRAINERS], transports=["uv"]):
+    async with world(["ps", *TRAINERS], transports=["uv"]):
         ps = await create("ps", actors.Parameters)
 
         def step(method: str, **names: str) -> list["asyncio.Task[Any]"]:
@@ -203,12 +201,11 @@ async def test_a_trainer_that_is_killed_in_a_round() -> None:
             for parameters, version in await settled(*step(method, **everybody)):
                 assert (parameters.tolist(), version) == ([5.0, 5.0], number)
 
-        pid = await call(TRAINERS[4], actors.pid)
         start = time.monotonic()
         lenient, strict = step("lenient", **living), step("strict", **living)
         await asyncio.sleep(0)
         await asyncio.gather(*(call(name, actors.call_on, ps, "here") for name in living))
-        os.kill(pid, signal.SIGKILL)
+        kill(TRAINERS[4])
         for parameters, version in await settled(*lenient):
             assert (parameters.tolist(), version) == ([4.0, 4.0], 3)
         told = await settled(*strict)

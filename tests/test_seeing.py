@@ -13,12 +13,13 @@ from typing import Any
 import actors
 import pytest
 import torch
-from actors import Counter, Gate, Ward
+from actors import Counter
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, Stats, _doors, _outbox, batched, call, remote, stats
 from aiorpc_torch._steps import SLOW
 from aiorpc_torch._tally import new_tally
+from aiorpc_torch.testing import Gate
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -64,14 +65,14 @@ async def test_bytes(size: int) -> None:
 
 async def test_what_is_under_way() -> None:
     """Calls that are awaited, here and there; none when all are answered."""
-    ward = RRef(Ward())
-    waiting = [asyncio.create_task(remote(ward).wait()) for _ in range(5)]
+    gate = RRef(Gate())
+    waiting = [asyncio.create_task(remote(gate).passed()) for _ in range(5)]
     stream = aiter(call("main", actors.wait_for_ever))
     assert await anext(stream) == 0
-    await remote(ward).entered()
+    await remote(gate).entered()
     now = stats()
     assert (now.in_flight, now.running, now.unsent) == (6, 6, 0)
-    await remote(ward).open()
+    await remote(gate).open()
     await asyncio.gather(*waiting)
     assert (stats().in_flight, stats().running) == (1, 1)
     await stream.aclose()
@@ -88,13 +89,13 @@ async def until(condition: Any) -> None:
 
 async def test_unsent_in_a_turn() -> None:
     """What the turn has called and not yet sent."""
-    ward = RRef(Ward())
-    waiting = [asyncio.create_task(remote(ward).wait()) for _ in range(5)]
+    gate = RRef(Gate())
+    waiting = [asyncio.create_task(remote(gate).passed()) for _ in range(5)]
     await asyncio.sleep(0)
     now = stats()
     assert now.in_flight == 5
     assert now.unsent >= 4, "only the first leaves at once, the rest at the end of the turn"
-    await remote(ward).open()
+    await remote(gate).open()
     await asyncio.gather(*waiting)
     assert stats().unsent == 0
 
@@ -302,7 +303,7 @@ async def test_who_only_waits_is_not(caplog: pytest.LogCaptureFixture) -> None:
 async def test_reprs() -> None:
     """They say what is under way."""
     gate = RRef(Gate())
-    waiting = [asyncio.create_task(remote(gate).wait()) for _ in range(3)]
+    waiting = [asyncio.create_task(remote(gate).passed()) for _ in range(3)]
     await remote(gate).entered()
     link = _outbox.current().link("main")
     assert repr(link).startswith("<Link to main: 3 waiting, 0 unsent, ")

@@ -13,7 +13,7 @@ import actors
 import anyio
 import pytest
 import torch
-from actors import Batching, Counter, Gate, Streams, TwoArguments
+from actors import Batching, Counter, Notes, Streams, TwoArguments
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
@@ -27,6 +27,7 @@ from aiorpc_torch import (
     remote,
 )
 from aiorpc_torch._streams import CREDIT, price
+from aiorpc_torch.testing import Gate, world
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -132,19 +133,19 @@ async def test_streams_share_messages(kind: str) -> None:
 
 async def test_streams_and_calls_start_in_order() -> None:
     """Between one caller and one callee, whichever they are."""
-    gate = RRef(Gate())
+    notes = RRef(Notes())
     started, tasks = [], []
     for n in range(50):
-        started.append(aiter(call("main", note_and_yield, gate, 2 * n)))
-        tasks.append(asyncio.create_task(remote(gate).note(2 * n + 1)))
+        started.append(aiter(call("main", note_and_yield, notes, 2 * n)))
+        tasks.append(asyncio.create_task(remote(notes).note(2 * n + 1)))
         await asyncio.sleep(0)
     await asyncio.gather(*tasks)
     assert [await anext(stream) for stream in started] == list(range(0, 100, 2))
-    assert await remote(gate).noted() == list(range(100))
+    assert await remote(notes).noted() == list(range(100))
 
 
-async def note_and_yield(gate: Any, item: int) -> Any:
-    await gate.local_value().note(item)
+async def note_and_yield(notes: Any, item: int) -> Any:
+    await notes.local_value().note(item)
     yield item
 
 
@@ -461,7 +462,7 @@ async def test_a_call_is_awaited_once() -> None:
 
 async def test_asyncio_takes_calls() -> None:
     """Tasks, gather, wait_for, wait, timeout, and groups of tasks."""
-    rref, gate = await create("main", Counter), await create("main", actors.Ward)
+    rref, gate = await create("main", Counter), await create("main", Gate)
     assert await asyncio.create_task(remote(rref).aadd(), name="mine") == 1
     assert await asyncio.gather(*(remote(rref).aadd() for _ in range(3))) == [2, 3, 4]
     assert await asyncio.wait_for(remote(rref).aadd(), 10.0) == 5
@@ -470,34 +471,34 @@ async def test_asyncio_takes_calls() -> None:
         tasks = [group.create_task(remote(rref).aadd()) for _ in range(2)]
     assert [task.result() for task in tasks] == [7, 8]
     with pytest.raises(TimeoutError):
-        await asyncio.wait_for(remote(gate).wait(), 0.05)
-    assert await remote(gate).gone() == 1
+        await asyncio.wait_for(remote(gate).passed(), 0.05)
+    assert await remote(gate).cancelled() == 1
 
 
 async def test_a_failing_group_cancels_its_calls() -> None:
     """One fails, and the callee learns that the other is not wanted."""
-    gate = await create("main", actors.Ward)
+    gate = await create("main", Gate)
     with pytest.raises(ExceptionGroup) as raised:  # noqa: PT012
         async with asyncio.TaskGroup() as group:
-            group.create_task(remote(gate).wait())
+            group.create_task(remote(gate).passed())
             await remote(gate).entered()
             group.create_task(call("main", actors.araise_it, TwoArguments, 1, "one"))
     assert raised.group_contains(TwoArguments)
-    assert await remote(gate).gone() == 1
+    assert await remote(gate).cancelled() == 1
 
 
 async def test_anyio_takes_calls() -> None:
     """Task groups start a method by itself; scopes end it."""
-    rref, gate = await create("main", Counter), await create("main", actors.Ward)
+    rref, gate = await create("main", Counter), await create("main", Gate)
     async with anyio.create_task_group() as group:
         group.start_soon(remote(rref).aadd, 2)
         group.start_soon(remote(rref).add, 3)
     assert await remote(rref).aadd(0) == 5
     async with anyio.create_task_group() as group:
-        group.start_soon(remote(gate).wait)
+        group.start_soon(remote(gate).passed)
         await remote(gate).entered()
         group.cancel_scope.cancel()
-    assert await remote(gate).gone() == 1
+    assert await remote(gate).cancelled() == 1
 
 
 async def test_a_task_cancelled_before_it_starts_sends_nothing() -> None:
@@ -540,7 +541,7 @@ class TestLeaving:
     @pytest.mark.worlds
     async def test_from_another_process(self) -> None:
         """All of it once more, where every item does cross."""
-        async with aiorpc.local_world(["b"], transports=["uv"]):
+        async with world(["b"], transports=["uv"]):
             rref = await streams("b")
             for kind in ("count", "count_in_thread"):
                 method = getattr(remote(rref), kind)

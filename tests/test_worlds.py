@@ -29,6 +29,7 @@ from aiorpc_torch import (
     fetch,
     remote,
 )
+from aiorpc_torch.testing import kill, world
 
 pytestmark = pytest.mark.worlds
 
@@ -66,7 +67,7 @@ STAYS = [
 
 async def test_exceptions_cross() -> None:
     """Own class, own arguments, own attributes, and the remote traceback as the cause."""
-    async with aiorpc.local_world(["callee"]):
+    async with world(["callee"]):
         for exc, name in CROSSES:
             for raiser in (raise_object, araise_object):
                 with pytest.raises(type(exc)) as raised:
@@ -116,7 +117,7 @@ async def test_exception_through_three_workers() -> None:
 
 async def test_objects_in_another_process() -> None:
     """RRefs, tensors, batches, and calls back to the caller."""
-    async with aiorpc.local_world(["ps"]) as me:
+    async with world(["ps"]) as me:
         assert (me.name, me.rank, me.world_size, me.peers) == ("main", 0, 2, ("ps",))
         counter = await create("ps", Counter, start=1)
         assert counter.owner_name() == "ps"
@@ -154,7 +155,7 @@ def test_deep_nesting_with_two_threads(tmp_path: Path) -> None:
 
 async def test_three_thousand_sleeps_on_two_threads() -> None:
     """15 s of sleep for two blocked threads, a fraction of it for coroutines."""
-    async with aiorpc.local_world(["b"], threads=2):
+    async with world(["b"], threads=2):
         sleeper = await create("b", Sleeper)
         start = time.monotonic()
         results = await asyncio.gather(*(remote(sleeper).sleep(0.01) for _ in range(3000)))
@@ -188,10 +189,10 @@ async def test_exception_inside_ends_the_world() -> None:
 
 async def test_killed_peer_is_lost() -> None:
     """Pending and new calls raise WorkerLost, and leaving does not wait for the dead."""
-    async with aiorpc.local_world(["a", "b"]):
+    async with world(["a", "b"]):
         sleeper = await create("a", Sleeper)
         pending = asyncio.create_task(remote(sleeper).sleep(600))
-        os.kill(await call("a", actors.pid), signal.SIGKILL)
+        kill("a")
         with pytest.raises(WorkerLost) as raised:
             await pending
         assert raised.value.worker == "a"
