@@ -2,7 +2,7 @@
 
 The map of the house, from the ground up; imports point down only.
 
-    errors                                 what can go wrong, and what to do about it
+    errors, _interfaces, _environment      errors; network interfaces; torchrun's variables
     _policy, _batcher, _rounds             when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
     _exceptions, _deadline, _handles       how exceptions, deadlines and RRefs cross

@@ -11,7 +11,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ._child import Child, Main, Word, close_all
-from ._world import DeviceMaps, Place, Worker, new_meeting_place, take_place
+from ._environment import new_meeting_place
+from ._interfaces import only_here
+from ._world import DeviceMaps, Place, Worker, take_place
 
 __all__ = ("local_world", "run_local")
 
@@ -150,6 +152,7 @@ def _places(
                 start_timeout=start_timeout,
                 stop_timeout=stop_timeout,
                 heartbeat=heartbeat,
+                interfaces=only_here(),
                 is_local=True,
             )
             for rank, name in enumerate(names)

@@ -14,6 +14,7 @@ from urllib.parse import urlparse
 
 from torch._C._distributed_c10d import FileStore, Store, TCPStore
 
+from ._interfaces import await_listener, is_here, listener
 from .errors import WorldTimeout
 
 _POLL = 0.02  # seconds between two looks at the list
@@ -37,6 +38,18 @@ class Meeting:
         restart = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         self._prefix = f"aiorpc/{restart}/{_entered[init_method]}"
         _entered[init_method] += 1
+
+    @property
+    def host(self) -> str | None:
+        """Where rank 0's machine is, None if nobody can say.
+
+        Not where the environment calls it `localhost`: some launchers say so to rank 0 alone.
+        """
+        where = urlparse(self._init_method)
+        if where.scheme == "file" or where.hostname is not None:
+            return where.hostname
+        host = os.environ["MASTER_ADDR"]
+        return None if is_here(host) else host
 
     def sign_in(self, name: str) -> list[str]:
         """Every worker's name, in rank order, once all are here. Blocks; torch releases the GIL.
@@ -83,23 +96,22 @@ class Meeting:
         if where.scheme == "file":
             return FileStore(where.path + ".names", self._world_size)
         host, port, is_master = self._address(where.hostname, where.port)
-        try:
-            # multi_tenant: torch's own start opens a second store at the same port.
-            return TCPStore(
-                host,
-                port,
-                world_size=None,
-                is_master=is_master,
-                timeout=timedelta(seconds=self._timeout),
-                wait_for_workers=False,
-                multi_tenant=True,
-            )
-        except Exception as exc:
-            if is_master:
-                raise
+        if not is_master and (why := await_listener(host, port, self._timeout, self._left)):
             raise WorldTimeout(
-                f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({exc})", [0]
-            ) from exc
+                f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({why})", [0]
+            )
+        # multi_tenant: torch's own start opens a second store at the same port.
+        return TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=is_master,
+            timeout=timedelta(seconds=max(1.0, self.remaining())),
+            wait_for_workers=False,
+            multi_tenant=True,
+            # By itself torch listens on every interface (2.13, 2.15; tests/test_network.py).
+            master_listen_fd=listener(self.host, port) if is_master else None,
+        )
 
     def _address(self, host: str | None, port: int | None) -> tuple[str, int, bool]:
         if host is not None and port is not None:

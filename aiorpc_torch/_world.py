@@ -7,19 +7,18 @@ those of a local world are `_local`'s.
 import asyncio
 import contextlib
 import logging
-import os
-import tempfile
 import warnings
-from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch._C._distributed_rpc import _get_current_rpc_agent, _is_current_rpc_agent_set
 from torch.distributed import rpc
 from torch.distributed.rpc import api
 
-from . import _doors, _outbox
+from . import _doors, _interfaces, _outbox
+from ._environment import all_are_here, meeting_place, number
 from ._leaving import Leaving
 from ._outbox import Outbox
 from ._rendezvous import Meeting
@@ -32,6 +31,9 @@ __all__ = ("Worker", "worker")
 
 log = logging.getLogger("aiorpc_torch")
 
+T = TypeVar("T")
+
+GRACE = 0.5  # seconds beyond its time after which a thread that a store holds is left to it
 DeviceMaps = Mapping[str, Mapping[Any, Any]]
 
 
@@ -63,6 +65,7 @@ class Place:
     start_timeout: float = 60.0
     stop_timeout: float | None = 10.0
     heartbeat: float = 10.0
+    interfaces: _interfaces.Choice = field(default_factory=dict)
     is_local: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +92,7 @@ async def worker(
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
+    interface: str | None = None,
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
@@ -110,15 +114,22 @@ async def worker(
         stop_timeout: seconds that exit waits for peers.
         heartbeat: seconds of silence after which a peer for whom something waits here is lost: it
             is frozen, or cut off. (A peer that dies is noticed at once.)
+        interface: of the network, through which this worker speaks, such as `"eth1"`; by default
+            the environment's AIORPC_INTERFACE, or GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, or the
+            interface that leads to rank 0's address.
 
     Raises:
         WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
-        ValueError: if the world is not described, here or in the environment.
+        ValueError: if the world is not described, here or in the environment, or if there is no
+            such interface.
         RuntimeError: if this process is in a world already.
     """
-    rank = _number("RANK", rank)
-    world_size = _number("WORLD_SIZE", world_size)
-    with _meeting_place(init_method, world_size) as where:
+    rank = number("RANK", rank)
+    world_size = number("WORLD_SIZE", world_size)
+    interfaces = _interfaces.asked(interface)
+    if not interfaces and all_are_here(init_method, world_size):
+        interfaces = _interfaces.only_here()
+    with meeting_place(init_method, world_size) as where:
         place = Place(
             name=name or f"worker{rank}",
             rank=rank,
@@ -130,6 +141,7 @@ async def worker(
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
             heartbeat=heartbeat,
+            interfaces=interfaces,
         )
         async with take_place(place) as me:
             yield me
@@ -174,20 +186,63 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
 async def _join(place: Place) -> Worker:
     meeting = Meeting(place.init_method, place.rank, place.world_size, place.start_timeout)
     try:
-        names = await run_blocking(daemon("aiorpc-join"), lambda: meeting.sign_in(place.name))
+        names = await _within(
+            meeting.remaining() + GRACE,
+            lambda: run_blocking(daemon("aiorpc-join"), lambda: meeting.sign_in(place.name)),
+            lambda: WorldTimeout(f"the store at {meeting.host} no longer answers", [0]),
+        )
     finally:
         meeting.leave()
-    try:
-        async with asyncio.timeout(meeting.remaining() + 5.0):
-            await run_blocking(daemon("aiorpc-init"), lambda: _init_rpc(place))
-    except TimeoutError:
-        raise WorldTimeout(
-            "every worker came, but torch's start did not end: one has died"
-        ) from None
+    await _start(place, meeting)
     _outbox.use(Outbox(place.name, _get_current_rpc_agent().get_worker_infos()))
     _keep[:] = [meeting]
     peers = tuple(name for name in names if name != place.name)
     return Worker(place.name, place.rank, place.world_size, peers)
+
+
+async def _start(place: Place, meeting: Meeting) -> None:
+    through = place.interfaces
+
+    def start() -> None:
+        nonlocal through
+        through = through or _interfaces.found(meeting.host)
+        log.info("%s speaks through %s", place.name, _interfaces.in_words(through))
+        with _interfaces.bound(through):
+            _init_rpc(place)
+
+    try:
+        await _within(
+            meeting.remaining() + 5.0,
+            lambda: run_blocking(daemon("aiorpc-init"), start),
+            lambda: WorldTimeout(
+                "every worker came, but torch's start did not end: one has died, or one does not "
+                f"reach another. {_advice(through)}"
+            ),
+        )
+    except RuntimeError as exc:
+        if not place.is_local:
+            exc.add_note(_advice(through))
+        raise
+
+
+async def _within(
+    seconds: float, work: Callable[[], Awaitable[T]], late: Callable[[], WorldTimeout]
+) -> T:
+    """`work`, or the error that `late` makes once that time is up."""
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work()
+    except TimeoutError:
+        if limit.expired():
+            raise late() from None
+        raise
+
+
+def _advice(through: _interfaces.Choice) -> str:
+    return (
+        f"This worker spoke through {_interfaces.in_words(through)}. If others do not reach that, "
+        "give worker() the interface= (or AIORPC_INTERFACE) that they reach."
+    )
 
 
 _worlds = 0  # that this process has joined
@@ -207,13 +262,12 @@ def _init_rpc(place: Place) -> None:
         _forget_earlier_worlds()
     # torch warns of the process group that its own init_rpc makes (2.11 to 2.15).
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo")
-    with _loopback() if place.is_local else contextlib.nullcontext():
-        rpc.init_rpc(  # type: ignore[no-untyped-call]
-            place.name,
-            rank=place.rank,
-            world_size=place.world_size,
-            rpc_backend_options=options,
-        )
+    rpc.init_rpc(  # type: ignore[no-untyped-call]
+        place.name,
+        rank=place.rank,
+        world_size=place.world_size,
+        rpc_backend_options=options,
+    )
 
 
 def _forget_earlier_worlds() -> None:
@@ -225,56 +279,6 @@ def _forget_earlier_worlds() -> None:
     api._all_gather_sequence_id_to_states.clear()
 
 
-@contextlib.contextmanager
-def _loopback() -> Iterator[None]:
-    """Let gloo and TensorPipe bind to the loopback interface only, unless told otherwise."""
-    names = [name for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if name not in os.environ]
-    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    os.environ.update(dict.fromkeys(names, interface))
-    try:
-        yield
-    finally:
-        for name in names:
-            del os.environ[name]
-
-
 def _devices(place: Place) -> list[torch.device]:
     used = {torch.device(own) for devices in place.device_maps.values() for own in devices}
     return sorted((device for device in used if device.type == "cuda"), key=lambda d: d.index)
-
-
-# ── what the environment says ───────────────────────────────────────────────────────────────────
-
-
-def _number(variable: str, given: int | None) -> int:
-    if given is not None:
-        return given
-    try:
-        return int(os.environ[variable])
-    except KeyError:
-        raise ValueError(
-            f"worker() needs {variable.lower()}=, or {variable} in the environment, "
-            "where torchrun puts it"
-        ) from None
-
-
-@contextlib.contextmanager
-def _meeting_place(init_method: str | None, world_size: int) -> Iterator[str]:
-    if init_method is not None:
-        yield init_method
-    elif world_size == 1:
-        with new_meeting_place() as where:
-            yield where
-    else:
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-            raise ValueError(
-                f"worker() needs init_method=, or {' and '.join(missing)} in the environment"
-            )
-        yield "env://"
-
-
-@contextlib.contextmanager
-def new_meeting_place() -> Iterator[str]:
-    """A file store's address for a new world on this machine: no port is opened for it."""
-    with tempfile.TemporaryDirectory(prefix="aiorpc-", ignore_cleanup_errors=True) as folder:
-        yield f"file://{folder}/store"

@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 # From the ground up. A room imports from floors below its own; rooms on one floor do not know each
 # other. A new room gets a place here and in the map of aiorpc_torch/__init__.py.
 FLOORS = [
-    ["errors"],
+    ["errors", "_interfaces", "_environment"],
     ["_policy"],
     ["_batcher"],
     ["_rounds"],
@@ -62,6 +62,8 @@ FLOOR = {room: number for number, floor in enumerate(FLOORS) for room in floor}
 # Plain Python: what is decided here is tested without a loop, a clock or a process.
 PURE = [
     "errors",
+    "_interfaces",
+    "_environment",
     "_policy",
     "_batcher",
     "_rounds",
