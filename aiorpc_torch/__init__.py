@@ -3,6 +3,7 @@
 The map of the house, from the ground up; imports point down only.
 
     errors, _version, _seat                what can go wrong; which version; what a worker is
+    _interfaces, _environment              network interfaces; torchrun's variables
     _policy, _batcher, _rounds             when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
     _living                                what is alive, listed from any thread
@@ -17,16 +18,17 @@ The map of the house, from the ground up; imports point down only.
     _message                               calls and results as they travel
     _line, _jobs, _streams                 the callee: one caller's calls, each being answered
     _arrivals, _runner, _server, _doors    from a message to the loop or a thread, and back
-    _incoming, _pending, _link             the caller: calls sent together, outcomes and items back
+    _incoming, _pending, _backlog          the caller: who waits, and what has not left
+    _link                                  calls sent together, outcomes and items back
     _outbox, _calling, _remote             what the user types, and over which link it goes
     _stacking, _answers, _admission        `@batched`: nests of tensors, what is whose, who may in
     _tally, _body, _queue                  what batches were like; the function; who waits for it
     _batched_types, _batched               what type checkers see, and what the user types
     _stats                                 what happens, in numbers
-    _interruption, _signals, _environment  blocks ended from outside; what is set around a world
+    _interruption, _signals                blocks that are ended from outside
     _store, _vigil                         where workers meet; who lives
-    _rendezvous, _leaving                  how they meet, and part
-    _welcome, _world                       those who come back; a worker's life
+    _rendezvous, _place, _welcome          how they meet; which one to be; those who come back
+    _joining, _leaving, _world             a worker's life
     _child, _crew, _local                  worlds on this machine
     _gate, _warm, _leaks, testing          for tests: gates, children at once, what is left behind
 """
@@ -40,6 +42,7 @@ from ._deadline import timeout as timeout
 from ._doors import async_execution as async_execution
 from ._local import local_world as local_world
 from ._local import run_local as run_local
+from ._place import Worker as Worker
 from ._policy import Fill as Fill
 from ._policy import Round as Round
 from ._remote import call as call
@@ -50,7 +53,6 @@ from ._stats import Stats as Stats
 from ._stats import stats as stats
 from ._tally import BatchStats as BatchStats
 from ._version import __version__ as __version__
-from ._world import Worker as Worker
 from ._world import worker as worker
 from .errors import BatchContractError as BatchContractError
 from .errors import CallTimeout as CallTimeout

@@ -22,7 +22,8 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from ._exceptions import Failure
-from ._world import Place, Worker, take_place
+from ._place import Place, Worker
+from ._world import take_place
 from .errors import WorkerLost
 
 Main = Callable[..., Awaitable[Any]]

@@ -11,8 +11,8 @@ from typing import Any
 
 from ._child import Child, Main, Word
 from ._interruption import Interruption
+from ._place import OnFailure, Place
 from ._threads import daemon, run_blocking
-from ._world import OnFailure, Place
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -1,4 +1,7 @@
-"""What the environment says of a world, and says to torch: rank, size, meeting place, interface."""
+"""How a world is described where nobody has described it: in torchrun's environment, or for one.
+
+Knows the names of variables, nothing of torch.
+"""
 
 import contextlib
 import os
@@ -6,8 +9,8 @@ import tempfile
 from collections.abc import Iterator
 
 
-def number_from(variable: str, given: int | None) -> int:
-    """What is given, or else what that variable says."""
+def number(variable: str, given: int | None) -> int:
+    """What was given, or else what that variable says."""
     if given is not None:
         return given
     try:
@@ -19,9 +22,15 @@ def number_from(variable: str, given: int | None) -> int:
         ) from None
 
 
+def all_are_here(init_method: str | None, world_size: int) -> bool:
+    """Whether it is known that every worker is on this machine."""
+    local = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, for the world that it describes
+    return init_method is None and (world_size == 1 or local == str(world_size))
+
+
 @contextlib.contextmanager
 def meeting_place(init_method: str | None, world_size: int) -> Iterator[str]:
-    """Where a world meets: as given, or as the environment says; one alone needs no place."""
+    """Where the workers of a world meet, while the block lasts, as torch's `init_method`."""
     if init_method is not None:
         yield init_method
     elif world_size == 1:
@@ -40,16 +49,3 @@ def new_meeting_place() -> Iterator[str]:
     """A file store's address for a new world on this machine: no port is opened for it."""
     with tempfile.TemporaryDirectory(prefix="aiorpc-", ignore_cleanup_errors=True) as folder:
         yield f"file://{folder}/store"
-
-
-@contextlib.contextmanager
-def loopback() -> Iterator[None]:
-    """Let gloo and TensorPipe bind to the loopback interface only, unless told otherwise."""
-    names = [name for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME") if name not in os.environ]
-    interface = "lo" if os.path.exists("/sys/class/net/lo") else "lo0"
-    os.environ.update(dict.fromkeys(names, interface))
-    try:
-        yield
-    finally:
-        for name in names:
-            del os.environ[name]

@@ -7,13 +7,13 @@ a message is outstanding: if no other is, one without calls. Its failure tells o
 
 import asyncio
 import time
-from collections import deque
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
 from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
+from ._backlog import LARGE, Backlog
 from ._bridge import autograd_context, send, transport_error, when_done
 from ._errands import sent_by
 from ._exceptions import Failure
@@ -29,13 +29,11 @@ from .errors import CallTimeout, NotServing, RpcError, WorkerLost
 
 Heard = asyncio.Future[None] | None  # told when a message has arrived
 
-SLICE = 256  # calls in a message at most: the callee starts while the caller still packs
 # From how many on the calls of a turn leave before it ends: soon while the callee is idle, so that
 # both work at once; then late, since what comes back takes the interpreter from a long turn.
 SOON = 64
 CROWD = 1024
 NO_CALLS = Calls()
-LARGE = 256 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
 
 
 def _settle(heard: Heard, error: RpcError | None) -> None:
@@ -60,7 +58,6 @@ class Link:
         self._heard, self._broken = heard, broken
         self._seq = 0
         self._pending = Pending()
-        self._queue: deque[Outgoing] = deque()
         self._cancels: list[int] = []
         self._credits: list[tuple[int, int]] = []
         self._flushing = self._polling = False
@@ -69,6 +66,7 @@ class Link:
         self._trickling: asyncio.TimerHandle | None = None
         self._outstanding = 0  # messages whose answers may carry any result
         self._window = Window()
+        self._queue = Backlog(self._pending, self._window)
         self._handles = Handles()
         self._calls = self._bytes = 0
 
@@ -175,34 +173,16 @@ class Link:
 
     def _flush(self) -> None:
         self._flushing = False
-        while (calls := self._slice()) or self._cancels or self._credits:
+        while (calls := self._queue.slice()) or self._cancels or self._credits:
             self._send(calls)
         if self._queue and self._trickling is None:
             answers = self._window.answers
             self._trickling = self._loop.call_later(TRICKLE, self._trickle, answers)
 
-    def _slice(self) -> list[Outgoing]:
-        """The next message's calls: many small ones, or a large one."""
-        taken, size = list[Outgoing](), 0
-        while self._queue and len(taken) < SLICE and size < LARGE:
-            call = self._queue[0]
-            if call.number in self._pending:  # else its caller has left before it did
-                if (call.size > LARGE and taken) or not self._window.admits(call.size):
-                    break
-                self._window.sent(call.number, call.size)
-                taken.append(call)
-                size += call.size
-            self._queue.popleft()
-        return taken
-
     def _trickle(self, answers: int) -> None:
         self._trickling = None
-        while self._queue and self._queue[0].number not in self._pending:
-            self._queue.popleft()
-        if self._queue and answers == self._window.answers:
-            call = self._queue.popleft()
-            self._window.sent(call.number, call.size)
-            self._send((call,))
+        if answers == self._window.answers and (calls := self._queue.force()):
+            self._send(calls)
         self._flush()
 
     def _send(

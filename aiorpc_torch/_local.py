@@ -13,8 +13,10 @@ from typing import Any, TypeVar
 from ._agent import DeviceMaps
 from ._crew import Crew
 from ._environment import new_meeting_place
+from ._interfaces import only_here
+from ._place import OnFailure, Place, Worker
 from ._signals import orderly
-from ._world import OnFailure, Place, Worker, take_place
+from ._world import take_place
 
 __all__ = ("local_world", "run_local")
 
@@ -176,6 +178,7 @@ def _places(
                 start_timeout=start_timeout,
                 stop_timeout=stop_timeout,
                 heartbeat=heartbeat,
+                interfaces=only_here(),
                 is_local=True,
             )
             for rank, name in enumerate(names)

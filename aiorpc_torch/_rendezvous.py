@@ -54,6 +54,15 @@ class Meeting:
 
     # ── a worker comes ──────────────────────────────────────────────────────────────────────────
 
+    @property
+    def host(self) -> str | None:
+        """Where rank 0's machine is, None if nobody can say."""
+        return self._store.host
+
+    def remaining(self) -> float:
+        """Seconds until the time to start is up."""
+        return max(0.0, self._end - time.monotonic())
+
     def sign_in(self) -> list[Seat]:
         """Take the seat; everybody's, in rank order, once all are there.
 
@@ -63,7 +72,7 @@ class Meeting:
             WorldTimeout: naming the ranks that did not come in time.
             ValueError: if somebody has this rank or this name, or another idea of the world.
         """
-        self._store.open()
+        self._store.open(self._left)
         while True:
             try:
                 return self._enter()

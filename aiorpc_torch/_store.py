@@ -1,6 +1,7 @@
 """torch's key-value store where a world meets: opened, asked, and its errors put in words."""
 
 import os
+import threading
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -9,6 +10,7 @@ from urllib.parse import urlparse
 from torch._C._distributed_c10d import FileStore, TCPStore
 from torch._C._distributed_c10d import Store as TorchStore
 
+from ._interfaces import await_listener, is_here, listener
 from ._seat import Seat
 from .errors import WorldTimeout
 
@@ -76,8 +78,20 @@ class Store:
                 [0],
             ) from exc
 
-    def open(self) -> None:
-        """Open it; rank 0 makes it, unless torchrun has.
+    @property
+    def host(self) -> str | None:
+        """Where rank 0's machine is, None if nobody can say.
+
+        Not where the environment calls it `localhost`: some launchers say so to rank 0 alone.
+        """
+        where = urlparse(self._init_method)
+        if where.scheme == "file" or where.hostname is not None:
+            return where.hostname
+        host = os.environ["MASTER_ADDR"]
+        return None if is_here(host) else host
+
+    def open(self, left: threading.Event) -> None:
+        """Open it; rank 0 makes it, unless torchrun has. `left` ends the wait for it.
 
         Raises:
             WorldTimeout: if there is none within the time.
@@ -87,22 +101,21 @@ class Store:
             self._store = FileStore(where.path + ".names", self._seat.world_size)
             return
         host, port, is_master = self._address(where.hostname, where.port)
-        try:
-            self._store = TCPStore(
-                host,
-                port,
-                world_size=None,
-                is_master=is_master,
-                timeout=timedelta(seconds=self._timeout),
-                wait_for_workers=False,
-                multi_tenant=True,  # that of the world before may still be closing
-            )
-        except Exception as exc:
-            if is_master:
-                raise
+        if not is_master and (why := await_listener(host, port, self._timeout, left)):
             raise WorldTimeout(
-                f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({exc})", [0]
-            ) from exc
+                f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({why})", [0]
+            )
+        self._store = TCPStore(
+            host,
+            port,
+            world_size=None,
+            is_master=is_master,
+            timeout=timedelta(seconds=max(1.0, self._timeout)),
+            wait_for_workers=False,
+            multi_tenant=True,  # that of the world before may still be closing
+            # By itself torch listens on every interface (2.13, 2.15; tests/test_network.py).
+            master_listen_fd=listener(self.host, port) if is_master else None,
+        )
 
     def _address(self, host: str | None, port: int | None) -> tuple[str, int, bool]:
         if host is not None and port is not None:

@@ -20,11 +20,12 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from torch.futures import Future
 
+from ._agent import DeviceMaps
 from ._gate import Gate as Gate
 from ._leaks import no_leaks as no_leaks
 from ._local import local_world
+from ._place import Worker
 from ._warm import warm_children
-from ._world import DeviceMaps, Worker
 
 __all__ = (
     "Gate",
@@ -55,6 +56,7 @@ class Options(TypedDict, total=False):
     start_timeout: float
     stop_timeout: float
     heartbeat: float
+    restart: int
 
 
 class Workers(Protocol):

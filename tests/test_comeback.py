@@ -1,28 +1,20 @@
 """Workers that come back: what those who called them see, and what stays as it was."""
 
 import asyncio
-import os
-import signal
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import actors
 import pytest
-from actors import Batching, Counter, Sleeper, Ward
+from actors import Batching, Counter, Sleeper
 from test_worlds import program, run
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, fetch, remote
+from aiorpc_torch.testing import Gate, frozen, kill, world
 
 pytestmark = pytest.mark.worlds
-
-
-async def kill(name: str) -> int:
-    """Its process's number, which it no longer has."""
-    pid = await call(name, actors.pid)
-    os.kill(pid, signal.SIGKILL)
-    return pid
 
 
 async def lost(awaitable: Any) -> WorkerLost:
@@ -33,13 +25,14 @@ async def lost(awaitable: Any) -> WorkerLost:
 
 async def test_a_child_comes_back() -> None:
     """Twice: its callers are told and may wait for it; objects of others are as they were."""
-    async with aiorpc.local_world(["a", "b"], restart=2) as me:
+    async with world(["a", "b"], restart=2) as me:
         gone, kept = await create("a", Counter, start=1), await create("b", Counter, start=2)
         far = await create("b", Batching)
         assert await call("b", actors.call_on, gone, "add", 0) == 1  # b knows a, and the object
         for count in (1, 2):
             pending = asyncio.create_task(call("a", asyncio.sleep, 600))
-            old = await kill("a")
+            old = await call("a", actors.pid)
+            kill("a")
             error = await lost(pending)
             assert error.worker == "a"
             async with asyncio.timeout(30.0):
@@ -69,10 +62,10 @@ async def test_a_child_comes_back() -> None:
 
 async def test_nobody_comes_back_without_end() -> None:
     """After the last restart `wait_for` says that there is nobody to wait for."""
-    async with aiorpc.local_world(["a"], restart=1) as me:
+    async with world(["a"], restart=1) as me:
         await me.wait_for("a")  # it is here
         for _ in range(2):
-            await kill("a")
+            kill("a")
             await lost(call("a", asyncio.sleep, 600))
             async with asyncio.timeout(30.0):
                 error = await wait_for(me, "a")
@@ -91,19 +84,15 @@ async def wait_for(me: aiorpc.Worker, name: str) -> WorkerLost | None:
 
 async def test_waiting_for_one_that_is_cut_off() -> None:
     """It is back when it is heard of again, with all that it held."""
-    async with aiorpc.local_world(["a"], heartbeat=0.5, transports=["uv"]) as me:
-        counter, ward = await create("a", Counter, start=7), await create("a", Ward)
-        pid = await call("a", actors.pid)
-        pending = asyncio.create_task(remote(ward).wait())
-        await remote(ward).entered()
-        os.kill(pid, signal.SIGSTOP)
-        try:
+    async with world(["a"], heartbeat=0.5, transports=["uv"]) as me:
+        counter, gate = await create("a", Counter, start=7), await create("a", Gate)
+        pending = asyncio.create_task(remote(gate).passed())
+        await remote(gate).entered()
+        with frozen("a"):
             await lost(pending)
             waiting = asyncio.create_task(me.wait_for("a"))
             await asyncio.sleep(0)
             assert not waiting.done()
-        finally:
-            os.kill(pid, signal.SIGCONT)
         asking = asyncio.create_task(remote(counter).add(1))
         async with asyncio.timeout(20.0):
             await waiting
@@ -112,7 +101,7 @@ async def test_waiting_for_one_that_is_cut_off() -> None:
 
 async def test_who_comes_back_is_called_while_others_work() -> None:
     """Calls between those who stayed go on all the while, each answered once."""
-    async with aiorpc.local_world(["a", "b"], restart=1) as me:
+    async with world(["a", "b"], restart=1) as me:
         sleeper, counter = await create("b", Sleeper), await create("b", Counter, start=0)
         done, stop = 0, asyncio.Event()
 
@@ -124,7 +113,7 @@ async def test_who_comes_back_is_called_while_others_work() -> None:
                 done += 1
 
         working = asyncio.create_task(work())
-        await kill("a")
+        kill("a")
         await lost(call("a", asyncio.sleep, 600))
         async with asyncio.timeout(30.0):
             await me.wait_for("a")

@@ -1,0 +1,129 @@
+"""How a worker joins its world: it meets the others, starts torch's RPC and learns where they are.
+
+Every wait here has an end.
+"""
+
+import asyncio
+import logging
+from collections.abc import Sequence
+
+from . import _doors, _interfaces
+from ._agent import Agent, Member, keeps_number
+from ._bridge import send, wrap_future
+from ._place import Place
+from ._rendezvous import Meeting
+from ._threads import daemon, run_blocking
+from ._welcome import announce
+from .errors import WorldTimeout
+
+log = logging.getLogger("aiorpc_torch")
+
+GRACE = 0.5  # seconds beyond its time after which a thread that a store holds is left to it
+LEAVE = 1.0  # seconds for a start that is given up to come to its end
+REACH = 10.0  # seconds in which every peer is reached, at most
+LINKS = 1 << 20  # numbers of links for each process that is a worker
+
+
+async def join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Member]]:
+    """Start torch's RPC among the others, who are listed in rank order.
+
+    Raises:
+        WorldTimeout, ValueError: as `worker`.
+    """
+    if meeting is None:
+        number = keeps_number() or 0
+        through = place.interfaces
+        agent = await run_blocking(daemon("aiorpc-join"), lambda: _start(place, number, through))
+        return agent, [Member(place.name, 0, number, agent.address)]
+    agents: list[Agent] = []
+    joining = asyncio.ensure_future(
+        run_blocking(daemon("aiorpc-join"), lambda: _meet_all(place, meeting, agents))
+    )
+    try:
+        members = await _in_time(joining, meeting)
+        if not place.is_local and not meeting.seat.comeback:
+            await _reach(place, members, min(REACH, meeting.remaining() + GRACE))
+    except BaseException:
+        meeting.leave()
+        await asyncio.wait((joining,), timeout=LEAVE)
+        joining.cancel()
+        if agents:
+            await run_blocking(daemon("aiorpc-stop"), agents[0].stop)
+        raise
+    return agents[0], members
+
+
+async def _in_time(joining: "asyncio.Future[list[Member]]", meeting: Meeting) -> list[Member]:
+    await asyncio.wait((joining,), timeout=meeting.remaining() + GRACE)
+    if not joining.done():  # a question to the store is answered, or not, in torch's own time
+        raise WorldTimeout(f"the store at {meeting.host} no longer answers", [0])
+    return joining.result()
+
+
+def _meet_all(place: Place, meeting: Meeting, agents: list[Agent]) -> list[Member]:
+    """Blocks. Leaves the agent in `agents`, also if it raises later."""
+    seats = meeting.sign_in()
+    number = meeting.number(seats)
+    through = place.interfaces or _interfaces.found(meeting.host)
+    log.info("%s speaks through %s", place.name, _interfaces.in_words(through))
+    agents.append(_start(place, number, through))
+    meeting.publish(number, agents[0].address)
+    members = [
+        Member(seat.name, seat.rank, *where, seat.device_maps, seat.comeback * LINKS)
+        for seat, where in zip(seats, meeting.places(), strict=True)
+    ]
+    for member in members:
+        agents[0].meet(member)
+    return members
+
+
+async def _reach(place: Place, members: Sequence[Member], seconds: float) -> None:
+    """Connect with every peer: who is not reached now would be missed at the first call.
+
+    And only now: a listener of torch's ends with the first connection that is none of torch's, a
+    port scanner's say, and who has no connection by then gets none (seen on 2.13 and 2.15).
+    """
+    peers = [peer for peer in members if peer.name != place.name]
+    pings = [wrap_future(send(peer.info, _doors.ping, b"")) for peer in peers]
+    await asyncio.wait(pings, timeout=seconds)
+    missing = [
+        peer for peer, ping in zip(peers, pings, strict=True) if not ping.done() or ping.exception()
+    ]
+    for ping in pings:
+        ping.cancel()
+    if missing:
+        raise WorldTimeout(
+            f"every worker came, but {place.name!r} does not reach "
+            f"{', '.join(f'{peer.name!r} at {peer.address}' for peer in missing)}. "
+            + _advice(place),
+            [peer.rank for peer in missing],
+        )
+
+
+def _advice(place: Place) -> str:
+    return (
+        f"This worker spoke through {_interfaces.in_words(place.interfaces)}. Give each worker() "
+        "the interface= (or AIORPC_INTERFACE) at which the others reach it."
+    )
+
+
+async def come_back(place: Place, meeting: Meeting, members: list[Member]) -> None:
+    if await announce(place.name, members):
+        return
+    meeting.bury()
+    raise WorldTimeout(
+        f"{place.name!r} came back into a world of which nobody answers. If it has ended, or the "
+        f"file at {place.init_method} is of an earlier run, enter again",
+        [each.rank for each in members if each.name != place.name],
+    )
+
+
+def _start(place: Place, number: int, through: _interfaces.Choice) -> Agent:
+    with _interfaces.bound(through):
+        return Agent(
+            place.name,
+            number,
+            threads=place.threads,
+            transports=place.transports,
+            device_maps=place.device_maps,
+        )
