@@ -42,10 +42,10 @@ async def join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Membe
     try:
         members = await _in_time(joining, meeting)
         if not place.is_local and not meeting.seat.comeback:
-            await _reach(place, members, min(REACH, meeting.remaining() + GRACE))
+            await _reach(place, meeting, members)
     except BaseException:
         meeting.leave()
-        await asyncio.wait((joining,), timeout=LEAVE)
+        await asyncio.wait((joining,), timeout=min(LEAVE, meeting.remaining()))
         joining.cancel()
         if agents:
             await run_blocking(daemon("aiorpc-stop"), agents[0].stop)
@@ -64,8 +64,7 @@ def _meet_all(place: Place, meeting: Meeting, agents: list[Agent]) -> list[Membe
     """Blocks. Leaves the agent in `agents`, also if it raises later."""
     seats = meeting.sign_in()
     number = meeting.number(seats)
-    through = place.interfaces or _interfaces.found(meeting.host)
-    log.info("%s speaks through %s", place.name, _interfaces.in_words(through))
+    through = _through(place, meeting)
     agents.append(_start(place, number, through))
     meeting.publish(number, agents[0].address)
     members = [
@@ -77,7 +76,7 @@ def _meet_all(place: Place, meeting: Meeting, agents: list[Agent]) -> list[Membe
     return members
 
 
-async def _reach(place: Place, members: Sequence[Member], seconds: float) -> None:
+async def _reach(place: Place, meeting: Meeting, members: Sequence[Member]) -> None:
     """Connect with every peer: who is not reached now would be missed at the first call.
 
     And only now: a listener of torch's ends with the first connection that is none of torch's, a
@@ -85,7 +84,7 @@ async def _reach(place: Place, members: Sequence[Member], seconds: float) -> Non
     """
     peers = [peer for peer in members if peer.name != place.name]
     pings = [wrap_future(send(peer.info, _doors.ping, b"")) for peer in peers]
-    await asyncio.wait(pings, timeout=seconds)
+    await asyncio.wait(pings, timeout=min(REACH, meeting.remaining() + GRACE))
     missing = [
         peer for peer, ping in zip(peers, pings, strict=True) if not ping.done() or ping.exception()
     ]
@@ -95,14 +94,18 @@ async def _reach(place: Place, members: Sequence[Member], seconds: float) -> Non
         raise WorldTimeout(
             f"every worker came, but {place.name!r} does not reach "
             f"{', '.join(f'{peer.name!r} at {peer.address}' for peer in missing)}. "
-            + _advice(place),
+            + _advice(_through(place, meeting)),
             [peer.rank for peer in missing],
         )
 
 
-def _advice(place: Place) -> str:
+def _through(place: Place, meeting: Meeting) -> _interfaces.Choice:
+    return place.interfaces or _interfaces.found(meeting.host)
+
+
+def _advice(through: _interfaces.Choice) -> str:
     return (
-        f"This worker spoke through {_interfaces.in_words(place.interfaces)}. Give each worker() "
+        f"This worker spoke through {_interfaces.in_words(through)}. Give each worker() "
         "the interface= (or AIORPC_INTERFACE) at which the others reach it."
     )
 
@@ -119,6 +122,7 @@ async def come_back(place: Place, meeting: Meeting, members: list[Member]) -> No
 
 
 def _start(place: Place, number: int, through: _interfaces.Choice) -> Agent:
+    log.info("%s speaks through %s", place.name, _interfaces.in_words(through))
     with _interfaces.bound(through):
         return Agent(
             place.name,

@@ -19,6 +19,7 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import create, remote
+from aiorpc_torch.testing import Gate
 
 HEARTBEAT = 1.0
 STOP_TIMEOUT = 2.0
@@ -107,15 +108,15 @@ async def cut(rank: int, *, cuts: int, **world: Any) -> None:
 
 
 async def _work(peer: str) -> None:
-    ward, streams, counter = [
-        await create(peer, each) for each in (actors.Ward, actors.Streams, actors.Counter)
+    gate, streams, counter = [
+        await create(peer, each) for each in (Gate, actors.Streams, actors.Counter)
     ]
     waiting = [
-        asyncio.create_task(outcome("call", remote(ward).wait())),
-        asyncio.create_task(outcome("call with a timeout", remote(ward, timeout=0.4).wait())),
+        asyncio.create_task(outcome("call", remote(gate).passed())),
+        asyncio.create_task(outcome("call with a timeout", remote(gate, timeout=0.4).passed())),
         asyncio.create_task(outcome("stream", actors.iterate_on(streams, "follow"))),
     ]
-    await remote(ward).entered()
+    await remote(gate).entered(2)
     await remote(streams).followed()
     tell("waiting")
     await told()  # the link is cut
@@ -131,7 +132,7 @@ async def _work(peer: str) -> None:
         tries += 1
     tell("resumed", time.monotonic() - start)
     tell("counted", [tries, await remote(counter).aadd(0)])
-    tell("cancelled", [await remote(ward).gone(), await remote(streams).closed()])
+    tell("cancelled", [await remote(gate).cancelled(2), await remote(streams).closed()])
 
 
 if __name__ == "__main__":
