@@ -10,6 +10,7 @@ takes peers in and lets them go at any time; a peer's number must be new if it c
 broken pipe stays under the old one; after `join` what others close is closed without a word.
 """
 
+import atexit
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -142,6 +143,13 @@ class Agent:
 
     def stop(self) -> None:
         """Close the pipes and end the threads. Waits for nobody."""
+        rpc.shutdown(graceful=False)
+
+
+@atexit.register
+def _stop_at_exit() -> None:
+    # A process that ends inside its world would end with "terminate called" (2.13, 2.15).
+    if is_running():
         rpc.shutdown(graceful=False)
 
 

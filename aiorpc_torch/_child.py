@@ -62,6 +62,7 @@ class Child:
         with _sigint_held_back():
             self._process.start()
         theirs.close()
+        _alive.add(self)
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._listen)
 
     def __repr__(self) -> str:
@@ -88,11 +89,16 @@ class Child:
         code = self._process.exitcode
         return None if code == 0 else WorkerLost(self.name, f"its process ended with code {code}")
 
+    def kill(self) -> None:
+        """End the process, whatever it does."""
+        self._process.kill()
+
     def close(self) -> None:
         """Kill the process, if it has not ended."""
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
+        _alive.discard(self)
         self._process.close()
         self._pipe.close()
 
@@ -108,6 +114,17 @@ def _sigint_held_back() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+_alive: set[Child] = set()
+
+
+@atexit.register
+def _end_all() -> None:
+    # Before multiprocessing's own exit function, which waits for children: those of a world that
+    # was never left wait for this process.
+    for child in _alive:
+        child.kill()
 
 
 # ── in the child ────────────────────────────────────────────────────────────────────────────────

@@ -270,10 +270,10 @@ def run(path: Path, *args: str, **environment: str) -> subprocess.CompletedProce
 
 
 @contextlib.contextmanager
-def started(path: Path) -> Iterator[subprocess.Popen[str]]:
+def started(path: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
     """The same, running, in a process group of its own, which does not outlive the block."""
     with subprocess.Popen(
-        [sys.executable, str(path)],
+        [sys.executable, str(path), *args],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

@@ -1,0 +1,172 @@
+"""SIGTERM and Ctrl-C, sent to programs as terminals, supervisors and schedulers send them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from test_worlds import program, run, started
+
+import aiorpc_torch as aiorpc
+
+pytestmark = pytest.mark.worlds
+
+PATIENT = """
+    async def main(me):
+        os.write(1, f"{me.name} {os.getpid()}\\n".encode())
+        await asyncio.sleep(600)
+    if __name__ == "__main__":
+        aiorpc.run_local(main, 3)
+"""
+
+STUBBORN = """
+    async def main(me):
+        os.write(1, f"{me.name} {os.getpid()}\\n".encode())
+        while me.rank == 0:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                os.write(1, b"not yet\\n")
+        await asyncio.sleep(600)
+    if __name__ == "__main__":
+        aiorpc.run_local(main, 3)
+"""
+
+
+def processes(parent: "subprocess.Popen[str]", count: int = 3) -> list[psutil.Process]:
+    """Those that said that they are there."""
+    assert parent.stdout is not None
+    return [psutil.Process(int(parent.stdout.readline().split()[1])) for _ in range(count)]
+
+
+def all_gone(found: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(found, timeout=2.0)
+    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+@pytest.mark.parametrize("whom", ["parent", "all"])
+def test_sigterm_is_orderly(tmp_path: Path, whom: str) -> None:
+    """To the parent alone, or to all as systemd does: code 143, in two seconds, no traceback."""
+    with started(program(tmp_path, PATIENT)) as parent:
+        found = processes(parent)
+        start = time.monotonic()
+        (os.killpg if whom == "all" else os.kill)(parent.pid, signal.SIGTERM)
+        _, errors = parent.communicate(timeout=20)
+        took = time.monotonic() - start
+        assert all_gone(found)
+    assert took < 2.0
+    assert parent.returncode == 143
+    assert "Traceback" not in errors
+    assert "terminate" not in errors
+
+
+def test_sigterm_of_one_worker(tmp_path: Path) -> None:
+    """Its peer is told; its own clean-up runs, and its exit code says what it was."""
+    path = program(
+        tmp_path,
+        """
+        async def main(rank, where):
+            try:
+                async with aiorpc.worker(rank=rank, world_size=2, init_method=where) as me:
+                    await aiorpc.call(1 - rank, os.getpid)
+                    if rank == 1:
+                        os.write(1, f"worker {os.getpid()}\\n".encode())
+                        await asyncio.sleep(600)
+                    try:
+                        await aiorpc.call(1, asyncio.sleep, 600)
+                    except aiorpc.WorkerLost as lost:
+                        print(lost)
+            finally:
+                print(f"cleaned up {rank}")
+        if __name__ == "__main__":
+            asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
+        """,
+    )
+    where = f"file://{tmp_path}/store"
+    with started(path, "1", where) as one, started(path, "0", where) as zero:
+        processes(one, 1)[0].terminate()
+        said, errors = one.communicate(timeout=20)
+        assert (one.returncode, said) == (143, "cleaned up 1\n"), errors
+        heard, errors = zero.communicate(timeout=20)
+        assert zero.returncode == 0, errors
+    assert heard == "worker 'worker1' is lost: its block was cancelled\ncleaned up 0\n"
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """Whatever the program does with the first: its children are gone too."""
+    with started(program(tmp_path, STUBBORN)) as parent:
+        found = processes(parent)
+        assert parent.stdout is not None
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.stdout.readline() == "not yet\n"
+        start = time.monotonic()
+        os.killpg(parent.pid, signal.SIGINT)
+        _, errors = parent.communicate(timeout=20)
+        assert time.monotonic() - start < 1.0
+        assert all_gone(found)
+    assert parent.returncode == 130
+    assert "terminate" not in errors
+
+
+def test_a_programs_own_handlers_stay(tmp_path: Path) -> None:
+    """Who handles a signal itself goes on doing so; afterwards all is as it was."""
+    path = program(
+        tmp_path,
+        """
+        import signal
+        async def main():
+            before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+            async with aiorpc.local_world(0):
+                changed = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.05)
+            after = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+            print(after == before, changed[1] is before[1], changed[0] is before[0])
+        if __name__ == "__main__":
+            signal.signal(signal.SIGTERM, lambda *_: print("mine"))
+            asyncio.run(main())
+        """,
+    )
+    done = run(path)
+    assert (done.stdout, done.stderr) == ("mine\nTrue True False\n", "")
+
+
+def test_a_world_in_a_thread() -> None:
+    """Signals are the main thread's: elsewhere nothing is touched."""
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    async def live() -> None:
+        async with aiorpc.local_world(0) as me:
+            seen.append((me.name, signal.getsignal(signal.SIGTERM) is before))
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    thread.join()
+    assert seen == [("main", True)]
+
+
+def test_a_world_that_is_never_left(tmp_path: Path) -> None:
+    """The program ends all the same: no "terminate called", no abort."""
+    path = program(
+        tmp_path,
+        """
+        async def main():
+            context = aiorpc.local_world(["a"])
+            await context.__aenter__()
+            globals()["kept"] = context
+            print(await aiorpc.call("a", os.getpid) > 0)
+        if __name__ == "__main__":
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(main())
+        """,
+    )
+    with started(path) as process:
+        said, errors = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, "True\n")
+    assert "terminate" not in errors
