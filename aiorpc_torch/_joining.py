@@ -11,9 +11,9 @@ from . import _doors, _interfaces
 from ._agent import Agent, Member, keeps_number
 from ._bridge import send, wrap_future
 from ._place import Place
-from ._rendezvous import Meeting
+from ._rendezvous import Location, Meeting
 from ._threads import daemon, run_blocking
-from ._welcome import announce
+from ._welcome import ask
 from .errors import WorldTimeout
 
 log = logging.getLogger("aiorpc_torch")
@@ -41,7 +41,9 @@ async def join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Membe
     )
     try:
         members = await _in_time(joining, meeting)
-        if not place.is_local and not meeting.seat.comeback:
+        if meeting.seat.comeback:
+            members = await _come_back(place, meeting, agents[0], members)
+        elif not place.is_local:
             await _reach(place, meeting, members)
     except BaseException:
         meeting.leave()
@@ -64,16 +66,22 @@ def _meet_all(place: Place, meeting: Meeting, agents: list[Agent]) -> list[Membe
     """Blocks. Leaves the agent in `agents`, also if it raises later."""
     seats = meeting.sign_in()
     number = meeting.number(seats)
-    through = _through(place, meeting)
-    agents.append(_start(place, number, through))
-    meeting.publish(number, agents[0].address)
-    members = [
-        Member(seat.name, seat.rank, *where, seat.device_maps, seat.comeback * LINKS)
-        for seat, where in zip(seats, meeting.places(), strict=True)
-    ]
+    agents.append(_start(place, number, _through(place, meeting)))
+    here = Location(number, agents[0].address)
+    if not meeting.seat.comeback:
+        meeting.publish(here)
+        meeting.wait_for_places()
+    members = _members(meeting, here)
     for member in members:
         agents[0].meet(member)
     return members
+
+
+def _members(meeting: Meeting, here: Location) -> list[Member]:
+    return [
+        Member(seat.name, seat.rank, *where, seat.device_maps, seat.comeback * LINKS)
+        for seat, where in meeting.members(here)
+    ]
 
 
 async def _reach(place: Place, meeting: Meeting, members: Sequence[Member]) -> None:
@@ -110,15 +118,31 @@ def _advice(through: _interfaces.Choice) -> str:
     )
 
 
-async def come_back(place: Place, meeting: Meeting, members: list[Member]) -> None:
-    if await announce(place.name, members):
-        return
-    meeting.bury()
-    raise WorldTimeout(
-        f"{place.name!r} came back into a world of which nobody answers. If it has ended, or the "
-        f"file at {place.init_method} is of an earlier run, enter again",
-        [each.rank for each in members if each.name != place.name],
-    )
+async def _come_back(
+    place: Place, meeting: Meeting, agent: Agent, members: list[Member]
+) -> list[Member]:
+    """Take the place of one that died, if all agree."""
+    in_thread = daemon("aiorpc-join")
+    try:
+        answered = await ask(members[place.rank], members)
+    except ValueError:
+        await run_blocking(in_thread, meeting.withdraw)
+        raise
+    if not answered:
+        await run_blocking(in_thread, meeting.bury)
+        raise WorldTimeout(
+            f"{place.name!r} came back into a world of which nobody answers. If it has ended, or "
+            f"the file at {place.init_method} is of an earlier run, enter again",
+            [each.rank for each in members if each.name != place.name],
+        )
+    here = Location(members[place.rank].number, agent.address)
+    await run_blocking(in_thread, lambda: meeting.publish(here))
+    # Two who come back at once: each has published before it looks, so one sees the other.
+    found = await run_blocking(in_thread, lambda: _members(meeting, here))
+    for member, before in zip(found, members, strict=True):
+        if member.number != before.number:
+            agent.replace(member)
+    return found
 
 
 def _start(place: Place, number: int, through: _interfaces.Choice) -> Agent:

@@ -46,6 +46,7 @@ class Meeting:
         self._timeout = timeout
         self._end = time.monotonic() + timeout
         self._left = threading.Event()
+        self._held = ""  # what was written at the seat before
         # Kept for the life of the world: rank 0's is the server.
         self._store = Store(init_method, seat, timeout)
 
@@ -85,21 +86,31 @@ class Meeting:
             return int(self._store.get("complete")) + self.seat.comeback
         return numbers(seats)[self.seat.rank]
 
-    def publish(self, number: int, address: str) -> None:
-        """Let the others know where this worker is, and torch's number of it."""
-        self._store.set(f"place/{self.seat.rank}", json.dumps([number, address]))
+    def publish(self, here: Location) -> None:
+        """Let the others know where this worker is."""
+        self._store.set(f"place/{self.seat.rank}", json.dumps(here))
 
-    def places(self) -> list[Location]:
-        """Everybody's number and address, in rank order, once all are known.
+    def wait_for_places(self) -> None:
+        """Until everybody has published.
 
         Raises:
-            WorldTimeout: naming the ranks that started and did not get ready.
+            WorldTimeout: naming the ranks that came and did not start.
         """
         self._wait_for("place", "start", _nothing)
-        return [self._location(rank) for rank in self._ranks()]
 
-    def _location(self, rank: int) -> Location:
+    def members(self, here: Location) -> list[tuple[Seat, Location]]:
+        """Who they are and where, as of now, in rank order; this worker is `here`."""
+        seats = [Seat.load(self._store.get(f"seat/{rank}")) for rank in self._ranks()]
+        return [(seat, self._location(seat.rank, here)) for seat in seats]
+
+    def _location(self, rank: int, here: Location) -> Location:
+        if rank == self.seat.rank:
+            return here
         return Location(*json.loads(self._store.get(f"place/{rank}")))
+
+    def withdraw(self) -> None:
+        """Leave the seat to whom it was taken from: that one lives."""
+        self._store.swap(f"seat/{self.seat.rank}", self.seat.dump(), self._held)
 
     def bury(self) -> None:
         """Nobody of this world lives: whoever comes next begins another."""
@@ -172,7 +183,7 @@ class Meeting:
         held = self._store.get(f"seat/{self.seat.rank}")
         comeback = self._store.add("comebacks", 1)
         self.seat = replace(self.seat, comeback=comeback)
-        mine = self.seat.dump()
+        mine, self._held = self.seat.dump(), held
         if self._store.swap(f"seat/{self.seat.rank}", held, mine) != mine:
             raise ValueError(f"two workers come back as rank {self.seat.rank}; one: {self.seat}")
         seats: dict[int, Seat] = {}

@@ -1,7 +1,8 @@
 """A worker that comes back: its peers are told, and take it in the place of the process that died.
 
-Only tables change, here and there: torch's of who is where, the outbox's, the server's and the
-vigil's. Nobody else is disturbed.
+All are asked first, lest some believe the newcomer and some its predecessor. Then only tables
+change, here and there: torch's of who is where, the outbox's, the server's and the vigil's. Nobody
+else is disturbed.
 """
 
 import asyncio
@@ -21,33 +22,46 @@ from ._vigil import Vigil
 
 log = logging.getLogger("aiorpc_torch")
 
-MEET = 2.0  # seconds for a peer to say whether it takes a worker back
+LIVES = 3.0  # seconds in which a process that is replaced would say that it lives
+MEET = 2 * LIVES  # seconds for a peer to answer a newcomer
+
+Answers = list[str | BaseException]
 
 
-async def announce(name: str, members: Sequence[Member]) -> bool:
-    """Tell every peer that this worker has taken the place of one that died; whether one answers.
+async def ask(me: Member, members: Sequence[Member]) -> bool:
+    """Ask every peer whether `me` may take the place of one that died; whether anybody answers.
 
     Raises:
         ValueError: if a peer sees that one alive.
     """
-    me = next(each for each in members if each.name == name)
-    words = json.dumps(asdict(me)).encode()
-    answers = await asyncio.gather(
-        *(_tell(each, words) for each in members if each is not me), return_exceptions=True
-    )
+    answers = await _tell(me, members, ask=True)
     if refusals := [answer for answer in answers if isinstance(answer, str) and answer]:
         raise ValueError(refusals[0])
-    return any(answer == "" for answer in answers)
+    return "" in answers
 
 
-async def _tell(peer: Member, words: bytes) -> Any:
-    async with asyncio.timeout(2 * MEET):
+async def announce(me: Member, members: Sequence[Member]) -> None:
+    """Tell every peer that it has."""
+    for answer in await _tell(me, members, ask=False):
+        if answer != "":
+            log.info("%s comes back: %s", me.name, answer)
+
+
+async def _tell(me: Member, members: Sequence[Member], *, ask: bool) -> Answers:
+    words = json.dumps({"ask": ask, "member": asdict(me)}).encode()
+    peers = [each for each in members if each.name != me.name]
+    told = (_tell_one(each, words) for each in peers)
+    return await asyncio.gather(*told, return_exceptions=True)
+
+
+async def _tell_one(peer: Member, words: bytes) -> str:
+    async with asyncio.timeout(MEET):
         answer = await wrap_future(send(peer.info, _doors.meet, words))
-    return answer.get() if isinstance(answer, Failure) else answer
+    return str(answer.get() if isinstance(answer, Failure) else answer)
 
 
 class Welcome:
-    """How a worker takes a peer back: after a look whether its predecessor lives."""
+    """How a worker takes a peer back: first it is asked, then it is told."""
 
     def __init__(
         self,
@@ -72,17 +86,22 @@ class Welcome:
 
     async def _meet(self, words: bytes, reply: Any) -> None:
         try:
-            reply.set_result(await self._take_back(Member(**json.loads(words))))
+            said = json.loads(words)
+            member = Member(**said["member"])
+            reply.set_result(await (self._judge if said["ask"] else self._take_back)(member))
         except Exception as exc:
             log.warning("a worker could not be taken back: %r", exc)
             reply.set_result(f"{self._outbox.name} could not take it back: {exc!r}")
+
+    async def _judge(self, member: Member) -> str:
+        if await self._lives(self._peers[member.name]):
+            return f"two workers are called {member.name!r}: the first one lives"
+        return ""
 
     async def _take_back(self, member: Member) -> str:
         old = self._peers[member.name]
         if old.number == member.number:
             return ""
-        if await self._lives(old):
-            return f"two workers are called {member.name!r}: the first one lives"
         past = self._agent.replace(member)
         self._peers[member.name] = member
         self._outbox.replace(member, past)
@@ -92,7 +111,7 @@ class Welcome:
 
     async def _lives(self, peer: Member) -> bool:
         try:
-            async with asyncio.timeout(MEET / 2):
+            async with asyncio.timeout(LIVES):
                 await wrap_future(send(peer.info, _doors.ping, b""))
         except Exception:
             return False

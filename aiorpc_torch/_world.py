@@ -13,7 +13,7 @@ from . import _doors, _interfaces, _outbox
 from ._agent import DeviceMaps, is_running, local_devices
 from ._environment import all_are_here, meeting_place, number
 from ._interruption import Interruption
-from ._joining import LINKS, come_back, join
+from ._joining import LINKS, join
 from ._leaving import Leaving, describe
 from ._outbox import Outbox
 from ._place import OnFailure, Place, Worker
@@ -21,7 +21,7 @@ from ._rendezvous import Meeting
 from ._server import Server
 from ._signals import orderly
 from ._vigil import Vigil
-from ._welcome import Welcome
+from ._welcome import Welcome, announce
 
 __all__ = ("worker",)
 
@@ -123,8 +123,8 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
         server.welcome(Welcome(agent, outbox, server, vigil, peers).met)
         failure = "it could not enter its world"
         try:
-            if meeting is not None and comeback:
-                await come_back(place, meeting, members)
+            if comeback:
+                await announce(members[place.rank], members)
             server.open()
             me = Worker(place.name, place.rank, place.world_size, tuple(peers), comeback, vigil)
             log.info("%r: the world is complete", me)

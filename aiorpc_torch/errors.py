@@ -37,8 +37,8 @@ class CallTimeout(RpcError, TimeoutError):
 class WorkerLost(RpcError, ConnectionError):
     """The worker is gone. The call may or may not have run.
 
-    `worker` is its name. A world's membership is fixed, so the worker does not come back into
-    this world: finish without it, or leave and start a new world.
+    `worker` is its name. Finish without it, or let it be started again (`restart=`) and
+    `await me.wait_for(name)`; what it held is to be created anew.
     """
 
     def __init__(self, worker: str, reason: str = "the connection broke") -> None:

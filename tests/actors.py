@@ -272,6 +272,12 @@ async def remaining() -> float | None:
     return budget(deadline_in(None))
 
 
+def address() -> str:
+    """Where others reach this worker, as torch has it."""
+    found: str = rpc.api._get_current_rpc_agent().store.get(f"addrs/{name_of_worker()}").decode()
+    return found
+
+
 def pid() -> int:
     """This process."""
     return os.getpid()

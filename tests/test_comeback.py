@@ -1,6 +1,11 @@
 """Workers that come back: what those who called them see, and what stays as it was."""
 
 import asyncio
+import contextlib
+import signal
+import socket
+import subprocess
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -8,7 +13,7 @@ from typing import Any
 import actors
 import pytest
 from actors import Batching, Counter, Sleeper
-from test_worlds import program, run
+from test_worlds import program, run, started
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, fetch, remote
@@ -215,3 +220,85 @@ def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
             assert last.endswith("its block raised LookupError: of rank 1")
             assert "aiorpc_torch.errors.RemoteTraceback: on worker 'worker1'" in ends[rank].stderr
     assert ends[1].returncode == (1 if how == "raise" else 9)
+
+
+# ── processes that nobody supervises ────────────────────────────────────────────────────────────
+
+ALONE = """
+    async def main(rank, where):
+        async with aiorpc.worker(rank=rank, world_size=3, init_method=where) as me:
+            os.write(1, f"{me.name} {os.getpid()} {me.comeback}\\n".encode())
+            if rank == 0:
+                try:
+                    await aiorpc.call(1, asyncio.sleep, 600)
+                except aiorpc.WorkerLost as lost:
+                    os.write(1, b"lost\\n")
+                await me.wait_for("worker1")
+                os.write(1, f"back {await aiorpc.call(1, os.getpid)}\\n".encode())
+            else:
+                try:
+                    await aiorpc.call(0, asyncio.sleep, 600)
+                except Exception as exc:
+                    os.write(1, f"{type(exc).__name__}: {exc}\\n".encode())
+    if __name__ == "__main__":
+        asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
+"""
+
+
+@contextlib.contextmanager
+def three(tmp_path: Path) -> Iterator[tuple[Path, str, list["subprocess.Popen[str]"]]]:
+    """A world of processes that only a shell started, all of them in it."""
+    path, where = program(tmp_path, ALONE), f"file://{tmp_path}/store"
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(started(path, str(rank), where)) for rank in range(3)]
+        for rank, process in enumerate(found):
+            assert line(process).split() == [f"worker{rank}", str(process.pid), "0"]
+        yield path, where, found
+
+
+def line(process: "subprocess.Popen[str]") -> str:
+    assert process.stdout is not None
+    return process.stdout.readline()
+
+
+def test_whoever_is_started_again_comes_back(tmp_path: Path) -> None:
+    """In the place of one that died, and only of such a one."""
+    with three(tmp_path) as (path, where, found):
+        with started(path, "1", where) as second:
+            _, errors = second.communicate(timeout=30)
+        assert second.returncode == 1
+        last = errors.splitlines()[-1]
+        assert last == "ValueError: two workers are called 'worker1': the first one lives"
+        found[1].kill()
+        assert line(found[0]) == "lost\n"
+        with started(path, "1", where) as third:
+            assert line(third).split() == ["worker1", str(third.pid), "2"]
+            assert line(found[0]) == f"back {third.pid}\n"
+
+
+def test_who_was_replaced_is_nobody(tmp_path: Path) -> None:
+    """A frozen process that has a successor is told so, by all, when it thaws."""
+    with three(tmp_path) as (path, where, found):
+        found[1].send_signal(signal.SIGSTOP)
+        try:
+            with started(path, "1", where) as second:
+                assert line(second).split() == ["worker1", str(second.pid), "1"]
+                assert line(found[0]) == "lost\n"
+                assert line(found[0]) == f"back {second.pid}\n"
+                found[1].send_signal(signal.SIGCONT)
+                assert (
+                    line(found[1])
+                    == "NotServing: worker 'worker1' has a successor: this is not it\n"
+                )
+        finally:
+            found[1].kill()
+
+
+async def test_a_stranger_ends_a_listener() -> None:
+    """Who knocks at a worker's port and goes away again locks out all who are not there yet."""
+    async with world(["a", "b"], transports=["uv"], stop_timeout=1.0):
+        host, _, port = (await call("a", actors.address)).removeprefix("uv://").rpartition(":")
+        socket.create_connection((host, int(port)), 5.0).close()
+        assert await call("a", actors.pid), "the connection that is there goes on"
+        with pytest.raises((aiorpc.CallTimeout, WorkerLost)), aiorpc.timeout(1.0):
+            await call("b", actors.ask_back, "a")

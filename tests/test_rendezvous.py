@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch._C._distributed_c10d import TCPStore
 
 from aiorpc_torch import WorldTimeout, _rendezvous
-from aiorpc_torch._rendezvous import Meeting
+from aiorpc_torch._rendezvous import Location, Meeting
 from aiorpc_torch._seat import Seat, numbers
 
 
@@ -66,6 +66,17 @@ def as_client(self: Any, host: str, port: int) -> tuple[str, int, bool]:
     return host, port, False
 
 
+def places(meeting: Meeting) -> list[Location]:
+    """As that worker finds the others; its own is as it was published."""
+    nowhere = replace(meeting.seat, rank=-1)
+    meeting.wait_for_places()
+    meeting.seat, own = nowhere, meeting.seat
+    try:
+        return [where for _, where in meeting.members(Location(-1, ""))]
+    finally:
+        meeting.seat = own
+
+
 def failure(future: "Future[Any]") -> BaseException:
     exc = future.exception(20.0)
     assert exc is not None
@@ -85,9 +96,10 @@ def test_everybody_learns_of_everybody(hall: Hall) -> None:
     coming = [hall.pool.submit(each.sign_in) for each in meetings]
     assert [names(each) for each in coming] == [["w0", "w1", "w2"]] * 3
     for each in meetings:
-        each.publish(each.number(coming[0].result()), f"at {each.seat.name}")
+        number = each.number(coming[0].result())
+        each.publish(Location(number, f"at {each.seat.name}"))
     for each in meetings:
-        assert each.places() == [(0, "at w0"), (1, "at w1"), (2, "at w2")]
+        assert places(each) == [(0, "at w0"), (1, "at w1"), (2, "at w2")]
 
 
 def test_missing_ranks_are_named_to_all(hall: Hall) -> None:
@@ -110,9 +122,9 @@ def test_missing_at_the_second_step(hall: Hall) -> None:
     meetings = [hall.meeting(seat(rank, 2), timeout=1.0) for rank in (0, 1)]
     for each in [hall.pool.submit(each.sign_in) for each in meetings]:
         each.result(20.0)
-    meetings[0].publish(0, "here")
+    meetings[0].publish(Location(0, "here"))
     with pytest.raises(WorldTimeout, match=r"1 of 2 workers did not start within 1 s: rank 1$"):
-        meetings[0].places()
+        meetings[0].wait_for_places()
 
 
 def test_leaving_ends_the_wait_and_tells(hall: Hall) -> None:
@@ -173,7 +185,7 @@ def test_two_with_one_rank(hall: Hall) -> None:
 def await_seat(hall: Hall, rank: int) -> None:
     """Until somebody has taken that seat, and shown that it lives."""
     probe = hall.meeting(seat(0))._store
-    probe.open()
+    probe.open(threading.Event())
     while not probe.has(f"seat/{rank}") or not probe.add(f"beat/{rank}", 0):
         threading.Event().wait(0.005)
 
@@ -182,7 +194,7 @@ def test_the_seat_of_one_that_died_waiting_is_free(hall: Hall, monkeypatch: Any)
     """A process that is started again while the others still wait is no second one."""
     monkeypatch.setattr(_rendezvous, "_BEAT", 0.01)
     store = hall.meeting(seat(1))._store
-    store.open()
+    store.open(threading.Event())
     store.set("seat/1", seat(1, pid=77).dump())  # and no sign of life ever
     coming = [hall.comes(seat(rank, pid=78)) for rank in (0, 1)]
     await_seat(hall, 1)  # somebody that lives
@@ -211,8 +223,8 @@ def meet(hall: Hall, seats: list[Seat]) -> list[Meeting]:
     def live(meeting: Meeting) -> None:
         found = meeting.sign_in()
         number = meeting.number(found)
-        meeting.publish(number, f"{meeting.seat.name} at {number}")
-        meeting.places()
+        meeting.publish(Location(number, f"{meeting.seat.name} at {number}"))
+        meeting.wait_for_places()
 
     for each in [hall.pool.submit(live, meeting) for meeting in meetings]:
         each.result(20.0)
@@ -234,7 +246,7 @@ def test_a_store_serves_one_world_after_another(hall: Hall) -> None:
     part(hall, first)
     # Who was rank 1 is rank 0 now, beside a process that was in no world yet.
     second = meet(hall, [seat(0, 3, number=1), seat(1, 3), seat(2, 3)])
-    found = second[2].places()
+    found = places(second[2])
     assert [place.number for place in found] == [1, 5, 2]
     assert [place.address for place in found] == ["w0 at 1", "w1 at 5", "w2 at 2"]
 
@@ -247,8 +259,18 @@ def test_who_comes_back_is_told_of_all(hall: Hall) -> None:
         found = back.sign_in()
         assert [each.comeback for each in found] == [0, count, 0]
         assert back.number(found) == 2 + count
-        back.publish(back.number(found), f"back, {count}")
-        assert [place.number for place in back.places()] == [0, 2 + count, 2]
+        back.publish(Location(back.number(found), f"back, {count}"))
+        assert [place.number for place in places(back)] == [0, 2 + count, 2]
+
+
+def test_who_is_refused_leaves_its_seat(hall: Hall) -> None:
+    """To the one that lives."""
+    first = meet(hall, [seat(rank, 2, pid=77) for rank in (0, 1)])
+    refused = hall.meeting(seat(1, 2, pid=78))
+    refused.sign_in()
+    assert [who.pid for who, _ in first[0].members(Location(0, ""))] == [77, 78]
+    refused.withdraw()
+    assert [who.pid for who, _ in first[0].members(Location(0, ""))] == [77, 77]
 
 
 def test_who_comes_back_wrong(hall: Hall) -> None:
