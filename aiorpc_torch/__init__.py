@@ -11,7 +11,7 @@ The map of the house, from the ground up; imports point down only.
     _eager                                 coroutines that never wait, without a task of their own
     _bridge, _tensors                      torch's futures awaited; tensors as bytes
     _wire                                  what a call asks for; values pickled
-    _columns                               many values of one kind
+    _columns, _exports                     many values of one kind; what is answered to
     _message                               calls and results as they travel
     _line, _jobs, _streams                 the callee: one caller's calls, each being answered
     _arrivals, _runner, _server, _doors    from a message to the loop or a thread, and back
@@ -47,6 +47,7 @@ from ._world import Worker as Worker
 from ._world import worker as worker
 from .errors import BatchContractError as BatchContractError
 from .errors import CallTimeout as CallTimeout
+from .errors import NotExported as NotExported
 from .errors import NotServing as NotServing
 from .errors import QueueFull as QueueFull
 from .errors import RemoteError as RemoteError
@@ -64,6 +65,7 @@ __all__ = (
     "Broadcast",
     "CallTimeout",
     "Fill",
+    "NotExported",
     "NotServing",
     "QueueFull",
     "RRef",

@@ -53,7 +53,7 @@ def ping(_: bytes) -> "Future[Any]":
 @functions.async_execution  # type: ignore[untyped-decorator]
 def watch(name: bytes) -> "Future[Any]":
     """Not answered until worker `name` or this one leaves: what breaks it is this one's death."""
-    return nobody() if _serving is None else _serving.watched(name.decode())
+    return nobody() if _serving is None else _serving.watched(name)
 
 
 def serving() -> Server | None:

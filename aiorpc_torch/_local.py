@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from ._child import Child, Main, Word, close_all
+from ._exports import Export, as_exports
 from ._world import DeviceMaps, Place, Worker, new_meeting_place, take_place
 
 __all__ = ("local_world", "run_local")
@@ -33,6 +34,7 @@ async def local_world(
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
+    exports: Sequence[Export] | None = None,
 ) -> AsyncIterator[Worker]:
     """A world embedded in this process: it is rank 0, and its children serve until it leaves.
 
@@ -53,6 +55,7 @@ async def local_world(
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that each process waits for the others when it leaves.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
+        exports: what each process answers to, as for `worker`.
 
     Raises:
         WorldTimeout: if children did not come in time.
@@ -61,7 +64,9 @@ async def local_world(
         RuntimeError: if this process is in a world already.
     """
     names = [name, *_names(workers, first=1)]
-    with _places(names, threads, transports, start_timeout, stop_timeout, heartbeat) as places:
+    with _places(
+        names, threads, transports, start_timeout, stop_timeout, heartbeat, exports
+    ) as places:
         mine = replace(places[0], device_maps=device_maps or {})
         async with _children(places[1:], None, ()) as children:
             async with contextlib.AsyncExitStack() as stack:
@@ -80,6 +85,7 @@ def run_local(
     transports: Sequence[str] | None = None,
     start_timeout: float = 60.0,
     heartbeat: float = 10.0,
+    exports: Sequence[Export] | None = None,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -95,6 +101,7 @@ def run_local(
         transports: of each process, as for `worker`.
         start_timeout: seconds for the world to be complete.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
+        exports: what each process answers to, as for `worker`.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError: as `local_world`.
@@ -105,7 +112,7 @@ def run_local(
         raise ValueError("run_local needs at least one worker")
     # No stop_timeout: the processes are watched, so nobody waits for the dead, however long the
     # living take.
-    with _places(names, threads, transports, start_timeout, None, heartbeat) as places:
+    with _places(names, threads, transports, start_timeout, None, heartbeat, exports) as places:
         return asyncio.run(_run(main, places, tuple(args)))
 
 
@@ -135,7 +142,9 @@ def _places(
     start_timeout: float,
     stop_timeout: float | None,
     heartbeat: float,
+    exports: Sequence[Export] | None,
 ) -> Iterator[list[Place]]:
+    answers = None if exports is None else as_exports(exports)
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
     with new_meeting_place() as where:
@@ -150,6 +159,7 @@ def _places(
                 start_timeout=start_timeout,
                 stop_timeout=stop_timeout,
                 heartbeat=heartbeat,
+                exports=answers,
                 is_local=True,
             )
             for rank, name in enumerate(names)

@@ -10,7 +10,7 @@ import itertools
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -18,12 +18,14 @@ from torch._C import Future as AnyFuture
 from torch.futures import Future
 
 from ._arrivals import arrived, unreadable
+from ._exceptions import Failure
+from ._exports import Exports
 from ._jobs import Devices, Job, RpcJob, TorchJob
-from ._line import Line
-from ._message import Message, load
+from ._line import Line, Repeated
+from ._message import Message, dump_results, load
 from ._runner import Runner
 from ._streams import StreamJob
-from .errors import NotServing
+from .errors import NotServing, RemoteError
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -42,8 +44,12 @@ class _Batch:
 class Server:
     """Answers calls on the loop that it was made on, from `open` until `close`."""
 
-    def __init__(self, name: str, threads: int, devices: Devices) -> None:
+    def __init__(
+        self, name: str, threads: int, devices: Devices, exports: Exports | None = None
+    ) -> None:
         self.name = name
+        self.members: Container[str] | None = None  # who may call; None: whoever can
+        self._exports = exports
         self.goodbyes: dict[str, bool] = {}  # each peer's latest: whether it leaves on its own
         self.heard: Callable[[str], None] = _nobody_asks
         self._farewells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -72,18 +78,34 @@ class Server:
     def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
         reply: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
-        message = load(data)
+        try:
+            message = load(data)
+            line = self._lines.get((message.caller, message.link)) or self._new_line(message)
+            line.expect(message)
+        except BaseException as exc:
+            return self._not_taken(reply, exc)
         self.heard(message.caller)
-        line = self._lines.get((message.caller, message.link)) or self._new_line(message)
         calls = len(message.numbers)
         poll = not calls and not message.controls()
         carrier = line.admit(reply, calls, poll=poll, own=message.own)
         try:
-            jobs = arrived(message, tensors, line, carrier, self.name) if calls else []
-        except Exception as exc:  # whatever is wrong with it, those that follow have their turn
+            jobs = (
+                arrived(message, tensors, line, carrier, self.name, self._exports) if calls else []
+            )
+        except BaseException as exc:  # whatever is wrong with it, those that follow have their turn
             log.warning("a message from %s cannot be read: %r", line.caller, exc)
             jobs = unreadable(message, line, carrier, self.name, exc)
         self._in_order(line, _Batch(message, jobs))
+        return reply  # type: ignore[no-any-return]
+
+    def _not_taken(self, reply: Any, exc: BaseException) -> "Future[Any]":
+        # Nothing has changed; its sender sends an empty message in its place, for the order.
+        if isinstance(exc, Repeated):
+            reply.set_result(dump_results((), ()))
+            return reply  # type: ignore[no-any-return]
+        log.warning("worker %r takes a message for none: %r", self.name, exc)
+        error = RemoteError(f"worker {self.name!r} cannot take the message in: {exc!r}")
+        reply.set_result(Failure.of(error, self.name))
         return reply  # type: ignore[no-any-return]
 
     def accept_torch(
@@ -95,9 +117,15 @@ class Server:
         self._runner.on_loop(functools.partial(self._runner.begin, job))
         return reply
 
-    def watched(self, peer: str) -> "Future[Any]":
-        """What completes when `peer`, or this worker, leaves."""
+    def watched(self, name: bytes) -> "Future[Any]":
+        """What completes when worker `name`, or this one, leaves; at once for no worker's name."""
         watch: Future[Any] = Future()
+        try:
+            peer = name.decode()
+            self._check_member(peer)
+        except Exception:
+            watch.set_result(None)
+            return watch
         with self._lock:
             self._watches.append((peer, watch))
         return watch
@@ -107,9 +135,14 @@ class Server:
         self._runner.in_threads((task,))
 
     def _new_line(self, message: Message) -> Line:
+        self._check_member(message.caller)
         with self._lock:
             fresh = Line(message.caller, self._runner.after_turn, self._devices)
             return self._lines.setdefault((message.caller, message.link), fresh)
+
+    def _check_member(self, name: str) -> None:
+        if self.members is not None and name not in self.members:
+            raise ValueError(f"no worker {name!r} in this world")
 
     def _in_order(self, line: Line, batch: _Batch) -> None:
         with line.lock:
@@ -161,7 +194,10 @@ class Server:
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, line: Line, batch: _Batch) -> None:
-        self._control(line, batch.message)  # of calls in earlier messages, so before these
+        try:
+            self._control(line, batch.message)  # of calls in earlier messages, so before these
+        except Exception as exc:
+            log.warning("a message from %s asks for what cannot be: %r", line.caller, exc)
         if self._closed:
             self._refuse(batch.jobs, line)
             return

@@ -86,7 +86,7 @@ class Vigil:
     def _answered(self, peer: str, answer: "Future[Any]") -> None:
         try:
             answer.wait()
-        except Exception as exc:
+        except BaseException as exc:  # of whatever class the peer names
             self._lost(peer, transport_error(exc, peer))
         else:
             self._pulse.heard(peer, time.monotonic())

@@ -6,11 +6,25 @@ wait for one that is not sent yet, and a bound that is never lifted would be a d
 window from which no answer comes lets one more call pass now and then.
 """
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Container, Iterable
+from typing import Protocol, TypeVar
 
 CALLS = 131_072
 BYTES = 1 << 30
 TRICKLE = 1.0  # seconds without an answer after which a full window lets one call pass
+
+
+class Call(Protocol):
+    """What may be sent."""
+
+    @property
+    def number(self) -> int: ...
+    @property
+    def size(self) -> int: ...
+
+
+C = TypeVar("C", bound=Call)
 
 
 class Window:
@@ -42,6 +56,24 @@ class Window:
         """A call is on its way."""
         self._open[number] = size
         self._size += size
+
+    def take(self, queue: deque[C], waiting: Container[int], most: int, large: int) -> list[C]:
+        """Take from the queue what is sent next, at once: `most` small calls, or a large one.
+
+        Those for whom nobody is `waiting` any more are dropped.
+        """
+        taken: list[C] = []
+        size = 0
+        while queue and len(taken) < most and size < large:
+            call = queue[0]
+            if call.number in waiting:  # else its caller has left before it did
+                if (call.size > large and taken) or not self.admits(call.size):
+                    break
+                self.sent(call.number, call.size)
+                taken.append(call)
+                size += call.size
+            queue.popleft()
+        return taken
 
     def answered(self, numbers: Iterable[int]) -> None:
         """Their answers have come. One that was not expected is none."""

@@ -20,6 +20,7 @@ from torch.distributed import rpc
 from torch.distributed.rpc import api
 
 from . import _doors, _outbox
+from ._exports import Export, Exports, as_exports
 from ._leaving import Leaving
 from ._outbox import Outbox
 from ._rendezvous import Meeting
@@ -63,6 +64,7 @@ class Place:
     start_timeout: float = 60.0
     stop_timeout: float | None = 10.0
     heartbeat: float = 10.0
+    exports: tuple[Export, ...] | None = None
     is_local: bool = False
 
     def __post_init__(self) -> None:
@@ -89,6 +91,7 @@ async def worker(
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
+    exports: Sequence[Export] | None = None,
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
@@ -110,6 +113,13 @@ async def worker(
         stop_timeout: seconds that exit waits for peers.
         heartbeat: seconds of silence after which a peer for whom something waits here is lost: it
             is frozen, or cut off. (A peer that dies is noticed at once.)
+        exports: what this worker answers to, by default whatever can be imported: classes, whose
+            instances' public methods may be called (those of subclasses and inherited ones too) and
+            of which objects may be created; functions; names of modules, for all that they and
+            the modules in them define. Any other call raises `NotExported` at its caller, and its
+            arguments are not unpickled. `fetch` is answered to whoever holds an RRef. It says what
+            the calls of this library reach, and is no sandbox: arguments are pickles, which may
+            name anything, and torch's own `rpc_sync` runs what it is given.
 
     Raises:
         WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
@@ -130,6 +140,7 @@ async def worker(
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
             heartbeat=heartbeat,
+            exports=None if exports is None else as_exports(exports),
         )
         async with take_place(place) as me:
             yield me
@@ -140,10 +151,11 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     """Be the worker that `place` describes."""
     if _is_current_rpc_agent_set():
         raise RuntimeError("this process is in a world already, and torch knows one at a time")
-    server = Server(place.name, place.threads, _devices(place))
+    exports = None if place.exports is None else Exports(place.exports)
+    server = Server(place.name, place.threads, _devices(place), exports)
     _doors.serve(server)  # before torch starts: a peer that is quicker may call already
     try:
-        me = await _join(place)
+        me = await _join(place, server)
         outbox, infos = _outbox.current(), _get_current_rpc_agent().get_worker_infos()
         vigil = Vigil(outbox, server, infos, place.heartbeat)
         server.open()
@@ -171,10 +183,11 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
 # ── joining ─────────────────────────────────────────────────────────────────────────────────────
 
 
-async def _join(place: Place) -> Worker:
+async def _join(place: Place, server: Server) -> Worker:
     meeting = Meeting(place.init_method, place.rank, place.world_size, place.start_timeout)
     try:
         names = await run_blocking(daemon("aiorpc-join"), lambda: meeting.sign_in(place.name))
+        server.members = frozenset(names)  # nobody can call before torch starts
     finally:
         meeting.leave()
     try:

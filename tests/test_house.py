@@ -26,7 +26,7 @@ FLOORS = [
     ["_eager"],
     ["_bridge", "_tensors"],
     ["_wire"],
-    ["_columns"],
+    ["_columns", "_exports"],
     ["_message"],
     ["_line"],
     ["_jobs"],
