@@ -32,7 +32,7 @@ test: install
 	$(BIN)/python -m pytest
 
 test-long: install
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py --timeout 3000
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py tests/test_fuzz.py --timeout 3000
 
 lint: install
 	$(BIN)/ruff check .

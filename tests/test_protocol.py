@@ -9,6 +9,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import Future as Job
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from contextvars import ContextVar, copy_context
 from threading import Event, Thread, current_thread
 from types import SimpleNamespace
@@ -217,7 +218,8 @@ class Network:
         if not self.messages:
             return
         future, data, tensors = self.messages.pop(which % len(self.messages))
-        self._latest = max(self._latest, load(data).seq)
+        with suppress(Exception):  # one that cannot be read
+            self._latest = max(self._latest, load(data).seq)
 
         def accept() -> None:
             reply = self._accept(data, tensors)
