@@ -33,7 +33,7 @@ test: install
 
 # Without the dump of stacks after 55 seconds, which reads frames while they run.
 test-long: install
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py \
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py tests/test_fuzz.py \
 		--timeout 3000 -o faulthandler_timeout=0
 
 lint: install

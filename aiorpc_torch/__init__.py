@@ -14,10 +14,11 @@ The map of the house, from the ground up; imports point down only.
     _eager                                 coroutines that never wait, without a task of their own
     _agent, _bridge, _tensors              torch's RPC; its futures awaited; tensors as bytes
     _wire                                  what a call asks for; values pickled
-    _columns                               many values of one kind
+    _columns, _exports                     many values of one kind; what is answered to
     _message                               calls and results as they travel
     _line, _jobs, _streams                 the callee: one caller's calls, each being answered
-    _arrivals, _runner, _server, _doors    from a message to the loop or a thread, and back
+    _arrivals, _runner, _peers             from a message to the loop or a thread; who sends them
+    _server, _doors                        the callee's counter, and how one comes to it
     _incoming, _pending, _backlog          the caller: who waits, and what has not left
     _link                                  calls sent together, outcomes and items back
     _outbox, _calling, _remote             what the user types, and over which link it goes
@@ -56,6 +57,7 @@ from ._version import __version__ as __version__
 from ._world import worker as worker
 from .errors import BatchContractError as BatchContractError
 from .errors import CallTimeout as CallTimeout
+from .errors import NotExported as NotExported
 from .errors import NotServing as NotServing
 from .errors import QueueFull as QueueFull
 from .errors import RemoteError as RemoteError
@@ -71,6 +73,7 @@ __all__ = (
     "Broadcast",
     "CallTimeout",
     "Fill",
+    "NotExported",
     "NotServing",
     "QueueFull",
     "RRef",

@@ -14,31 +14,40 @@ from torch import Tensor
 from ._deadline import deadline_after
 from ._errands import BatchId, Errand, received_by
 from ._exceptions import Failure
+from ._exports import Exports
 from ._jobs import CreateJob, Join, RpcJob, join_of, runs_on_loop
 from ._line import Answer, Line
-from ._message import Group, Message, read_groups
+from ._message import Group, Message, Work
 from ._streams import StreamJob
 from ._wire import Create
 
 
 def arrived(
-    message: Message, tensors: Sequence[Tensor], line: Line, carrier: Answer, worker: str
+    message: Message,
+    tensors: Sequence[Tensor],
+    line: Line,
+    carrier: Answer,
+    worker: str,
+    exports: Exports | None = None,
 ) -> list[RpcJob]:
     """A job for each call of `message`, in their order. Raises if the message makes no sense."""
     jobs = []
-    groups = [_Found.of(group, line) for group in read_groups(message.groups, tensors)]
+    rest, most = iter(tensors), len(message.numbers)
+    groups = [_Found.of(Group(group, rest, most), line, exports) for group in message.groups]
     order = message.order or itertools.repeat(0)
     budgets = message.budgets or itertools.repeat(None)
     for number, index, budget in zip(message.numbers, order, budgets, strict=False):
         found = groups[index]
         function, join, work = found.function, found.join, next(found.calls)
         if isinstance(work, Failure):
-            function, join, work = work.get, None, ((), {})
+            function, join, work = work.get, None, _NOTHING
         due = None if budget is None else deadline_after(budget)
         job = found.job(line, carrier, number, function, work, due, worker, found.on_loop, join)
         if found.batches:
             job.errand = _errand(received_by(worker, found.batches), line, number)
         jobs.append(job)
+    if len(jobs) < most:
+        raise ValueError(f"a message of {most} calls has {len(jobs)}")
     return jobs
 
 
@@ -54,7 +63,7 @@ def _errand(batches: frozenset[BatchId], line: Line, number: int) -> Errand:
 
 
 def unreadable(
-    message: Message, line: Line, carrier: Answer, worker: str, exc: Exception
+    message: Message, line: Line, carrier: Answer, worker: str, exc: BaseException
 ) -> list[RpcJob]:
     """A job that raises `exc` for each call of `message`."""
     function = functools.partial(_raise, exc)
@@ -75,17 +84,28 @@ class _Found(NamedTuple):
     batches: Sequence[BatchId]
 
     @classmethod
-    def of(cls, group: Group, line: Line) -> "_Found":
+    def of(cls, group: Group, line: Line, exports: Exports | None) -> "_Found":
         kind: Callable[..., RpcJob] = StreamJob if group.stream else RpcJob
         try:
-            target = group.target.get() if isinstance(group.target, Failure) else group.target
-            function = target.bind(line.learn(target))
-            if isinstance(target, Create):
-                kind = CreateJob
-        except BaseException as exc:  # it cannot be read, or not found: that is each call's answer
-            function = functools.partial(_raise, exc)
-        join = None if group.stream else join_of(function)
-        return cls(function, runs_on_loop(function), join, kind, iter(group.calls), group.batches)
+            target = group.target() if exports is None else group.target(exports.unpack)
+            if isinstance(target, Failure):
+                target.get()
+            found = line.learn(target)
+            if exports is not None:
+                exports.check(target, found)
+            function = target.bind(found)
+            join = None if group.stream else join_of(function)
+            on_loop = runs_on_loop(function)
+        except BaseException as exc:  # not read, not found, not to be called: each call's answer
+            group.skip()
+            calls = itertools.repeat(_NOTHING)
+            return cls(functools.partial(_raise, exc), False, None, kind, calls, ())
+        if isinstance(target, Create):
+            kind = CreateJob
+        return cls(function, on_loop, join, kind, iter(group.calls()), group.batches)
+
+
+_NOTHING: Work = (), {}
 
 
 def _raise(exc: BaseException, *_: Any, **__: Any) -> None:

@@ -21,6 +21,7 @@ from torch._C._distributed_rpc import WorkerInfo, _invoke_rpc_python_udf
 from torch.distributed.rpc.internal import PythonUDF, serialize
 from torch.futures import Future
 
+from ._exceptions import said
 from ._inbox import Inbox
 from ._threads import keep_state
 from .errors import RemoteError, RpcError, WorkerLost
@@ -152,7 +153,7 @@ def transport_error(exc: BaseException, worker: str) -> RpcError:
     Our own functions answer with envelopes and never raise, so an error here is the transport's:
     every text of a broken pipe names the TensorPipe source file it comes from.
     """
-    text = str(exc).strip()
+    text = said(exc).strip()
     first = text.partition("\n")[0]  # a C++ traceback may follow, which names the agent's file
     if "tensorpipe/" in first or "RPC has not been initialized" in text:
         return WorkerLost(worker, first)

@@ -122,18 +122,47 @@ class End:
 END = End()
 
 
-def read(column: Column, tensors: Iterator[Tensor]) -> list[Any]:
-    """The values of a column. One that cannot be read is a `Failure` in its place."""
+def read(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
+    """The `count` values of a column. One that cannot be read is a `Failure` in its place.
+
+    Raises:
+        ValueError: if it is not a column of so many; nothing was made then of what it declares.
+    """
     kind, cells = column
+    if _size(kind, cells) != count:
+        raise ValueError(f"a column of {_size(kind, cells)!r} cells in place of {count}")
     if kind == PLAIN:
         return cells  # type: ignore[no-any-return]
     if kind == TENSOR:
-        return [*islice(tensors, cells)]
+        found = [*islice(tensors, count)]
+        if len(found) < count:
+            raise ValueError("a column of tensors that are not in the message")
+        return found
     if kind == PACKED:
-        return [unpack(data, list(islice(tensors, count))) for data, count in cells]
+        return [unpack(data, list(islice(tensors, inside))) for data, inside in cells]
     if kind == FAILED:
         return [Failure(*plain) for plain in cells]
     if kind == ENDED:
-        return [END] * cells
-    data, count = cells
-    return [*from_bytes(read_kind(kind), data, count)]
+        return [END] * count
+    return from_bytes(read_kind(kind), cells[0], count)
+
+
+def skip(column: Column, tensors: Iterator[Tensor]) -> None:
+    """Leave a column unread: only the tensors that it has in the message are taken off."""
+    kind, cells = column
+    if kind == TENSOR:
+        _take(tensors, cells)
+    elif kind == PACKED:
+        for _, inside in cells:
+            _take(tensors, inside)
+
+
+def _take(tensors: Iterator[Tensor], count: int) -> None:
+    for _ in islice(tensors, count):
+        pass
+
+
+def _size(kind: Any, cells: Any) -> Any:
+    if kind in (TENSOR, ENDED):
+        return cells
+    return cells[1] if type(kind) is tuple else len(cells)

@@ -41,10 +41,7 @@ def answer(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
     keep_state()
     if _serving is None:
         return nobody()
-    try:
-        return _serving.accept(data, tensors)
-    except NotServing as exc:
-        return _completed(Failure.of(exc, _serving.name))
+    return _serving.accept(data, tensors)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
@@ -56,7 +53,7 @@ def ping(_: bytes) -> "Future[Any]":
 @functions.async_execution  # type: ignore[untyped-decorator]
 def watch(name: bytes) -> "Future[Any]":
     """Not answered until worker `name` or this one leaves: what breaks it is this one's death."""
-    return nobody() if _serving is None else _serving.watched(name.decode())
+    return nobody() if _serving is None else _serving.peers.watched(name)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]

@@ -8,6 +8,7 @@ attributes follow.
 """
 
 import asyncio
+import contextlib
 import copyreg
 import io
 import pickle
@@ -71,6 +72,20 @@ def replica(exc: BaseException, doing: str) -> BaseException:
     return _caused(copy, exc)
 
 
+def said(exc: BaseException) -> str:
+    """Its text, if it has one."""
+    try:
+        return str(exc)
+    except BaseException:  # its class may be anybody's
+        return type(exc).__qualname__
+
+
+def note(exc: BaseException, text: str) -> None:
+    """Add a note, if the exception takes one: its class may be anybody's."""
+    with contextlib.suppress(Exception):
+        exc.add_note(text)
+
+
 def raisable(exc: BaseException, doing: str) -> BaseException:
     """`exc` itself, or where it must not be raised in a caller, an exception that it causes."""
     return replica(exc, doing) if isinstance(exc, _STAY) else exc
@@ -84,7 +99,7 @@ def _caused(exc: BaseException, cause: BaseException) -> BaseException:
 def _summary(exc: BaseException) -> str:
     try:
         return "".join(traceback.format_exception_only(exc)).strip()
-    except Exception:  # a SyntaxError whose line number is a text, for one
+    except BaseException:  # a SyntaxError whose line number is a text, for one
         return type(exc).__qualname__
 
 
@@ -94,7 +109,7 @@ def _text(exc: BaseException) -> str:
     where = where and (where.tb_next or where)
     try:
         return "".join(traceback.format_exception(type(exc), exc, where))
-    except Exception:
+    except BaseException:
         return "".join(traceback.format_tb(where)) + _summary(exc)
 
 
@@ -114,9 +129,10 @@ def _load(pickled: bytes | None) -> BaseException | None:
         return None
     try:
         exc = pickle.loads(pickled)
-    except Exception:  # the class is not importable here, or does not come back from its pickle
+    except BaseException:  # the class is not importable here, or its pickle raises: SystemExit, say
         return None
-    return exc if isinstance(exc, BaseException) else None
+    # `_dump` writes none of those that must not be raised in a caller, but somebody else may.
+    return exc if isinstance(exc, BaseException) and not isinstance(exc, _STAY) else None
 
 
 class _ExceptionPickler(pickle.Pickler):

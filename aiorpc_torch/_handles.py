@@ -10,6 +10,7 @@ call keeps alive. An object that cannot be held weakly keeps travelling as an RR
 
 import itertools
 import weakref
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from torch.distributed.rpc import RRef
@@ -52,11 +53,12 @@ class Handles:
         number: int = handle.number
         return number if handle.known else Offer(rref, number)
 
-    def learned(self, number: int) -> None:
-        """The owner knows that number."""
-        handle = self._by_number.get(number)
-        if handle is not None:
-            handle.known = True
+    def learned(self, numbers: Iterable[int]) -> None:
+        """The owner knows those numbers."""
+        for number in numbers:
+            handle = self._by_number.get(number)
+            if handle is not None:
+                handle.known = True
 
 
 class Objects:

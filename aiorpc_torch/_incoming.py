@@ -36,7 +36,7 @@ class Incoming:
         self._wake()
         return False
 
-    def fail(self, broken: Broken) -> None:
+    def fail(self, broken: Broken | Failure) -> None:
         """Nothing more will come."""
         self._finish(broken)
 

@@ -22,7 +22,7 @@ from torch.futures import Future
 from ._columns import FAILED, Shared, cell, loose
 from ._deadline import adopt
 from ._errands import Errand, set_out
-from ._exceptions import Failure
+from ._exceptions import Failure, note
 from ._line import Answer, Line
 from ._message import Work
 
@@ -159,7 +159,7 @@ class RpcJob(Job):
         try:
             kind, content = self._cell(value)
         except BaseException as exc:  # whatever pickling a user's object raises
-            exc.add_note(f"(while pickling the result of {self.name}{_hint(value)})")
+            note(exc, f"(while pickling the result of {self.name}{_hint(value)})")
             self.fail(exc)
         else:
             self._end(kind, content)

@@ -98,7 +98,7 @@ class Leaving:
     async def _part(self, peer: str) -> None:
         if peer in self._lost:
             return
-        farewell = self._server.farewell(peer)
+        farewell = self._server.peers.farewell(peer)
         await self._tell(peer)
         while not farewell.is_set():
             with contextlib.suppress(TimeoutError):
@@ -113,7 +113,7 @@ class Leaving:
         except RpcError as exc:
             log.debug("no goodbye from %s: %s", peer, exc)
             self._lost.add(peer)
-            self._server.farewell(peer).set()
+            self._server.peers.farewell(peer).set()
 
     async def _end(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
@@ -137,7 +137,7 @@ class Leaving:
 
     def _who_leaves_too(self) -> list[int]:
         """The ranks of those with whom this worker parts; the others are named in the log."""
-        said = self._server.goodbyes
+        said = self._server.peers.goodbyes
         together = [peer for peer in self._peers if said.get(peer) == "" and peer not in self._lost]
         rest = [f"{peer} ({self._why_not(peer)})" for peer in self._peers if peer not in together]
         if rest and not self._failure:
@@ -145,7 +145,7 @@ class Leaving:
         return [self._peers[peer].rank for peer in together]
 
     def _why_not(self, peer: str) -> str:
-        if self._server.goodbyes.get(peer):
+        if self._server.peers.goodbyes.get(peer):
             return "failed"
         return "lost" if peer in self._lost else "has not left"
 

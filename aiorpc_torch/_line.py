@@ -16,11 +16,15 @@ from torch.futures import Future
 from ._desk import Carrier, Desk
 from ._handles import Objects
 from ._lane import Lane
-from ._message import Result, dump_results
+from ._message import Message, Result, dump_results
 
 log = logging.getLogger("aiorpc_torch")
 
 Answer = Carrier[Result]
+
+
+class Repeated(ValueError):
+    """A message without calls whose number has come: its sender thought that it had not."""
 
 
 class Line:
@@ -47,6 +51,14 @@ class Line:
 
     def __repr__(self) -> str:
         return f"<Line from {self.caller}: {len(self.jobs)} running, {self._desk}>"
+
+    def expect(self, message: Message) -> None:
+        """Raise ValueError for a message that cannot be the line's. Nothing changes here."""
+        if not self.lane.expects(message.seq):
+            kind = ValueError if message.numbers or message.controls() else Repeated
+            raise kind(f"message {message.seq} has come already, or cannot be: {self.lane}")
+        if not self.jobs.keys().isdisjoint(message.numbers):
+            raise ValueError("it has a call whose number is a running one's")
 
     def admit(self, reply: "Future[Any]", calls: int, *, poll: bool, own: bool) -> Answer:
         """A message with so many calls came in."""
@@ -105,6 +117,11 @@ class Line:
         learned = self._learned[:]
         del self._learned[: len(learned)]
         try:
-            reply.set_result(dump_results(results, learned))
+            answer = dump_results(results, learned)
+        except Exception as exc:  # no memory, say; its sender would wait for ever
+            log.warning("an answer to %s cannot be packed: %r", self.caller, exc)
+            answer = b""
+        try:
+            reply.set_result(answer)
         except Exception as exc:  # torch has stopped: nobody is there to be answered
             log.debug("no answer to %s: %s", self.caller, exc)

@@ -16,11 +16,10 @@ from . import _doors
 from ._backlog import LARGE, Backlog
 from ._bridge import autograd_context, send, transport_error, when_done
 from ._errands import sent_by
-from ._exceptions import Failure
 from ._handles import Handles
 from ._incoming import Incoming
-from ._message import Calls, Outgoing, Short, Work, dump, lay_out, load_results, outgoing, shorten
-from ._pending import Pending, Sink
+from ._message import Calls, Outgoing, Short, Work, dump, lay_out, outgoing, shorten
+from ._pending import Pending, Sink, Unreadable
 from ._tensors import Table, size_of
 from ._wait import Wait, wake_all
 from ._window import TRICKLE, Window
@@ -28,6 +27,8 @@ from ._wire import Target
 from .errors import CallTimeout, NotServing, RpcError, WorkerLost
 
 Heard = asyncio.Future[None] | None  # told when a message has arrived
+
+Rest = tuple[int, list[int], list[tuple[int, int]]] | None  # number, cancels, credits of a message
 
 # From how many on the calls of a turn leave before it ends: soon while the callee is idle, so that
 # both work at once; then late, since what comes back takes the interpreter from a long turn.
@@ -192,13 +193,15 @@ class Link:
         own: bool = False,
         goodbye: str | None = None,
         heard: Heard = None,
+        instead_of: int | None = None,
     ) -> None:
         tensors = Table()
         parts = lay_out(calls, time.monotonic(), tensors) if calls else NO_CALLS
         cancels, grants = self._cancels, self._credits
         if cancels or grants:
             self._cancels, self._credits = [], []
-        head = self._caller, self._number, self._seq, own
+        seq = self._seq if instead_of is None else instead_of
+        head = self._caller, self._number, seq, own
         data = dump((*head, *parts, cancels, grants, goodbye))
         numbers = parts.numbers
         try:
@@ -211,33 +214,38 @@ class Link:
                 for call in calls:
                     self._send((call,))
             else:
-                self._failed(numbers, exc, heard)
+                self._failed(numbers, transport_error(exc, self._peer.name), heard)
             return
-        self._seq += 1
+        self._seq += instead_of is None
         self._outstanding += not own
         self._bytes += len(data) + sum(map(size_of, tensors))
-        when_done(answer, lambda done: self._answered(numbers, done, heard, own))
+        rest = None if instead_of is not None else (seq, cancels, grants)
+        when_done(answer, lambda done: self._answered(numbers, done, heard, own, rest))
 
     # ── what comes back ─────────────────────────────────────────────────────────────────────────
 
-    def _answered(self, numbers: Sequence[int], answer: Any, heard: Heard, own: bool) -> None:
+    def _answered(
+        self, numbers: Sequence[int], answer: Any, heard: Heard, own: bool, rest: Rest
+    ) -> None:
         self._outstanding -= not own
         wake: list[Wait] = []
         try:
-            results = answer.wait()
-            if isinstance(results, Failure):  # nobody serves there
-                results.get()
-        except Exception as exc:
-            self._failed(numbers, exc, heard)
+            ended, learned = self._pending.take(answer, self._peer.name, wake)
+        except RpcError as error:
+            if not isinstance(error, WorkerLost | NotServing | Unreadable):
+                error = Unreadable(str(error)) if rest is None else self._replace(error, *rest)
+            self._failed(numbers, error, heard)
         else:
             self._heard(self._peer.name)
-            self._take(results, heard, wake)
-            self._woken = len(wake)
+            self._window.answered(ended)
+            self._handles.learned(learned)
+            if heard is not None and not heard.done():
+                heard.set_result(None)
+        self._woken = len(wake)
         if self._queue:
             self._flush()
         if len(self._window) and not self._outstanding and not self._polling:
-            # Those who were answered may call again in the next turn: then no poll is needed.
-            self._polling = True
+            self._polling = True  # in the next turn: those who were answered may call again
             self._loop.call_soon(self._poll)
         wake_all(wake, self._loop)
 
@@ -246,12 +254,14 @@ class Link:
         if len(self._window) and not self._outstanding:
             self._send(())
 
-    def _take(self, results: Any, heard: Heard, wake: list[Wait]) -> None:
-        outcomes, learned = load_results(results)
-        self._window.answered(self._pending.settle(outcomes, wake))
-        for number in learned:
-            self._handles.learned(number)
-        _settle(heard, None)
+    def _replace(
+        self, error: RpcError, seq: int, cancels: list[int], grants: list[tuple[int, int]]
+    ) -> RpcError:
+        """A message was not taken in, and those after it wait for its number: send it empty."""
+        self._cancels[:0] = cancels
+        self._credits[:0] = grants
+        self._send((), instead_of=seq)  # if it was taken in after all, this is dropped there
+        return error
 
     # ── when nothing will come back ─────────────────────────────────────────────────────────────
 
@@ -267,13 +277,16 @@ class Link:
         self._pending.fail([*self._pending], error)
         self._cancels += self._window.clear()
 
-    def _failed(self, numbers: Sequence[int], exc: Exception, heard: Heard) -> None:
-        error = exc if isinstance(exc, RpcError) else transport_error(exc, self._peer.name)
+    def _failed(self, numbers: Sequence[int], error: RpcError, heard: Heard) -> None:
         # A lost peer answers nothing any more; otherwise the other messages go their way.
         if isinstance(error, WorkerLost | NotServing):
             numbers = [*self._pending]
             self._queue.clear()
             self._window.clear()
+        elif isinstance(error, Unreadable):  # it may have brought the results of any that were sent
+            numbers = self._window.clear()
+            self._cancels += numbers
+            self._flush_soon()
         self._window.answered(numbers)
         self._pending.fail(numbers, error)
         if isinstance(error, WorkerLost):

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from ._agent import DeviceMaps
 from ._crew import Crew
 from ._environment import new_meeting_place
+from ._exports import Export, as_exports
 from ._interfaces import only_here
 from ._place import OnFailure, Place, Worker
 from ._signals import orderly
@@ -35,6 +36,7 @@ async def local_world(
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
     restart: int = 0,
+    exports: Sequence[Export] | None = None,
 ) -> AsyncIterator[Worker]:
     """A world embedded in this process: it is rank 0, and its children serve until it leaves.
 
@@ -58,6 +60,7 @@ async def local_world(
         restart: how many times altogether a child that died is started again. It comes back under
             its name and rank, with nothing of what it held: whoever called it gets `WorkerLost`,
             may `await me.wait_for(name)`, and creates its objects anew.
+        exports: what each process answers to, as for `worker`.
 
     Raises:
         WorldTimeout: if children did not come in time.
@@ -66,7 +69,9 @@ async def local_world(
         RuntimeError: if this process is in a world already.
     """
     names = [name, *_names(workers, first=1)]
-    with _places(names, threads, transports, start_timeout, stop_timeout, heartbeat) as places:
+    with _places(
+        names, threads, transports, start_timeout, stop_timeout, heartbeat, exports
+    ) as places:
         mine = replace(places[0], device_maps=device_maps or {})
         crew = Crew(places[1:], None, (), restart)
         with orderly():
@@ -90,6 +95,7 @@ def run_local(
     heartbeat: float = 10.0,
     restart: int = 0,
     on_failure: OnFailure = "stop",
+    exports: Sequence[Export] | None = None,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -110,6 +116,7 @@ def run_local(
         on_failure: what a failure beyond that means: "stop", the end of the world, at once;
             "continue", that the others go on without this worker, and the failure is raised here
             when all have ended.
+        exports: what each process answers to, as for `worker`.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError: as `local_world`.
@@ -121,7 +128,7 @@ def run_local(
         raise ValueError("run_local needs at least one worker")
     # No stop_timeout: the processes are watched, so nobody waits for the dead, however long the
     # living take.
-    with _places(names, threads, transports, start_timeout, None, heartbeat) as places:
+    with _places(names, threads, transports, start_timeout, None, heartbeat, exports) as places:
         crew = Crew(places[1:], main, tuple(args), restart)
         return asyncio.run(_run(main, tuple(args), places[0], crew, on_failure))
 
@@ -163,7 +170,9 @@ def _places(
     start_timeout: float,
     stop_timeout: float | None,
     heartbeat: float,
+    exports: Sequence[Export] | None,
 ) -> Iterator[list[Place]]:
+    answers = None if exports is None else as_exports(exports)
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
     with new_meeting_place() as where:
@@ -179,6 +188,7 @@ def _places(
                 stop_timeout=stop_timeout,
                 heartbeat=heartbeat,
                 interfaces=only_here(),
+                exports=answers,
                 is_local=True,
             )
             for rank, name in enumerate(names)

@@ -6,19 +6,20 @@ call in it next to nothing. Knows no link, no server and no order of arrival.
 """
 
 import functools
+import itertools
 import pickle
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, write
+from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, skip, write
 from ._errands import BatchId
 from ._handles import Named
 from ._tensors import Table, size_of
-from ._wire import Create, Function, Method, Packed, Target, pack, unpack
+from ._wire import Create, Function, Method, Packed, Target, pack, plain, unpack
 
 # ── calls, on their way out ─────────────────────────────────────────────────────────────────────
 
@@ -77,6 +78,8 @@ def outgoing(
 ) -> Outgoing:
     """A call that `batches` wait for. Small arguments are copied. Raises what pickling raises."""
     args, kwargs = work
+    if kwargs and {*map(type, kwargs)} != {str}:  # an enum's, say: the frame has plain names only
+        return _whole(number, target, stream, work, due, batches)
     kinds, cells, tensors, size = [], [], [], OVERHEAD
     for value in (*args, *kwargs.values()) if kwargs else args:
         found = plain_cell(value)
@@ -167,7 +170,7 @@ def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
         [call.number for call in calls],
         order,
         [_write_group(header, rows, tensors) for header, rows in groups.items()],
-        [call.due and call.due - now for call in calls] if timed else (),
+        [call.due and float(call.due - now) for call in calls] if timed else (),
     )
 
 
@@ -187,43 +190,72 @@ def dump(fields: tuple[Any, ...]) -> bytes:
 
 
 def load(data: bytes) -> Message:
-    """The message of these bytes, its groups still as they travel."""
-    return Message(*pickle.loads(data))
+    """The message of these bytes, its groups still as they travel. Runs nobody's code.
+
+    Raises:
+        TypeError: if it is no message; or what reading plain values raises.
+    """
+    message = Message(*plain(data))
+    # All of them at once; what a field holds is looked at by whoever uses it.
+    if tuple(map(type, message)) not in _SHAPES:
+        raise TypeError(f"no message: {[type(field).__name__ for field in message]}")
+    numbers = message.numbers
+    if numbers and (set(map(type, numbers)) != _INTS or len(set(numbers)) < len(numbers)):
+        raise TypeError("no message: calls are numbered, each with a number of its own")
+    return message
+
+
+_INTS = {int}
+_SHAPES = frozenset(
+    itertools.product((str,), (int,), (int,), (bool,), *[(list, tuple)] * 6, (str, type(None)))
+)  # of a message's fields
 
 
 # ── calls, arrived ──────────────────────────────────────────────────────────────────────────────
 
 
-class Group(NamedTuple):
-    """The calls of one target: each the arguments, or a Failure if they cannot be read."""
-
-    target: Any  # a Method with a number, whatever was packed, or a Failure
-    stream: bool
-    calls: list[Any]
-    batches: Sequence[BatchId] = ()  # that wait for them
+Unpack = Callable[[bytes, Sequence[Tensor]], Any]
 
 
-def read_groups(groups: Sequence[Any], tensors: Sequence[Tensor]) -> list[Group]:
-    """The groups of a message."""
-    rest = iter(tensors)
-    return [_read_group(group, rest) for group in groups]
+class Group:
+    """The calls of one target: first `target`, and then either `calls` or `skip`.
 
+    In this order, so that nothing is unpickled of calls whose target is refused. Of `most` calls
+    at most, and of the tensors that `tensors` has next.
+    """
 
-def _read_group(group: Any, tensors: Iterator[Tensor]) -> Group:
-    (first, second), stream, names, count, columns, *batches = group
-    if isinstance(first, bytes):
-        target = unpack(first, list(islice(tensors, second)))
-    else:
-        target = Method(first, second)
-    values = [read(column, tensors) for column in columns]
-    if names is None:
-        return Group(target, stream, values[0], batches)
-    rows = zip(*values, strict=True) if values else [()] * count
-    if not names:
-        return Group(target, stream, [(row, {}) for row in rows], batches)
-    split = len(columns) - len(names)
-    calls = [(row[:split], dict(zip(names, row[split:], strict=True))) for row in rows]
-    return Group(target, stream, calls, batches)
+    __slots__ = ("_columns", "_count", "_names", "_target", "_tensors", "batches", "stream")
+
+    def __init__(self, group: Any, tensors: Iterator[Tensor], most: int) -> None:
+        self._target, self.stream, self._names, self._count, self._columns, *batches = group
+        self.batches: Sequence[BatchId] = batches  # that wait for them
+        self._tensors = tensors
+        if not 0 < self._count <= most:
+            raise ValueError(f"a group of {self._count} calls in a message of {most}")
+
+    def target(self, unpack: Unpack = unpack) -> Any:
+        """What is called: whatever was packed, or a Failure."""
+        first, second = self._target
+        if isinstance(first, bytes):
+            return unpack(first, list(islice(self._tensors, second)))
+        return Method(first, second)
+
+    def calls(self) -> list[Any]:
+        """Of each call the arguments, or a Failure if they cannot be read."""
+        count, names, columns = self._count, self._names, self._columns
+        values = [read(column, self._tensors, count) for column in columns]
+        if names is None:
+            return values[0]
+        rows = zip(*values, strict=True) if values else [()] * count
+        if not names:
+            return [(row, {}) for row in rows]
+        split = len(columns) - len(names)
+        return [(row[:split], dict(zip(names, row[split:], strict=True))) for row in rows]
+
+    def skip(self) -> None:
+        """Leave the arguments unread; the next group finds its own tensors."""
+        for column in self._columns:
+            skip(column, self._tensors)
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
@@ -251,11 +283,14 @@ def dump_results(results: Sequence[Result], learned: Sequence[int]) -> Any:
 
 
 def load_results(answer: Any) -> tuple[list[tuple[Key, Any]], Sequence[int]]:
-    """What `dump_results` made: each key with its value, `Failure` or `END`."""
+    """What `dump_results` made: each key with its value, `Failure` or `END`.
+
+    Raises whatever it raises to read what is none.
+    """
     data, tensors = (answer, ()) if isinstance(answer, bytes) else answer
-    columns, learned = pickle.loads(data)
+    columns, learned = plain(data)
     rest = iter(tensors)
     found: list[tuple[Key, Any]] = []
     for keys, column in columns:
-        found += zip(keys, read(column, rest), strict=True)
+        found += zip(keys, read(column, rest, len(keys)), strict=True)
     return found, learned

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from ._agent import DeviceMaps, keeps_number, plain_maps
+from ._exports import Export
 from ._interfaces import Choice
 from ._seat import Seat
 from ._version import __version__
@@ -76,6 +77,7 @@ class Place:
     heartbeat: float = 10.0
     interfaces: Choice = field(default_factory=dict)
     on_failure: OnFailure = "continue"
+    exports: tuple[Export, ...] | None = None
     is_local: bool = False
 
     def __post_init__(self) -> None:

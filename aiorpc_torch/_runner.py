@@ -219,7 +219,7 @@ async def _run(job: Job, value: Any = _NOT_YET) -> None:
 def _take(job: Job, future: "AnyFuture[Any]") -> None:
     try:
         value = future.wait()
-    except Exception as exc:
+    except BaseException as exc:  # of whatever class the worker named that completed it
         job.fail(exc)
     else:
         job.succeed(value)

@@ -9,7 +9,6 @@ import functools
 import itertools
 import logging
 import threading
-from collections import defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,18 +17,17 @@ from torch._C import Future as AnyFuture
 from torch.futures import Future
 
 from ._arrivals import arrived, unreadable
+from ._exceptions import Failure
+from ._exports import Exports
 from ._jobs import Devices, Job, RpcJob, TorchJob
-from ._line import Line
-from ._message import Message, load
+from ._line import Line, Repeated
+from ._message import Message, dump_results, load
+from ._peers import Peers
 from ._runner import Runner
 from ._streams import StreamJob
-from .errors import NotServing, RpcError, WorkerLost
+from .errors import NotServing, RemoteError, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")
-
-
-Meet = Callable[[bytes, "Future[Any]"], None]
-"""Answers a worker that has come back."""
 
 
 class _Batch:
@@ -46,17 +44,13 @@ class _Batch:
 class Server:
     """Answers calls on the loop that it was made on, from `open` until `close`."""
 
-    def __init__(self, name: str, threads: int, devices: Devices) -> None:
+    def __init__(
+        self, name: str, threads: int, devices: Devices, exports: Exports | None = None
+    ) -> None:
         self.name = name
-        self.goodbyes: dict[
-            str, str
-        ] = {}  # each peer's: what ends it, if it does not leave in order
+        self.peers = Peers()
+        self._exports = exports
         self.heard: Callable[[str], None] = _nobody_asks
-        self.failed: Callable[[str, str], None] = _nobody_asks
-        self._meet: Meet | None = None  # until this worker knows its peers
-        self._newcomers: list[tuple[bytes, Future[Any]]] = []
-        self._first_links: dict[str, int] = {}  # of those who came back: earlier ones are void
-        self._farewells: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._devices = devices
         self._runner = Runner(threads)
         self._lock = threading.Lock()
@@ -65,7 +59,6 @@ class Server:
         self._closed = False
         self._failure = ""  # what ended this worker's block, if something did
         self._torch_jobs: set[TorchJob] = set()
-        self._watches: list[tuple[str, Future[Any]]] = []
 
     def __repr__(self) -> str:
         running = sum(len(line.jobs) for line in self._lines.values())
@@ -83,18 +76,35 @@ class Server:
     def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
         reply: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
-        message = load(data)
+        try:
+            message = load(data)
+            line = self._lines.get((message.caller, message.link)) or self._new_line(message)
+            line.expect(message)
+        except BaseException as exc:
+            return self._not_taken(reply, exc)
         self.heard(message.caller)
-        line = self._lines.get((message.caller, message.link)) or self._new_line(message)
         calls = len(message.numbers)
         poll = not calls and not message.controls()
         carrier = line.admit(reply, calls, poll=poll, own=message.own)
         try:
-            jobs = arrived(message, tensors, line, carrier, self.name) if calls else []
-        except Exception as exc:  # whatever is wrong with it, those that follow have their turn
+            jobs = (
+                arrived(message, tensors, line, carrier, self.name, self._exports) if calls else []
+            )
+        except BaseException as exc:  # whatever is wrong with it, those that follow have their turn
             log.warning("a message from %s cannot be read: %r", line.caller, exc)
             jobs = unreadable(message, line, carrier, self.name, exc)
         self._in_order(line, _Batch(message, jobs))
+        return reply  # type: ignore[no-any-return]
+
+    def _not_taken(self, reply: Any, exc: BaseException) -> "Future[Any]":
+        # Nothing has changed; its sender sends an empty message in its place, for the order.
+        if isinstance(exc, Repeated):
+            reply.set_result(dump_results((), ()))
+            return reply  # type: ignore[no-any-return]
+        log.warning("worker %r takes a message for none: %r", self.name, exc)
+        if not isinstance(exc, NotServing):
+            exc = RemoteError(f"worker {self.name!r} cannot take the message in: {exc!r}")
+        reply.set_result(Failure.of(exc, self.name))
         return reply  # type: ignore[no-any-return]
 
     def accept_torch(
@@ -106,17 +116,10 @@ class Server:
         self._runner.on_loop(functools.partial(self._runner.begin, job))
         return reply
 
-    def watched(self, peer: str) -> "Future[Any]":
-        """What completes when `peer`, or this worker, leaves."""
-        watch: Future[Any] = Future()
-        with self._lock:
-            self._watches.append((peer, watch))
-        return watch
-
     def meet(self, member: bytes) -> "Future[Any]":
         """A worker has come back. Completes with what the loop says to that."""
         reply: Future[Any] = Future()
-        self._runner.on_loop(lambda: self._introduce(member, reply))
+        self._runner.on_loop(lambda: self.peers.introduce(member, reply))
         return reply
 
     def lend_thread(self, task: Callable[[], None]) -> None:
@@ -124,9 +127,8 @@ class Server:
         self._runner.in_threads((task,))
 
     def _new_line(self, message: Message) -> Line:
+        self.peers.check(message.caller, message.link)
         with self._lock:
-            if message.link < self._first_links.get(message.caller, 0):
-                raise NotServing(f"worker {message.caller!r} has a successor: this is not it")
             fresh = Line(message.caller, self._runner.after_turn, self._devices)
             return self._lines.setdefault((message.caller, message.link), fresh)
 
@@ -185,7 +187,10 @@ class Server:
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
     def _begin(self, line: Line, batch: _Batch) -> None:
-        self._control(line, batch.message)  # of calls in earlier messages, so before these
+        try:
+            self._control(line, batch.message)  # of calls in earlier messages, so before these
+        except Exception as exc:
+            log.warning("a message from %s asks for what cannot be: %r", line.caller, exc)
         if self._closed:
             self._refuse(batch.jobs, line)
             return
@@ -207,30 +212,8 @@ class Server:
             if isinstance(job := line.jobs.get(number), StreamJob):
                 job.grant(credit)
         if message.goodbye is not None:
-            self._part(line.caller, message.goodbye)
-
-    def _part(self, caller: str, failure: str) -> None:
-        first = caller not in self.goodbyes
-        self.goodbyes[caller] = failure
-        self.farewell(caller).set()
-        self._release(caller)
-        if first and failure:
-            self.failed(caller, failure)
-
-    def welcome(self, meet: Meet) -> None:
-        """From now on `meet` is told of workers that come back, and of those that have."""
-        self._meet = meet
-        while self._newcomers:
-            meet(*self._newcomers.pop(0))
-
-    def _introduce(self, member: bytes, reply: "Future[Any]") -> None:
-        self._newcomers.append((member, reply))
-        if self._meet is not None:
-            self.welcome(self._meet)
-
-    def farewell(self, peer: str) -> asyncio.Event:
-        """Set once `peer` has said goodbye, or was found lost."""
-        return self._farewells[peer]
+            self.peers.part(line.caller, message.goodbye)
+            self._release(line.caller)
 
     def callers(self) -> set[str]:
         """Those for whom something runs here."""
@@ -255,20 +238,15 @@ class Server:
         self.lost(caller)
         self._release(caller)
         with self._lock:
-            self._first_links[caller] = first_link
+            self.peers.replace(caller, first_link)
             self._lines = {key: line for key, line in self._lines.items() if key[0] != caller}
-        self.goodbyes.pop(caller, None)
-        self._farewells.pop(caller, None)
 
     def _release(self, caller: str | None = None) -> None:
         with self._lock:
             lines = [line for line in self._lines.values() if caller in (line.caller, None)]
-            watches = [watch for watch in self._watches if caller in (watch[0], None)]
-            self._watches = [watch for watch in self._watches if watch not in watches]
         for line in lines:
             line.release()
-        for _, watch in watches:
-            watch.set_result(None)
+        self.peers.release(caller)
 
     def _running(self) -> list[Job]:
         jobs = [job for line in [*self._lines.values()] for job in [*line.jobs.values()]]
@@ -294,5 +272,5 @@ def _on_loop(job: RpcJob) -> bool:
     return job.on_loop
 
 
-def _nobody_asks(*_: str) -> None:
-    """Of whom somebody has heard, or whose failure: until a world's vigil wants to know."""
+def _nobody_asks(_: str) -> None:
+    """Of whom somebody has heard: until a world's vigil wants to know."""

@@ -47,9 +47,15 @@ def small_bytes(tensor: Tensor) -> bytes | None:
 
 
 def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
-    """The `count` tensors whose bytes were joined: each with a storage of its own extent."""
+    """The `count` tensors whose bytes were joined: each with a storage of its own extent.
+
+    Raises:
+        ValueError: if there are more or fewer bytes than they have.
+    """
     dtype, shape = kind
     length = math.prod(shape)
+    if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
+        raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
     if not length:
         return [torch.empty(shape, dtype=dtype) for _ in range(count)]
     # Not unbind(): its rows are views, which autograd forbids to change in place, and each would
@@ -67,7 +73,9 @@ def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    if isinstance(dtype, torch.dtype)
+    # Quantised tensors are not their bytes alone; to make one of bytes ends the process, now and
+    # then (seen on 2.15, tests/test_fuzz.py).
+    if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 

@@ -48,7 +48,7 @@ class Vigil:
         self._back: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._timer = self._loop.call_later(self._pulse.interval, self._look)
         outbox.heard = server.heard = self._heard
-        server.failed = self._failed
+        server.peers.failed = self._failed
         outbox.broken = self._broken
         for caller in server.callers():  # who was quicker than this worker's start
             self._heard(caller)
@@ -128,7 +128,7 @@ class Vigil:
             return  # of a predecessor
         try:
             answer.wait()
-        except Exception as exc:
+        except BaseException as exc:  # of whatever class the peer names
             self._lost(peer, transport_error(exc, peer))
         else:
             self._heard(peer)
@@ -148,7 +148,7 @@ class Vigil:
         self._outbox.lost(peer, error)
         self._server.lost(peer)
         # Who has said goodbye in order may be gone before this worker is.
-        if self.on_loss is not None and self._server.goodbyes.get(peer) != "":
+        if self.on_loss is not None and self._server.peers.goodbyes.get(peer) != "":
             self.on_loss(error)
 
     def _broken(self, peer: WorkerInfo, error: RpcError) -> None:

@@ -9,13 +9,14 @@ nothing of loops or threads.
 import io
 import pickle
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import partial, partialmethod, singledispatchmethod
+from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
 from torch import Tensor
 from torch._C._distributed_rpc import PyRRef
 
-from ._exceptions import Failure, reduce_exception, replica
+from ._exceptions import Failure, note, reduce_exception, replica
 from ._handles import Named
 from ._tensors import Kind, compact, from_bytes, size_of, small_bytes
 from .errors import RpcError
@@ -59,9 +60,24 @@ def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
     """What `pack` packed, or a `Failure` of this value alone, if it cannot be read."""
     try:
         return _Unpacker(io.BytesIO(data), tensors).load()
-    except Exception as exc:
-        exc.add_note("(while unpickling what the other worker sent)")
+    except BaseException as exc:  # a class's own __reduce__ may raise SystemExit: not in our name
+        note(exc, "(while unpickling what the other worker sent)")
         return Failure.of(exc, "the receiver")
+
+
+def plain(data: bytes) -> Any:
+    """Unpickle numbers, texts and containers of them: the frame around what users send.
+
+    Raises UnpicklingError for anything else, so reading a frame runs nobody's code.
+    """
+    return _Plain(io.BytesIO(data)).load()
+
+
+class _Plain(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "complex" and module == "builtins":  # the one plain number that is no opcode
+            return complex
+        raise pickle.UnpicklingError(f"{module}.{name} in a message, where only plain values are")
 
 
 class _Packer(pickle.Pickler):
@@ -76,7 +92,7 @@ class _Packer(pickle.Pickler):
             self.tensors.append(compact(obj))
             return _tensor_slot, (len(self.tensors) - 1,)
         if isinstance(obj, PyRRef):
-            return _read_rref, (obj._serialize(),)
+            return read_rref, (obj._serialize(),)
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         return NotImplemented
@@ -93,7 +109,8 @@ class _Unpacker(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def _read_rref(data: Any) -> "PyRRef[Any]":
+def read_rref(data: Any) -> "PyRRef[Any]":
+    """The RRef that was packed."""
     return PyRRef._deserialize(data)
 
 
@@ -164,15 +181,35 @@ class Fetch(NamedTuple):
 Target = Method | TypedMethod | Function | Create | Fetch
 
 
-def check_public(name: str) -> None:
+def check_public(name: Any) -> None:
     """Raise AttributeError for a name that is not called from outside."""
+    if not isinstance(name, str):
+        raise TypeError(f"a method's name is a str, not {name!r}")
     if name.startswith("_"):
         raise AttributeError(f"{name!r} is private: remote calls reach public names only")
+    if not name.isidentifier():
+        raise AttributeError(f"{name!r} is no method's name: remote calls reach no parts of parts")
 
 
 def _public(obj: Any, name: str) -> Callable[..., Any]:
     check_public(name)
+    for cls in type(obj).__mro__:
+        if name in cls.__dict__:
+            found = cls.__dict__[name]
+            if type(found) is not FunctionType:
+                _check_lies_there(found, f"{type(obj).__name__}.{name}")
+            break
     method = getattr(obj, name)
     if not callable(method):
         raise TypeError(f"{type(obj).__name__}.{name} is a {type(method).__name__}, not a method")
     return method  # type: ignore[no-any-return]
+
+
+def _check_lies_there(found: Any, name: str) -> None:
+    """Raise TypeError for what computes a value when it is looked up: it is not even looked up."""
+    is_method = callable(found) or isinstance(found, _METHODS)
+    if not is_method and hasattr(type(found), "__get__"):
+        raise TypeError(f"{name} is a {type(found).__name__}, not a method")
+
+
+_METHODS = (classmethod, staticmethod, partialmethod, singledispatchmethod)

@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Sequence
 from . import _doors, _interfaces, _outbox
 from ._agent import DeviceMaps, is_running, local_devices
 from ._environment import all_are_here, meeting_place, number
+from ._exports import Export, Exports, as_exports
 from ._interruption import Interruption
 from ._joining import LINKS, join
 from ._leaving import Leaving, describe
@@ -43,6 +44,7 @@ async def worker(
     heartbeat: float = 10.0,
     interface: str | None = None,
     on_failure: OnFailure = "continue",
+    exports: Sequence[Export] | None = None,
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
@@ -70,6 +72,13 @@ async def worker(
         on_failure: what an exception in a peer's block, or its death, means for this worker's:
             "continue", its calls to that peer raise `WorkerLost`; "stop", the block is cancelled
             and `WorkerLost` raised from it.
+        exports: what this worker answers to, by default whatever can be imported: classes, whose
+            instances' public methods may be called (those of subclasses and inherited ones too) and
+            of which objects may be created; functions; names of modules, for all that they and
+            the modules in them define. Any other call raises `NotExported` at its caller, and its
+            arguments are not unpickled. `fetch` is answered to whoever holds an RRef. It says what
+            the calls of this library reach, and is no sandbox: arguments are pickles, which may
+            name anything, and torch's own `rpc_sync` runs what it is given.
 
     Raises:
         WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
@@ -97,6 +106,7 @@ async def worker(
             heartbeat=heartbeat,
             interfaces=interfaces,
             on_failure=on_failure,
+            exports=None if exports is None else as_exports(exports),
         )
         with orderly():
             async with take_place(place) as me:
@@ -108,19 +118,21 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     """Be the worker that `place` describes."""
     if is_running():
         raise RuntimeError("this process is in a world already, and torch knows one at a time")
-    server = Server(place.name, place.threads, local_devices(place.device_maps))
+    exports = None if place.exports is None else Exports(place.exports)
+    server = Server(place.name, place.threads, local_devices(place.device_maps), exports)
     _doors.serve(server)  # before torch starts: a peer that is quicker may call already
     try:
         meeting = None
         if place.world_size > 1:
             meeting = Meeting(place.init_method, place.seat(), place.start_timeout)
         agent, members = await join(place, meeting)
+        server.peers.members = frozenset(each.name for each in members)
         comeback = 0 if meeting is None else meeting.seat.comeback
         outbox = Outbox(place.name, members, comeback * LINKS)
         _outbox.use(outbox)
         vigil = Vigil(outbox, server, members, place.heartbeat)
         peers = {each.name: each for each in members if each.name != place.name}
-        server.welcome(Welcome(agent, outbox, server, vigil, peers).met)
+        server.peers.welcome(Welcome(agent, outbox, server, vigil, peers).met)
         failure = "it could not enter its world"
         try:
             if comeback:

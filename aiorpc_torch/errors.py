@@ -11,6 +11,7 @@ from typing import Any
 __all__ = (
     "BatchContractError",
     "CallTimeout",
+    "NotExported",
     "NotServing",
     "QueueFull",
     "RemoteError",
@@ -51,6 +52,14 @@ class NotServing(RpcError):
 
     Here: enter `worker()` or `local_world()` first. There: the peer has not entered its world
     through this library, or has left it already.
+    """
+
+
+class NotExported(RpcError, PermissionError):
+    """The worker does not answer to this call; it has not run, and its arguments were not read.
+
+    The worker was entered with `exports=`, and what is called is not among it: name its class, its
+    function or its module there.
     """
 
 

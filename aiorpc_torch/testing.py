@@ -21,6 +21,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 from torch.futures import Future
 
 from ._agent import DeviceMaps
+from ._exports import Export
 from ._gate import Gate as Gate
 from ._leaks import no_leaks as no_leaks
 from ._local import local_world
@@ -57,6 +58,7 @@ class Options(TypedDict, total=False):
     stop_timeout: float
     heartbeat: float
     restart: int
+    exports: Sequence[Export] | None
 
 
 class Workers(Protocol):

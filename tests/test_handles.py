@@ -46,7 +46,7 @@ def test_itself_then_an_offer_then_a_number() -> None:
     assert handles.name(rref) == offer, "until the owner has answered"
     assert objects.learn(rref, rref.value) is None
     assert objects.learn(offer, rref.value) == 0
-    handles.learned(0)
+    handles.learned([0])
     assert handles.name(rref) == 0
     assert objects.find(0) is rref.value
 
@@ -56,14 +56,14 @@ def test_the_owner_holds_weakly_and_the_caller_too() -> None:
     handles, objects, rref = Handles(), Objects(), FakeRRef(Counter())
     handles.name(rref)
     objects.learn(handles.name(rref), rref.value)
-    handles.learned(0)
+    handles.learned([0])
     gone = weakref.ref(rref)
     del rref
     gc.collect()
     assert gone() is None
     with pytest.raises(ReferenceError, match="gone"):
         objects.find(0)
-    handles.learned(0)  # an answer that comes late
+    handles.learned([0])  # an answer that comes late
 
 
 def test_what_cannot_be_held_weakly_is_not_learned() -> None:

@@ -1,9 +1,10 @@
 """Whatever the order of arrival, what a worker sent comes out in the order in which it was sent."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc_torch._lane import Lane
+from aiorpc_torch._lane import FAR, Lane
 
 counts = st.integers(0, 40)
 arrivals = counts.flatmap(lambda count: st.permutations(range(count)))
@@ -54,3 +55,20 @@ def test_in_order_there_is_no_delay() -> None:
     """An item that comes in its turn comes out at once."""
     lane: Lane[str] = Lane()
     assert [lane.arrived(n, item) for n, item in enumerate("abc")] == [["a"], ["b"], ["c"]]
+
+
+@given(arrivals, st.integers(-3, 45))
+def test_what_has_come_and_what_cannot_be_is_refused(arrivals: list[int], other: int) -> None:
+    """It changes nothing: all the others come out as they would."""
+    lane: Lane[int] = Lane()
+    out: list[int] = []
+    here: set[int] = set()
+    for seq in arrivals:
+        for number in (*here, other - 50, abs(other) + len(out) + FAR):
+            assert not lane.expects(number)
+            with pytest.raises(ValueError, match="cannot be"):
+                lane.arrived(number, -1)
+        assert lane.expects(seq)
+        out += lane.arrived(seq, seq)
+        here.add(seq)
+    assert out == [*range(len(arrivals))]

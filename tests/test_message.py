@@ -1,6 +1,7 @@
 """Calls and results as they travel: whatever is packed together comes out apart, and the same."""
 
 import io
+import itertools
 import math
 import pickle
 from typing import Any
@@ -14,6 +15,7 @@ from torch import Tensor
 from aiorpc_torch._columns import END, ENDED, FAILED, cell
 from aiorpc_torch._exceptions import Failure
 from aiorpc_torch._message import (
+    Group,
     Message,
     Outgoing,
     dump,
@@ -22,13 +24,14 @@ from aiorpc_torch._message import (
     load,
     load_results,
     outgoing,
-    read_groups,
     shorten,
 )
 from aiorpc_torch._tensors import SMALL, Table
 from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod
 
 NOW = 1000.0
+numbers = itertools.count()
+NOTHING: Any = (), {}
 HEAD = "caller", 3, 7, False
 TAIL = [], [], None
 
@@ -142,18 +145,20 @@ def message_of(calls: list[Outgoing]) -> tuple[Message, list[Tensor]]:
 def across(calls: list[Outgoing]) -> list[tuple[int, Any, bool, Any]]:
     """Of each call the number, the target, whether it is a stream, and the arguments."""
     message, tensors = message_of(calls)
-    groups = read_groups(message.groups, tensors)
-    calls_of = [iter(group.calls) for group in groups]
+    rest = iter(tensors)
+    groups = [Group(group, rest, len(message.numbers)) for group in message.groups]
+    read = [(group.target(), group.stream, group.calls()) for group in groups]
+    calls_of = [iter(calls) for _, _, calls in read]
     order = message.order or [0] * len(message.numbers)
-    assert len(order) == len(message.numbers) == sum(len(group.calls) for group in groups)
+    assert len(order) == len(message.numbers) == sum(len(calls) for _, _, calls in read)
     return [
-        (number, groups[index].target, groups[index].stream, next(calls_of[index]))
+        (number, *read[index][:2], next(calls_of[index]))
         for number, index in zip(message.numbers, order, strict=True)
     ]
 
 
 def call(*args: Any, **kwargs: Any) -> Outgoing:
-    return outgoing(0, shorten(Method(1, "m"), 1), False, (args, kwargs), None)
+    return outgoing(next(numbers), shorten(Method(1, "m"), 1), False, (args, kwargs), None)
 
 
 def argument(value: Any) -> Any:
@@ -215,8 +220,11 @@ def test_what_two_calls_are_given_arrives_twice() -> None:
     """A large tensor that both pass, or a view of it: what one callee writes is not the other's."""
     large = torch.zeros(SMALL)
     message, tensors = message_of([call(large), call(large.view(2, -1)), call([large, large])])
-    groups = read_groups(message.groups, tensors)  # torch keeps one storage one
-    one, other, both = (work[0][0] for group in groups for work in group.calls)
+    rest = iter(tensors)  # torch keeps one storage one
+    groups = [Group(group, rest, len(message.numbers)) for group in message.groups]
+    one, other, both = (
+        work[0][0] for group in groups for _ in (group.target(),) for work in group.calls()
+    )
     one.fill_(7)
     assert not other.any()
     assert not both[0].any()
@@ -258,7 +266,9 @@ def test_what_a_function_is_bound_to_is_pickled_as_it_is() -> None:
 def test_to_make_is_not_to_call() -> None:
     """Though both name the same function."""
     targets: list[Any] = [Function(math.hypot), Create(math.hypot), Function(math.hypot)]
-    sent = [outgoing(0, shorten(target, None), False, ((), {}), None) for target in targets]
+    sent = [
+        outgoing(next(numbers), shorten(target, None), False, NOTHING, None) for target in targets
+    ]
     assert [type(found) for _, found, _, _ in across(sent)] == [Function, Create, Function]
 
 
@@ -269,7 +279,7 @@ def test_a_message_says_what_it_is() -> None:
     assert message == fields
     assert message.controls()
     assert not load(dump((*HEAD, *lay_out([], NOW, Table()), [], [], None))).controls()
-    assert load(dump((*HEAD, *lay_out([], NOW, Table()), [], [], False))).controls()
+    assert load(dump((*HEAD, *lay_out([], NOW, Table()), [], [], ""))).controls()
     assert not message_of([call()])[0].controls()
 
 
