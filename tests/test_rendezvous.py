@@ -115,6 +115,31 @@ def test_missing_at_the_second_step(hall: Hall) -> None:
         meetings[0].places()
 
 
+def test_another_try_after_all_had_signed_in(hall: Hall) -> None:
+    """Whoever came and then failed, for itself or because of others, may come again."""
+    meetings = [hall.meeting(seat(rank, 2), timeout=1.0) for rank in (0, 1)]
+    for each in [hall.pool.submit(each.sign_in) for each in meetings]:
+        each.result(20.0)
+    meetings[0].publish(0, "here")
+    with pytest.raises(WorldTimeout, match="did not start"):
+        meetings[0].places()
+    again = meet(hall, [seat(rank, 2) for rank in (0, 1)])
+    assert [each.seat.comeback for each in again] == [0, 0]
+    # And a third time, since one of them does not reach the other.
+    agreeing = hall.pool.submit(again[0].agree, [], "")
+    with pytest.raises(WorldTimeout, match="no way") as raised:
+        again[1].agree([0], "no way to w0")
+    heard = failure(agreeing)
+    assert isinstance(heard, WorldTimeout)
+    assert heard.missing == raised.value.missing == (0,)
+    assert "'w1' (rank 1" in str(heard)
+    assert "no way to w0" in str(heard)
+    third = meet(hall, [seat(rank, 2) for rank in (0, 1)])
+    assert [each.seat.comeback for each in third] == [0, 0]
+    for each in [hall.pool.submit(each.agree, [], "") for each in third]:
+        each.result(20.0)
+
+
 def test_leaving_ends_the_wait_and_tells(hall: Hall) -> None:
     """A start that is interrupted ends for all."""
     meeting = hall.meeting(seat(0))
@@ -173,7 +198,7 @@ def test_two_with_one_rank(hall: Hall) -> None:
 def await_seat(hall: Hall, rank: int) -> None:
     """Until somebody has taken that seat, and shown that it lives."""
     probe = hall.meeting(seat(0))._store
-    probe.open()
+    probe.open(threading.Event())
     while not probe.has(f"seat/{rank}") or not probe.add(f"beat/{rank}", 0):
         threading.Event().wait(0.005)
 
@@ -182,7 +207,7 @@ def test_the_seat_of_one_that_died_waiting_is_free(hall: Hall, monkeypatch: Any)
     """A process that is started again while the others still wait is no second one."""
     monkeypatch.setattr(_rendezvous, "_BEAT", 0.01)
     store = hall.meeting(seat(1))._store
-    store.open()
+    store.open(threading.Event())
     store.set("seat/1", seat(1, pid=77).dump())  # and no sign of life ever
     coming = [hall.comes(seat(rank, pid=78)) for rank in (0, 1)]
     await_seat(hall, 1)  # somebody that lives
