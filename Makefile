@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 comma := ,
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test test-long install lint types docs bench soak figures clean
+.PHONY: demo test test-long install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
 
@@ -57,6 +57,10 @@ bench: install
 # A million mixed calls, in about five minutes.
 soak: install
 	$(BIN)/python -m benchmarks.soak
+
+# Every fault in every state of a world, in about two minutes.
+faults: install
+	$(BIN)/python -m benchmarks.faults
 
 # Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md.
 figures: install

@@ -8,6 +8,7 @@ system's interfaces and the names of those variables, nothing else of torch.
 
 import contextlib
 import ctypes
+import errno
 import ipaddress
 import os
 import socket
@@ -16,6 +17,7 @@ import threading
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
@@ -221,6 +223,24 @@ def _source(host: str) -> str | None:
             if not is_here(source):
                 return source
     return None
+
+
+def has_way(url: str) -> bool:
+    """Whether packets may go from here to the address in `scheme://address:port`.
+
+    A connection where there is no way, since this machine's own link is down, ends the process:
+    `terminate called ... network is unreachable`, from TensorPipe (2.13 and 2.15).
+    """
+    where = urlsplit(url)
+    if where.hostname is None or where.port is None:
+        return True  # it is none of IP's
+    for family, address in _resolved(where.hostname, where.port):
+        try:
+            with socket.socket(family, socket.SOCK_DGRAM) as probe:
+                probe.connect(address)  # sends nothing
+        except OSError as exc:
+            return exc.errno not in (errno.ENETUNREACH, errno.EHOSTUNREACH, errno.EADDRNOTAVAIL)
+    return True
 
 
 def _resolved(host: str, port: int = 9) -> list[tuple[int, _Address]]:

@@ -5,7 +5,7 @@ Every wait here has an end.
 
 import asyncio
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from . import _doors, _interfaces
 from ._agent import Agent, Member, keeps_number
@@ -36,15 +36,16 @@ async def join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Membe
         agent = await run_blocking(daemon("aiorpc-join"), lambda: _start(place, number, through))
         return agent, [Member(place.name, 0, number, agent.address)]
     agents: list[Agent] = []
-    joining = asyncio.ensure_future(
-        run_blocking(daemon("aiorpc-join"), lambda: _meet_all(place, meeting, agents))
-    )
+    joining = _join_in_thread(lambda: _meet_all(place, meeting, agents))
     try:
         members = await _in_time(joining, meeting)
         if meeting.seat.comeback:
             members = await _come_back(place, meeting, agents[0], members)
         elif not place.is_local:
-            await _reach(place, meeting, members)
+            missing = await _unreached(place, meeting, members)
+            text = _not_reached(place, meeting, missing)
+            joining = _join_in_thread(lambda: _agree(meeting, members, missing, text))
+            members = await _in_time(joining, meeting)
     except BaseException:
         meeting.leave()
         await asyncio.wait((joining,), timeout=min(LEAVE, meeting.remaining()))
@@ -53,6 +54,10 @@ async def join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Membe
             await run_blocking(daemon("aiorpc-stop"), agents[0].stop)
         raise
     return agents[0], members
+
+
+def _join_in_thread(step: Callable[[], list[Member]]) -> "asyncio.Future[list[Member]]":
+    return asyncio.ensure_future(run_blocking(daemon("aiorpc-join"), step))
 
 
 async def _in_time(joining: "asyncio.Future[list[Member]]", meeting: Meeting) -> list[Member]:
@@ -84,13 +89,22 @@ def _members(meeting: Meeting, here: Location) -> list[Member]:
     ]
 
 
-async def _reach(place: Place, meeting: Meeting, members: Sequence[Member]) -> None:
+def _agree(
+    meeting: Meeting, members: list[Member], missing: list[Member], text: str
+) -> list[Member]:
+    meeting.agree([peer.rank for peer in missing], text)
+    return members
+
+
+async def _unreached(place: Place, meeting: Meeting, members: Sequence[Member]) -> list[Member]:
     """Connect with every peer: who is not reached now would be missed at the first call.
 
     And only now: a listener of torch's ends with the first connection that is none of torch's, a
     port scanner's say, and who has no connection by then gets none (seen on 2.13 and 2.15).
     """
     peers = [peer for peer in members if peer.name != place.name]
+    if nowhere := [peer for peer in peers if not _interfaces.has_way(peer.address)]:
+        return nowhere
     pings = [wrap_future(send(peer.info, _doors.ping, b"")) for peer in peers]
     await asyncio.wait(pings, timeout=min(REACH, meeting.remaining() + GRACE))
     missing = [
@@ -98,13 +112,13 @@ async def _reach(place: Place, meeting: Meeting, members: Sequence[Member]) -> N
     ]
     for ping in pings:
         ping.cancel()
-    if missing:
-        raise WorldTimeout(
-            f"every worker came, but {place.name!r} does not reach "
-            f"{', '.join(f'{peer.name!r} at {peer.address}' for peer in missing)}. "
-            + _advice(_through(place, meeting)),
-            [peer.rank for peer in missing],
-        )
+    return missing
+
+
+def _not_reached(place: Place, meeting: Meeting, missing: Sequence[Member]) -> str:
+    where = ", ".join(f"{peer.name!r} at {peer.address}" for peer in missing)
+    advice = _advice(_through(place, meeting))
+    return f"every worker came, but {place.name!r} does not reach {where}. {advice}"
 
 
 def _through(place: Place, meeting: Meeting) -> _interfaces.Choice:

@@ -6,7 +6,6 @@ leaves is decided in `_batcher`; who gets what in `_answers`.
 
 import asyncio
 import contextvars
-import logging
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -19,11 +18,9 @@ from ._errands import Errand, errands, new_batch, set_out, waiting
 from ._living import Living
 from ._policy import Fill, Policy
 from ._rounds import RoundBatcher
-from ._steps import timed
+from ._steps import disown, timed
 from ._tally import Tally
 from .errors import NotServing, QueueFull, RoundTimeout
-
-log = logging.getLogger("aiorpc_torch")
 
 PATIENCE = 0.5  # seconds that a cancelled body has to end, when its worker stops
 
@@ -167,8 +164,8 @@ class Queue:
             place.answer(NotServing(f"the worker stopped before {self._body.name} answered"))
         for task in tasks:
             task.cancel()
-        if tasks and (await asyncio.wait(tasks, timeout=PATIENCE))[1]:
-            log.warning("%s did not end when its worker stopped", self._body.name)
+        for task in tasks and (await asyncio.wait(tasks, timeout=PATIENCE))[1]:
+            disown(task, self._body.name)
 
     def _refuse_reentry(self) -> None:
         batches = waiting()

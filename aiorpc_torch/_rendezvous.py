@@ -112,6 +112,18 @@ class Meeting:
         """Leave the seat to whom it was taken from: that one lives."""
         self._store.swap(f"seat/{self.seat.rank}", self.seat.dump(), self._held)
 
+    def agree(self, missing: Sequence[int], text: str) -> None:
+        """Say that this worker reaches all others, or why not; wait until all have said so.
+
+        Raises:
+            WorldTimeout: if somebody does not reach all, or does not say in time.
+        """
+        if missing:
+            self._post({"text": f"{self.seat}: {text}", "missing": [*missing]})
+            raise WorldTimeout(text, missing)
+        self._store.set(f"reached/{self.seat.rank}", "")
+        self._wait_for("reached", "reach the others", _nothing)
+
     def bury(self) -> None:
         """Nobody of this world lives: whoever comes next begins another."""
         self._store.set(f"gone/{self.seat.rank}", "")
@@ -140,10 +152,11 @@ class Meeting:
     # ── seats ───────────────────────────────────────────────────────────────────────────────────
 
     def _enter(self) -> list[Seat]:
-        if self._store.has("complete"):
-            return self._come_back()
+        # First: those who signed in may have failed all the same, before they were a world.
         if self._has_failed():
             raise _Over
+        if self._store.has("complete"):
+            return self._come_back()
         self._take_seat(self.seat.dump())
         seats: dict[int, Seat] = {}
         self._wait_for("seat", "come", lambda rank: self._check(seats, rank))
@@ -242,6 +255,8 @@ class Meeting:
         raise ValueError(text)
 
     def _post(self, news: dict[str, Any]) -> None:
+        if self.seat.comeback:
+            return  # it is this worker's failure, not that of a world that lives
         news["by"] = [self.seat.pid, self.seat.host]
         self._store.swap("board", "", json.dumps(news))
 

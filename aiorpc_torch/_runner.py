@@ -8,6 +8,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import logging
 import threading
 import types
 from collections.abc import Callable, Iterable
@@ -25,6 +26,8 @@ from ._steps import timed
 from ._streams import StreamJob, check_streamable, run_in_thread, stream
 from ._threads import Threads, tune
 from .errors import CallTimeout
+
+log = logging.getLogger("aiorpc_torch")
 
 PAUSE = 0.0005  # seconds from a result in a thread until it is sent, with what came meanwhile
 
@@ -47,6 +50,7 @@ class Runner:
         # RPC threads also complete replies and time-outs, and with all of them busy a process is
         # jammed: user code may have less than half of them.
         self._to_lend = max(0, threads // 2 - 1)
+        self._lent = 0
         self._lending = threading.Lock()
 
     def __repr__(self) -> str:
@@ -75,6 +79,7 @@ class Runner:
         with self._lending:
             free = self._to_lend > 0
             self._to_lend -= free
+            self._lent += free
             return free
 
     def here(self, job: Job) -> None:
@@ -85,6 +90,7 @@ class Runner:
         finally:
             with self._lending:
                 self._to_lend += 1
+                self._lent -= 1
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -161,11 +167,13 @@ class Runner:
         else:
             run_in_thread(job, value, lambda task: self.in_threads((task,)))
 
-    def close(self, patience: float) -> int:
-        """End threads and host; how many threads still run user code after so many seconds."""
+    def close(self, patience: float, name: str) -> bool:
+        """End threads and host of that worker; whether torch's threads still run user code."""
         if self._host is not None:
             self._host.close()
-        return self._threads.close(patience)
+        if stuck := self._threads.close(patience) + self._lent:
+            log.warning("%d plain `def` calls still run on worker %s", stuck, name)
+        return self._lent > 0
 
 
 def _expired(job: Job) -> bool:

@@ -24,6 +24,7 @@ from ._line import Line, Repeated
 from ._message import Message, dump_results, load
 from ._peers import Peers
 from ._runner import Runner
+from ._steps import disown
 from ._streams import StreamJob
 from .errors import NotServing, RemoteError, RpcError, WorkerLost
 
@@ -252,20 +253,21 @@ class Server:
         jobs = [job for line in [*self._lines.values()] for job in [*line.jobs.values()]]
         return [*jobs, *self._torch_jobs]
 
-    async def close(self, patience: float, failure: str = "") -> None:
-        """Answer everybody, and cancel what runs. Coroutines have `patience` seconds to end."""
+    async def close(self, patience: float, failure: str = "") -> bool:
+        """Answer everybody, and cancel what runs, which has `patience` seconds to end.
+
+        Returns whether threads of torch's still run plain `def`s.
+        """
         self._closed = True
         self._failure = failure
-        jobs = self._running()
-        self._refuse(jobs)
+        self._refuse(jobs := self._running())
         for job in jobs:
             job.abandon()
         tasks = {job.task: job for job in jobs if job.task is not None}
         for task in tasks and (await asyncio.wait(tasks, timeout=patience))[1]:
-            log.warning("%s did not end when its worker %s stopped", tasks[task], self.name)
+            disown(task, f"{tasks[task]} of worker {self.name}")
         self._release()
-        if stuck := self._runner.close(patience=0.1):
-            log.warning("%d plain `def` calls still run on worker %s", stuck, self.name)
+        return self._runner.close(0.1, self.name)
 
 
 def _on_loop(job: RpcJob) -> bool:

@@ -1,5 +1,9 @@
-"""The steps of a coroutine, timed: whoever holds the loop for long is named in a warning."""
+"""The steps of a coroutine, timed: whoever holds the loop for long is named in a warning.
 
+And who never takes the last of them is not waited for.
+"""
+
+import asyncio
 import logging
 import types
 from collections.abc import Coroutine, Generator
@@ -33,6 +37,17 @@ def timed(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R
             raise
         except BaseException as exc:
             step, value = coroutine.throw, exc
+
+
+def disown(task: "asyncio.Task[Any]", name: str) -> None:
+    """Let the loop end without this task, which was cancelled and goes on; it is named in the log.
+
+    `asyncio.run` cancels every task that it knows of and waits until they end, for as long as that
+    takes: one coroutine that swallows its cancellation would keep the process alive for ever.
+    """
+    log.warning("%s did not end when its worker stopped", name)
+    asyncio.tasks._unregister_task(task)
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was said already
 
 
 def warn(name: str, seconds: float) -> None:

@@ -153,5 +153,6 @@ class Vigil:
 
     def _broken(self, peer: WorkerInfo, error: RpcError) -> None:
         """A message to it failed."""
-        if self._peers[peer.name].id == peer.id:
+        known = self._peers.get(peer.name)  # not this worker itself, whose own pipe breaks too
+        if known is not None and known.id == peer.id:
             self._lost(peer.name, error)

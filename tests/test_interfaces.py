@@ -319,6 +319,18 @@ def test_the_interface_that_leads_there(machine: Machine) -> None:
 
 
 @pytest.mark.network
+def test_whether_there_is_a_way(machine: Machine) -> None:
+    """None once the link is down: to connect nevertheless would end the process."""
+    machine.ip("link", "add", LINK, "type", "veth", "peer", "name", "far")
+    machine.ip("link", "set", "far", "up")
+    machine.gets("10.1.0.1/24")
+    ways = "[room.has_way(f'uv://{host}:29500') for host in ('10.1.0.2', '127.0.0.1', '10.3.0.1')]"
+    assert there(machine, ways) == [True, True, False]
+    machine.unplug()
+    assert there(machine, ways) == [False, True, False]
+    assert there(machine, "room.has_way('shm://somewhere')")
+
+
 def test_a_machine_of_ipv6_alone(machine: Machine) -> None:
     """Nothing here needs IPv4."""
     machine.ip("address", "del", "127.0.0.1/8", "dev", "lo")

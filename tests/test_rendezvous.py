@@ -127,6 +127,31 @@ def test_missing_at_the_second_step(hall: Hall) -> None:
         meetings[0].wait_for_places()
 
 
+def test_another_try_after_all_had_signed_in(hall: Hall) -> None:
+    """Whoever came and then failed, for itself or because of others, may come again."""
+    meetings = [hall.meeting(seat(rank, 2), timeout=1.0) for rank in (0, 1)]
+    for each in [hall.pool.submit(each.sign_in) for each in meetings]:
+        each.result(20.0)
+    meetings[0].publish(0, "here")
+    with pytest.raises(WorldTimeout, match="did not start"):
+        meetings[0].places()
+    again = meet(hall, [seat(rank, 2) for rank in (0, 1)])
+    assert [each.seat.comeback for each in again] == [0, 0]
+    # And a third time, since one of them does not reach the other.
+    agreeing = hall.pool.submit(again[0].agree, [], "")
+    with pytest.raises(WorldTimeout, match="no way") as raised:
+        again[1].agree([0], "no way to w0")
+    heard = failure(agreeing)
+    assert isinstance(heard, WorldTimeout)
+    assert heard.missing == raised.value.missing == (0,)
+    assert "'w1' (rank 1" in str(heard)
+    assert "no way to w0" in str(heard)
+    third = meet(hall, [seat(rank, 2) for rank in (0, 1)])
+    assert [each.seat.comeback for each in third] == [0, 0]
+    for each in [hall.pool.submit(each.agree, [], "") for each in third]:
+        each.result(20.0)
+
+
 def test_leaving_ends_the_wait_and_tells(hall: Hall) -> None:
     """A start that is interrupted ends for all."""
     meeting = hall.meeting(seat(0))

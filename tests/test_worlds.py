@@ -477,3 +477,40 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
     assert time.monotonic() - start < 4
     with pytest.raises((aiorpc.NotServing, WorkerLost)):
         await waiting
+
+
+@pytest.mark.parametrize("how", ["blocks", "ignores", "batch"])
+def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) -> None:
+    """A `def` in a thread of torch's, coroutines that swallow their cancellation: all are left."""
+    path = program(
+        tmp_path,
+        """
+        import contextlib, threading, time
+        begun = threading.Event()
+        async def ignores():
+            begun.set()
+            while True:
+                with contextlib.suppress(asyncio.CancelledError):
+                    await asyncio.Event().wait()
+        def blocks():
+            begun.set()
+            threading.Event().wait()
+        @aiorpc.batched(max_size=1)
+        async def batch(items):
+            await ignores()
+        async def main(function, args):
+            async with aiorpc.local_world(0):
+                call = asyncio.create_task(aiorpc.call("main", function, *args))
+                while not begun.is_set():
+                    await asyncio.sleep(0.01)
+                start = time.monotonic()
+            print(time.monotonic() - start < 2.5, type(call.exception()).__name__)
+        if __name__ == "__main__":
+            asyncio.run(main(globals()[sys.argv[1]], [1] * (sys.argv[1] == "batch")))
+        """,
+    )
+    done = run(path, how)
+    assert (done.returncode, done.stdout.split()) == (0, ["True", "NotServing"]), done.stderr
+    said = "still run on worker main" if how == "blocks" else "did not end when its worker"
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr

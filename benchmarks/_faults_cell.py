@@ -1,0 +1,387 @@
+"""One cell of the fault matrix: a state, a fault, and what must come of it.
+
+States and faults do not know each other: a cell makes the state, strikes, and asks the survivors
+what they were told and when. It runs in a process that forks the workers and waits for each.
+"""
+
+import contextlib
+import re
+import signal
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from . import _faults_cast as cast
+from ._faults_cast import Machines, Player, Wrong
+from ._faults_member import live
+from ._faults_states import SHORT
+
+HEARTBEAT, START, STOP = 2.0, 1.5, 1.5  # seconds, as the workers are given them
+AT_ONCE = 2.0  # seconds for what is noticed by itself, on a machine that is busy
+SLACK = 1.0  # beyond a time that is given
+NOISE = 0.5  # that a machine with other things to do may add to any of these
+NAMES = ("main", "b", "a")  # by rank; `a` is struck
+
+IDLE, STARTING, STOPPING = "idle", "starting", "stopping"
+PENDING, STREAM, BATCH = "pending call", "open stream", "waiting batch"
+ROUND, BACKWARD = "forming round", "backward in flight"
+STATES = (IDLE, PENDING, STREAM, BATCH, ROUND, BACKWARD, STARTING, STOPPING)
+
+
+@dataclass
+class Verdict:
+    """What came of a cell."""
+
+    end: str = ""
+    """What was documented and seen, in words."""
+    seconds: float = 0.0
+    """The longest that anybody waited for it."""
+    bound: float = 0.0
+    wrong: list[str] = field(default_factory=list)
+    skipped: str = ""
+
+    def took(self, seconds: float, bound: float, what: str) -> None:
+        """It took so long, which may not be longer than that."""
+        self.seconds, self.bound = max(self.seconds, seconds), max(self.bound, bound)
+        if seconds > bound + NOISE:
+            self.wrong.append(f"{what} took {seconds:.2f} s: more than {bound:g} s")
+
+    def expect(self, fine: bool, text: str) -> None:
+        if not fine:
+            self.wrong.append(text)
+
+
+class Stage:
+    """Three workers of a world, on one machine or with `a` on another."""
+
+    def __init__(self, folder: Path, machines: Machines | None) -> None:
+        self.machines = machines
+        self.store = folder / "store"
+        self._folder = folder
+        self.players: dict[str, Player] = {}
+
+    def cast(self, name: str, as_name: str = "", **more: Any) -> Player:
+        """A process for that worker; not in the world yet."""
+        given: dict[str, Any] = {
+            "name": name,
+            "rank": NAMES.index(name),
+            "world_size": len(NAMES),
+            "init_method": f"file://{self.store}",
+            "heartbeat": HEARTBEAT,
+            "start_timeout": START,
+            "stop_timeout": STOP,
+            "interface": "lo" if self.machines is None else cast.LINK,
+            **more,
+        }
+        if self.machines is not None:
+            given["namespace"] = self.machines.inside(name == "a")
+        player = Player(as_name or name, live, given, self._folder)
+        self.players[player.name] = player
+        return player
+
+    def enter(self) -> tuple[Player, Player, Player]:
+        """All three, in their world."""
+        players = [self.cast(name, start_timeout=cast.PATIENCE) for name in NAMES]
+        for player in players:
+            player.tell("enter")
+        for player in players:
+            player.hears("in")
+        main, b, a = players
+        return main, b, a
+
+    def waits_for(self, text: bytes) -> None:
+        """Until that stands in the store."""
+        end = time.monotonic() + cast.PATIENCE
+        while not any(text in path.read_bytes() for path in self._folder.glob("store*")):
+            if time.monotonic() > end:
+                raise Wrong(f"{text!r} was not written to the store")
+            time.sleep(0.01)
+
+    def close(self) -> None:
+        for player in self.players.values():
+            player.close()
+
+
+# ── faults ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True)
+class Fault:
+    """What happens to `a`, and what those who wait for it are told within `bound` seconds."""
+
+    name: str
+    told: str
+    bound: float
+    strike: Callable[[Stage], None]
+    code: int
+    heal: Callable[[Stage], None] | None = None
+    """How it ends again, if it does: then `a` is as before."""
+    how: str = ""
+    """Of a body that never returns, which is no blow but a state: how it does so."""
+    machines: bool = False
+
+
+def _signal(*numbers: int) -> Callable[[Stage], None]:
+    def strike(stage: Stage) -> None:
+        for number in numbers:
+            stage.players["a"].signal(number)
+
+    return strike
+
+
+def _fail(stage: Stage) -> None:
+    stage.players["a"].tell("raise")
+
+
+def _cut(stage: Stage) -> None:
+    assert stage.machines is not None
+    stage.machines.cut()
+
+
+def _mend(stage: Stage) -> None:
+    assert stage.machines is not None
+    stage.machines.whole()
+
+
+def _nothing(_: Stage) -> None:
+    """It is there already."""
+
+
+LOST = r"^WorkerLost: worker 'a' is lost: "
+SILENT = rf"{LOST}no sign of life for {HEARTBEAT:g} s$"
+SILENCE = HEARTBEAT + SLACK
+
+KILL = Fault("kill -9", LOST, AT_ONCE, _signal(signal.SIGKILL), -signal.SIGKILL)
+FREEZE = Fault("SIGSTOP", SILENT, SILENCE, _signal(signal.SIGSTOP), 0, _signal(signal.SIGCONT))
+RAISE = Fault("exception", rf"{LOST}its block raised LookupError: a's own$", AT_ONCE, _fail, 1)
+BLOCK = Fault("hang in a def", "", SHORT + SLACK, _nothing, 0, how="blocks")
+IGNORE = Fault("hang in an async def", "", SHORT + SLACK, _nothing, 0, how="ignores")
+MISSING = Fault("missing rank", "", AT_ONCE, _nothing, 0)
+WRONG = Fault("wrong interface", "", AT_ONCE, _nothing, 1, machines=True)
+CUT = Fault("cut link", SILENT, SILENCE, _cut, 0, _mend, machines=True)
+FAULTS = (KILL, FREEZE, RAISE, BLOCK, IGNORE, MISSING, WRONG, CUT)
+
+
+def makes_no_sense(fault: Fault, state: str) -> str:
+    """Why there is no such cell; empty if there is one."""
+    if fault in (MISSING, WRONG) and state != STARTING:
+        return "who is not there, or not reached, is in no world: only a start can meet it"
+    if fault.how and state in (IDLE, STARTING):
+        return "no body runs"
+    if fault is IGNORE and state == BACKWARD:
+        return "torch's backward is never an `async def`"
+    return ""
+
+
+# ── a cell ──────────────────────────────────────────────────────────────────────────────────────
+
+
+def play(fault: Fault, state: str, folder: Path) -> Verdict:
+    """Run one cell, in a process that may fork."""
+    verdict = Verdict()
+    if fault.machines and (why := cast.no_machines()):
+        verdict.skipped = f"no network namespaces here: {why}"
+        return verdict
+    cast.adopt()
+    with contextlib.ExitStack() as stack:
+        machines = stack.enter_context(contextlib.closing(Machines())) if fault.machines else None
+        stage = stack.enter_context(contextlib.closing(Stage(folder, machines)))
+        act = {STARTING: starting, STOPPING: stopping}.get(state, in_the_world)
+        try:
+            codes = act(stage, fault, state, verdict)
+            for name, code in codes.items():
+                verdict.wrong += stage.players[name].wrongs(code)
+        except Wrong as exc:
+            verdict.wrong += [str(exc), *_errors(stage)]
+    if left := cast.left_over():
+        verdict.wrong.append(f"processes are left: {left}")
+    return verdict
+
+
+def _errors(stage: Stage) -> Iterator[str]:
+    for player in stage.players.values():
+        if text := player.errors().strip():
+            yield f"{player.name} wrote: {text[-1500:]}"
+
+
+def in_the_world(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+    """Three workers at work: `a` is struck, the others are told, go on, and leave."""
+    main, b, a = stage.enter()
+    if fault.how:
+        main.asks("hang", state, fault.how)
+    else:
+        main.asks("make", state)
+    struck = time.monotonic()
+    fault.strike(stage)
+    new = "until it is gone" if fault is RAISE else "now"
+    ends = main.asks("ends", fault.bound + SLACK, new)
+    check_ends(fault, state, verdict, ends, struck)
+    main.asks("prove")
+    there = [main, b]
+    if fault.heal is not None or fault.how:
+        if fault.heal is not None:
+            fault.heal(stage)
+        found = main.asks("again")
+        verdict.expect(found == "HELLO", f"a is back, and called: {found}")
+        there.append(a)
+    part(there, verdict)
+    return {"main": 0, "b": 0, "a": fault.code}
+
+
+def check_ends(
+    fault: Fault, state: str, verdict: Verdict, ends: dict[str, Any], struck: float
+) -> None:
+    """Everything that waited for `a`, and what was called afterwards."""
+    for name, end in ends.items():
+        text, when = end if end is not None else ("", struck)
+        told, bound = due(fault, state, name)
+        if not told:
+            verdict.expect(end is None, f"{name} ended, which nobody could know: {text}")
+            continue
+        if end is None:
+            verdict.wrong.append(f"{name} waits after {fault.bound + SLACK:g} s")
+            continue
+        verdict.expect(bool(re.search(told, text)), f"{name} ended with {text!r}, not {told!r}")
+        if "new call" not in name or not fault.how:
+            verdict.took(when - struck, bound, name)
+    verdict.end = summary(fault, state)
+
+
+def due(fault: Fault, state: str, name: str) -> tuple[str, float]:
+    """How that wait ends, as a pattern, and within how many seconds; "" if it goes on."""
+    if name.startswith("on b: "):
+        return r"^(None|\d+)$", fault.bound
+    if fault.how and name.startswith("new call"):
+        return r"^\d+$", fault.bound
+    if name == "new call" and fault is RAISE:
+        return LOST, fault.bound
+    if name.endswith("with a timeout") and (fault.heal is not None or fault.how):
+        return "^CallTimeout: ", SHORT + SLACK
+    if name == "backward":
+        silent = fault.heal is not None or fault.how
+        return ("" if silent else "^RuntimeError: "), fault.bound
+    if fault.how and state != BACKWARD:
+        return "", 0.0
+    return ("" if fault.how else fault.told), fault.bound
+
+
+def summary(fault: Fault, state: str) -> str:
+    if fault.how:
+        return "goes on; CallTimeout" if state != BACKWARD else "goes on"
+    return "WorkerLost"
+
+
+def part(there: list[Player], verdict: Verdict) -> None:
+    """They leave together, and what still waited is told so."""
+    for player in there:
+        player.tell("leave")
+    for player in there:
+        player.hears("leaves")
+    for player in there:
+        verdict.took(player.hears("left"), STOP + SLACK, f"leaving, for {player.name},")
+        for name, end in player.hears("rest").items():
+            text = "" if end is None else end[0]
+            fine = re.search("^(NotServing|WorkerLost|RuntimeError|CallTimeout|[0-9'])", text)
+            verdict.expect(bool(fine), f"after the world: {name} ended with {text!r}")
+
+
+def stopping(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+    """`main` and `b` wait for `a` to leave, which is struck."""
+    main, b, a = stage.enter()
+    if fault.how:
+        main.asks("hang", PENDING, fault.how)
+        verdict.end = "all leave"
+        part([main, b, a], verdict)
+        return {"main": 0, "b": 0, "a": 0}
+    for player in (main, b):
+        player.tell("leave")
+        player.hears("leaves")
+    a.asks("farewells")
+    struck = time.monotonic()
+    fault.strike(stage)
+    if fault is CUT:
+        a.tell("leave")
+        a.hears("leaves")
+    bound = STOP + SLACK if fault.heal is not None else AT_ONCE
+    for player in [main, b, *([a] if fault is CUT else [])]:
+        player.hears("left")
+        verdict.took(time.monotonic() - struck, bound, f"leaving, for {player.name},")
+        player.hears("rest")
+    verdict.end = "the others leave"
+    if fault.heal is not None:
+        fault.heal(stage)
+        a.tell("leave")
+    for player in (main, b):
+        verdict.expect(
+            "did not wait for a (" in player.errors(),
+            f"{player.name} did not say that it did not wait for a",
+        )
+    return {"main": 0, "b": 0, "a": fault.code}
+
+
+# ── starting ────────────────────────────────────────────────────────────────────────────────────
+
+
+def starting(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+    """`a` is struck while it waits for the others; they try once more, with another `a`."""
+    more = {"interface": "lo"} if fault is WRONG else {}
+    main, b = stage.cast("main"), stage.cast("b")
+    if fault is not MISSING:
+        a = stage.cast("a", **more)
+        a.tell("enter, fail" if fault is RAISE else "enter")
+        stage.waits_for(b"seat/2")
+    first = [b] if fault is RAISE else [main, b]
+    if fault is not RAISE:
+        fault.strike(stage)
+    for player in first:
+        player.tell("enter")
+    if fault is RAISE:
+        stage.waits_for(b"seat/1")
+        a.tell("fail")
+    bound = AT_ONCE if fault is RAISE else START + SLACK
+    for player in first:
+        kind, text, missing, took = player.hears("failed")
+        verdict.expect(kind == "WorldTimeout", f"{player.name}: {kind}: {text}")
+        verdict.expect(blames(fault, text, missing), f"{player.name} blames: {missing} {text}")
+        verdict.took(took, bound, f"the start, for {player.name},")
+    verdict.end = "WorldTimeout"
+    codes = {"main": 0, "b": 0}
+    if fault is not MISSING:
+        codes["a"] = end_of_a(stage, fault, verdict)
+    try_again(stage, [main, b], verdict)
+    return {**codes, "another a": 0}
+
+
+def blames(fault: Fault, text: str, missing: list[int]) -> bool:
+    if fault is RAISE:
+        return "'a' (rank 2" in text and "has given up" in text
+    return 2 in missing
+
+
+def end_of_a(stage: Stage, fault: Fault, verdict: Verdict) -> int:
+    """How the struck one ends, once the others have given it up."""
+    a = stage.players["a"]
+    if fault.heal is not None:
+        fault.heal(stage)
+    if fault in (FREEZE, CUT, WRONG):
+        kind, text, _, took = a.hears("failed")
+        verdict.expect(kind == "WorldTimeout", f"a: {kind}: {text}")
+        if fault is not FREEZE:
+            verdict.took(took, 2 * START + SLACK, "the start, for a,")
+        a.tell("end", 1)
+        return 1
+    return fault.code
+
+
+def try_again(stage: Stage, others: list[Player], verdict: Verdict) -> None:
+    """At the same place."""
+    another = stage.cast("a", "another a", start_timeout=cast.PATIENCE)
+    for player in (*others, another):
+        player.tell("enter", {"start_timeout": cast.PATIENCE})
+    for player in (*others, another):
+        player.hears("in")
+    found = others[0].asks("again")
+    verdict.expect(found == "HELLO", f"once more: {found}")
+    part([*others, another], verdict)

@@ -1,0 +1,359 @@
+"""What a worker is in the middle of when a fault comes: each state is made on all three workers.
+
+`main` makes it: something that waits for `a`, from here and from `b`, and something on `b` for
+which `a` waits. It knows nothing of faults, but for bodies that never return, which have to be
+there before anything waits for them.
+"""
+
+import asyncio
+import contextlib
+import threading
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed import autograd, rpc
+
+from aiorpc_torch import Round, RoundTimeout, RRef, batched, call, create, remote
+from aiorpc_torch.testing import Gate
+
+SHORT = 0.5  # seconds, of a call with a timeout
+End = tuple[str, float]
+"""What came of something, and when."""
+
+
+async def end_of(awaitable: Awaitable[Any]) -> End:
+    try:
+        value = repr(await awaitable)
+    except Exception as exc:
+        value = f"{type(exc).__name__}: {exc}"
+    return value, time.monotonic()  # the same clock in every process
+
+
+async def end_on(rref: RRef[Any], method: str, *args: Any) -> End:
+    """The same, for a call from the worker that runs this."""
+    return await end_of(getattr(remote(rref), method)(*args))
+
+
+async def items_of(rref: RRef[Any], method: str, timeout: float | None = None) -> list[Any]:
+    return [item async for item in getattr(remote(rref, timeout=timeout), method)()]
+
+
+async def end_of_items(rref: RRef[Any], method: str) -> End:
+    return await end_of(items_of(rref, method))
+
+
+async def hello(name: str) -> str:
+    """Somebody there is called, and calls back."""
+    return await call(name, str.upper, "hello")
+
+
+# ── what it is done with ────────────────────────────────────────────────────────────────────────
+
+
+def block_for_ever() -> None:
+    """In a thread, which nobody can cancel."""
+    threading.Event().wait()
+
+
+async def ignore_cancellation() -> None:
+    """On the loop, and no cancellation ends it."""
+    while True:
+        with contextlib.suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+class Hangs:
+    """Methods that never return."""
+
+    def blocks(self, _: Any) -> None:
+        block_for_ever()
+
+    async def ignores(self, _: Any) -> None:
+        await ignore_cancellation()
+
+
+class Source:
+    """Streams that give one item, and then nothing."""
+
+    def __init__(self) -> None:
+        self._followed, self._closed = asyncio.Event(), asyncio.Event()
+
+    async def follow(self) -> AsyncIterator[int]:
+        try:
+            yield 0
+            self._followed.set()
+            await asyncio.Event().wait()
+        finally:
+            self._closed.set()
+
+    async def followed(self) -> None:
+        await self._followed.wait()
+
+    async def closed(self) -> None:
+        await self._closed.wait()
+
+    def blocks(self) -> Iterator[int]:
+        yield 0
+        block_for_ever()
+
+    async def ignores(self) -> AsyncIterator[int]:
+        yield 0
+        await ignore_cancellation()
+
+
+class Desk:
+    """Batches that wait: for company, and behind one that is being made."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    async def here(self) -> None:
+        """Answered once what was called before has begun."""
+
+    @batched(max_size=4, max_wait=600.0)
+    async def company(self, items: list[int]) -> list[int]:
+        return [sum(items)] * len(items)
+
+    @batched(max_size=1)
+    async def busy(self, items: list[int]) -> list[int]:
+        await self.gate.passed()
+        return items
+
+    @batched(max_size=1)
+    def blocks(self, items: list[int]) -> list[int]:
+        block_for_ever()
+        return items
+
+    @batched(max_size=1)
+    async def ignores(self, items: list[int]) -> list[int]:
+        await ignore_cancellation()
+        return items
+
+
+class Table:
+    """Rounds that form."""
+
+    async def here(self) -> None:
+        """Answered once what was called before has begun."""
+
+    @batched(Round(size=3))
+    async def total(self, items: list[int]) -> list[int]:
+        return [sum(items)] * len(items)
+
+    @batched(Round(size=2, timeout=SHORT))
+    async def pair(self, items: list[int]) -> list[int]:
+        return [sum(items)] * len(items)
+
+    @batched(Round(size=1))
+    def blocks(self, items: list[int]) -> list[int]:
+        block_for_ever()
+        return items
+
+    @batched(Round(size=1))
+    async def ignores(self, items: list[int]) -> list[int]:
+        await ignore_cancellation()
+        return items
+
+
+class _Blocks(torch.autograd.Function):
+    """The identity, whose backward waits."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        backward_runs.set()
+        backward_may_end.wait()
+        backward_runs.clear()
+        return grads[0]
+
+
+backward_runs, backward_may_end = threading.Event(), threading.Event()
+
+
+def forward(x: Tensor) -> Tensor:
+    result: Tensor = _Blocks.apply(x)
+    return result
+
+
+def wait_for_backward() -> None:
+    backward_runs.wait()
+
+
+async def end_backward() -> None:
+    """Let one that runs here come to its end.
+
+    A process that ends meanwhile would wait for it in torch's exit functions, for ever perhaps, or
+    abort, when its thread wants the GIL of an interpreter that is gone (2.15).
+    """
+    backward_may_end.set()
+    while backward_runs.is_set():  # noqa: ASYNC110 - it is cleared by a thread of torch's
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.1)  # torch's own part of it
+
+
+# ── states ──────────────────────────────────────────────────────────────────────────────────────
+
+
+class Scene:
+    """What waits for `a`, and what was waited for by `a` on `b`."""
+
+    def __init__(self) -> None:
+        self.waits: dict[str, asyncio.Future[End]] = {}
+        self.relics: dict[str, Callable[[], Awaitable[Any]]] = {}
+        self.proofs: list[Callable[[], Awaitable[None]]] = []
+        self.kept: list[Any] = []  # tasks, and what else must live as long
+
+    def here(self, name: str, awaitable: Awaitable[Any]) -> None:
+        """`main` itself waits."""
+        self.waits[name] = asyncio.ensure_future(end_of(awaitable))
+
+    def from_b(self, name: str, function: Callable[..., Any], *args: Any) -> None:
+        """`b` does, with a function that returns how it ends."""
+        self.waits[f"{name}, from b"] = asyncio.ensure_future(call("b", function, *args))
+
+    def by_a(self, function: Callable[..., Any], *args: Any) -> None:
+        """`a` waits for something on `b`; and `main` for `a`, since it told it to."""
+        self.here(f"what makes a wait for {args[1]}", call("a", function, *args))
+
+
+async def idle(scene: Scene) -> None:
+    assert await call("a", hello, "b") == await call("b", hello, "a") == "HELLO"
+
+
+async def pending_call(scene: Scene) -> None:
+    gate, far = await create("a", Gate), await create("b", Gate)
+    scene.here("call of an async def", remote(gate).passed())
+    scene.here("call of a def", remote(gate).passed_in_thread())
+    scene.from_b("call", end_on, gate, "passed")
+    scene.by_a(end_on, far, "passed")
+    await remote(gate).entered(3)
+    await remote(far).entered()
+    scene.relics["on b: what it ran for a is cancelled"] = remote(far).cancelled
+
+
+async def open_stream(scene: Scene) -> None:
+    near, other, far = [await create(each, Source) for each in ("a", "a", "b")]
+    scene.here("stream", items_of(near, "follow"))
+    scene.from_b("stream", end_of_items, other, "follow")
+    scene.by_a(end_of_items, far, "follow")
+    for source in (near, other, far):
+        await remote(source).followed()
+    scene.relics["on b: its stream to a is closed"] = remote(far).closed
+
+
+async def waiting_batch(scene: Scene) -> None:
+    near, far = await create("a", Desk), await create("b", Desk)
+    gate = await create("b", Gate)
+    scene.here("item that waits for company", remote(near).company(1))
+    scene.here("item being answered", remote(near).busy(1))
+    scene.here("item behind a busy body", remote(near).busy(2))
+    scene.from_b("item that waits for company", end_on, near, "company", 2)
+    scene.by_a(end_on, far, "company", 1000)
+    scene.by_a(end_on, gate, "passed")  # after it, and cancelled after it
+    await remote(gate).entered()
+    scene.relics["on b: no item of a waits"] = remote(gate).cancelled
+    mine = asyncio.create_task(remote(far).company(1))
+    await _has_begun(near, far)
+    scene.proofs.append(lambda: _complete(far, mine))
+
+
+async def _has_begun(*rrefs: RRef[Any]) -> None:
+    """What this worker and `b` called before has come to its queue."""
+    await asyncio.sleep(0)
+    for rref in rrefs:
+        await remote(rref).here()
+        await call("b", end_on, rref, "here")
+
+
+async def _complete(far: RRef[Desk], mine: "asyncio.Task[int]") -> None:
+    """The batch that the dead one was in leaves when it is full, without it."""
+    others = await asyncio.gather(*(remote(far).company(n) for n in (2, 3, 4)), mine)
+    assert others == [10] * 4, others
+
+
+async def forming_round(scene: Scene) -> None:
+    near, far = await create("a", Table), await create("b", Table)
+    gate = await create("b", Gate)
+    # A round of main and a, which b will remember.
+    both = await asyncio.gather(remote(far).pair(1), call("a", end_on, far, "pair", 2))
+    assert both[0] == 3, both
+    scene.here("contribution", remote(near).total(1))
+    scene.from_b("contribution", end_on, near, "total", 2)
+    scene.by_a(end_on, far, "total", 1000)
+    scene.by_a(end_on, gate, "passed")
+    await remote(gate).entered()
+    scene.relics["on b: no contribution of a is there"] = remote(gate).cancelled
+    mine = asyncio.create_task(remote(far).total(1))
+    await _has_begun(near, far)
+    scene.proofs.append(lambda: _go_round(far, mine))
+
+
+async def _go_round(far: RRef[Table], mine: "asyncio.Task[int]") -> None:
+    """The round goes on without the lost one, and a timeout names it."""
+    sums = await asyncio.gather(remote(far).total(2), remote(far).total(3), mine)
+    assert [*sums] == [6, 6, 6], sums
+    (end,) = await asyncio.gather(remote(far).pair(1), return_exceptions=True)
+    assert isinstance(end, RoundTimeout), end
+    assert (end.present, end.missing) == (("main",), ("a",)), end
+
+
+async def backward_in_flight(scene: Scene) -> None:
+    """torch's own, in a thread: a recorded call whose backward blocks on `a`."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(end: End) -> None:
+        if not done.done():
+            done.set_result(end)
+
+    def learn() -> None:
+        try:
+            with autograd.context() as context:
+                x = torch.ones(2, requires_grad=True)
+                loss = rpc.rpc_sync("a", forward, (x,)).sum()
+                autograd.backward(context, [loss])  # type: ignore[attr-defined]
+            text = "it returned"
+        except Exception as exc:
+            text = f"{type(exc).__name__}: {exc}"
+        with contextlib.suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(settle, (text, time.monotonic()))
+
+    threading.Thread(target=learn, daemon=True).start()
+    scene.waits["backward"] = done
+    await call("a", wait_for_backward)
+    gate = await create("a", Gate)
+    scene.here("call", remote(gate).passed())
+    await remote(gate).entered()
+
+
+MAKE = {
+    "idle": idle,
+    "pending call": pending_call,
+    "open stream": open_stream,
+    "waiting batch": waiting_batch,
+    "forming round": forming_round,
+    "backward in flight": backward_in_flight,
+}
+
+
+async def hang(scene: Scene, state: str, how: str) -> None:
+    """The same with a body on `a` that never returns: what waits for it, with and without time."""
+    if state == "backward in flight":
+        return await backward_in_flight(scene)
+    if state == "open stream":
+        source = await create("a", Source)
+        scene.here("without a timeout", items_of(source, how))
+        scene.here("with a timeout", items_of(source, how, SHORT))
+        scene.from_b("without a timeout", end_of_items, source, how)
+        return None
+    what: Any = {"waiting batch": Desk, "forming round": Table}.get(state, Hangs)
+    rref = await create("a", what)
+    scene.here("without a timeout", getattr(remote(rref), how)([1]))
+    scene.here("with a timeout", getattr(remote(rref, timeout=SHORT), how)([2]))
+    scene.from_b("without a timeout", end_on, rref, how, [3])
+    return None
