@@ -22,7 +22,7 @@ from torch.distributed.rpc.internal import PythonUDF, serialize
 from torch.futures import Future
 
 from ._inbox import Inbox
-from ._threads import keep_state
+from ._states import keep_state
 from .errors import RemoteError, RpcError, WorkerLost
 
 __all__ = ("wrap_future",)
