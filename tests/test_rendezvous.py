@@ -173,7 +173,7 @@ def test_two_with_one_rank(hall: Hall) -> None:
 def await_seat(hall: Hall, rank: int) -> None:
     """Until somebody has taken that seat, and shown that it lives."""
     probe = hall.meeting(seat(0))._store
-    probe.open()
+    probe.open(threading.Event())
     while not probe.has(f"seat/{rank}") or not probe.add(f"beat/{rank}", 0):
         threading.Event().wait(0.005)
 
@@ -182,7 +182,7 @@ def test_the_seat_of_one_that_died_waiting_is_free(hall: Hall, monkeypatch: Any)
     """A process that is started again while the others still wait is no second one."""
     monkeypatch.setattr(_rendezvous, "_BEAT", 0.01)
     store = hall.meeting(seat(1))._store
-    store.open()
+    store.open(threading.Event())
     store.set("seat/1", seat(1, pid=77).dump())  # and no sign of life ever
     coming = [hall.comes(seat(rank, pid=78)) for rank in (0, 1)]
     await_seat(hall, 1)  # somebody that lives
