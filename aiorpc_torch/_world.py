@@ -110,8 +110,8 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
         raise RuntimeError("this process is in a world already, and torch knows one at a time")
     server = Server(place.name, place.threads, local_devices(place.device_maps))
     _doors.serve(server)  # before torch starts: a peer that is quicker may call already
+    meeting = None
     try:
-        meeting = None
         if place.world_size > 1:
             meeting = Meeting(place.init_method, place.seat(), place.start_timeout)
         agent, members = await join(place, meeting)
@@ -148,6 +148,8 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     finally:
         _doors.serve(None)
         _outbox.use(None)
+        if meeting is not None:
+            meeting.close()
 
 
 @contextlib.asynccontextmanager

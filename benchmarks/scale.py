@@ -80,7 +80,8 @@ async def measure(size: int, transports: list[str] | None, *, quick: bool, warm:
         pids = [os.getpid(), *await asyncio.gather(*(call(each, pid) for each in me.peers))]
         cpu = await idle_cpu(pids, 1.0 if quick else IDLE)
         memory = [proportional_memory(each) for each in pids]
-        threads, files = [count(each, "task") for each in pids], [count(each, "fd") for each in pids]
+        threads = [count(each, "task") for each in pids]
+        files = [count(each, "fd") for each in pids]
         ready = time.perf_counter()
     return World(
         start=started - begin,
@@ -167,7 +168,8 @@ async def main(given: argparse.Namespace) -> Found:
 
 
 def middle(worlds: Sequence[World], what: str) -> float:
-    return median(getattr(world, what) for world in worlds)
+    found: float = median(getattr(world, what) for world in worlds)
+    return found
 
 
 def show(found: Found, repeat: int) -> None:

@@ -1,16 +1,20 @@
 """Worlds in a row in one process: nothing grows with their number."""
 
 import asyncio
+import contextlib
 import gc
 import json
 import os
+import socket
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import actors
 import pytest
-from test_worlds import program, run
+from test_worlds import HERE, program, run
 
 from aiorpc_torch import call
 from aiorpc_torch._states import kept_states
@@ -94,6 +98,64 @@ async def test_worlds_with_children(no_garbage: None) -> None:
         await life()
     assert stock() == before
     assert kept_states() <= STATES
+
+
+# ── at one address ──────────────────────────────────────────────────────────────────────────────
+
+GUEST = """
+    from aiorpc_torch import call
+
+    async def pid():
+        return os.getpid()
+
+    async def life(rank, address):
+        async with aiorpc.worker(rank=rank, world_size=2, init_method=address, start_timeout=40):
+            return await call(1 - rank, pid)
+
+    address, *ranks = sys.argv[1:]
+    for rank in map(int, ranks):
+        print(asyncio.run(life(rank, address)), flush=True)
+"""
+
+
+def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
+    """A process meets there its old peer again, then a fresh one, then a fresh one as rank 0."""
+    script = program(tmp_path, GUEST)
+    address = f"tcp://127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stack:
+
+        def enters(*ranks: int) -> subprocess.Popen[str]:
+            command = [sys.executable, "-W", "error", str(script), address, *map(str, ranks)]
+            process = subprocess.Popen(
+                command,
+                stdout=subprocess.PIPE,
+                env={**os.environ, "PYTHONPATH": str(HERE)},
+                text=True,
+            )
+            stack.enter_context(process)
+            stack.callback(process.kill)
+            return process
+
+        stayer = enters(0, 0, 0, 1)
+        peers = []
+        for ranks in ([1, 1], [1], [0]):
+            guest = enters(*ranks)
+            seen = guest.communicate(timeout=50)[0].split()
+            assert guest.returncode == 0
+            assert seen == [str(stayer.pid)] * len(ranks)
+            peers += [str(guest.pid)] * len(ranks)
+        assert stayer.communicate(timeout=50)[0].split() == peers
+        assert stayer.returncode == 0
+
+
+def free_port() -> int:
+    """One that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
+# ── what there is ───────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
