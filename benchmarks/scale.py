@@ -1,6 +1,6 @@
 """How many workers does one machine take, and what do they cost while nobody calls?
 
-Worlds of growing size, over torch's default transports (shared memory first) and over TCP alone:
+Worlds of growing size, over torch's default transports (shared memory first) and over uv alone:
 how long they take to start and to stop, what their processes use while idle, and what a call costs
 there. A round of small calls to every worker shows what idle neighbours take away from those at
 work. Children are started as users' are; `--warm` forks them as aiorpc_torch.testing does.
@@ -27,7 +27,7 @@ from aiorpc_torch import call, testing
 from ._compare import number, parse, processor
 from ._plot import OURS, RAW, Curve, Panel, draw
 
-WAYS: dict[str, list[str] | None] = {"shm": None, "uv": ["uv"]}  # None is torch's choice
+WAYS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # the first is torch's choice
 SIZES, QUICK = [2, 8, 32, 64], [2, 8]
 IDLE = 4.0  # seconds of idleness
 SETTLE = 1.0  # seconds until what the start has left to do is done
@@ -69,7 +69,7 @@ HEADS = {
 # ── one world ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def measure(size: int, transports: list[str] | None, *, quick: bool, warm: bool) -> World:
+async def measure(size: int, transports: list[str], *, quick: bool, warm: bool) -> World:
     """Start a world of so many workers, this process among them, watch it, and end it."""
     way = testing.world if warm else aiorpc.local_world
     begin = time.perf_counter()
