@@ -67,6 +67,7 @@ figures: install
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.timeline --plot docs/figures/timeline.svg
 	$(BIN)/python -m benchmarks.waiting --plot docs/figures/waiting.svg
+	$(BIN)/python -m benchmarks.scale --sizes 2 8 32 --repeat 2 --plot docs/figures/scale.svg
 
 clean:
 	rm -rf $(VENV) .venv-* build dist site out

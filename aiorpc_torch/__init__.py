@@ -10,6 +10,7 @@ The map of the house, from the ground up; imports point down only.
     _exceptions, _deadline                 how exceptions and deadlines cross
     _errands, _handles                     for which batches a call is made; how RRefs cross
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
+    _states                                of torch's threads, in Python: kept and given back
     _steps, _scopes                        a coroutine's steps, timed; anyio's deadlines
     _eager                                 coroutines that never wait, without a task of their own
     _agent, _bridge, _tensors              torch's RPC; its futures awaited; tensors as bytes

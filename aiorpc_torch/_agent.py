@@ -144,6 +144,8 @@ class Agent:
     def stop(self) -> None:
         """Close the pipes and end the threads. Waits for nobody."""
         rpc.shutdown(graceful=False)
+        # torch's threads end with its object, which would wait for Python's collector of garbage.
+        del self._agent
 
 
 @atexit.register

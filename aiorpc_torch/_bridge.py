@@ -23,7 +23,7 @@ from torch.futures import Future
 
 from ._exceptions import said
 from ._inbox import Inbox
-from ._threads import keep_state
+from ._states import keep_state
 from .errors import RemoteError, RpcError, WorkerLost
 
 __all__ = ("wrap_future",)

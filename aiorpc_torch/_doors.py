@@ -17,7 +17,8 @@ from torch.futures import Future
 from ._exceptions import Failure
 from ._jobs import wants_loop
 from ._server import Server
-from ._threads import daemon, keep_state, run_blocking
+from ._states import keep_state
+from ._threads import daemon, run_blocking
 from .errors import NotServing
 
 __all__ = ("async_execution",)

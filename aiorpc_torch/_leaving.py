@@ -17,6 +17,7 @@ from ._outbox import Outbox
 from ._queue import close_queues
 from ._rendezvous import Meeting
 from ._server import Server
+from ._states import give_back
 from ._threads import daemon, run_blocking
 from ._vigil import Vigil
 from .errors import RpcError
@@ -129,6 +130,7 @@ class Leaving:
         patience = STUCK if stuck else STOP
         if not await self._blocking(patience, self._agent.stop) and is_running():
             log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, patience)
+        await self._blocking(STOP, give_back)
 
     async def _part_from(self, ranks: list[int]) -> None:
         """Close nothing before those are ready for it, or torch logs a broken pipe at each."""

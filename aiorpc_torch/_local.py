@@ -6,6 +6,7 @@ worker joins and leaves is `_world`'s.
 
 import asyncio
 import contextlib
+import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -22,6 +23,10 @@ from ._world import take_place
 __all__ = ("local_world", "run_local")
 
 T = TypeVar("T")
+
+# Workers for each core, beyond which shared memory's polling takes the cores from those who work
+# (`python -m benchmarks.scale`).
+CROWD = 2
 
 
 @contextlib.asynccontextmanager
@@ -52,7 +57,8 @@ async def local_world(
         workers: the children's names, or how many, called `worker1`, `worker2`, ...
         name: of this process.
         threads: in each process, as for `worker`.
-        transports: of each process, as for `worker`.
+        transports: of each process, as for `worker`; by default `["uv"]` if there are more than
+            two workers for each core, on which those that poll would get in each other's way.
         device_maps: of this process, as for `worker`.
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that each process waits for the others when it leaves.
@@ -108,7 +114,7 @@ def run_local(
         workers: their names, or how many, called `worker0`, `worker1`, ...
         args: passed on to `main` in every process.
         threads: in each process, as for `worker`.
-        transports: of each process, as for `worker`.
+        transports: of each process, as for `local_world`.
         start_timeout: seconds for the world to be complete.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
         restart: how many times altogether a child that failed or died is started again, as for
@@ -175,6 +181,8 @@ def _places(
     answers = None if exports is None else as_exports(exports)
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
+    if transports is None and len(names) > CROWD * len(os.sched_getaffinity(0)):
+        transports = ["uv"]
     with new_meeting_place() as where:
         yield [
             Place(

@@ -73,12 +73,15 @@ class Meeting:
             WorldTimeout: naming the ranks that did not come in time.
             ValueError: if somebody has this rank or this name, or another idea of the world.
         """
-        self._store.open(self._left)
         while True:
+            self._store.open(self._left, self.remaining())
             try:
-                return self._enter()
-            except _Over:
-                self._store.turn()
+                return self._enter_a_world()
+            except WorldTimeout:
+                # Who enters one world after another may be quicker than rank 0, and meet at the
+                # store of the last one, which then closes.
+                if not self._store.was_of_the_past:
+                    raise
 
     def number(self, seats: Sequence[Seat]) -> int:
         """torch's number of this worker."""
@@ -132,6 +135,10 @@ class Meeting:
         """Nobody waits here any more. From any thread."""
         self._left.set()
 
+    def close(self) -> None:
+        """This worker has no more to do with it; another may keep a store at that address."""
+        self._store.close()
+
     # ── a worker goes ───────────────────────────────────────────────────────────────────────────
 
     def part(self, others: Sequence[int], seconds: float) -> None:
@@ -150,6 +157,13 @@ class Meeting:
             time.sleep(_LOOK)
 
     # ── seats ───────────────────────────────────────────────────────────────────────────────────
+
+    def _enter_a_world(self) -> list[Seat]:
+        while True:
+            try:
+                return self._enter()
+            except _Over:
+                self._store.turn()
 
     def _enter(self) -> list[Seat]:
         # First: those who signed in may have failed all the same, before they were a world.

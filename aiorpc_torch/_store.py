@@ -26,6 +26,7 @@ class Store:
         # A restarted torchrun keeps its store, and with it what was written by those who died.
         self._root = f"aiorpc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._page = 0  # one store may serve several worlds in a row
+        self._is_gone = False
 
     def __repr__(self) -> str:
         return f"<Store at {self._init_method}, page {self._page}>"
@@ -34,6 +35,15 @@ class Store:
     def is_here(self) -> bool:
         """Whether it goes with this process."""
         return self._seat.rank == 0 and isinstance(self._store, TCPStore)
+
+    @property
+    def was_of_the_past(self) -> bool:
+        """Whether it went with the rank 0 of an earlier world: there will be another."""
+        return self._is_gone and self._page > 0
+
+    def close(self) -> None:
+        """Nothing is asked any more; others may listen at its address."""
+        self._store = None
 
     def turn(self) -> None:
         """What is written here is of the past: go on with a new page."""
@@ -72,6 +82,7 @@ class Store:
         try:
             return question(self._store)
         except RuntimeError as exc:  # rank 0's process is gone, or cut off
+            self._is_gone = True
             raise WorldTimeout(
                 f"the store at {self._init_method} does not answer: rank 0, which keeps it, has "
                 f"given up or died ({str(exc).splitlines()[0]})",
@@ -90,18 +101,19 @@ class Store:
         host = os.environ["MASTER_ADDR"]
         return None if is_here(host) else host
 
-    def open(self, left: threading.Event) -> None:
-        """Open it; rank 0 makes it, unless torchrun has. `left` ends the wait for it.
+    def open(self, left: threading.Event, patience: float) -> None:
+        """Open it; rank 0 makes it, unless torchrun has. `left` or `patience` ends the wait for it.
 
         Raises:
             WorldTimeout: if there is none within the time.
         """
         where = urlparse(self._init_method)
+        self._page, self._is_gone = 0, False
         if where.scheme == "file":
             self._store = FileStore(where.path + ".names", self._seat.world_size)
             return
         host, port, is_master = self._address(where.hostname, where.port)
-        if not is_master and (why := await_listener(host, port, self._timeout, left)):
+        if not is_master and (why := await_listener(host, port, patience, left)):
             raise WorldTimeout(
                 f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({why})", [0]
             )

@@ -6,7 +6,6 @@ method that never returns would keep a process alive for ever. These are daemons
 
 import asyncio
 import contextlib
-import ctypes
 import enum
 import functools
 import queue
@@ -34,22 +33,6 @@ def tune(intra_op: int) -> None:
     if getattr(_thread, "intra_op", None) != intra_op:
         torch.set_num_threads(intra_op)
         _thread.intra_op = intra_op
-
-
-_ensure = ctypes.pythonapi.PyGILState_Ensure
-_ensure.argtypes, _ensure.restype = [], ctypes.c_int
-
-
-def keep_state() -> None:
-    """Let this thread, which Python did not start, keep its Python state until it ends.
-
-    torch's threads make a thread state whenever they enter Python and drop it when they leave,
-    several times a call: of a lone call of 450 µs it is 100 (torch 2.13 and 2.15, Python 3.11). A
-    reference that is never given back keeps it, and with it what is thread-local. It is lost when
-    the thread ends with its world: 20 KB each.
-    """
-    if not hasattr(_thread, "state"):
-        _thread.state = _ensure()
 
 
 PATIENCE = 0.001  # seconds that a task waits for a thread at work before another one comes

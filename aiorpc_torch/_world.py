@@ -121,8 +121,8 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     exports = None if place.exports is None else Exports(place.exports)
     server = Server(place.name, place.threads, local_devices(place.device_maps), exports)
     _doors.serve(server)  # before torch starts: a peer that is quicker may call already
+    meeting = None
     try:
-        meeting = None
         if place.world_size > 1:
             meeting = Meeting(place.init_method, place.seat(), place.start_timeout)
         agent, members = await join(place, meeting)
@@ -160,6 +160,8 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     finally:
         _doors.serve(None)
         _outbox.use(None)
+        if meeting is not None:
+            meeting.close()
 
 
 @contextlib.asynccontextmanager

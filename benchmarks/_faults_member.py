@@ -156,7 +156,7 @@ class Member:
         """Until the others wait for this worker to leave."""
         server = _doors.serving()
         assert server is not None
-        await asyncio.gather(*(server.farewell(peer).wait() for peer in ("main", "b")))
+        await asyncio.gather(*(server.peers.farewell(peer).wait() for peer in ("main", "b")))
 
 
 async def _until_refused() -> None:

@@ -22,7 +22,7 @@ FLOORS = [
     ["_rounds"],
     ["_lane", "_desk", "_window", "_pulse", "_living"],
     ["_exceptions", "_deadline", "_errands", "_handles"],
-    ["_inbox", "_threads", "_wait", "_steps", "_scopes"],
+    ["_inbox", "_threads", "_wait", "_states", "_steps", "_scopes"],
     ["_eager"],
     ["_agent", "_bridge", "_tensors"],
     ["_wire"],

@@ -210,7 +210,7 @@ def test_two_with_one_rank(hall: Hall) -> None:
 def await_seat(hall: Hall, rank: int) -> None:
     """Until somebody has taken that seat, and shown that it lives."""
     probe = hall.meeting(seat(0))._store
-    probe.open(threading.Event())
+    probe.open(threading.Event(), 20.0)
     while not probe.has(f"seat/{rank}") or not probe.add(f"beat/{rank}", 0):
         threading.Event().wait(0.005)
 
@@ -219,7 +219,7 @@ def test_the_seat_of_one_that_died_waiting_is_free(hall: Hall, monkeypatch: Any)
     """A process that is started again while the others still wait is no second one."""
     monkeypatch.setattr(_rendezvous, "_BEAT", 0.01)
     store = hall.meeting(seat(1))._store
-    store.open(threading.Event())
+    store.open(threading.Event(), 20.0)
     store.set("seat/1", seat(1, pid=77).dump())  # and no sign of life ever
     coming = [hall.comes(seat(rank, pid=78)) for rank in (0, 1)]
     await_seat(hall, 1)  # somebody that lives
@@ -313,6 +313,26 @@ def test_a_world_that_has_ended_is_not_come_back_into(hall: Hall) -> None:
         end(meet(hall, [seat(rank, 2) for rank in (0, 1)]))
         assert isinstance(failure(hall.comes(seat(0, 2), timeout=0.02)), WorldTimeout)
         # That attempt is over too.
+
+
+def test_the_store_of_the_last_world_closes(monkeypatch: Any) -> None:
+    """Who is quicker than rank 0 meets at a store that is about to go, and goes on at the next."""
+    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
+    servers = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    port = servers[0].port
+    hall = Hall(f"tcp://127.0.0.1:{port}")
+    part(hall, meet(hall, [seat(rank, 2) for rank in (0, 1)]))
+    quick = hall.comes(seat(1, 2))
+    probe = hall.meeting(seat(0))._store
+    probe.open(threading.Event(), 20.0)
+    probe.turn()
+    while not probe.has("seat/1"):
+        threading.Event().wait(0.005)
+    servers.pop()
+    servers.append(TCPStore("127.0.0.1", port, None, True, wait_for_workers=False))
+    assert names(hall.comes(seat(0, 2))) == ["w0", "w1"]
+    assert names(quick) == ["w0", "w1"]
+    hall.close()
 
 
 def test_parting_has_an_end(hall: Hall) -> None:

@@ -1,0 +1,216 @@
+"""How many workers does one machine take, and what do they cost while nobody calls?
+
+Worlds of growing size, over torch's default transports (shared memory first) and over uv alone:
+how long they take to start and to stop, what their processes use while idle, and what a call costs
+there. A round of small calls to every worker shows what idle neighbours take away from those at
+work. Children are started as users' are; `--warm` forks them as aiorpc_torch.testing does.
+
+    python -m benchmarks.scale [--quick] [--repeat N] [--sizes N ...] [--warm] [--plot PATH]
+"""
+
+import argparse
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import call, testing
+
+from ._compare import number, parse, processor
+from ._plot import OURS, RAW, Curve, Panel, draw
+
+WAYS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # the first is torch's choice
+SIZES, QUICK = [2, 8, 32, 64], [2, 8]
+IDLE = 4.0  # seconds of idleness
+SETTLE = 1.0  # seconds until what the start has left to do is done
+LONE = 50  # calls, one after another
+EACH = 2_000  # calls at once, to all workers in turn
+PATIENCE = 600.0  # seconds for a world to start
+TICK = os.sysconf("SC_CLK_TCK")
+MB = 1_000
+
+
+@dataclass(frozen=True, slots=True)
+class World:
+    """What was seen of one world. Each field's unit stands in HEADS."""
+
+    start: float
+    stop: float
+    cpu: float
+    memory: float
+    memory_each: float
+    threads: float
+    files: float
+    lone: float
+    rate: float
+
+
+HEADS = {
+    "start": "start, s",
+    "stop": "stop, s",
+    "cpu": "idle CPU, % of a core",
+    "memory": "memory, MB",
+    "memory_each": "a worker, MB",
+    "threads": "threads a worker",
+    "files": "files a worker",
+    "lone": "lone call, µs",
+    "rate": "calls/s",
+}
+
+
+# ── one world ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def measure(size: int, transports: list[str], *, quick: bool, warm: bool) -> World:
+    """Start a world of so many workers, this process among them, watch it, and end it."""
+    way = testing.world if warm else aiorpc.local_world
+    begin = time.perf_counter()
+    async with way(size - 1, transports=transports, start_timeout=PATIENCE) as me:
+        started = time.perf_counter()
+        lone, rate = await lone_call(me), await calls_at_once(me)
+        # They have talked to this process, which so has a connection to each.
+        pids = [os.getpid(), *await asyncio.gather(*(call(each, pid) for each in me.peers))]
+        cpu = await idle_cpu(pids, 1.0 if quick else IDLE)
+        memory = [proportional_memory(each) for each in pids]
+        threads = [count(each, "task") for each in pids]
+        files = [count(each, "fd") for each in pids]
+        ready = time.perf_counter()
+    return World(
+        start=started - begin,
+        stop=time.perf_counter() - ready,
+        cpu=cpu,
+        memory=sum(memory) / MB,
+        memory_each=median(memory[1:]) / MB,
+        threads=median(threads[1:]),
+        files=median(files[1:]),
+        lone=lone,
+        rate=rate,
+    )
+
+
+async def pid() -> int:
+    return os.getpid()
+
+
+async def nothing() -> None:
+    """What is called, to see what a call costs."""
+
+
+async def lone_call(me: aiorpc.Worker) -> float:
+    """µs of a call to one worker; the first one opens the connection."""
+    times = []
+    for _ in range(LONE + 1):
+        begin = time.perf_counter()
+        await call(me.peers[0], nothing)
+        times.append(time.perf_counter() - begin)
+    return median(times[1:]) * 1e6
+
+
+async def calls_at_once(me: aiorpc.Worker) -> float:
+    """Calls a second, to all workers in turn, once there is a connection to each."""
+    await asyncio.gather(*(call(each, nothing) for each in me.peers))
+    begin = time.perf_counter()
+    await asyncio.gather(*(call(me.peers[n % len(me.peers)], nothing) for n in range(EACH)))
+    return EACH / (time.perf_counter() - begin)
+
+
+async def idle_cpu(pids: Sequence[int], seconds: float) -> float:
+    """What all these processes together use while nothing happens: percent of a core."""
+    await asyncio.sleep(SETTLE)
+    before, begin = sum(map(cpu_time, pids)), time.perf_counter()
+    await asyncio.sleep(seconds)
+    return (sum(map(cpu_time, pids)) - before) / (time.perf_counter() - begin) * 100.0
+
+
+def cpu_time(process: int) -> float:
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / TICK  # in user mode, and in the kernel
+
+
+def proportional_memory(process: int) -> int:
+    """KB of a process; what several share is divided among them."""
+    lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
+
+
+def count(process: int, what: str) -> int:
+    return len(os.listdir(f"/proc/{process}/{what}"))
+
+
+# ── all of them ─────────────────────────────────────────────────────────────────────────────────
+
+Found = dict[tuple[int, str], list[World]]
+
+
+@asynccontextmanager
+async def alone() -> AsyncIterator[None]:
+    """What the world before has left to do does not count for the next."""
+    await asyncio.sleep(SETTLE)
+    yield
+
+
+async def main(given: argparse.Namespace) -> Found:
+    found: Found = {(size, way): [] for size in given.sizes for way in WAYS}
+    for size, way in found:
+        for _ in range(given.repeat):
+            async with alone():
+                world = await measure(size, WAYS[way], quick=given.quick, warm=given.warm)
+            found[size, way].append(world)
+    return found
+
+
+def middle(worlds: Sequence[World], what: str) -> float:
+    found: float = median(getattr(world, what) for world in worlds)
+    return found
+
+
+def show(found: Found, repeat: int) -> None:
+    table = Table("workers", "transport", *HEADS.values())
+    for (size, way), worlds in found.items():
+        cells = [number(middle(worlds, each.name)) for each in fields(World)]
+        table.add_row(str(size), way, *cells, end_section=way == [*WAYS][-1])
+    Console(width=150, highlight=False).print(table)
+    print(f"medians of {repeat}; {processor()}, {os.cpu_count()} cores")
+
+
+def panels(found: Found, sizes: Sequence[int]) -> list[Panel]:
+    looks = dict(zip(WAYS, (RAW, OURS), strict=True))
+
+    def panel(title: str, what: str) -> Panel:
+        curves = [
+            Curve(way, look, sizes, [[getattr(w, what) for w in found[n, way]] for n in sizes])
+            for way, look in looks.items()
+        ]
+        return Panel(title, "workers", HEADS[what], curves)
+
+    return [
+        panel("Start", "start"),
+        panel("While nobody calls", "cpu"),
+        panel("Calls to all of them", "rate"),
+    ]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="How many workers one machine takes.")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="workers in a world")
+    parser.add_argument("--warm", action="store_true", help="children forked from a warm process")
+    given = parse(parser)
+    given.sizes = given.sizes or (QUICK if given.quick else SIZES)
+    return given
+
+
+if __name__ == "__main__":
+    given = arguments()
+    found = asyncio.run(main(given))
+    show(found, given.repeat)
+    if given.plot:
+        draw(panels(found, given.sizes), given.plot)
