@@ -10,7 +10,7 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from . import _doors, _interfaces, _outbox
-from ._agent import DeviceMaps, is_running, local_devices
+from ._agent import Agent, DeviceMaps, Member, is_running, local_devices
 from ._environment import all_are_here, meeting_place, number
 from ._exports import Export, Exports, as_exports
 from ._interruption import Interruption
@@ -126,42 +126,45 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
         if place.world_size > 1:
             meeting = Meeting(place.init_method, place.seat(), place.start_timeout)
         agent, members = await join(place, meeting)
-        server.peers.members = frozenset(each.name for each in members)
-        comeback = 0 if meeting is None else meeting.seat.comeback
-        outbox = Outbox(place.name, members, comeback * LINKS)
-        _outbox.use(outbox)
-        vigil = Vigil(outbox, server, members, place.heartbeat)
-        peers = {each.name: each for each in members if each.name != place.name}
-        server.peers.welcome(Welcome(agent, outbox, server, vigil, peers).met)
-        failure = "it could not enter its world"
-        try:
-            if comeback:
-                await announce(members[place.rank], members)
-            server.open()
-            me = Worker(place.name, place.rank, place.world_size, tuple(peers), comeback, vigil)
-            log.info("%r: the world is complete", me)
-            async with _ended_by_others(place, vigil):
-                yield me
-            failure = ""
-        except BaseException as exc:
-            failure = describe(exc)
-            raise
-        finally:
-            await Leaving(
-                outbox,
-                server,
-                vigil,
-                agent,
-                meeting,
-                peers=peers,
-                patience=place.stop_timeout,
-                failure=failure,
-            ).run()
+        async with _live(place, server, meeting, agent, members) as me:
+            yield me
     finally:
         _doors.serve(None)
         _outbox.use(None)
         if meeting is not None:
             meeting.close()
+
+
+@contextlib.asynccontextmanager
+async def _live(
+    place: Place, server: Server, meeting: Meeting | None, agent: Agent, members: list[Member]
+) -> AsyncIterator[Worker]:
+    """From the start of torch's RPC to its end."""
+    server.peers.members = frozenset(each.name for each in members)
+    comeback = 0 if meeting is None else meeting.seat.comeback
+    outbox = Outbox(place.name, members, comeback * LINKS)
+    _outbox.use(outbox)
+    vigil = Vigil(outbox, server, members, place.heartbeat)
+    peers = {each.name: each for each in members if each.name != place.name}
+    server.peers.welcome(Welcome(agent, outbox, server, vigil, peers).met)
+    failure = ""
+    try:
+        if comeback:
+            await announce(members[place.rank], members)
+        server.open()
+        me = Worker(place.name, place.rank, place.world_size, tuple(peers), comeback, vigil)
+        log.info("%r: the world is complete", me)
+        async with _ended_by_others(place, vigil):
+            yield me
+    except BaseException as exc:
+        failure = describe(exc)
+        raise
+    finally:
+        patience = place.stop_timeout
+        leaving = Leaving(
+            outbox, server, vigil, agent, meeting, peers=peers, patience=patience, failure=failure
+        )
+        await leaving.run()
 
 
 @contextlib.asynccontextmanager

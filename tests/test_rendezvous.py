@@ -132,9 +132,9 @@ def test_another_try_after_all_had_signed_in(hall: Hall) -> None:
     meetings = [hall.meeting(seat(rank, 2), timeout=1.0) for rank in (0, 1)]
     for each in [hall.pool.submit(each.sign_in) for each in meetings]:
         each.result(20.0)
-    meetings[0].publish(0, "here")
+    meetings[0].publish(Location(0, "here"))
     with pytest.raises(WorldTimeout, match="did not start"):
-        meetings[0].places()
+        meetings[0].wait_for_places()
     again = meet(hall, [seat(rank, 2) for rank in (0, 1)])
     assert [each.seat.comeback for each in again] == [0, 0]
     # And a third time, since one of them does not reach the other.
