@@ -159,8 +159,9 @@ def free_port() -> int:
 
 
 @pytest.fixture
-def no_garbage() -> Iterator[None]:
-    """Nothing is collected meanwhile."""
+def no_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+    """Nothing is collected meanwhile, and folders are this test's own."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
     gc.disable()
     yield
@@ -173,6 +174,6 @@ async def life() -> None:
 
 
 def stock() -> tuple[int, int, list[str]]:
-    folders = [name for name in os.listdir(tempfile.gettempdir()) if name.startswith("aiorpc-")]
+    folders = os.listdir(tempfile.gettempdir())
     files, threads = os.listdir("/proc/self/fd"), os.listdir("/proc/self/task")
     return len(files), len(threads), sorted(folders)
