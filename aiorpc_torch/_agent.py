@@ -5,7 +5,7 @@ what comes before: a process group, and a start that waits for a missing rank fo
 for ever. Each agent keeps a table of its peers to itself, which is told of each of them, so that a
 peer that died can have a successor. Who the peers are and where, `_rendezvous` finds out.
 
-Seen on torch 2.13 and 2.15, held by tests/test_agent.py: an agent of a group without a world size
+Seen on torch 2.13 and 2.15, held by tests/test_comeback.py and test_worlds.py: an agent of a group without a world size
 takes peers in and lets them go at any time; a peer's number must be new if it comes back, since the
 broken pipe stays under the old one; after `join` what others close is closed without a word.
 """
@@ -34,6 +34,9 @@ DeviceMap = Mapping[Any, Any]
 DeviceMaps = Mapping[str, DeviceMap]
 
 _first: int | None = None  # the number that this process had in its first world
+
+
+_to_stop = False  # whether an agent was started whose end nobody has begun
 
 
 def keeps_number() -> int | None:
@@ -77,7 +80,7 @@ class Agent:
         transports: Sequence[str] | None,
         device_maps: DeviceMaps,
     ) -> None:
-        global _first
+        global _first, _to_stop
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads,
             device_maps={peer: dict(devices) for peer, devices in device_maps.items()},
@@ -92,6 +95,7 @@ class Agent:
         self._agent = TensorPipeAgent(self._store, name, number, None, options, {}, [])
         self._members: dict[str, Member] = {}
         self._devices = {*local_devices(options.device_maps)}
+        _to_stop = True
         api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
         self.address: str = self._store.get(f"addrs/{name}").decode()
 
@@ -142,7 +146,9 @@ class Agent:
         self._agent.join()
 
     def stop(self) -> None:
-        """Close the pipes and end the threads. Waits for nobody."""
+        """Close the pipes and end the threads. Waits for no peer, but for what runs in a thread."""
+        global _to_stop
+        _to_stop = False  # once: what holds one of its threads would hold the process's exit too
         rpc.shutdown(graceful=False)
         # torch's threads end with its object, which would wait for Python's collector of garbage.
         del self._agent
@@ -151,7 +157,7 @@ class Agent:
 @atexit.register
 def _stop_at_exit() -> None:
     # A process that ends inside its world would end with "terminate called" (2.13, 2.15).
-    if is_running():
+    if _to_stop and is_running():
         rpc.shutdown(graceful=False)
 
 
