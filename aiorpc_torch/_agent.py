@@ -5,9 +5,10 @@ what comes before: a process group, and a start that waits for a missing rank fo
 for ever. Each agent keeps a table of its peers to itself, which is told of each of them, so that a
 peer that died can have a successor. Who the peers are and where, `_rendezvous` finds out.
 
-Seen on torch 2.13 and 2.15, held by tests/test_comeback.py and test_worlds.py: an agent of a group without a world size
-takes peers in and lets them go at any time; a peer's number must be new if it comes back, since the
-broken pipe stays under the old one; after `join` what others close is closed without a word.
+Seen on torch 2.13 and 2.15, held by tests/test_comeback.py and tests/test_worlds.py: an agent of a
+group without a world size takes peers in and lets them go at any time; a peer's number must be new
+if it comes back, since the broken pipe stays under the old one; after `join` what others close is
+closed without a word.
 """
 
 import atexit

@@ -137,7 +137,7 @@ class Leaving:
         together = len(ranks) == len(self._peers)
         if together:
             await self._blocking(RELEASE, self._agent.release)
-        await self._blocking(TOGETHER if together else SEAL, self._agent.seal)
+        await self._blocking(TOGETHER if together and ranks else SEAL, self._agent.seal)
         if (meeting := self._meeting) is not None and ranks:
             seconds = TOGETHER if together else PART
             await self._blocking(2 * seconds, lambda: meeting.part(ranks, seconds))
