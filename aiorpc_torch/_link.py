@@ -10,21 +10,23 @@ import time
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
+from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
 from ._backlog import LARGE, Backlog
-from ._bridge import autograd_context, send, transport_error, when_done
+from ._bridge import in_autograd_context, send, transport_error, when_done
 from ._errands import sent_by
 from ._exceptions import Failure
 from ._handles import Handles
 from ._incoming import Incoming
 from ._message import Calls, Outgoing, Short, Work, dump, lay_out, load_results, outgoing, shorten
 from ._pending import Pending, Sink
+from ._recording import Recorded, current
 from ._tensors import Table, size_of
 from ._wait import Wait, wake_all
 from ._window import TRICKLE, Window
-from ._wire import Target
+from ._wire import Target, describe
 from .errors import CallTimeout, NotServing, RpcError, WorkerLost
 
 Heard = asyncio.Future[None] | None  # told when a message has arrived
@@ -68,6 +70,7 @@ class Link:
         self._window = Window()
         self._queue = Backlog(self._pending, self._window)
         self._handles = Handles()
+        self._recorded: set[Recorded] = set()  # those of autograd contexts that are not answered
         self._calls = self._bytes = 0
 
     def __repr__(self) -> str:
@@ -99,7 +102,7 @@ class Link:
         number = self._calls
         call = outgoing(number, self._shorten(target), False, work, due, sent_by(self._caller))
         wait = Wait(self._loop)
-        self._enqueue(call, wait)
+        self._enqueue(call, wait, target)
         return number, wait
 
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
@@ -107,7 +110,7 @@ class Link:
         number = self._calls
         call = outgoing(number, self._shorten(target), True, work, due, sent_by(self._caller))
         incoming = Incoming(lambda credit: self._grant(number, credit))
-        self._enqueue(call, incoming)
+        self._enqueue(call, incoming, target)
         return number, incoming
 
     def cancel(self, number: int) -> None:
@@ -135,14 +138,15 @@ class Link:
         self._credits.append((number, credit))
         self._flush_soon()
 
-    def _enqueue(self, call: Outgoing, sink: Sink) -> None:
+    def _enqueue(self, call: Outgoing, sink: Sink, target: Target) -> None:
         self._calls += 1
         is_first = not self._pending
         self._pending[call.number] = sink
-        if autograd_context() >= 0:  # recorded as it is sent, so now and by itself
-            self._flush()
-            self._window.sent(call.number, call.size)
-            self._send((call,), own=True)
+        recording = current()
+        if recording is not None and (
+            recorded := recording.begin(f"{describe(target)} of worker {self._peer.name!r}")
+        ):
+            self._record(call, recorded)
             return
         self._queue.append(call)
         is_alone = is_first and self._woken <= 1 and not self._rest
@@ -150,6 +154,12 @@ class Link:
             self._flush()
         else:
             self._flush_soon()
+
+    def _record(self, call: Outgoing, recorded: Recorded) -> None:
+        # In a context of autograd, as it is sent: so now and by itself.
+        self._flush()
+        self._window.sent(call.number, call.size)
+        self._send((call,), recorded=recorded)
 
     def _enough(self) -> int:
         """How many calls leave before their turn ends."""
@@ -189,20 +199,27 @@ class Link:
         self,
         calls: Sequence[Outgoing],
         *,
-        own: bool = False,
+        recorded: Recorded | None = None,
         goodbye: str | None = None,
         heard: Heard = None,
     ) -> None:
-        tensors = Table()
-        parts = lay_out(calls, time.monotonic(), tensors) if calls else NO_CALLS
+        table = Table()
+        parts = lay_out(calls, time.monotonic(), table) if calls else NO_CALLS
         cancels, grants = self._cancels, self._credits
         if cancels or grants:
             self._cancels, self._credits = [], []
-        head = self._caller, self._number, self._seq, own
+        context = -1 if recorded is None else recorded.context
+        head = self._caller, self._number, self._seq, context
         data = dump((*head, *parts, cancels, grants, goodbye))
         numbers = parts.numbers
+        tensors: list[Tensor] = table
         try:
-            answer = send(self._peer, _doors.answer, data, tensors)
+            if recorded is None:
+                answer = send(self._peer, _doors.answer, data, tensors)
+            else:
+                tensors = recorded.leave(tensors)
+                with in_autograd_context(context):
+                    answer = send(self._peer, _doors.answer, data, tensors)
         except Exception as exc:  # nothing was sent, so the message's number is still free
             if calls:  # what was to go with them goes without them
                 self._cancels, self._credits = cancels, grants
@@ -211,24 +228,32 @@ class Link:
                 for call in calls:
                     self._send((call,))
             else:
-                self._failed(numbers, exc, heard)
+                self._failed(numbers, exc, heard, recorded)
             return
         self._seq += 1
-        self._outstanding += not own
+        if recorded is None:
+            self._outstanding += 1
+        else:
+            self._recorded.add(recorded)
         self._bytes += len(data) + sum(map(size_of, tensors))
-        when_done(answer, lambda done: self._answered(numbers, done, heard, own))
+        when_done(answer, lambda done: self._answered(numbers, done, heard, recorded))
 
     # ── what comes back ─────────────────────────────────────────────────────────────────────────
 
-    def _answered(self, numbers: Sequence[int], answer: Any, heard: Heard, own: bool) -> None:
-        self._outstanding -= not own
+    def _answered(
+        self, numbers: Sequence[int], answer: Any, heard: Heard, recorded: Recorded | None
+    ) -> None:
+        self._outstanding -= recorded is None
         wake: list[Wait] = []
         try:
             results = answer.wait()
             if isinstance(results, Failure):  # nobody serves there
                 results.get()
+            if recorded is not None:
+                self._recorded.discard(recorded)
+                results = recorded.answered(results)
         except Exception as exc:
-            self._failed(numbers, exc, heard)
+            self._failed(numbers, exc, heard, recorded)
         else:
             self._heard(self._peer.name)
             self._take(results, heard, wake)
@@ -266,9 +291,16 @@ class Link:
         self._queue.clear()
         self._pending.fail([*self._pending], error)
         self._cancels += self._window.clear()
+        while self._recorded:
+            self._recorded.pop().failed(error)
 
-    def _failed(self, numbers: Sequence[int], exc: Exception, heard: Heard) -> None:
+    def _failed(
+        self, numbers: Sequence[int], exc: Exception, heard: Heard, recorded: Recorded | None
+    ) -> None:
         error = exc if isinstance(exc, RpcError) else transport_error(exc, self._peer.name)
+        if recorded is not None:
+            self._recorded.discard(recorded)
+            recorded.failed(error)
         # A lost peer answers nothing any more; otherwise the other messages go their way.
         if isinstance(error, WorkerLost | NotServing):
             numbers = [*self._pending]

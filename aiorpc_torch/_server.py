@@ -21,6 +21,8 @@ from ._arrivals import arrived, unreadable
 from ._jobs import Devices, Job, RpcJob, TorchJob
 from ._line import Line
 from ._message import Message, load
+from ._passage import arrive
+from ._recording import Recording, Reply, in_torchs
 from ._runner import Runner
 from ._streams import StreamJob
 from .errors import NotServing, RpcError, WorkerLost
@@ -82,20 +84,28 @@ class Server:
 
     def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
-        reply: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
+        answer: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
+        reply, recording = answer, None
         message = load(data)
         self.heard(message.caller)
         line = self._lines.get((message.caller, message.link)) or self._new_line(message)
+        if message.context >= 0:
+            tensors, end = arrive(tensors)
+            recording = Recording(message.context, end)
+            reply = Reply(reply, recording)
         calls = len(message.numbers)
         poll = not calls and not message.controls()
-        carrier = line.admit(reply, calls, poll=poll, own=message.own)
+        carrier = line.admit(reply, calls, poll=poll, own=recording is not None)
         try:
             jobs = arrived(message, tensors, line, carrier, self.name) if calls else []
         except Exception as exc:  # whatever is wrong with it, those that follow have their turn
             log.warning("a message from %s cannot be read: %r", line.caller, exc)
             jobs = unreadable(message, line, carrier, self.name, exc)
+        if recording is not None:
+            for job in jobs:
+                job.recording = recording
         self._in_order(line, _Batch(message, jobs))
-        return reply  # type: ignore[no-any-return]
+        return answer  # type: ignore[no-any-return]
 
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -103,6 +113,7 @@ class Server:
         """Run `function`, which wants the loop, for a plain torch client."""
         reply: Future[Any] = Future(devices=[*self._devices])
         job = TorchJob(self._torch_jobs, reply, function, (args, kwargs), self.name)
+        job.recording = in_torchs()
         self._runner.on_loop(functools.partial(self._runner.begin, job))
         return reply
 

@@ -22,7 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 from torch.futures import Future
 
-from aiorpc_torch import _calling, _deadline, _incoming, _jobs, _link, _runner, _streams
+from aiorpc_torch import _calling, _deadline, _incoming, _jobs, _link, _recording, _runner, _streams
 from aiorpc_torch._calling import Calling
 from aiorpc_torch._link import Link
 from aiorpc_torch._message import load
@@ -284,7 +284,7 @@ class World:
         for room in (_calling, _deadline, _jobs, _link):
             self.patch.setattr(room, "time", clock)
         self.patch.setattr(_calling, "scope_deadline", scope.get)
-        self.patch.setattr(_link, "autograd_context", lambda: 0 if in_context.get() else -1)
+        self.patch.setattr(_recording, "autograd_context", lambda: 0 if in_context.get() else -1)
         self.patch.setattr(_link, "SLICE", 3)
         self.patch.setattr(_link, "SOON", 2)
         self.patch.setattr(_calling, "link_to", lambda _: self.link)
