@@ -26,7 +26,8 @@ The map of the house, from the ground up; imports point down only.
     _stacking, _answers, _admission        `@batched`: nests of tensors, what is whose, who may in
     _tally, _body, _queue                  what batches were like; the function; who waits for it
     _batched_types, _batched               what type checkers see, and what the user types
-    _contexts, autograd                    distributed autograd, as the user types it
+    _contexts                              a context of distributed autograd, from end to end
+    _optimizer, autograd                   optimizers beside their parameters; what the user types
     _stats                                 what happens, in numbers
     _interruption, _signals                blocks that are ended from outside
     _store, _vigil                         where workers meet; who lives

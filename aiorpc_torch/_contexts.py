@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import types
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -181,6 +181,17 @@ def context() -> Context:
         NotServing: if this process is in no world.
     """
     return Context()
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """What is called in this block is recorded nowhere, if the task is in a context of ours."""
+    before = entered()
+    enter(None)
+    try:
+        yield
+    finally:
+        enter(before)
 
 
 def _check(roots: Any) -> list[Tensor]:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence, Sized
 from typing import Any
 
-from torch import Tensor
 from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
@@ -142,24 +141,19 @@ class Link:
         self._calls += 1
         is_first = not self._pending
         self._pending[call.number] = sink
-        recording = current()
-        if recording is not None and (
-            recorded := recording.begin(f"{describe(target)} of worker {self._peer.name!r}")
-        ):
-            self._record(call, recorded)
-            return
+        if (recording := current()) is not None:  # in a context of autograd
+            what = f"{describe(target)} of worker {self._peer.name!r}"
+            if (recorded := recording.begin(what, self._recorded)) is not None:
+                self._flush()  # it is recorded as it is sent: so now, and by itself
+                self._window.sent(call.number, call.size)
+                self._send((call,), recorded=recorded)
+                return
         self._queue.append(call)
         is_alone = is_first and self._woken <= 1 and not self._rest
         if is_alone or call.size > LARGE or len(self._queue) >= self._enough():
             self._flush()
         else:
             self._flush_soon()
-
-    def _record(self, call: Outgoing, recorded: Recorded) -> None:
-        # In a context of autograd, as it is sent: so now and by itself.
-        self._flush()
-        self._window.sent(call.number, call.size)
-        self._send((call,), recorded=recorded)
 
     def _enough(self) -> int:
         """How many calls leave before their turn ends."""
@@ -203,8 +197,8 @@ class Link:
         goodbye: str | None = None,
         heard: Heard = None,
     ) -> None:
-        table = Table()
-        parts = lay_out(calls, time.monotonic(), table) if calls else NO_CALLS
+        tensors = Table()
+        parts = lay_out(calls, time.monotonic(), tensors) if calls else NO_CALLS
         cancels, grants = self._cancels, self._credits
         if cancels or grants:
             self._cancels, self._credits = [], []
@@ -212,14 +206,12 @@ class Link:
         head = self._caller, self._number, self._seq, context
         data = dump((*head, *parts, cancels, grants, goodbye))
         numbers = parts.numbers
-        tensors: list[Tensor] = table
         try:
             if recorded is None:
                 answer = send(self._peer, _doors.answer, data, tensors)
             else:
-                tensors = recorded.leave(tensors)
                 with in_autograd_context(context):
-                    answer = send(self._peer, _doors.answer, data, tensors)
+                    answer = send(self._peer, _doors.answer, data, recorded.leave(tensors))
         except Exception as exc:  # nothing was sent, so the message's number is still free
             if calls:  # what was to go with them goes without them
                 self._cancels, self._credits = cancels, grants
@@ -231,10 +223,7 @@ class Link:
                 self._failed(numbers, exc, heard, recorded)
             return
         self._seq += 1
-        if recorded is None:
-            self._outstanding += 1
-        else:
-            self._recorded.add(recorded)
+        self._outstanding += recorded is None
         self._bytes += len(data) + sum(map(size_of, tensors))
         when_done(answer, lambda done: self._answered(numbers, done, heard, recorded))
 
@@ -250,7 +239,6 @@ class Link:
             if isinstance(results, Failure):  # nobody serves there
                 results.get()
             if recorded is not None:
-                self._recorded.discard(recorded)
                 results = recorded.answered(results)
         except Exception as exc:
             self._failed(numbers, exc, heard, recorded)
@@ -291,15 +279,14 @@ class Link:
         self._queue.clear()
         self._pending.fail([*self._pending], error)
         self._cancels += self._window.clear()
-        while self._recorded:
-            self._recorded.pop().failed(error)
+        for recorded in [*self._recorded]:
+            recorded.failed(error)
 
     def _failed(
         self, numbers: Sequence[int], exc: Exception, heard: Heard, recorded: Recorded | None
     ) -> None:
         error = exc if isinstance(exc, RpcError) else transport_error(exc, self._peer.name)
         if recorded is not None:
-            self._recorded.discard(recorded)
             recorded.failed(error)
         # A lost peer answers nothing any more; otherwise the other messages go their way.
         if isinstance(error, WorkerLost | NotServing):

@@ -42,7 +42,7 @@ class _Run:
         if recording is not None:  # what the body calls is recorded there, whoever leaves
             recording.hold(self, name)
 
-    def end(self) -> None:
+    def end(self, _: object = None) -> None:
         """Its members may be answered."""
         self.is_over = True
         if self.recording is not None:
@@ -151,17 +151,8 @@ class Queue:
             TypeError: for a contribution to a round that carries gradients.
         """
         if isinstance(self._policy, Round) and (recording := entered()) is not None:
-            self._leave_context(recording)
+            recording.leave_graph(self._body.name)  # a round is of many contexts
         return self._add(instance, row, settle, caller)
-
-    def _leave_context(self, recording: Recording) -> None:
-        # A round is of many contexts: what it computes would be a part of all their graphs.
-        if recording.carries:
-            raise TypeError(
-                f"{self._body.name} is called in rounds, which take calls of many autograd "
-                "contexts together: detach() its arguments, no gradient can come back"
-            )
-        recording.keeps_graph = False
 
     def _add(self, instance: Any, row: Row, settle: Settle, caller: str) -> Place:
         self._refuse_reentry()
@@ -246,8 +237,7 @@ class Queue:
             # Before its task: a loop may run that at once.
             run = self._running[left] = _Run(recording, self._body.name)
             run.task = self.loop.create_task(self._run(left, run), name=self._body.name)
-            if recording is not None:  # even if it is cancelled before its first step
-                run.task.add_done_callback(lambda _, run=run: run.end())  # type: ignore[misc]
+            run.task.add_done_callback(run.end)  # even if it is cancelled before its first step
         deadline = self._batcher.deadline()
         if deadline is not None:
             self._timer = self.loop.call_at(deadline, self._pump)

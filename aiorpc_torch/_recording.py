@@ -59,12 +59,15 @@ class Recording:
         """The calls that have not been answered."""
         return [*self._pending.values()]
 
-    def begin(self, what: str) -> "Recorded | None":
-        """A call of that name is made; None if it comes too late to be recorded."""
-        recorded = Recorded(self, what)
+    def begin(self, what: str, among: "set[Recorded]") -> "Recorded | None":
+        """A call of that name is made; None if it comes too late to be recorded.
+
+        It is in the set `among` until it is answered.
+        """
         with self._lock:
             if not self.is_open:
                 return None
+            recorded = Recorded(self, what, among)
             self._pending[recorded] = what
             self._made[what] = self._made.get(what, 0) + 1
         return recorded
@@ -97,6 +100,19 @@ class Recording:
                 return
         then()
 
+    def leave_graph(self, name: str) -> None:
+        """What `name` computes for this call is for callers in other contexts as well.
+
+        Raises:
+            TypeError: if gradients of its arguments are asked for.
+        """
+        if self.carries:
+            raise TypeError(
+                f"{name} computes for calls in many autograd contexts together, so no gradient can "
+                "come back: detach() its arguments"
+            )
+        self.keeps_graph = False
+
     def close(self) -> None:
         """From now on nothing is recorded."""
         with self._lock:
@@ -111,12 +127,14 @@ class Recording:
 class Recorded:
     """One call in a context, on the caller's side."""
 
-    __slots__ = ("_carries", "_recording", "_what")
+    __slots__ = ("_among", "_carries", "_recording", "_what")
 
-    def __init__(self, recording: Recording, what: str) -> None:
+    def __init__(self, recording: Recording, what: str, among: "set[Recorded]") -> None:
         self._recording = recording
         self._what = what
         self._carries = False
+        self._among = among
+        among.add(self)
 
     def __repr__(self) -> str:
         return f"<Recorded {self._what} in {self._recording!r}>"
@@ -145,14 +163,18 @@ class Recorded:
         if self._carries and end is None:
             self.failed("was answered without having been served")
         else:
-            self._recording.ended(self, end)
+            self._end(end)
         return answer
 
     def failed(self, why: object) -> None:
         """No answer came, or none ever will."""
-        if self._carries:
+        if self._carries and self in self._among:
             self._recording.lost.append(f"{self._what}: {why}")
-        self._recording.ended(self)
+        self._end(None)
+
+    def _end(self, end: Tensor | None) -> None:
+        self._among.discard(self)
+        self._recording.ended(self, end)
 
 
 class Reply:
@@ -186,6 +208,17 @@ class Reply:
                 self._future.set_result((data, tensors, lost) if tensors or lost else data)
             except Exception as exc:  # torch has stopped: nobody is there to be answered
                 log.debug("no answer in context %d: %s", recording.id, exc)
+
+
+def recorded(
+    context: int, future: Any, tensors: Sequence[Tensor]
+) -> tuple[Recording | None, Any, Sequence[Tensor]]:
+    """A message of that context has come in: its recording, what answers it, and its tensors."""
+    if context < 0:
+        return None, future, tensors
+    tensors, end = arrive(tensors)
+    recording = Recording(context, end)
+    return recording, Reply(future, recording), tensors
 
 
 # ── in which context this is ────────────────────────────────────────────────────────────────────

@@ -21,8 +21,7 @@ from ._arrivals import arrived, unreadable
 from ._jobs import Devices, Job, RpcJob, TorchJob
 from ._line import Line
 from ._message import Message, load
-from ._passage import arrive
-from ._recording import Recording, Reply, in_torchs
+from ._recording import in_torchs, recorded
 from ._runner import Runner
 from ._streams import StreamJob
 from .errors import NotServing, RpcError, WorkerLost
@@ -85,14 +84,10 @@ class Server:
     def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
         answer: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
-        reply, recording = answer, None
         message = load(data)
         self.heard(message.caller)
         line = self._lines.get((message.caller, message.link)) or self._new_line(message)
-        if message.context >= 0:
-            tensors, end = arrive(tensors)
-            recording = Recording(message.context, end)
-            reply = Reply(reply, recording)
+        recording, reply, tensors = recorded(message.context, answer, tensors)
         calls = len(message.numbers)
         poll = not calls and not message.controls()
         carrier = line.admit(reply, calls, poll=poll, own=recording is not None)
@@ -101,9 +96,8 @@ class Server:
         except Exception as exc:  # whatever is wrong with it, those that follow have their turn
             log.warning("a message from %s cannot be read: %r", line.caller, exc)
             jobs = unreadable(message, line, carrier, self.name, exc)
-        if recording is not None:
-            for job in jobs:
-                job.recording = recording
+        for job in jobs if recording is not None else ():
+            job.recording = recording
         self._in_order(line, _Batch(message, jobs))
         return answer  # type: ignore[no-any-return]
 

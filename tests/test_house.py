@@ -51,6 +51,7 @@ FLOORS = [
     ["_batched_types"],
     ["_batched"],
     ["_contexts"],
+    ["_optimizer"],
     ["autograd"],
     ["_stats"],
     ["_interruption", "_signals"],
