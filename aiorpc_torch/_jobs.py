@@ -151,7 +151,8 @@ class RpcJob(Job):
         self.work = work
         self.deadline = deadline
         self.abandoned = self.begun = False
-        self.task = self.leave = self.errand = self.recording = None
+        self.task = self.leave = self.errand = None
+        self.recording = carrier.reply.recording if carrier.own else None
         self.on_loop = on_loop
         self.join = join
         self.line = line

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch._C._distributed_autograd import get_gradients
 from torch._C._distributed_rpc import PyRRef
@@ -72,14 +73,6 @@ def _parameter(value: Any) -> Tensor:
     raise TypeError(f"an optimizer takes RRefs of tensors, and one is of a {type(value).__name__}")
 
 
-def _owner(rref: Any) -> str:
-    return rref.owner_name()  # type: ignore[no-any-return]
-
-
-def _parameters_of(module: RRef[Any]) -> list[RRef[Tensor]]:
-    return _rrefs(module.local_value())
-
-
 def _rrefs(module: Any) -> list[RRef[Tensor]]:
     if not callable(getattr(module, "parameters", None)):
         raise TypeError(f"a {type(module).__name__} has no parameters(): it is no module")
@@ -89,7 +82,7 @@ def _rrefs(module: Any) -> list[RRef[Tensor]]:
 # ── for all of them ─────────────────────────────────────────────────────────────────────────────
 
 
-async def parameter_rrefs(module: Any) -> list[RRef[Tensor]]:
+async def parameter_rrefs(module: "torch.nn.Module | RRef[Any]") -> list[RRef[Tensor]]:
     """RRefs of the parameters of a module of this worker, or of the one behind an RRef.
 
     They are those of `module.parameters()`, in its order, for a `DistributedOptimizer`.
@@ -99,11 +92,10 @@ async def parameter_rrefs(module: Any) -> list[RRef[Tensor]]:
         NotServing: if this process is in no world.
     """
     world()
-    if not isinstance(module, PyRRef):
+    if not isinstance(module, RRef | PyRRef):
         return _rrefs(module)
     with outside():
-        found: list[RRef[Tensor]] = await call(_owner(module), _parameters_of, module)
-    return found
+        return await call(module, _rrefs)
 
 
 class DistributedOptimizer:

@@ -163,7 +163,8 @@ class Queue:
         now = loop.time()
         place = Place(self, instance, row, settle, now)
         traits = self._admission(row, caller)
-        if place.recording is not None:  # calls of two contexts never share a batch
+        if place.recording is not None and isinstance(self._policy, Fill):
+            # Calls of two contexts never share a batch.
             traits = traits._replace(key=(place.recording.id, traits.key))
         self._batcher.add(place, now, traits)
         self._pump_soon()

@@ -185,15 +185,15 @@ class Reply:
     """
 
     def __init__(self, future: Any, recording: Recording) -> None:
+        self.recording = recording
         self._future = future
-        self._recording = recording
 
     def set_result(self, answer: Any) -> None:
         """Answer with bytes, or with bytes and tensors."""
-        self._recording.when_settled(lambda: self._complete(answer))
+        self.recording.when_settled(lambda: self._complete(answer))
 
     def _complete(self, answer: Any) -> None:
-        recording = self._recording
+        recording = self.recording
         recording.close()
         data, tensors = (answer, []) if isinstance(answer, bytes) else answer
         lost = recording.lost[:]
@@ -210,15 +210,12 @@ class Reply:
                 log.debug("no answer in context %d: %s", recording.id, exc)
 
 
-def recorded(
-    context: int, future: Any, tensors: Sequence[Tensor]
-) -> tuple[Recording | None, Any, Sequence[Tensor]]:
-    """A message of that context has come in: its recording, what answers it, and its tensors."""
+def recorded(context: int, future: Any, tensors: Sequence[Tensor]) -> tuple[Any, Sequence[Tensor]]:
+    """A message of that context, -1 of none, has come in: what answers it, and its tensors."""
     if context < 0:
-        return None, future, tensors
+        return future, tensors
     tensors, end = arrive(tensors)
-    recording = Recording(context, end)
-    return recording, Reply(future, recording), tensors
+    return Reply(future, Recording(context, end)), tensors
 
 
 # ── in which context this is ────────────────────────────────────────────────────────────────────

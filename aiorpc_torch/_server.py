@@ -28,7 +28,6 @@ from .errors import NotServing, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")
 
-
 Meet = Callable[[bytes, "Future[Any]"], None]
 """Answers a worker that has come back."""
 
@@ -87,17 +86,15 @@ class Server:
         message = load(data)
         self.heard(message.caller)
         line = self._lines.get((message.caller, message.link)) or self._new_line(message)
-        recording, reply, tensors = recorded(message.context, answer, tensors)
+        reply, tensors = recorded(message.context, answer, tensors)
         calls = len(message.numbers)
         poll = not calls and not message.controls()
-        carrier = line.admit(reply, calls, poll=poll, own=recording is not None)
+        carrier = line.admit(reply, calls, poll=poll, own=message.context >= 0)
         try:
             jobs = arrived(message, tensors, line, carrier, self.name) if calls else []
         except Exception as exc:  # whatever is wrong with it, those that follow have their turn
             log.warning("a message from %s cannot be read: %r", line.caller, exc)
             jobs = unreadable(message, line, carrier, self.name, exc)
-        for job in jobs if recording is not None else ():
-            job.recording = recording
         self._in_order(line, _Batch(message, jobs))
         return answer  # type: ignore[no-any-return]
 
