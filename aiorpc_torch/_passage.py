@@ -41,6 +41,8 @@ def arrive(tensors: Sequence[Tensor]) -> tuple[Sequence[Tensor], Tensor | None]:
     if not carrying:
         return tensors, None
     *others, token = carrying
+    if token.is_leaf:  # it was not recorded here, under no_grad()
+        return tensors[:-1], None
     with torch.enable_grad():  # on the loop's thread a coroutine may wait in its no_grad()
         end, *_ = _Arrive.apply(token, *others)
     return tensors[:-1], end

@@ -234,10 +234,13 @@ def enter(recording: Recording | None) -> None:
 
 
 def current() -> Recording | None:
-    """Where a call that is made here is recorded; also in a context that plain torch has opened."""
+    """Where a call that is made here is recorded; also in a context that plain torch has opened.
+
+    None under no_grad(): torch would record one end of it, and then wait for the other.
+    """
     found = _current.get()
     if found is not None and found.is_open:
-        return found
+        return found if torch.is_grad_enabled() else None
     return in_torchs()
 
 

@@ -9,7 +9,7 @@ import graphs
 import pytest
 import torch
 from graphs import Alone, Plan, Stage, new_weight
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import autograd as torchs
@@ -89,7 +89,6 @@ LEAF = st.lists(LOCAL, max_size=2).map(tuple)
 
 
 def _step(plan: st.SearchStrategy[Plan]) -> st.SearchStrategy[Plan]:
-    hows = st.sampled_from(["on_loop", "batch", "kept"])
     in_threads = st.sampled_from(["in_thread", "batch_in_thread"])
     # In a thread only what calls nobody: a hundred of them would use all threads up.
     makes = st.sampled_from(["call", "drop"])
@@ -97,7 +96,7 @@ def _step(plan: st.SearchStrategy[Plan]) -> st.SearchStrategy[Plan]:
         LOCAL,
         st.tuples(st.just("fork"), plan, plan),
         st.tuples(makes, WORKERS, in_threads, LEAF),
-        st.tuples(makes, WORKERS, hows.filter(lambda how: how != "batch"), plan),
+        st.tuples(makes, WORKERS, st.just("on_loop"), plan),
         st.tuples(makes, WORKERS, st.just("batch"), LEAF),
         st.tuples(st.sampled_from(["number", "fail"]), WORKERS),
     )
@@ -109,7 +108,7 @@ PLANS: st.SearchStrategy[Plan] = st.recursive(
 
 
 @pytest.mark.worlds
-@settings(max_examples=4, suppress_health_check=[*HealthCheck])
+@settings(max_examples=3, suppress_health_check=[*HealthCheck], phases=[Phase.generate])
 @given(plans=st.lists(PLANS, min_size=100, max_size=100))
 def test_a_hundred_contexts_at_once(plans: list[Plan]) -> None:
     """Whatever calls whom: the gradients of each are those of one process."""
@@ -242,17 +241,17 @@ async def test_a_task_that_outlives_its_context() -> None:
 
 @pytest.mark.worlds
 async def test_no_grad_is_for_calls_too() -> None:
-    """What is called under no_grad() sends no gradient back."""
+    """What is called under no_grad() is not recorded."""
     async with stages() as every:
         x = vector()
         async with context() as ctx:
             with torch.no_grad():
-                calling = every["b"].on_loop(WEIGH, x)
-                y = await calling
-            await ctx.backward(y.sum(), timeout=TIMEOUT)
-            found = await every.gradients(ctx, x)
-            assert found[0] is None
-            assert found[2] is not None
+                y = await every["b"].on_loop(WEIGH, x)
+            assert recorded(ctx) == 0
+            assert y.grad_fn is None
+            z = await every["b"].on_loop(WEIGH, x)
+            await ctx.backward(z.sum(), timeout=TIMEOUT)
+            assert recorded(ctx) == 1
 
 
 # ── batches, rounds and streams ─────────────────────────────────────────────────────────────────
