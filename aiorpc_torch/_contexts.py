@@ -30,6 +30,8 @@ __all__ = ("Context", "context")
 
 _spare = Spare("aiorpc-autograd")
 
+PATIENCE = 5.0  # seconds that a cancelled backward has to end before its context is released
+
 
 class Context:
     """Where calls are recorded for a backward through all workers. Made by `context`.
@@ -127,7 +129,9 @@ class Context:
                 await self._backward(recording, checked, retain_graph)
         except TimeoutError:
             if bound.expired():
-                raise CallTimeout(self._late(recording)) from None
+                late = self._late(recording)
+                recording.ended(self)  # torch may never tell
+                raise CallTimeout(late) from None
             raise
 
     async def _backward(
@@ -141,15 +145,25 @@ class Context:
                 "no gradient comes back from calls that were never answered: "
                 + "; ".join(recording.lost)
             )
-        step = functools.partial(
-            backward, recording.id, roots + recording.ends, retain_graph=retain_graph
-        )
+        ends = recording.ends
+        recording.hold(self, "backward")  # it is not released under torch's hands
+
+        def step() -> None:
+            try:
+                backward(recording.id, roots + ends, retain_graph=retain_graph)
+            finally:
+                recording.ended(self)
+
         self._given_up = "a backward in it did not end"
-        await run_blocking(_spare, step)
+        try:
+            await run_blocking(_spare, step)
+        except asyncio.CancelledError:
+            asyncio.get_running_loop().call_later(PATIENCE, recording.ended, self)
+            raise
         self._given_up = ""
 
     def _late(self, recording: Recording) -> str:
-        if pending := recording.pending:
+        if (pending := recording.pending) != ["backward"]:
             return f"backward waited in vain for the end of {', '.join(pending)}"
         return (
             f"backward did not end in time, of {recording.made()}. What a method calls by plain "
