@@ -14,6 +14,8 @@ The map of the house, from the ground up; imports point down only.
     _steps, _scopes                        a coroutine's steps, timed; anyio's deadlines
     _eager                                 coroutines that never wait, without a task of their own
     _agent, _bridge, _tensors              torch's RPC; its futures awaited; tensors as bytes
+    _passage                               what tensors pass so that no gradient is waited for
+    _recording                             which calls are in which autograd context
     _wire                                  what a call asks for; values pickled
     _columns, _exports                     many values of one kind; what is answered to
     _message                               calls and results as they travel
@@ -26,6 +28,8 @@ The map of the house, from the ground up; imports point down only.
     _stacking, _answers, _admission        `@batched`: nests of tensors, what is whose, who may in
     _tally, _body, _queue                  what batches were like; the function; who waits for it
     _batched_types, _batched               what type checkers see, and what the user types
+    _contexts                              a context of distributed autograd, from end to end
+    _optimizer, autograd                   optimizers beside their parameters; what the user types
     _stats                                 what happens, in numbers
     _interruption, _signals                blocks that are ended from outside
     _store, _vigil                         where workers meet; who lives
@@ -37,6 +41,7 @@ The map of the house, from the ground up; imports point down only.
 
 from torch.distributed.rpc import RRef as RRef
 
+from . import autograd as autograd
 from ._answers import Broadcast as Broadcast
 from ._batched import batched as batched
 from ._bridge import wrap_future as wrap_future
@@ -88,6 +93,7 @@ __all__ = (
     "WorkerLost",
     "WorldTimeout",
     "async_execution",
+    "autograd",
     "batched",
     "call",
     "create",

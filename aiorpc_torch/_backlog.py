@@ -10,6 +10,10 @@ from ._message import Outgoing
 from ._window import Window
 
 SLICE = 256  # calls in a message at most: the callee starts while the caller still packs
+# From how many on the calls of a turn leave before it ends: soon while the callee is idle, so that
+# both work at once; then late, since what comes back takes the interpreter from a long turn.
+SOON = 64
+CROWD = 1024
 LARGE = 256 * 1024  # bytes from which a call goes alone: nobody waits for its transfer
 
 
@@ -20,6 +24,12 @@ class Backlog(deque[Outgoing]):
         super().__init__()
         self._pending = pending
         self._window = window
+
+    def is_enough(self, outstanding: int, woken: int) -> bool:
+        """Whether they leave before their turn ends. The last answer has woken so many callers."""
+        if outstanding:
+            return len(self) >= CROWD
+        return len(self) >= (SOON if woken < SOON else (woken + 1) // 2)
 
     def slice(self) -> list[Outgoing]:
         """The next message's calls: many small ones, or a large one."""

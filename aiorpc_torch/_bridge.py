@@ -7,10 +7,11 @@ does not; a future cannot be cancelled and keeps its callbacks until it complete
 """
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -127,24 +128,39 @@ _TAIL = (
 )  # (data,), {} : the arguments; then the object
 
 
-def _find_context_id() -> Callable[[], int]:
-    # torch asks in Python by raising where there is none, which costs 20 µs. The symbol is
-    # exported by 2.11 to 2.15; without it, no call is seen to be in a context.
+def _find_container() -> tuple[Callable[[], int], Callable[[int], None] | None]:
+    # torch asks in Python by raising where there is none, which costs 20 µs, and does not set at
+    # all. The symbols are exported by 2.11 to 2.15; without them, no call is seen to be in a
+    # context, and none can be.
+    name = "_ZN5torch11distributed8autograd21DistAutogradContainer"
     try:
         library = ctypes.PyDLL(
             os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
         )
-        found = library[
-            "_ZN5torch11distributed8autograd21DistAutogradContainer16currentContextIdEv"
-        ]
+        get = library[f"{name}16currentContextIdEv"]
+        put = library[f"{name}21forceCurrentContextIdEl"]
     except (OSError, AttributeError):
-        return lambda: -1
-    found.restype, found.argtypes = ctypes.c_int64, []
-    return found
+        return lambda: -1, None
+    get.restype, get.argtypes = ctypes.c_int64, []
+    put.restype, put.argtypes = None, [ctypes.c_int64]
+    return get, put
 
 
-autograd_context = _find_context_id()
+autograd_context, _force_context = _find_container()
 """The id of the distributed autograd context that is open in this thread, -1 if none is."""
+
+
+@contextlib.contextmanager
+def in_autograd_context(number: int) -> Iterator[None]:
+    """Have that context open in this thread, -1: none; afterwards, what was."""
+    if _force_context is None:
+        raise RuntimeError(f"this torch, {torch.__version__}, does not let its contexts be set")
+    before = autograd_context()
+    _force_context(number)
+    try:
+        yield
+    finally:
+        _force_context(before)
 
 
 def transport_error(exc: BaseException, worker: str) -> RpcError:

@@ -95,6 +95,13 @@ def copied(kind: CellKind, content: Any) -> Any:
     return content.clone() if kind == TENSOR else content
 
 
+def without_graph(kind: CellKind, content: Any) -> Any:
+    """The cell, whose tensors require no gradient."""
+    if kind == PACKED:
+        return Packed(content.data, [tensor.detach() for tensor in content.tensors])
+    return content.detach() if kind == TENSOR else content
+
+
 def write(kind: CellKind, cells: Sequence[Any], tensors: Table) -> Column:
     """The column of these cells; what stays outside the bytes is added to `tensors`."""
     if kind == PLAIN:

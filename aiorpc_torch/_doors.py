@@ -16,6 +16,7 @@ from torch.futures import Future
 
 from ._exceptions import Failure
 from ._jobs import wants_loop
+from ._recording import entered
 from ._server import Server
 from ._states import keep_state
 from ._threads import daemon, run_blocking
@@ -89,6 +90,8 @@ def answer_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Fu
 async def in_thread(function: Callable[[], T]) -> T:
     """Run a plain function in one of the worker's threads; without a worker, in a new one."""
     start = daemon("aiorpc-def") if _serving is None else _serving.lend_thread
+    if (recording := entered()) is not None:
+        function = functools.partial(recording.run, function)
     return await run_blocking(start, functools.partial(contextvars.copy_context().run, function))
 
 

@@ -25,6 +25,7 @@ from ._errands import Errand, set_out
 from ._exceptions import Failure, note
 from ._line import Answer, Line
 from ._message import Work
+from ._recording import Recording, enter
 
 Devices = list[torch.device]
 
@@ -47,6 +48,7 @@ class Job(abc.ABC):
         "function",
         "join",
         "leave",
+        "recording",
         "task",
         "work",
     )
@@ -63,6 +65,7 @@ class Job(abc.ABC):
         self.join: Join | None = None  # a batch, instead of being run
         self.leave: Callable[[], object] | None = None  # gives up its place in a batch
         self.errand: Errand | None = None  # for the batches that wait for it
+        self.recording: Recording | None = None  # of an autograd context, if it was called in one
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.name}{', abandoned' if self.abandoned else ''}>"
@@ -89,10 +92,16 @@ class Job(abc.ABC):
         """Run the function, in whichever thread and context this is."""
         if self.deadline is not None:
             adopt(self.deadline)
-        if self.errand is not None:
-            set_out((self.errand,))
+        self.set_out()
         args, kwargs = self.take_work()
         return self.function(*args, **kwargs)
+
+    def set_out(self) -> None:
+        """From now on, this context is a part of the call."""
+        if self.errand is not None:
+            set_out((self.errand,))
+        if self.recording is not None:
+            enter(self.recording)
 
     def take_work(self) -> Work:
         """The arguments, once: a call may wait for long, and they are its own from now on."""
@@ -143,6 +152,7 @@ class RpcJob(Job):
         self.deadline = deadline
         self.abandoned = self.begun = False
         self.task = self.leave = self.errand = None
+        self.recording = carrier.reply.recording if carrier.own else None
         self.on_loop = on_loop
         self.join = join
         self.line = line

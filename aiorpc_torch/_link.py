@@ -14,32 +14,22 @@ from torch._C._distributed_rpc import WorkerInfo
 
 from . import _doors
 from ._backlog import LARGE, Backlog
-from ._bridge import autograd_context, send, transport_error, when_done
+from ._bridge import in_autograd_context, send, transport_error, when_done
 from ._errands import sent_by
 from ._handles import Handles
 from ._incoming import Incoming
 from ._message import Calls, Outgoing, Short, Work, dump, lay_out, outgoing, shorten
-from ._pending import Pending, Sink, Unreadable
+from ._pending import Heard, Pending, Sink, Unreadable, tell
+from ._recording import Recorded, current
 from ._tensors import Table, size_of
 from ._wait import Wait, wake_all
 from ._window import TRICKLE, Window
-from ._wire import Target
+from ._wire import Target, describe
 from .errors import CallTimeout, NotServing, RpcError, WorkerLost
-
-Heard = asyncio.Future[None] | None  # told when a message has arrived
 
 Rest = tuple[int, list[int], list[tuple[int, int]]] | None  # number, cancels, credits of a message
 
-# From how many on the calls of a turn leave before it ends: soon while the callee is idle, so that
-# both work at once; then late, since what comes back takes the interpreter from a long turn.
-SOON = 64
-CROWD = 1024
 NO_CALLS = Calls()
-
-
-def _settle(heard: Heard, error: RpcError | None) -> None:
-    if heard is not None and not heard.done():
-        heard.set_result(None) if error is None else heard.set_exception(error)
 
 
 class Link:
@@ -69,6 +59,7 @@ class Link:
         self._window = Window()
         self._queue = Backlog(self._pending, self._window)
         self._handles = Handles()
+        self._recorded: set[Recorded] = set()  # those of autograd contexts that are not answered
         self._calls = self._bytes = 0
 
     def __repr__(self) -> str:
@@ -100,7 +91,7 @@ class Link:
         number = self._calls
         call = outgoing(number, self._shorten(target), False, work, due, sent_by(self._caller))
         wait = Wait(self._loop)
-        self._enqueue(call, wait)
+        self._enqueue(call, wait, target)
         return number, wait
 
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
@@ -108,7 +99,7 @@ class Link:
         number = self._calls
         call = outgoing(number, self._shorten(target), True, work, due, sent_by(self._caller))
         incoming = Incoming(lambda credit: self._grant(number, credit))
-        self._enqueue(call, incoming)
+        self._enqueue(call, incoming, target)
         return number, incoming
 
     def cancel(self, number: int) -> None:
@@ -136,27 +127,23 @@ class Link:
         self._credits.append((number, credit))
         self._flush_soon()
 
-    def _enqueue(self, call: Outgoing, sink: Sink) -> None:
+    def _enqueue(self, call: Outgoing, sink: Sink, target: Target) -> None:
         self._calls += 1
         is_first = not self._pending
         self._pending[call.number] = sink
-        if autograd_context() >= 0:  # recorded as it is sent, so now and by itself
-            self._flush()
-            self._window.sent(call.number, call.size)
-            self._send((call,), own=True)
-            return
+        if (recording := current()) is not None:  # in a context of autograd
+            what = f"{describe(target)} of worker {self._peer.name!r}"
+            if (recorded := recording.begin(what, self._recorded)) is not None:
+                self._flush()  # it is recorded as it is sent: so now, and by itself
+                self._window.sent(call.number, call.size)
+                self._send((call,), recorded=recorded)
+                return
         self._queue.append(call)
         is_alone = is_first and self._woken <= 1 and not self._rest
-        if is_alone or call.size > LARGE or len(self._queue) >= self._enough():
+        if is_alone or call.size > LARGE or self._queue.is_enough(self._outstanding, self._woken):
             self._flush()
         else:
             self._flush_soon()
-
-    def _enough(self) -> int:
-        """How many calls leave before their turn ends."""
-        if self._outstanding:
-            return CROWD
-        return SOON if self._woken < SOON else (self._woken + 1) // 2
 
     # ── what leaves ─────────────────────────────────────────────────────────────────────────────
 
@@ -190,7 +177,7 @@ class Link:
         self,
         calls: Sequence[Outgoing],
         *,
-        own: bool = False,
+        recorded: Recorded | None = None,
         goodbye: str | None = None,
         heard: Heard = None,
         instead_of: int | None = None,
@@ -201,11 +188,16 @@ class Link:
         if cancels or grants:
             self._cancels, self._credits = [], []
         seq = self._seq if instead_of is None else instead_of
-        head = self._caller, self._number, seq, own
+        context = -1 if recorded is None else recorded.context
+        head = self._caller, self._number, seq, context
         data = dump((*head, *parts, cancels, grants, goodbye))
         numbers = parts.numbers
         try:
-            answer = send(self._peer, _doors.answer, data, tensors)
+            if recorded is None:
+                answer = send(self._peer, _doors.answer, data, tensors)
+            else:
+                with in_autograd_context(context):
+                    answer = send(self._peer, _doors.answer, data, recorded.leave(tensors))
         except Exception as exc:  # nothing was sent, so the message's number is still free
             if calls:  # what was to go with them goes without them
                 self._cancels, self._credits = cancels, grants
@@ -214,33 +206,38 @@ class Link:
                 for call in calls:
                     self._send((call,))
             else:
-                self._failed(numbers, transport_error(exc, self._peer.name), heard)
+                error = transport_error(exc, self._peer.name)
+                self._failed(numbers, error, heard, recorded)
             return
         self._seq += instead_of is None
-        self._outstanding += not own
+        self._outstanding += recorded is None
         self._bytes += len(data) + sum(map(size_of, tensors))
         rest = None if instead_of is not None else (seq, cancels, grants)
-        when_done(answer, lambda done: self._answered(numbers, done, heard, own, rest))
+        when_done(answer, lambda done: self._answered(numbers, done, heard, recorded, rest))
 
     # ── what comes back ─────────────────────────────────────────────────────────────────────────
 
     def _answered(
-        self, numbers: Sequence[int], answer: Any, heard: Heard, own: bool, rest: Rest
+        self,
+        numbers: Sequence[int],
+        answer: Any,
+        heard: Heard,
+        recorded: Recorded | None,
+        rest: Rest,
     ) -> None:
-        self._outstanding -= not own
+        self._outstanding -= recorded is None
         wake: list[Wait] = []
         try:
-            ended, learned = self._pending.take(answer, self._peer.name, wake)
+            ended, learned = self._pending.take(answer, self._peer.name, wake, recorded)
         except RpcError as error:
             if not isinstance(error, WorkerLost | NotServing | Unreadable):
                 error = Unreadable(str(error)) if rest is None else self._replace(error, *rest)
-            self._failed(numbers, error, heard)
+            self._failed(numbers, error, heard, recorded)
         else:
             self._heard(self._peer.name)
             self._window.answered(ended)
             self._handles.learned(learned)
-            if heard is not None and not heard.done():
-                heard.set_result(None)
+            tell(heard, None)
         self._woken = len(wake)
         if self._queue:
             self._flush()
@@ -276,8 +273,14 @@ class Link:
         self._queue.clear()
         self._pending.fail([*self._pending], error)
         self._cancels += self._window.clear()
+        for recorded in [*self._recorded]:
+            recorded.failed(error)
 
-    def _failed(self, numbers: Sequence[int], error: RpcError, heard: Heard) -> None:
+    def _failed(
+        self, numbers: Sequence[int], error: RpcError, heard: Heard, recorded: Recorded | None
+    ) -> None:
+        if recorded is not None:
+            recorded.failed(error)
         # A lost peer answers nothing any more; otherwise the other messages go their way.
         if isinstance(error, WorkerLost | NotServing):
             numbers = [*self._pending]
@@ -291,4 +294,4 @@ class Link:
         self._pending.fail(numbers, error)
         if isinstance(error, WorkerLost):
             self._broken(self._peer, error)
-        _settle(heard, error)
+        tell(heard, error)

@@ -129,7 +129,7 @@ class Message(NamedTuple):
     caller: str
     link: int
     seq: int  # among the messages of this link of this caller
-    own: bool  # the answer must carry the results of these very calls: of an autograd context
+    context: int  # of autograd, of a call that goes by itself and is answered so; -1: of none
     numbers: Sequence[int]  # the calls
     order: Sequence[int]  # of which group each is; empty: there is only one
     groups: Sequence[Any]
@@ -207,7 +207,7 @@ def load(data: bytes) -> Message:
 
 _INTS = {int}
 _SHAPES = frozenset(
-    itertools.product((str,), (int,), (int,), (bool,), *[(list, tuple)] * 6, (str, type(None)))
+    itertools.product((str,), (int,), (int,), (int,), *[(list, tuple)] * 6, (str, type(None)))
 )  # of a message's fields
 
 

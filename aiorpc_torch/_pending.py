@@ -4,6 +4,7 @@ Each is settled once, with whatever comes first; what comes for nobody is counte
 loop of its link.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ from ._bridge import transport_error
 from ._exceptions import Failure
 from ._incoming import Incoming
 from ._message import Key, load_results
+from ._recording import Recorded
 from ._wait import Wait
 from ._wire import Broken
 from .errors import RemoteError, RpcError
@@ -22,6 +24,16 @@ log = logging.getLogger("aiorpc_torch")
 
 Sink = Wait | Incoming
 """Where an outcome goes."""
+
+
+Heard = asyncio.Future[None] | None
+"""Told when a message has arrived, or has not."""
+
+
+def tell(heard: Heard, error: RpcError | None) -> None:
+    """It has; or what came of it."""
+    if heard is not None and not heard.done():
+        heard.set_result(None) if error is None else heard.set_exception(error)
 
 
 class Unreadable(RemoteError):
@@ -37,7 +49,11 @@ class Pending(dict[int, Sink]):
     late = 0
 
     def take(
-        self, answer: "Future[Any]", peer: str, wake: list[Wait]
+        self,
+        answer: "Future[Any]",
+        peer: str,
+        wake: list[Wait],
+        recorded: Recorded | None = None,
     ) -> tuple[list[int], Sequence[int]]:
         """Deliver what the answer to a message brings, as `settle` does.
 
@@ -56,6 +72,8 @@ class Pending(dict[int, Sink]):
         except BaseException as exc:  # of whatever class the peer names: SystemExit is not ours
             raise transport_error(exc, peer) from None
         try:
+            if recorded is not None:
+                results = recorded.answered(results)
             outcomes, learned = load_results(results)
             if {*map(type, learned)} - {int}:
                 raise TypeError("objects are known by numbers")

@@ -16,7 +16,8 @@ from ._body import Body
 from ._columns import Shared
 from ._errands import Errand, errands, new_batch, set_out, waiting
 from ._living import Living
-from ._policy import Fill, Policy
+from ._policy import Fill, Policy, Round
+from ._recording import Recording, enter, entered
 from ._rounds import RoundBatcher
 from ._steps import disown, timed
 from ._tally import Tally
@@ -28,12 +29,21 @@ PATIENCE = 0.5  # seconds that a cancelled body has to end, when its worker stop
 class _Run:
     """A batch that runs. It does not know its members: whoever is inside it outlives them."""
 
-    __slots__ = ("id", "is_over", "task")
+    __slots__ = ("id", "is_over", "recording", "task")
 
-    def __init__(self) -> None:
+    def __init__(self, recording: Recording | None, name: str) -> None:
         self.id = new_batch()
         self.is_over = False
+        self.recording = recording  # all its members are of one context, or count for none
         self.task: asyncio.Task[None] | None = None
+        if recording is not None:  # what the body calls is recorded there, whoever leaves
+            recording.hold(self, name)
+
+    def end(self, _: object = None) -> None:
+        """Its members may be answered."""
+        self.is_over = True
+        if self.recording is not None:
+            self.recording.ended(self)
 
     def errand(self) -> Errand:
         """What the body does."""
@@ -50,7 +60,7 @@ Settle = Callable[[Any], None]
 class Place:
     """One caller's place in a queue."""
 
-    __slots__ = ("_queue", "errands", "instance", "row", "settle", "since")
+    __slots__ = ("_queue", "errands", "instance", "recording", "row", "settle", "since")
 
     def __init__(
         self, queue: "Queue", instance: Any, row: Row, settle: Settle, since: float
@@ -61,6 +71,7 @@ class Place:
         self.settle = settle
         self.since = since
         self.errands = errands()  # its caller's
+        self.recording = entered()
 
     def answer(self, answer: Any) -> None:
         """Give the caller its answer, and let go of it and its arguments."""
@@ -126,7 +137,7 @@ class Queue:
     def ask(self, instance: Any, row: Row, caller: str) -> Ask:
         """Join the queue, and await the result for `row`."""
         ask = Ask(loop=asyncio.get_running_loop())
-        ask.place = self.join(instance, row, ask.settle, caller)
+        ask.place = self._add(instance, row, ask.settle, caller)
         return ask
 
     def join(self, instance: Any, row: Row, settle: Settle, caller: str) -> Place:
@@ -134,7 +145,13 @@ class Queue:
 
         Raises:
             QueueFull: if `max_pending` wait already.
+            TypeError: for a contribution to a round that carries gradients.
         """
+        if isinstance(self._policy, Round) and (recording := entered()) is not None:
+            recording.leave_graph(self._body.name)  # a round is of many contexts
+        return self._add(instance, row, settle, caller)
+
+    def _add(self, instance: Any, row: Row, settle: Settle, caller: str) -> Place:
         self._refuse_reentry()
         loop = asyncio.get_running_loop()
         self._settle_on(loop)
@@ -142,7 +159,11 @@ class Queue:
             raise QueueFull(f"{len(self)} calls of {self._body.name} wait already")
         now = loop.time()
         place = Place(self, instance, row, settle, now)
-        self._batcher.add(place, now, self._admission(row, caller))
+        traits = self._admission(row, caller)
+        if place.recording is not None and isinstance(self._policy, Fill):
+            # Calls of two contexts never share a batch.
+            traits = traits._replace(key=(place.recording.id, traits.key))
+        self._batcher.add(place, now, traits)
         self._pump_soon()
         return place
 
@@ -210,8 +231,11 @@ class Queue:
                 self._refuse(left)
                 continue
             self._tally.left(left.reason.value, [now - place.since for place in left.items])
-            run = self._running[left] = _Run()  # a loop may run a task at once
+            recording = left.items[0].recording if isinstance(self._policy, Fill) else None
+            # Before its task: a loop may run that at once.
+            run = self._running[left] = _Run(recording, self._body.name)
             run.task = self.loop.create_task(self._run(left, run), name=self._body.name)
+            run.task.add_done_callback(run.end)  # even if it is cancelled before its first step
         deadline = self._batcher.deadline()
         if deadline is not None:
             self._timer = self.loop.call_at(deadline, self._pump)
@@ -222,6 +246,7 @@ class Queue:
             place.answer(_round_timeout(left, self._body.name))
 
     async def _run(self, batch: Batch[Place], run: _Run) -> None:
+        enter(run.recording)
         set_out({run.errand()}.union(*(place.errands for place in batch.items)))
         size, name = len(batch.items), self._body.name
         rows = [place.row for place in batch.items]
@@ -230,7 +255,7 @@ class Queue:
         except BaseException as exc:  # SystemExit too: every caller is answered, whatever it is
             answers = failures(exc, size, name)
         rows.clear()  # an exception keeps this frame
-        run.is_over = True
+        run.end()
         if self._running.pop(batch, None) is None or self._is_over():
             return  # its loop was closed, and whoever waited there is gone with it
         assert self.loop is not None

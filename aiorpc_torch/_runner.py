@@ -22,6 +22,7 @@ from ._eager import Host
 from ._errands import set_out
 from ._inbox import Inbox
 from ._jobs import Job, Join
+from ._recording import enter
 from ._steps import timed
 from ._streams import StreamJob, check_streamable, run_in_thread, stream
 from ._threads import Threads, tune
@@ -40,6 +41,7 @@ class Runner:
         self._context = contextvars.copy_context()  # what a method sees, whoever calls it
         self._context.run(adopt, None)
         self._context.run(set_out, ())
+        self._context.run(enter, None)
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
@@ -99,7 +101,8 @@ class Runner:
         if _expired(job):
             return
         if job.join is not None:
-            context = self._context if job.errand is None else self._context.copy()
+            is_alone = job.errand is None and job.recording is None
+            context = self._context if is_alone else self._context.copy()
             context.run(_join, job, job.join)
         else:
             self._start(job)
@@ -139,7 +142,7 @@ class Runner:
 
     def _work(self, job: Job) -> None:
         try:
-            value = job.call()
+            value = job.call() if job.recording is None else job.recording.run(job.call)
         except BaseException as exc:  # SystemExit too is the caller's to see, not this process's
             job.fail(exc)
         else:
@@ -188,8 +191,7 @@ def _expired(job: Job) -> bool:
 
 
 def _join(job: Job, join: Join) -> None:
-    if job.errand is not None:
-        set_out((job.errand,))
+    job.set_out()
     try:
         job.leave = join(job.settle, job.take_work(), job.caller)
     except BaseException as exc:  # as for any function of the user's

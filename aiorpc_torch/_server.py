@@ -23,6 +23,7 @@ from ._jobs import Devices, Job, RpcJob, TorchJob
 from ._line import Line, Repeated
 from ._message import Message, dump_results, load
 from ._peers import Peers
+from ._recording import in_torchs, recorded
 from ._runner import Runner
 from ._steps import disown
 from ._streams import StreamJob
@@ -76,17 +77,18 @@ class Server:
 
     def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
-        reply: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
+        answer: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
         try:
             message = load(data)
             line = self._lines.get((message.caller, message.link)) or self._new_line(message)
             line.expect(message)
+            reply, tensors = recorded(message.context, answer, tensors)
         except BaseException as exc:
-            return self._not_taken(reply, exc)
+            return self._not_taken(answer, exc)
         self.heard(message.caller)
         calls = len(message.numbers)
         poll = not calls and not message.controls()
-        carrier = line.admit(reply, calls, poll=poll, own=message.own)
+        carrier = line.admit(reply, calls, poll=poll, own=message.context >= 0)
         try:
             jobs = (
                 arrived(message, tensors, line, carrier, self.name, self._exports) if calls else []
@@ -95,7 +97,7 @@ class Server:
             log.warning("a message from %s cannot be read: %r", line.caller, exc)
             jobs = unreadable(message, line, carrier, self.name, exc)
         self._in_order(line, _Batch(message, jobs))
-        return reply  # type: ignore[no-any-return]
+        return answer  # type: ignore[no-any-return]
 
     def _not_taken(self, reply: Any, exc: BaseException) -> "Future[Any]":
         # Nothing has changed; its sender sends an empty message in its place, for the order.
@@ -114,6 +116,7 @@ class Server:
         """Run `function`, which wants the loop, for a plain torch client."""
         reply: Future[Any] = Future(devices=[*self._devices])
         job = TorchJob(self._torch_jobs, reply, function, (args, kwargs), self.name)
+        job.recording = in_torchs()
         self._runner.on_loop(functools.partial(self._runner.begin, job))
         return reply
 

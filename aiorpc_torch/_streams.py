@@ -12,7 +12,7 @@ import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from ._columns import ENDED, bulk, copied
+from ._columns import ENDED, bulk, copied, without_graph
 from ._jobs import RpcJob
 from ._steps import timed
 
@@ -51,7 +51,7 @@ class StreamJob(RpcJob):
         """Send an item; whether there is credit for another."""
         kind, content = self._cell(item)
         # It goes on to the next item before this one has left: into the same buffer, perhaps.
-        content = copied(kind, content)
+        content = copied(kind, content if self.recording is None else without_graph(kind, content))
         number = self._items
         self._items += 1
         cost = price(bulk(kind, content))

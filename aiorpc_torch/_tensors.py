@@ -106,7 +106,10 @@ class Table(list[Tensor]):
         for tensor in tensors:
             storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
             if storage in self._storages:
-                self.append(tensor.detach().clone().requires_grad_(tensor.requires_grad))
+                # In a context of distributed autograd the copy is a part of the graph.
+                copy = tensor.clone()
+                needs = tensor.requires_grad and not copy.requires_grad
+                self.append(copy.requires_grad_() if needs else copy)
                 continue
             self.append(tensor)
             if storage is not None:

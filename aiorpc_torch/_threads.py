@@ -167,3 +167,46 @@ async def run_blocking(start: Callable[[Task], None], function: Callable[[], T])
 
     start(work)
     return await done
+
+
+class Spare:
+    """Daemon threads for what may block for ever: each task has one, and none waits for another.
+
+    A thread that has nothing to do waits for some time for the next task: starting one, and what
+    libraries keep for each, would cost more than most tasks.
+    """
+
+    def __init__(self, name: str, patience: float = 0.2) -> None:
+        self._name = name
+        self._patience = patience  # seconds
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[Task]] = []
+
+    def __repr__(self) -> str:
+        return f"<Spare {self._name}, {len(self._idle)} idle>"
+
+    def __call__(self, task: Task) -> None:
+        """Run a task, which must not raise, at once. From any thread."""
+        with self._lock:
+            if self._idle:
+                self._idle.pop().put(task)
+                return
+        threading.Thread(target=self._live, args=(task,), name=self._name, daemon=True).start()
+
+    def _live(self, task: Task | None) -> None:
+        inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        while task is not None:
+            task()
+            task = None  # a thread that waits must not keep its last arguments alive
+            with self._lock:
+                self._idle.append(inbox)
+            task = self._next(inbox)
+
+    def _next(self, inbox: "queue.SimpleQueue[Task]") -> Task | None:
+        with contextlib.suppress(queue.Empty):
+            return inbox.get(timeout=self._patience)
+        with self._lock:
+            if inbox in self._idle:
+                self._idle.remove(inbox)
+                return None
+        return inbox.get()  # it came just now

@@ -181,6 +181,16 @@ class Fetch(NamedTuple):
 Target = Method | TypedMethod | Function | Create | Fetch
 
 
+def describe(target: Target) -> str:
+    """What a call is known by, in words."""
+    if isinstance(target, Fetch):
+        return "fetch"
+    if isinstance(target, Method):
+        return target.name
+    function = target.factory if isinstance(target, Create) else target.function
+    return getattr(function, "__qualname__", repr(function))
+
+
 def check_public(name: Any) -> None:
     """Raise AttributeError for a name that is not called from outside."""
     if not isinstance(name, str):

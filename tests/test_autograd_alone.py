@@ -71,11 +71,11 @@ async def check_gradients(
     sent.clear()
     with autograd.context() as context:
         y = await forward(mine)
-        assert [(message.own, len(message.numbers)) for message in sent] == [(True, 1)]
+        assert [(message.context, len(message.numbers)) for message in sent] == [(context, 1)]
         assert y.grad_fn is not None
         # A thread of its own is in no context, so what its loop calls is not recorded.
         elsewhere = await in_thread(asyncio.run, several(forward, x.clone().requires_grad_()))
-        assert not any(message.own for message in sent[1:])
+        assert not any(message.context >= 0 for message in sent[1:])
         assert all(torch.equal(z, y) and z.grad_fn is None for z in elsewhere)
 
         await in_thread(autograd.backward, context, [(y * weights).sum()])
@@ -90,7 +90,7 @@ async def check_gradients(
     # The context is left: other tasks' calls share messages again, and carry no graph.
     sent.clear()
     after = await several(forward, x.clone().requires_grad_())
-    assert not any(message.own for message in sent)
+    assert not any(message.context >= 0 for message in sent)
     assert len(sent) < len(after)
     assert all(torch.equal(z, y) and z.grad_fn is None for z in after)
 

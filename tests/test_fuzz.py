@@ -284,7 +284,7 @@ class Victim:
         mine = ("caller", 0)
         for caller in {caller for caller, _ in server._lines} - {"caller"}:
             world.loop.call_soon(server.lost, caller)
-            goodbye = caller, 1 << 41, 0, False, (), (), (), (), (), (), ""
+            goodbye = caller, 1 << 41, 0, -1, (), (), (), (), (), (), ""
             self.hit(goodbye, ())
         for gate in world.actor.gates.values():
             gate.open()
@@ -411,7 +411,7 @@ LIES: dict[str, Any] = {
 def test_a_message_that_lies(victim: Victim, what: str) -> None:
     """About what it holds: its own calls fail, and no room is made for what is only declared."""
     lie = LIES[what]
-    victim.hit(("fuzz", 1, 0, False, *lie, (), (), None), ())
+    victim.hit(("fuzz", 1, 0, -1, *lie, (), (), None), ())
     if lie[0]:
         victim.world.deliver_all(victim.replies[0].done)
         answer = victim.replies[0].wait()
@@ -435,8 +435,8 @@ WRONG = ["caller", None, [], 5, True, 1.5, b"x", {}]
 @pytest.mark.parametrize("wrong", WRONG, ids=repr)
 def test_a_field_of_another_kind(victim: Victim, field: int, wrong: Any) -> None:
     """No message: its sender is told, and nothing of it is done."""
-    fields: list[Any] = ["fuzz", 1, 0, False, *NOBODY, [], [], None]
-    kinds = [str, int, int, bool, *[list] * 6, type(None)]
+    fields: list[Any] = ["fuzz", 1, 0, -1, *NOBODY, [], [], None]
+    kinds = [str, int, int, int, *[list] * 6, type(None)]
     if type(wrong) in (kinds[field], str if field == 10 else None):
         return
     fields[field] = wrong
@@ -451,7 +451,7 @@ def test_a_field_of_another_kind(victim: Victim, field: int, wrong: Any) -> None
 def test_numbers_that_make_no_sense(victim: Victim, numbers: Any) -> None:
     """Likewise."""
     group = METHOD, False, (), len(numbers), []
-    victim.hit(("fuzz", 1, 0, False, *calls(group, numbers=numbers), (), (), None), ())
+    victim.hit(("fuzz", 1, 0, -1, *calls(group, numbers=numbers), (), (), None), ())
     with pytest.raises(RemoteError, match="a number of its own"):
         victim.replies[0].wait().get()
     victim.check()
@@ -466,12 +466,12 @@ def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
     victim.world.deliver_all(lambda: len(line.jobs) == 1)  # the one at its gate
     (number,) = line.jobs
     again = calls((METHOD, False, (), 1, []), numbers=(number,))
-    victim.hit(("fuzz", 1, 1, False, *again, (), (), None), ())
+    victim.hit(("fuzz", 1, 1, -1, *again, (), (), None), ())
     with pytest.raises(RemoteError, match="running one's"):
         victim.replies[1].wait().get()
     victim.world.actor.gates[4].open()
     victim.world.deliver_all(lambda: not line.jobs)
-    victim.hit(("fuzz", 1, 1, False, *NOBODY, (), (), None), ())
+    victim.hit(("fuzz", 1, 1, -1, *NOBODY, (), (), None), ())
     replies = victim.replies[0], victim.replies[2]
     victim.world.deliver_all(replies[0].done)
     victim.world.deliver_all(lambda: replies[1].done() or "0 orphans" in repr(line))
@@ -495,7 +495,7 @@ def test_controls_that_make_no_sense(victim: Victim, controls: Any) -> None:
     victim.world.turn()
     packed = pack(Function(math.hypot))
     group = (packed.data, 0), False, (), 1, [("plain", [3]), ("plain", [4])]
-    victim.hit(("fuzz", 1, 0, False, (0,), (), (group,), (), *controls), ())
+    victim.hit(("fuzz", 1, 0, -1, (0,), (), (group,), (), *controls), ())
     victim.world.deliver_all(victim.replies[0].done)
     results, _ = pickle.loads(victim.replies[0].wait())
     assert results == [([0], ("plain", [5.0]))]
@@ -509,7 +509,7 @@ def test_a_stream_is_granted_what_is_no_number(victim: Victim) -> None:
     victim.world.turn()
     number = fields[4][0]
     for seq, credit in enumerate(["x", [], math.nan, None], 1):
-        victim.hit(("fuzz", 1, seq, False, *NOBODY, (), [(number, credit)], None), ())
+        victim.hit(("fuzz", 1, seq, -1, *NOBODY, (), [(number, credit)], None), ())
     victim.check()
 
 
@@ -517,7 +517,7 @@ def test_only_members_call(victim: Victim) -> None:
     """Whoever else gives a name is refused, and nothing is kept of him."""
     victim.world.server.peers.members = {"caller", "callee"}
     for caller in ("stranger", "", "caller\x00"):
-        victim.hit((caller, 0, 0, False, *NOBODY, (), (), None), ())
+        victim.hit((caller, 0, 0, -1, *NOBODY, (), (), None), ())
         answer = victim.replies[-1].wait()
         with pytest.raises(RemoteError, match="no worker"):
             answer.get()
@@ -535,7 +535,7 @@ def test_what_unpickling_raises(victim: Victim, where: str, error: type[BaseExce
     target = (pack(Function(math.hypot)).data, 0)
     if where == "target":
         target = (pack(Bad(error)).data, 0)
-    fields = ["fuzz", 1, 0, False, *calls((target, False, None, 1, [column])), (), (), None]
+    fields = ["fuzz", 1, 0, -1, *calls((target, False, None, 1, [column])), (), (), None]
     if where == "frame":
         fields[0] = Bad(error)
     victim.hit(fields, ())
@@ -577,7 +577,7 @@ BYTES = {
 def test_frames_run_nothing(victim: Victim) -> None:
     """Neither a message's nor an answer's: what they name is not even looked up."""
     ran.clear()
-    victim.hit(["fuzz", 1, 0, False, *NOBODY, [], [Noted()], None], ())
+    victim.hit(["fuzz", 1, 0, -1, *NOBODY, [], [Noted()], None], ())
     data = pickle.dumps(([([0], ("plain", [Noted()]))], []))
     with pytest.raises(RemoteError):
         Pending().take(SimpleNamespace(wait=lambda: data), "callee", [])  # type: ignore[arg-type]
@@ -595,7 +595,7 @@ def test_one_argument_that_ends_processes_beside_others(victim: Victim) -> None:
         2,
         [("packed", [(bad, 0), (good, 0)])],
     )
-    victim.hit(("fuzz", 1, 0, False, *calls(group, numbers=(0, 1)), (), (), None), ())
+    victim.hit(("fuzz", 1, 0, -1, *calls(group, numbers=(0, 1)), (), (), None), ())
     victim.world.deliver_all(victim.replies[0].done)
     found = dict(load_results(victim.replies[0].wait())[0])
     assert found[1] == 5.0
@@ -621,7 +621,7 @@ def test_what_is_no_pickle(victim: Victim, where: str, what: str) -> None:
     if where in ("argument", "target"):
         target = bad if where == "target" else good
         group = target, False, None, 1, [("packed", [bad])]
-        victim.hit(("fuzz", 1, 0, False, *calls(group), (), (), None), ())
+        victim.hit(("fuzz", 1, 0, -1, *calls(group), (), (), None), ())
     else:
         value = ("failed", [("w", "s", "t", bad[0])]) if where == "error" else ("packed", [bad])
         data = pickle.dumps(([([0], value)], []))
@@ -1009,10 +1009,10 @@ async def test_a_peer_that_sends_junk() -> None:
     """Through torch's own door: the victim serves on, and nothing of it stays."""
     junk = [*BYTES.values(), 5, "text", None]
     junk += [
-        dump(("evil", 70 + n, 0, False, *lie, (), (), None)) for n, lie in enumerate(LIES.values())
+        dump(("evil", 70 + n, 0, -1, *lie, (), (), None)) for n, lie in enumerate(LIES.values())
     ]
-    junk += [dump(("stranger", 1, 0, False, *NOBODY, (), (), None))]
-    junk += [dump(("evil", 78, 5, False, *NOBODY, [[]], [5], None))]
+    junk += [dump(("stranger", 1, 0, -1, *NOBODY, (), (), None))]
+    junk += [dump(("evil", 78, 5, -1, *NOBODY, [[]], [5], None))]
     async with aiorpc.local_world(["evil", "victim"]):
         counter = await create("victim", actors.Counter, 0)
         sending = asyncio.create_task(call("evil", actors.send_junk, "victim", junk))

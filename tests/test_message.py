@@ -32,7 +32,7 @@ from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod
 NOW = 1000.0
 numbers = itertools.count()
 NOTHING: Any = (), {}
-HEAD = "caller", 3, 7, False
+HEAD = "caller", 3, 7, -1
 TAIL = [], [], None
 
 DTYPES = [
@@ -274,7 +274,7 @@ def test_to_make_is_not_to_call() -> None:
 
 def test_a_message_says_what_it_is() -> None:
     """Its fields arrive as they were; goodbyes, cancellations and credit are controls."""
-    fields = "me", 1, 2, True, [], (), [], (), [4], [(5, 6)], None
+    fields = "me", 1, 2, 7, [], (), [], (), [4], [(5, 6)], None
     message = load(dump(fields))
     assert message == fields
     assert message.controls()

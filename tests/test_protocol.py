@@ -23,7 +23,17 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 from torch.futures import Future
 
-from aiorpc_torch import _backlog, _calling, _deadline, _incoming, _jobs, _link, _runner, _streams
+from aiorpc_torch import (
+    _backlog,
+    _calling,
+    _deadline,
+    _incoming,
+    _jobs,
+    _link,
+    _recording,
+    _runner,
+    _streams,
+)
 from aiorpc_torch._calling import Calling
 from aiorpc_torch._link import Link
 from aiorpc_torch._message import load
@@ -286,9 +296,9 @@ class World:
         for room in (_calling, _deadline, _jobs, _link):
             self.patch.setattr(room, "time", clock)
         self.patch.setattr(_calling, "scope_deadline", scope.get)
-        self.patch.setattr(_link, "autograd_context", lambda: 0 if in_context.get() else -1)
+        self.patch.setattr(_recording, "autograd_context", lambda: 0 if in_context.get() else -1)
         self.patch.setattr(_backlog, "SLICE", 3)
-        self.patch.setattr(_link, "SOON", 2)
+        self.patch.setattr(_backlog, "SOON", 2)
         self.patch.setattr(_calling, "link_to", lambda _: self.link)
         self.patch.setattr(_link, "LARGE", 20_000)
         self.patch.setattr(_backlog, "LARGE", 20_000)
@@ -778,7 +788,7 @@ def test_a_call_leaves_before_its_turn_ends(world: World) -> None:
 def test_who_call_again_together_share_messages(world: World, callers: int, messages: int) -> None:
     """One, or two if they are many: both sides work at once, and do not send more than it takes."""
     world.patch.setattr(_backlog, "SLICE", 256)
-    world.patch.setattr(_link, "SOON", 8)
+    world.patch.setattr(_backlog, "SOON", 8)
     turns = 20
     seen = []
 
