@@ -53,9 +53,9 @@ class Context:
         """By which torch knows it: `torch.distributed.autograd.get_gradients(id)`, anywhere.
 
         Raises:
-            RuntimeError: before it is opened.
+            RuntimeError: before it is opened, and after it was left.
         """
-        return self._opened().id
+        return self._open().id
 
     async def __aenter__(self) -> "Context":
         if self._recording is not None:

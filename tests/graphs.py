@@ -130,6 +130,12 @@ class Stage:
     async def slow_backward(self, x: Tensor) -> Tensor:
         return Slow.apply(x)  # type: ignore[no-any-return]
 
+    async def fails_backward(self, x: Tensor) -> Tensor:
+        return Fails.apply(x)  # type: ignore[no-any-return]
+
+    async def weights(self) -> list[Tensor]:
+        return [each.detach() for each in self.parameters()]
+
     async def let_go(self) -> None:
         Slow.gate.set()
 
@@ -181,6 +187,16 @@ class Slow(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         assert Slow.gate.wait(20.0)
         return gradient
+
+
+class Fails(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        raise LookupError("no way back")
 
 
 def run_alone(name: str, plan: Plan, x: Tensor) -> Tensor:

@@ -2,7 +2,10 @@
 
 import asyncio
 import contextlib
+import os
+import sys
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import graphs
@@ -14,9 +17,19 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.distributed import autograd as torchs
 
-from aiorpc_torch import CallTimeout, RpcError, WorkerLost, call, create, remote
+import aiorpc_torch as aiorpc
+from aiorpc_torch import (
+    CallTimeout,
+    NotServing,
+    RpcError,
+    WorkerLost,
+    _bridge,
+    call,
+    create,
+    remote,
+)
 from aiorpc_torch._bridge import autograd_context
-from aiorpc_torch.autograd import Context, context
+from aiorpc_torch.autograd import Context, DistributedOptimizer, context, parameter_rrefs
 from aiorpc_torch.testing import Gate, kill, world
 
 TIMEOUT = 10.0  # seconds in which a backward is to end
@@ -480,3 +493,223 @@ async def test_a_worker_that_is_lost() -> None:
 
 async def _nothing() -> None:
     pass
+
+
+HANG = """
+import asyncio, graphs, test_autograd as tests, aiorpc_torch as aiorpc
+from aiorpc_torch.autograd import context
+
+async def main():
+    async with tests.stages() as every:
+        x = tests.vector()
+        async with context() as ctx:
+            y = await every["b"].by_torch_in_vain("c", tests.WEIGH, x)
+            for error in (aiorpc.CallTimeout, aiorpc.RpcError):
+                try:
+                    await ctx.backward(y.sum(), timeout=0.3)
+                except error as exc:
+                    print(type(exc).__name__, exc)
+            await asyncio.gather(*(every.trained(tests.NESTED, tests.vector(n)) for n in range(9)))
+    print("left")
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.worlds
+async def test_a_backward_that_torch_never_ends(tmp_path: Path) -> None:
+    """It ends in time and names its calls; the world goes on, and so does the process's end."""
+    # A process of its own: the thread in which torch waits is there until the process ends.
+    (tmp_path / "hang.py").write_text(HANG)
+    process = await asyncio.create_subprocess_exec(
+        sys.executable,
+        str(tmp_path / "hang.py"),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=asyncio.subprocess.PIPE,
+    )
+    async with asyncio.timeout(40.0):
+        out, _ = await process.communicate()
+    first, second, third = out.decode().splitlines()
+    assert first.startswith("CallTimeout backward did not end in time, of by_torch_in_vain")
+    assert second.startswith("RpcError this autograd context is of no more use")
+    assert third == "left"
+    assert process.returncode == 0
+
+
+@pytest.mark.worlds
+async def test_a_slow_backward_holds_nobody_up() -> None:
+    """Neither the loop nor other contexts; cancelled, it is released once it has ended."""
+    async with stages() as every:
+        await every["b"].hold()
+        async with context() as ctx:
+            y = await every["b"].slow_backward(vector())
+            task = asyncio.create_task(ctx.backward(y.sum(), timeout=TIMEOUT))
+            await every.trained((("call", "c", "on_loop", WEIGH),), vector(1))
+            await every["b"].number(vector())
+            assert not task.done()
+            task.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await task
+            with pytest.raises(RpcError, match="of no more use"):
+                await ctx.backward(y.sum())
+        assert await call("b", graphs.contexts_here) == 1
+        await every["b"].let_go()
+
+
+@pytest.mark.worlds
+async def test_errors_in_backward() -> None:
+    """What fails on another worker is raised here, and `aiorpc.timeout` bounds the whole."""
+    async with stages() as every:
+        async with context() as ctx:
+            y = await every["b"].fails_backward(vector())
+            with pytest.raises(RuntimeError, match="no way back"):
+                await ctx.backward(y.sum(), timeout=TIMEOUT)
+        await every["b"].hold()
+        async with context() as ctx:
+            y = await every["b"].slow_backward(vector())
+            with pytest.raises(CallTimeout, match="slow_backward of worker 'b'"):
+                with aiorpc.timeout(SHORT):
+                    await ctx.backward(y.sum())
+        await every["b"].let_go()
+
+
+# ── beginning and end ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.worlds
+async def test_contexts_are_released() -> None:
+    """After an error, after a cancellation, and when opened and left on different threads."""
+    async with stages() as every:
+        with pytest.raises(LookupError):
+            async with context() as failed:
+                await every["b"].fail(vector())
+        await every.released()
+
+        async def stay() -> None:
+            async with context():
+                await every["b"].never(vector())
+
+        task = asyncio.create_task(stay())
+        await every["b"].number(vector())
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        await every.released()
+
+        elsewhere = context()
+        await asyncio.to_thread(lambda: asyncio.run(elsewhere.__aenter__()))  # type: ignore[arg-type]
+        async with context() as ctx:
+            assert ctx.id != elsewhere.id
+        await elsewhere.__aexit__(None, None, None)
+        await every.released()
+        with pytest.raises(RuntimeError, match="was left"):
+            await failed.gradients()
+        with pytest.raises(RuntimeError, match="was left"):
+            await failed.backward(vector().sum())
+
+
+async def test_bad_input(world: Any) -> None:
+    """It is refused where it is given."""
+    with pytest.raises(RuntimeError, match="is not open"):
+        _ = context().id
+    async with context() as ctx:
+        for roots, error in [
+            ([], ValueError),
+            (3, TypeError),
+            ([3.0], TypeError),
+            (vector(), ValueError),
+            (torch.tensor(1.0), ValueError),
+        ]:
+            with pytest.raises(error):
+                await ctx.backward(roots)  # type: ignore[arg-type]
+        with pytest.raises(RuntimeError, match="opened once"):
+            await ctx.__aenter__()
+        x = vector()
+        await ctx.backward([(x * x).sum()])
+        torch.testing.assert_close((await ctx.gradients())[x], 2 * x.detach())
+        assert x.grad is None
+
+
+async def test_outside_a_world() -> None:
+    with pytest.raises(NotServing):
+        async with context():
+            pass
+    with pytest.raises(NotServing):
+        await parameter_rrefs(torch.nn.Linear(1, 1))
+
+
+async def test_torch_that_cannot_be_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the symbol of torch's library a context says so as it is opened."""
+    monkeypatch.setattr(_bridge, "_force_context", None)
+    with pytest.raises(RuntimeError, match="does not let its contexts be set"):
+        async with context():
+            pass
+
+
+# ── optimizers ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.worlds
+@pytest.mark.parametrize(
+    ("optimizer", "options"),
+    [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.1})],
+)
+async def test_training(optimizer: Any, options: dict[str, Any]) -> None:
+    """The weights of all workers change as one optimizer in one process changes them."""
+    plan: Plan = (("call", "b", "on_loop", (*WEIGH, ("call", "c", "on_loop", WEIGH))),)
+    alone = Alone()
+    single = optimizer(alone.weights.values(), **options)
+    async with stages() as every:
+        here = await parameter_rrefs(every.here)
+        assert [rref.local_value() for rref in here] == every.here.parameters()
+        there = [await parameter_rrefs(every.rrefs[name]) for name in ("b", "c")]
+        assert [rref.owner_name() for rrefs in there for rref in rrefs] == ["b", "b", "c", "c"]
+        both = await DistributedOptimizer.create(
+            optimizer, [*here, *there[0], *there[1]], **options
+        )
+        for seed in range(6):
+            if seed == 3:
+                await both.set(lr=0.01)
+                single.param_groups[0]["lr"] = 0.01
+            async with context() as ctx:
+                y = await graphs.follow(every.here, plan, vector(seed))
+                await ctx.backward(y.sum(), timeout=TIMEOUT)
+                await both.step(ctx)
+                assert every.here.weight.grad is None
+            single.zero_grad()
+            alone.run("main", plan, vector(seed)).sum().backward()
+            single.step()
+        weights = [await every[name].weights() for name in ("b", "c")]
+        for found, expected in zip(weights, [*alone.weights.values()][1:], strict=True):
+            torch.testing.assert_close(found[0], expected.detach(), rtol=1e-6, atol=1e-6)
+            assert found[1].count_nonzero() == 0, "what has no gradient stays as it is"
+        torch.testing.assert_close(every.here.weight, new_weight("main"))
+
+
+@pytest.mark.worlds
+async def test_optimizers_raise_as_themselves() -> None:
+    """What torch.optim's class raises on an owner, with its own arguments, and what is ours."""
+    async with stages() as every:
+        params = await parameter_rrefs(every.rrefs["b"])
+        create = DistributedOptimizer.create
+        with pytest.raises(ValueError, match="Invalid learning rate: -1"):
+            await create(torch.optim.SGD, params, lr=-1.0)
+        with pytest.raises(TypeError, match="momentumm"):
+            await create(torch.optim.SGD, params, momentumm=1)
+        with pytest.raises(TypeError, match="RRefs of tensors, and one is of a Stage"):
+            await create(torch.optim.SGD, [every.rrefs["b"]])
+        with pytest.raises(TypeError, match="takes RRefs"):
+            await create(torch.optim.SGD, [torch.zeros(1)])  # type: ignore[list-item]
+        with pytest.raises(ValueError, match="needs a parameter"):
+            await create(torch.optim.SGD, [])
+        with pytest.raises(TypeError, match="it is no module"):
+            await parameter_rrefs(await aiorpc.create("b", dict))
+        opt = await create(torch.optim.SGD, params, lr=0.5)
+        assert "SGD on b" in repr(opt)
+        with pytest.raises(ValueError, match="SGD has no rate; there are: lr"):
+            await opt.set(rate=1)
+        async with context() as ctx:
+            pass
+        with pytest.raises(RuntimeError, match="was left"):
+            await opt.step(ctx)

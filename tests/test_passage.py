@@ -1,0 +1,108 @@
+"""What tensors pass between workers, without any: torch's two nodes are left out."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from aiorpc_torch._passage import arrive, cut, leave
+
+
+def send(
+    tensors: list[Tensor], ends: list[Tensor] | None = None
+) -> tuple[list[Tensor], Tensor | None]:
+    """What arrives of what leaves, with zeros for what has no gradient, as torch puts them."""
+    passed = [Between.apply(tensor) for tensor in leave(tensors, ends or [])]
+    found, end = arrive(passed)
+    return [*found], end
+
+
+class Between(torch.autograd.Function):
+    """Between two workers there are no undefined gradients: torch puts zeros."""
+
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: object, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        return gradient
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, requires_grad=True)
+
+
+def test_what_carries_no_gradient_has_no_token() -> None:
+    plain = [torch.ones(2), torch.tensor([1, 2])]
+    found, end = send(plain)
+    assert end is None
+    assert len(leave(plain)) == 2
+    assert all(map(torch.equal, found, plain))
+
+
+def test_gradients_pass() -> None:
+    """Through any number of passages, beside tensors that have none."""
+    x, y = leaf(1, 2), leaf(3, 4)
+    (a, one, b), _ = send([x * 2, torch.ones(2), y])
+    (c,), _ = send([a * b * one])
+    c.sum().backward()
+    assert x.grad is not None
+    assert y.grad is not None
+    assert (x.grad.tolist(), y.grad.tolist()) == ([6, 8], [2, 4])
+
+
+def test_an_end_leads_back_and_gives_no_gradient() -> None:
+    """Starting at the end alone reaches what was sent, and leaves it without a gradient."""
+    x = leaf(0, 0)
+    visited: list[object] = []
+    y = x.sqrt()  # zeros for its gradient would be zero times infinity
+    y.register_hook(visited.append)
+    _, end = send([y])
+    assert end is not None
+    assert end.shape == ()
+    end.backward()
+    assert x.grad is None or not x.grad.isnan().any()
+    assert x.grad is None
+
+
+def test_ends_are_sent_on() -> None:
+    """An answer without tensors of its own leads back to what came in."""
+    x = leaf(1)
+    (arrived,), first = send([x])
+    assert first is not None
+    found, second = send([torch.tensor(3)], [first])
+    assert second is not None
+    assert len(found) == 1
+    second.backward(retain_graph=True)
+    assert x.grad is None
+    (second + arrived.sum()).backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [1]
+
+
+def test_what_arrives_may_be_changed_in_place() -> None:
+    x = leaf(1, 2)
+    (y,), _ = send([x])
+    y.mul_(3)
+    y.sum().backward()
+    assert x.grad is not None
+    assert x.grad.tolist() == [3, 3]
+
+
+def test_arrived_under_no_grad() -> None:
+    """torch has not recorded it: leaves, which lead nowhere."""
+    with torch.no_grad():
+        tensors = [tensor.clone().requires_grad_() for tensor in leave([leaf(1)], [leaf(0).sum()])]
+        found, end = arrive(tensors)
+    assert end is None
+    assert len(found) == 1
+
+
+def test_cut() -> None:
+    assert not any(tensor.requires_grad for tensor in cut([leaf(1), torch.ones(1)]))
+
+
+@pytest.mark.parametrize("count", [0, 1, 5])
+def test_there_is_one_token_whatever_is_sent(count: int) -> None:
+    sent = leave([leaf(1) for _ in range(count)], [leaf(0).sum()])
+    assert len(sent) == count + 1
