@@ -177,9 +177,10 @@ async def test_views_of_one_storage() -> None:
     async with stages():
         x = torch.arange(6.0, requires_grad=True)
         async with context() as ctx:
-            y = await call("b", torch.add, x[:3], x[1:4])
-            await ctx.backward(y.sum(), timeout=TIMEOUT)
-            assert (await ctx.gradients())[x].tolist() == [1, 2, 2, 1, 0, 0]
+            y = await call("b", torch.mul, x, x.view(6))
+            z = await call("b", torch.add, x[:3], x[1:4])
+            await ctx.backward(y.sum() + z.sum(), timeout=TIMEOUT)
+            assert (await ctx.gradients())[x].tolist() == [1, 4, 6, 7, 8, 10]
 
 
 # ── whose a call is ─────────────────────────────────────────────────────────────────────────────
