@@ -30,7 +30,7 @@ __all__ = ("Context", "context")
 
 _spare = Spare("aiorpc-autograd")
 
-PATIENCE = 5.0  # seconds that a cancelled backward has to end before its context is released
+PATIENCE = 2.0  # seconds that a backward for which nobody waits has to end before it is released
 
 
 class Context:
@@ -129,9 +129,7 @@ class Context:
                 await self._backward(recording, checked, retain_graph)
         except TimeoutError:
             if bound.expired():
-                late = self._late(recording)
-                recording.ended(self)  # torch may never tell
-                raise CallTimeout(late) from None
+                raise CallTimeout(self._late(recording)) from None
             raise
 
     async def _backward(
@@ -146,19 +144,19 @@ class Context:
                 + "; ".join(recording.lost)
             )
         ends = recording.ends
-        recording.hold(self, "backward")  # it is not released under torch's hands
+        recording.hold(key := object(), "backward")  # it is not released under torch's hands
 
         def step() -> None:
             try:
                 backward(recording.id, roots + ends, retain_graph=retain_graph)
             finally:
-                recording.ended(self)
+                recording.ended(key)
 
         self._given_up = "a backward in it did not end"
         try:
             await run_blocking(_spare, step)
         except asyncio.CancelledError:
-            asyncio.get_running_loop().call_later(PATIENCE, recording.ended, self)
+            asyncio.get_running_loop().call_later(PATIENCE, recording.ended, key)
             raise
         self._given_up = ""
 

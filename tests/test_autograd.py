@@ -177,9 +177,24 @@ async def test_views_of_one_storage() -> None:
     async with stages():
         x = torch.arange(6.0, requires_grad=True)
         async with context() as ctx:
-            y = await call("b", torch.add, x[:3], x[1:4])
+            y = await call("b", torch.mul, x, x.view(6))
+            z = await call("b", torch.add, x[:3], x[1:4])
+            await ctx.backward(y.sum() + z.sum(), timeout=TIMEOUT)
+            assert (await ctx.gradients())[x].tolist() == [1, 4, 6, 7, 8, 10]
+
+
+@pytest.mark.worlds
+async def test_parameters_are_copies() -> None:
+    """As torch sends them; a view of one has its gradient."""
+    async with stages() as every:
+        x = torch.nn.Parameter(vector().detach())
+        async with context() as ctx:
+            copy = await every["b"].on_loop(WEIGH, x)
+            y = await every["b"].on_loop(WEIGH, x.view_as(x))
+            await ctx.backward(copy.sum(), retain_graph=True, timeout=TIMEOUT)
+            assert x not in await ctx.gradients()
             await ctx.backward(y.sum(), timeout=TIMEOUT)
-            assert (await ctx.gradients())[x].tolist() == [1, 2, 2, 1, 0, 0]
+            assert x in await ctx.gradients()
 
 
 # ── whose a call is ─────────────────────────────────────────────────────────────────────────────
