@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import autograd as torchs
 from torch.distributed import rpc
+from torch.distributed.autograd import backward  # type: ignore[attr-defined]
 from torch.distributed.optim import DistributedOptimizer as TorchOptimizer
 from torch.distributed.rpc import RRef
 
@@ -82,7 +83,7 @@ def raw_steps(net: RRef[Net], opt: Any, steps: int) -> float:
         start = perf_counter()
         with torchs.context() as number:
             y = rpc.rpc_sync("server", forward, args=(net, X))
-            torchs.backward(number, [y.sum()])  # type: ignore[attr-defined]
+            backward(number, [y.sum()])
             opt.step(number)
         times.append(perf_counter() - start)
     return median(times) * 1e6
@@ -103,7 +104,7 @@ def raw_backwards(net: RRef[Net], steps: int) -> float:
     start = perf_counter()
     for _ in range(steps):
         with torchs.context() as number:
-            torchs.backward(number, [rpc.rpc_sync("server", forward, args=(net, X)).sum()])  # type: ignore[attr-defined]
+            backward(number, [rpc.rpc_sync("server", forward, args=(net, X)).sum()])
     return steps / (perf_counter() - start)
 
 
