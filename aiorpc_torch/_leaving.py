@@ -28,7 +28,7 @@ PING = 0.5  # seconds between two goodbyes to a peer that has not said its own
 RELEASE = 1.0  # seconds for the owners of objects to hear that they are not held any more
 SEAL = 0.5  # seconds for the last answers to come in
 PART = 1.0  # seconds in which those who leave close their pipes together
-TOGETHER = 3.0  # seconds for both if nobody is missing
+TOGETHER = 3.0  # seconds for that if nobody is missing
 STOP = 5.0  # seconds for torch's threads to end
 STUCK = 0.5  # the same, if plain `def`s hold some of them, perhaps for ever
 AT_ONCE = 0.3  # seconds for goodbyes when an exception ends the world
@@ -137,7 +137,7 @@ class Leaving:
         together = len(ranks) == len(self._peers)
         if together:
             await self._blocking(RELEASE, self._agent.release)
-        await self._blocking(TOGETHER if together and ranks else SEAL, self._agent.seal)
+        await self._blocking(SEAL, self._agent.seal)
         if (meeting := self._meeting) is not None and ranks:
             seconds = TOGETHER if together else PART
             await self._blocking(2 * seconds, lambda: meeting.part(ranks, seconds))

@@ -157,6 +157,11 @@ async def _run(
     return result
 
 
+def _cores() -> int:
+    """That this process may use; macOS does not say which."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
 # ── who is there ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -181,7 +186,7 @@ def _places(
     answers = None if exports is None else as_exports(exports)
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
-    if transports is None and len(names) > CROWD * len(os.sched_getaffinity(0)):
+    if transports is None and len(names) > CROWD * _cores():
         transports = ["uv"]
     with new_meeting_place() as where:
         yield [

@@ -23,6 +23,7 @@ log = logging.getLogger("aiorpc_torch")
 _LOOK, _LOOKS = 0.005, 0.1
 _BEAT = 0.5  # seconds between two signs of life of those who wait
 _SILENCE = 4  # beats that a seat's holder may miss before somebody else may have it
+_LINGER = 0.7  # seconds for the others to read why rank 0 takes the store away
 _NEWS = 10.0  # seconds between two words in the log on who is missing
 
 
@@ -99,7 +100,7 @@ class Meeting:
         Raises:
             WorldTimeout: naming the ranks that came and did not start.
         """
-        self._wait_for("place", "start", _nothing)
+        self._wait_for("place", "start", lambda _: None)
 
     def members(self, here: Location) -> list[tuple[Seat, Location]]:
         """Who they are and where, as of now, in rank order; this worker is `here`."""
@@ -125,7 +126,7 @@ class Meeting:
             self._post({"text": f"{self.seat}: {text}", "missing": [*missing]})
             raise WorldTimeout(text, missing)
         self._store.set(f"reached/{self.seat.rank}", "")
-        self._wait_for("reached", "reach the others", _nothing)
+        self._wait_for("reached", "reach the others", lambda _: None)
 
     def bury(self) -> None:
         """Nobody of this world lives: whoever comes next begins another."""
@@ -273,10 +274,17 @@ class Meeting:
             return  # it is this worker's failure, not that of a world that lives
         news["by"] = [self.seat.pid, self.seat.host]
         self._store.swap("board", "", json.dumps(news))
+        if (
+            self._store.is_here and self.remaining()
+        ):  # it goes with this process, when all have read
+            waiting = [rank for rank in self._ranks() if rank != self.seat.rank]
+            waiting = [rank for rank in waiting if self._store.has(f"seat/{rank}")]
+            self._watch([f"read/{rank}" for rank in waiting], time.monotonic() + _LINGER)
 
     def _look_at_the_board(self) -> None:
         if (text := self._store.read("board")) is None:
             return
+        self._store.set(f"read/{self.seat.rank}", "")
         news = json.loads(text)
         if "missing" in news:
             raise WorldTimeout(news["text"], news["missing"])
@@ -288,7 +296,3 @@ class Meeting:
 
 def _listed(ranks: Sequence[int]) -> str:
     return ", ".join(map(str, ranks))
-
-
-def _nothing(_: int) -> None:
-    """Each that comes is only counted."""
