@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aiorpc_torch._states import give_back, keep_state, kept_states
+from aiorpc_torch import _states
+from aiorpc_torch._states import give_back, keep_state
 
 SOON = 10.0  # seconds after which something will never happen
 
@@ -62,8 +63,17 @@ class Life:
         self.thread.join()
 
 
+_others = [0]  # states of threads that other tests have left alive in this process
+
+
+def kept_states() -> int:
+    return _states.kept_states() - _others[0]
+
+
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
+    give_back()
+    _others[0] = _states.kept_states()
     yield
     end = time.monotonic() + SOON
     while kept_states() and time.monotonic() < end:  # a joined thread is not quite gone yet
