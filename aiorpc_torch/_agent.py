@@ -12,7 +12,6 @@ closed without a word.
 """
 
 import atexit
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -29,14 +28,10 @@ from torch._C._distributed_rpc import (
 from torch.distributed import autograd, rpc
 from torch.distributed.rpc import api
 
-log = logging.getLogger("aiorpc_torch")
-
 DeviceMap = Mapping[Any, Any]
 DeviceMaps = Mapping[str, DeviceMap]
 
 _first: int | None = None  # the number that this process had in its first world
-
-
 _to_stop = False  # whether an agent was started whose end nobody has begun
 
 

@@ -104,8 +104,7 @@ class Meeting:
 
     def members(self, here: Location) -> list[tuple[Seat, Location]]:
         """Who they are and where, as of now, in rank order; this worker is `here`."""
-        seats = [Seat.load(self._store.get(f"seat/{rank}")) for rank in self._ranks()]
-        return [(seat, self._location(seat.rank, here)) for seat in seats]
+        return [(seat, self._location(seat.rank, here)) for seat in self._seats()]
 
     def _location(self, rank: int, here: Location) -> Location:
         if rank == self.seat.rank:
@@ -147,7 +146,7 @@ class Meeting:
         end = time.monotonic() + seconds
         self._store.set(f"gone/{self.seat.rank}", "")
         self._watch([f"gone/{rank}" for rank in others], end)
-        if self.seat.rank == 0 and self._store.is_here:
+        if self._store.is_here:
             # The store goes with this process, and the others may not have seen it all.
             self._watch([f"parted/{rank}" for rank in others], end)
         else:
@@ -176,7 +175,7 @@ class Meeting:
         seats: dict[int, Seat] = {}
         self._wait_for("seat", "come", lambda rank: self._check(seats, rank))
         # Read again: somebody may have taken the seat of one that died meanwhile.
-        found = [Seat.load(self._store.get(f"seat/{rank}")) for rank in self._ranks()]
+        found = self._seats()
         self._store.set("complete", str(max(numbers(found))))
         return found
 
@@ -218,6 +217,9 @@ class Meeting:
         for rank in self._ranks():
             self._check(seats, rank)
         return [seats[rank] for rank in self._ranks()]
+
+    def _seats(self) -> list[Seat]:
+        return [Seat.load(self._store.get(f"seat/{rank}")) for rank in self._ranks()]
 
     def _check(self, seats: dict[int, Seat], rank: int) -> None:
         """Whoever sits there agrees with those who were looked at before."""
@@ -272,14 +274,12 @@ class Meeting:
     def _post(self, news: dict[str, Any]) -> None:
         if self.seat.comeback:
             return  # it is this worker's failure, not that of a world that lives
-        news["by"] = [self.seat.pid, self.seat.host]
         self._store.swap("board", "", json.dumps(news))
-        if (
-            self._store.is_here and self.remaining()
-        ):  # it goes with this process, when all have read
-            waiting = [rank for rank in self._ranks() if rank != self.seat.rank]
-            waiting = [rank for rank in waiting if self._store.has(f"seat/{rank}")]
-            self._watch([f"read/{rank}" for rank in waiting], time.monotonic() + _LINGER)
+        if self._store.is_here and self.remaining():
+            # The store goes with this process, and those who wait may not have read it.
+            here = [rank for rank in self._ranks() if self._store.has(f"seat/{rank}")]
+            readers = [f"read/{rank}" for rank in here if rank != self.seat.rank]
+            self._watch(readers, time.monotonic() + _LINGER)
 
     def _look_at_the_board(self) -> None:
         if (text := self._store.read("board")) is None:
