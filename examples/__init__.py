@@ -1,1 +1,13 @@
 """Programs as coroutines. Each runs alone: `python -m examples.cartpole`."""
+
+import os
+import signal
+import sys
+
+# The networks are small, and the processes share the cores: one thread of torch's for each.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+if sys.argv[:1] == ["-m"]:
+    # `python -m` is still on its way to the program. Imports take seconds, and Ctrl-C within them
+    # would print a traceback. `_launch` undoes this.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -8,17 +8,11 @@ waits for another, and nobody holds a lock.
     python -m examples.cartpole --seconds 30 --observers 2 --environments 16
 """
 
-import os
-import signal
-
-if __name__ == "__main__":
-    # Imports take seconds, and Ctrl-C within them would print a traceback. `main` undoes this.
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
-os.environ.setdefault("OMP_NUM_THREADS", "1")  # the network is tiny, and the cores are shared
-
 import argparse
 import asyncio
 import contextlib
+import os
+import signal
 import statistics
 import sys
 import time

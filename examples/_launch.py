@@ -1,0 +1,67 @@
+"""How a program starts: in a world on this machine, under torchrun, or one terminal a worker.
+
+Knows nothing of what the workers do.
+"""
+
+import argparse
+import asyncio
+import os
+import signal
+import sys
+from collections.abc import Awaitable, Callable, Sequence
+from typing import TypeVar
+
+import aiorpc_torch as aiorpc
+
+T = TypeVar("T")
+
+Main = Callable[[aiorpc.Worker, argparse.Namespace], Awaitable[T]]
+
+
+def add_world(parser: argparse.ArgumentParser, world_size: int | None = None) -> None:
+    """Let the command line say which worker of which world this process is.
+
+    Args:
+        parser: of the program's command line.
+        world_size: how many workers there are by default, if that may be chosen.
+    """
+    group = parser.add_argument_group(
+        "world", "By default all workers run on this machine. Under torchrun, give none of these."
+    )
+    group.add_argument("--rank", type=int, help="this worker's, if each is started by itself")
+    if world_size is not None:
+        group.add_argument("--world-size", type=int, default=world_size, help="how many workers")
+    group.add_argument("--master-addr", default="127.0.0.1", help="where rank 0 is reached")
+    group.add_argument("--master-port", type=int, default=29500)
+
+
+def launch(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:
+    """Run `main(me, options)` in every worker; what this process's returned.
+
+    Args:
+        main: an `async def` at the top of a module.
+        names: of the workers, by rank.
+        options: the command line, with what `add_world` adds.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        if options.rank is None and "RANK" not in os.environ:
+            return aiorpc.run_local(main, names, args=(options,))
+        return asyncio.run(_join(main, names, options))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr, flush=True)
+        os._exit(130)  # every worker has left; to unload torch would take another second
+
+
+async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:
+    rank, where = options.rank, f"tcp://{options.master_addr}:{options.master_port}"
+    if rank is None:  # torchrun has said it
+        rank, where = int(os.environ["RANK"]), None
+        if (size := int(os.environ["WORLD_SIZE"])) != len(names):
+            sys.exit(f"this world has {len(names)} workers, and torchrun starts {size}")
+    if not 0 <= rank < len(names):
+        sys.exit(f"--rank is one of 0 to {len(names) - 1}, not {rank}")
+    async with aiorpc.worker(
+        names[rank], rank=rank, world_size=len(names), init_method=where, on_failure="stop"
+    ) as me:
+        return await main(me, options)
