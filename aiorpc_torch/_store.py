@@ -14,6 +14,8 @@ from ._interfaces import await_listener, is_here, listener
 from ._seat import Seat
 from .errors import WorldTimeout
 
+_NOTHING = "\0"  # which nobody writes
+
 
 class Store:
     """At `init_method`, as the worker at `seat` sees it. Its methods block, at most `timeout`."""
@@ -54,12 +56,17 @@ class Store:
         return bool(self._ask(lambda store: store.check([self._key(name) for name in names])))
 
     def get(self, name: str) -> str:
-        """What is written there; waits for it."""
-        return str(self._ask(lambda store: store.get(self._key(name))).decode())
+        """What is written there, which somebody has."""
+        found = self.read(name)
+        assert found is not None, f"nobody has written {name}"
+        return found
 
     def read(self, name: str) -> str | None:
         """What is written there, if anything is."""
-        return self.get(name) if self.has(name) else None
+        # torch's own `get` waits, and prints its frames if the connection ends meanwhile (2.13,
+        # 2.15; tests/test_network.py).
+        found = self.swap(name, _NOTHING, _NOTHING)
+        return None if found == _NOTHING else found
 
     def set(self, name: str, value: str) -> None:
         """Write."""
@@ -117,7 +124,16 @@ class Store:
             raise WorldTimeout(
                 f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({why})", [0]
             )
-        self._store = TCPStore(
+        try:
+            self._store = self._connect(host, port, is_master)
+        except RuntimeError as exc:
+            if is_master:
+                raise
+            why = str(exc).splitlines()[0]
+            raise WorldTimeout(f"the store at {host}:{port} does not answer: {why}", [0]) from exc
+
+    def _connect(self, host: str, port: int, is_master: bool) -> TCPStore:
+        return TCPStore(
             host,
             port,
             world_size=None,

@@ -13,7 +13,7 @@ pytestmark = [pytest.mark.worlds, pytest.mark.network, pytest.mark.timeout(150)]
 
 WHERE = f"tcp://{ADDRESSES[0]}:29500"
 PATIENCE = 1.5  # seconds: start_timeout where it is to fail
-SLACK = 1.0  # seconds that a busy machine may add
+SLACK = 2.5  # seconds that a busy machine may add
 
 
 async def test_torchrun_on_two_machines(machines: tuple[Machine, Machine]) -> None:

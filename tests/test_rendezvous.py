@@ -3,6 +3,7 @@
 import contextlib
 import json
 import logging
+import socket
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -53,13 +54,27 @@ def hall(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hall]:
         if request.param == "file":
             where = f"file://{tmp_path}/store"
         else:
-            server = TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+            server = serve()
             where = f"tcp://127.0.0.1:{server.port}"
             patch = stack.enter_context(pytest.MonkeyPatch.context())
             patch.setattr("aiorpc_torch._store.Store._address", as_client)
         here = Hall(where)
         stack.callback(here.close)
         yield here
+
+
+def serve(port: int = 0) -> TCPStore:
+    """A store at IPv4's loopback alone.
+
+    torch's own socket is one of IPv6, and its server looks up the name of each address that
+    connects, all others waiting: for five seconds or more if DNS is asked, and silent.
+    """
+    with socket.socket() as bare:
+        bare.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bare.bind(("127.0.0.1", port))
+        port = bare.getsockname()[1]
+        fd = bare.detach()
+    return TCPStore("127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=fd)
 
 
 def as_client(self: Any, host: str, port: int) -> tuple[str, int, bool]:
@@ -315,10 +330,27 @@ def test_a_world_that_has_ended_is_not_come_back_into(hall: Hall) -> None:
         # That attempt is over too.
 
 
+def test_what_is_no_store() -> None:
+    """It listens there, and says nothing: said in the time, and by the one kind of error."""
+    with socket.create_server(("127.0.0.1", 0)) as stranger:
+        threading.Thread(target=hang_up, args=(stranger,), daemon=True).start()
+        port = stranger.getsockname()[1]
+        with pytest.raises(WorldTimeout, match=f"127.0.0.1:{port} does not answer") as told:
+            Meeting(f"tcp://127.0.0.1:{port}", seat(1, 2), 0.1).sign_in()
+        stranger.shutdown(socket.SHUT_RDWR)
+    assert told.value.missing == (0,)
+
+
+def hang_up(stranger: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        while True:
+            stranger.accept()[0].close()
+
+
 def test_the_store_of_the_last_world_closes(monkeypatch: Any) -> None:
     """Who is quicker than rank 0 meets at a store that is about to go, and goes on at the next."""
     monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
-    servers = [TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)]
+    servers = [serve()]
     port = servers[0].port
     hall = Hall(f"tcp://127.0.0.1:{port}")
     part(hall, meet(hall, [seat(rank, 2) for rank in (0, 1)]))
@@ -329,7 +361,7 @@ def test_the_store_of_the_last_world_closes(monkeypatch: Any) -> None:
     while not probe.has("seat/1"):
         threading.Event().wait(0.005)
     servers.pop()
-    servers.append(TCPStore("127.0.0.1", port, None, True, wait_for_workers=False))
+    servers.append(serve(port))
     assert names(hall.comes(seat(0, 2))) == ["w0", "w1"]
     assert names(quick) == ["w0", "w1"]
     hall.close()
