@@ -129,8 +129,8 @@ class Store:
         except RuntimeError as exc:
             if is_master:
                 raise
-            why = str(exc).splitlines()[0]
-            raise WorldTimeout(f"the store at {host}:{port} does not answer: {why}", [0]) from exc
+            said = str(exc).splitlines()[0]
+            raise WorldTimeout(f"the store at {host}:{port} does not answer: {said}", [0]) from exc
 
     def _connect(self, host: str, port: int, is_master: bool) -> TCPStore:
         return TCPStore(
