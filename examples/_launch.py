@@ -54,7 +54,8 @@ def launch(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> 
 
 
 async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:
-    rank, where = options.rank, f"tcp://{options.master_addr}:{options.master_port}"
+    rank = options.rank
+    where: str | None = f"tcp://{options.master_addr}:{options.master_port}"
     if rank is None:  # torchrun has said it
         rank, where = int(os.environ["RANK"]), None
         if (size := int(os.environ["WORLD_SIZE"])) != len(names):
