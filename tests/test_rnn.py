@@ -1,7 +1,6 @@
 """The language model across workers: its gradients, its corpus, and the program as it is run."""
 
 import argparse
-import asyncio
 import contextlib
 import math
 import os
@@ -19,6 +18,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tables import MICROBATCHES, Meeting
 from torch import Tensor, nn
 
 from aiorpc_torch import RRef, call, create, fetch
@@ -29,7 +29,7 @@ pytest.importorskip("matplotlib")
 
 from examples import _corpus as corpora
 from examples import rnn
-from examples._language import EmbeddingTable, Model, set_training
+from examples._language import Decoder, EmbeddingTable, Model, set_training
 
 pytestmark = pytest.mark.examples
 
@@ -99,11 +99,6 @@ def trained_alone(
     return losses, dict(model.state_dict())
 
 
-def state_of(part: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """Its parameters by name, on the CPU."""
-    return {prefix + name: value.cpu() for name, value in part.state_dict().items()}
-
-
 async def trained_across(
     rows: Tensor, optimizer: type[torch.optim.Optimizer], given: argparse.Namespace
 ) -> tuple[list[float], dict[str, Tensor]]:
@@ -117,7 +112,8 @@ async def trained_across(
         ]
         found: dict[str, Tensor] = {}
         for prefix, part in zip(("", "lstm.", ""), trainer.model.parts, strict=True):
-            found |= await call(part, state_of, prefix)
+            state = (await call(part, nn.Module.cpu)).state_dict()
+            found |= {prefix + name: value for name, value in state.items()}
         return losses, found
 
 
@@ -153,20 +149,6 @@ async def test_it_learns_as_in_one_process(
         torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
 
 
-class Meeting(EmbeddingTable):
-    """A table that answers nobody until all microbatches have asked."""
-
-    microbatches = 3
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.barrier = asyncio.Barrier(self.microbatches)
-
-    async def forward(self, words: Tensor) -> Tensor:  # type: ignore[override]
-        async with asyncio.timeout(10), self.barrier:
-            return super().forward(words)
-
-
 async def test_microbatches_overlap() -> None:
     """All are on their way before the first has come back."""
     async with small_model() as model:
@@ -175,9 +157,9 @@ async def test_microbatches_overlap() -> None:
         opt = await rnn.DistributedOptimizer.create(
             torch.optim.SGD, await rnn.parameter_rrefs(table), lr=0.1
         )
-        trainer = rnn.Trainer(cut, opt, Meeting.microbatches)
+        trainer = rnn.Trainer(cut, opt, MICROBATCHES)
         rows = corpora.streams(some_text(), 6)
-        batch = next(rnn.batches(rows, Meeting.microbatches, 6))
+        batch = next(rnn.batches(rows, MICROBATCHES, 6))
         assert await trainer.step(batch, 0.1, 1.0) == pytest.approx(math.log(WORDS), abs=0.5)
 
 
@@ -201,6 +183,18 @@ async def test_modes_reach_the_parameter_server() -> None:
             assert not (await fetch(part)).training
         await call(model.decoder, set_training, True)
         assert (await fetch(model.decoder)).training
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_a_graph_is_made_in_training_alone(training: bool) -> None:
+    """Where a part is, too: it would be kept there for nobody."""
+    words = some_text(20).view(2, 10)
+    table, decoder = EmbeddingTable(WORDS, 12, 0.0, "cpu", 0), Decoder(12, WORDS, 0.0, "cpu", 0)
+    table.train(training)
+    decoder.train(training)
+    vectors = table(words)
+    found = [vectors, decoder(vectors.detach()), decoder.loss(vectors.detach(), words)]
+    assert [each.requires_grad for each in found] == [training] * 3
 
 
 async def test_what_is_judged_is_what_one_process_computes() -> None:
@@ -394,9 +388,8 @@ def test_the_parameter_server_is_killed() -> None:
         ps[0].kill()
         output, _ = process.communicate(timeout=15)
         assert time.monotonic() - start < 15
-    assert process.returncode > 0
-    assert "WorkerLost" in output
-    assert "'ps'" in output
+    assert process.returncode != 0
+    assert "worker 'ps' is lost" in output
 
 
 def test_interrupted() -> None:
