@@ -5,7 +5,7 @@ and reads the text. A batch goes as several microbatches, each in a task of its 
 in the LSTM, the others are on the wire or on the parameter server. One context of distributed
 autograd has them all, and its backward goes through both workers.
 
-    python -m examples.rnn --epochs 8
+    python -m examples.rnn --epochs 6
 """
 
 import argparse
@@ -192,7 +192,7 @@ def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--epochs", type=int, default=8, help="how often the text is read")
+    add("--epochs", type=int, default=6, help="how often the text is read")
     add("--batch", type=int, default=32, help="rows that are read side by side")
     add("--microbatches", type=int, default=4, help="into which a batch is cut")
     add("--length", type=int, default=32, help="words of a row in a step")

@@ -225,6 +225,7 @@ def test_the_learning_rate_rises_and_falls(steps: int, peak: float) -> None:
     rates = [rnn.rate(step, steps, peak) for step in range(steps)]
     top = rates.index(max(rates))
     assert rates[top] == pytest.approx(peak)
+    assert rates[0] == pytest.approx(peak / max(1, round(rnn.WARM * steps)))
     assert min(rates) > 0
     assert rates[:top] == sorted(rates[:top])
     assert rates[top:] == sorted(rates[top:], reverse=True)
@@ -389,7 +390,8 @@ def test_the_parameter_server_is_killed() -> None:
         output, _ = process.communicate(timeout=15)
         assert time.monotonic() - start < 15
     assert process.returncode != 0
-    assert "worker 'ps' is lost" in output
+    # The latter from a backward that was under way.
+    assert re.search("worker 'ps' is lost|RuntimeError: ", output), output
 
 
 def test_interrupted() -> None:
