@@ -5,6 +5,7 @@ Knows nothing of what the workers do.
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -54,8 +55,8 @@ def launch(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> 
 
 
 async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:
-    where: str | None = f"tcp://{options.master_addr}:{options.master_port}"
     rank = options.rank
+    where: str | None = f"tcp://{options.master_addr}:{options.master_port}"
     if rank is None:  # torchrun has said it
         rank, where = int(os.environ["RANK"]), None
         if (size := int(os.environ["WORLD_SIZE"])) != len(names):
@@ -63,6 +64,11 @@ async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace
     if not 0 <= rank < len(names):
         sys.exit(f"--rank is one of 0 to {len(names) - 1}, not {rank}")
     async with aiorpc.worker(
-        names[rank], rank=rank, world_size=len(names), init_method=where, on_failure="stop"
+        names[rank],
+        rank=rank,
+        world_size=len(names),
+        init_method=where,
+        stop_timeout=math.inf,  # whose `main` is done serves until all are, as in a local world
+        on_failure="stop",
     ) as me:
         return await main(me, options)
