@@ -137,14 +137,15 @@ class Context:
     ) -> None:
         if self._given_up:
             raise RpcError(f"this autograd context is of no more use: {self._given_up}")
-        await settle(recording)
+        key = object()  # while it is held, it is not released under torch's hands
+        while (ends := recording.hold_settled(key, "backward")) is None:
+            await settle(recording)
         if recording.lost:
+            recording.ended(key)
             raise RpcError(
                 "no gradient comes back from calls that were never answered: "
                 + "; ".join(recording.lost)
             )
-        ends = recording.ends
-        recording.hold(key := object(), "backward")  # it is not released under torch's hands
 
         def step() -> None:
             try:
@@ -157,6 +158,9 @@ class Context:
             await run_blocking(_spare, step)
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(PATIENCE, recording.ended, key)
+            raise
+        except Exception as exc:
+            self._given_up = f"its backward raised {exc!r}"
             raise
         self._given_up = ""
 
