@@ -6,7 +6,6 @@ nobody else. How calls are recorded is the recording's; here are a context's beg
 
 import asyncio
 import contextlib
-import functools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -77,11 +76,9 @@ class Context:
         if entered() is recording:
             enter(self._outer)
         recording.close()
-        release = functools.partial(_release, recording.id)
-        if recording.pending:  # an answer that comes after its release would make it anew
-            recording.when_settled(lambda: _spare(release))
-        else:
-            await run_blocking(_spare, release)
+        # An answer that comes after its release would make it anew. To release is to erase it here
+        # and to send messages, which does not block: a thread for it would cost more than it does.
+        recording.when_settled(lambda: _release(recording.id))
 
     def _opened(self) -> Recording:
         if self._recording is None:

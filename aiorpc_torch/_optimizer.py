@@ -178,8 +178,11 @@ class DistributedOptimizer:
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """The results of calls that are part of no context; the first error, once all have ended."""
+    first, *others = calls
     with outside():
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        if not others:  # it needs no task of its own
+            return [await first]
+        results = await asyncio.gather(first, *others, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result
