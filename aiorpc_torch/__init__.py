@@ -15,7 +15,7 @@ The map of the house, from the ground up; imports point down only.
     _eager                                 coroutines that never wait, without a task of their own
     _agent, _bridge, _tensors              torch's RPC; its futures awaited; tensors as bytes
     _passage                               what tensors pass so that no gradient is waited for
-    _recording                             which calls are in which autograd context
+    _recording, _reply                     which calls are in which autograd context; their answers
     _wire                                  what a call asks for; values pickled
     _columns, _exports                     many values of one kind; what is answered to
     _message                               calls and results as they travel

@@ -58,12 +58,22 @@ def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
     return result
 
 
-def when_done(future: "Future[Any]", take: "Callable[[Future[Any]], None]") -> None:
-    """Call `take(future)` on the running loop's thread when the future is done; never at once."""
+def when_done(
+    future: "Future[Any]",
+    take: "Callable[[Future[Any]], None]",
+    first: "Callable[[Future[Any]], None] | None" = None,
+) -> None:
+    """Call `take(future)` on the running loop's thread when the future is done; never at once.
+
+    Before that `first(future)`, which must not raise, on whatever thread it is done: should the
+    loop be closed by then, nothing else is called.
+    """
     inbox = _inbox_of(asyncio.get_running_loop())
 
     def on_done(done: "Future[Any]") -> None:
         keep_state()
+        if first is not None:
+            first(done)
         inbox.push((take, done))
 
     future.add_done_callback(on_done)

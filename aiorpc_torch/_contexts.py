@@ -6,7 +6,6 @@ nobody else. How calls are recorded is the recording's; here are a context's beg
 
 import asyncio
 import contextlib
-import functools
 import types
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -77,11 +76,9 @@ class Context:
         if entered() is recording:
             enter(self._outer)
         recording.close()
-        release = functools.partial(_release, recording.id)
-        if recording.pending:  # an answer that comes after its release would make it anew
-            recording.when_settled(lambda: _spare(release))
-        else:
-            await run_blocking(_spare, release)
+        # An answer that comes after its release would make it anew. To release is to erase it here
+        # and to send messages, which does not block: a thread for it would cost more than it does.
+        recording.when_settled(lambda: _release(recording.id))
 
     def _opened(self) -> Recording:
         if self._recording is None:
@@ -137,14 +134,15 @@ class Context:
     ) -> None:
         if self._given_up:
             raise RpcError(f"this autograd context is of no more use: {self._given_up}")
-        await settle(recording)
+        key = object()  # while it is held, it is not released under torch's hands
+        while (ends := recording.hold_settled(key, "backward")) is None:
+            await settle(recording)
         if recording.lost:
+            recording.ended(key)
             raise RpcError(
                 "no gradient comes back from calls that were never answered: "
                 + "; ".join(recording.lost)
             )
-        ends = recording.ends
-        recording.hold(key := object(), "backward")  # it is not released under torch's hands
 
         def step() -> None:
             try:
@@ -157,6 +155,9 @@ class Context:
             await run_blocking(_spare, step)
         except asyncio.CancelledError:
             asyncio.get_running_loop().call_later(PATIENCE, recording.ended, key)
+            raise
+        except Exception as exc:
+            self._given_up = f"its backward raised {exc!r}"
             raise
         self._given_up = ""
 

@@ -132,8 +132,8 @@ class Link:
         is_first = not self._pending
         self._pending[call.number] = sink
         if (recording := current()) is not None:  # in a context of autograd
-            what = f"{describe(target)} of worker {self._peer.name!r}"
-            if (recorded := recording.begin(what, self._recorded)) is not None:
+            recorded = recording.begin(describe(target), self._peer.name, self._recorded)
+            if recorded is not None:
                 self._flush()  # it is recorded as it is sent: so now, and by itself
                 self._window.sent(call.number, call.size)
                 self._send((call,), recorded=recorded)
@@ -213,7 +213,8 @@ class Link:
         self._outstanding += recorded is None
         self._bytes += len(data) + sum(map(size_of, tensors))
         rest = None if instead_of is not None else (seq, cancels, grants)
-        when_done(answer, lambda done: self._answered(numbers, done, heard, recorded, rest))
+        first = None if recorded is None else recorded.done
+        when_done(answer, lambda done: self._answered(numbers, done, heard, recorded, rest), first)
 
     # ── what comes back ─────────────────────────────────────────────────────────────────────────
 
@@ -228,7 +229,7 @@ class Link:
         self._outstanding -= recorded is None
         wake: list[Wait] = []
         try:
-            ended, learned = self._pending.take(answer, self._peer.name, wake, recorded)
+            ended, learned = self._pending.take(answer, self._peer.name, wake, recorded is not None)
         except RpcError as error:
             if not isinstance(error, WorkerLost | NotServing | Unreadable):
                 error = Unreadable(str(error)) if rest is None else self._replace(error, *rest)

@@ -16,6 +16,7 @@ from torch.distributed.rpc import RRef
 from torch.optim import Optimizer
 
 from ._contexts import Context, outside
+from ._exceptions import said
 from ._outbox import current as world
 from ._remote import call, create
 
@@ -40,7 +41,7 @@ class LocalOptimizer:
     def step(self, context: int) -> None:
         """Step with the gradients of that context; what has none there stays as it is."""
         with _stepping:
-            gradients = get_gradients(context)
+            gradients = _gradients(context)
             before = [parameter.grad for parameter in self._parameters]
             try:
                 for parameter in self._parameters:
@@ -65,6 +66,15 @@ class LocalOptimizer:
         with _stepping:
             for group in self._optimizer.param_groups:
                 group.update(options)
+
+
+def _gradients(context: int) -> dict[Tensor, Tensor]:
+    try:
+        return get_gradients(context)
+    except RuntimeError as exc:
+        if "find autograd context" not in said(exc):
+            raise
+        return {}  # no call in it has come here, so torch (2.13 and 2.15) knows it not
 
 
 def _parameter(value: Any) -> Tensor:
@@ -168,8 +178,11 @@ class DistributedOptimizer:
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
     """The results of calls that are part of no context; the first error, once all have ended."""
+    first, *others = calls
     with outside():
-        results = await asyncio.gather(*calls, return_exceptions=True)
+        if not others:  # it needs no task of its own
+            return [await first]
+        results = await asyncio.gather(first, *others, return_exceptions=True)
     for result in results:
         if isinstance(result, BaseException):
             raise result

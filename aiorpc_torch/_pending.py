@@ -15,7 +15,7 @@ from ._bridge import transport_error
 from ._exceptions import Failure
 from ._incoming import Incoming
 from ._message import Key, load_results
-from ._recording import Recorded
+from ._recording import plain_answer
 from ._wait import Wait
 from ._wire import Broken
 from .errors import RemoteError, RpcError
@@ -53,7 +53,7 @@ class Pending(dict[int, Sink]):
         answer: "Future[Any]",
         peer: str,
         wake: list[Wait],
-        recorded: Recorded | None = None,
+        recorded: bool = False,
     ) -> tuple[list[int], Sequence[int]]:
         """Deliver what the answer to a message brings, as `settle` does.
 
@@ -72,8 +72,8 @@ class Pending(dict[int, Sink]):
         except BaseException as exc:  # of whatever class the peer names: SystemExit is not ours
             raise transport_error(exc, peer) from None
         try:
-            if recorded is not None:
-                results = recorded.answered(results)
+            if recorded:
+                results = plain_answer(results)
             outcomes, learned = load_results(results)
             if {*map(type, learned)} - {int}:
                 raise TypeError("objects are known by numbers")

@@ -7,7 +7,6 @@ and not how a call is answered.
 """
 
 import asyncio
-import logging
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -15,16 +14,17 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch._C import Future
 
-from ._bridge import autograd_context, in_autograd_context
+from ._bridge import autograd_context, in_autograd_context, transport_error
+from ._exceptions import Failure
 from ._passage import arrive, cut, leave
-
-log = logging.getLogger("aiorpc_torch")
+from .errors import RpcError
 
 T = TypeVar("T")
 
 Answer = Any
-"""What answers a message: bytes; or bytes, tensors and which calls were never answered."""
+"""What answers a message: bytes; or bytes, tensors, a token or None, and which calls were lost."""
 
 
 class Recording:
@@ -40,6 +40,8 @@ class Recording:
         self.lost: list[str] = []  # calls for which no gradient will ever come back
         self.keeps_graph = True
         self._ends = [] if end is None else [end]
+        self._keeps_ends = True
+        self._closes = False  # as soon as it is settled
         self._made: dict[str, int] = {}
         self._pending: dict[object, str] = {}
         self._settled: list[Callable[[], None]] = []
@@ -59,15 +61,16 @@ class Recording:
         """The calls that have not been answered."""
         return [*self._pending.values()]
 
-    def begin(self, what: str, among: "set[Recorded]") -> "Recorded | None":
-        """A call of that name is made; None if it comes too late to be recorded.
+    def begin(self, name: str, peer: str, among: "set[Recorded]") -> "Recorded | None":
+        """A call of that name is made, of `peer`; None if it comes too late to be recorded.
 
         It is in the set `among` until it is answered.
         """
+        what = f"{name} of worker {peer!r}"
         with self._lock:
             if not self.is_open:
                 return None
-            recorded = Recorded(self, what, among)
+            recorded = Recorded(self, what, peer, among)
             self._pending[recorded] = what
             self._made[what] = self._made.get(what, 0) + 1
         return recorded
@@ -82,22 +85,38 @@ class Recording:
         with self._lock:
             self._pending[key] = what
 
+    def hold_settled(self, key: object, what: str) -> list[Tensor] | None:
+        """`hold`, if all is answered: the ends of all. None if something is not."""
+        with self._lock:
+            if self._pending:
+                return None
+            self._pending[key] = what
+            return self._ends[:]
+
     def ended(self, key: object, end: Tensor | None = None) -> None:
         """A call has been answered."""
         with self._lock:
             self._pending.pop(key, None)
-            if end is not None:
+            if end is not None and self._keeps_ends:
                 self._ends.append(end)
-            settled, self._settled = ([], self._settled) if self._pending else (self._settled, [])
+            if self._pending:
+                return
+            settled, self._settled = self._settled, []
+            self.is_open = self.is_open and not self._closes
         for then in settled:
             then()
 
-    def when_settled(self, then: Callable[[], None]) -> None:
-        """Call `then`, at once or on any thread, once all calls that were made are answered."""
+    def when_settled(self, then: Callable[[], None], *, close: bool = False) -> None:
+        """Call `then`, at once or on any thread, once all calls that were made are answered.
+
+        With `close`, nothing is recorded from that very moment: another thread may be about to.
+        """
         with self._lock:
+            self._closes = self._closes or close
             if self._pending:
                 self._settled.append(then)
                 return
+            self.is_open = self.is_open and not self._closes
         then()
 
     def leave_graph(self, name: str) -> None:
@@ -114,9 +133,10 @@ class Recording:
         self.keeps_graph = False
 
     def close(self) -> None:
-        """From now on nothing is recorded."""
+        """From now on nothing is recorded, and no graph is kept: a task may keep this for long."""
         with self._lock:
-            self.is_open = False
+            self.is_open = self._keeps_ends = False
+            self._ends.clear()
 
     def run(self, function: Callable[[], T]) -> T:
         """Run `function` with the context open in this thread, for what calls by plain torch."""
@@ -127,11 +147,12 @@ class Recording:
 class Recorded:
     """One call in a context, on the caller's side."""
 
-    __slots__ = ("_among", "_carries", "_recording", "_what")
+    __slots__ = ("_among", "_carries", "_peer", "_recording", "_what")
 
-    def __init__(self, recording: Recording, what: str, among: "set[Recorded]") -> None:
+    def __init__(self, recording: Recording, what: str, peer: str, among: "set[Recorded]") -> None:
         self._recording = recording
         self._what = what
+        self._peer = peer
         self._carries = False
         self._among = among
         among.add(self)
@@ -148,23 +169,30 @@ class Recorded:
         """What to send for its arguments' tensors."""
         if not torch.is_grad_enabled():  # torch would send them as leaves, to nobody's use
             return cut(tensors)
-        sent = leave(tensors)
-        self._carries = len(sent) > len(tensors)
-        return sent
+        self._carries = any(tensor.requires_grad for tensor in tensors)
+        return leave(tensors)[0]
 
-    def answered(self, answer: Answer) -> Answer:
-        """Its message was answered: the answer, without what is added for gradients."""
+    def done(self, answer: "Future[Any]") -> None:
+        """Its message is answered, or will not be. In any thread: its loop may be closed by now."""
+        try:
+            results = answer.wait()
+            if isinstance(results, Failure):
+                results.get()
+            self.answered(results)
+        except BaseException as exc:  # of whatever class the peer names
+            self.failed(exc if isinstance(exc, RpcError) else transport_error(exc, self._peer))
+
+    def answered(self, answer: Answer) -> None:
+        """Its message was answered."""
         end = None
         if isinstance(answer, tuple):
-            data, tensors, lost = answer
-            tensors, end = arrive(tensors)
-            answer = data, tensors
+            _, tensors, token, lost = answer
+            end = arrive(tensors, token)
             self._recording.lost += lost
         if self._carries and end is None:
             self.failed("was answered without having been served")
         else:
             self._end(end)
-        return answer
 
     def failed(self, why: object) -> None:
         """No answer came, or none ever will."""
@@ -177,45 +205,9 @@ class Recorded:
         self._recording.ended(self, end)
 
 
-class Reply:
-    """Stands for the future of a message in a context, and completes it when all is settled.
-
-    What the call has called in turn is answered by then, even if nobody waited for it: or its
-    gradients would be waited for by torch, for ever, and the context be made anew by its answer.
-    """
-
-    def __init__(self, future: Any, recording: Recording) -> None:
-        self.recording = recording
-        self._future = future
-
-    def set_result(self, answer: Any) -> None:
-        """Answer with bytes, or with bytes and tensors."""
-        self.recording.when_settled(lambda: self._complete(answer))
-
-    def _complete(self, answer: Any) -> None:
-        recording = self.recording
-        recording.close()
-        data, tensors = (answer, []) if isinstance(answer, bytes) else answer
-        lost = recording.lost[:]
-        # On the loop's thread, in which a coroutine that waits may have left its no_grad().
-        with torch.enable_grad():
-            try:
-                tensors = leave(tensors if recording.keeps_graph else cut(tensors), recording.ends)
-            except Exception as exc:  # nobody must wait for an answer without end
-                tensors = cut(tensors)
-                lost.append(f"a result that autograd does not take: {exc!r}")
-            try:
-                self._future.set_result((data, tensors, lost) if tensors or lost else data)
-            except Exception as exc:  # torch has stopped: nobody is there to be answered
-                log.debug("no answer in context %d: %s", recording.id, exc)
-
-
-def recorded(context: int, future: Any, tensors: Sequence[Tensor]) -> tuple[Any, Sequence[Tensor]]:
-    """A message of that context, -1 of none, has come in: what answers it, and its tensors."""
-    if context < 0:
-        return future, tensors
-    tensors, end = arrive(tensors)
-    return Reply(future, Recording(context, end)), tensors
+def plain_answer(answer: Answer) -> Answer:
+    """The answer to a message in a context, without what is added for gradients."""
+    return answer[:2] if isinstance(answer, tuple) else answer
 
 
 # ── in which context this is ────────────────────────────────────────────────────────────────────

@@ -23,7 +23,8 @@ from ._jobs import Devices, Job, RpcJob, TorchJob
 from ._line import Line, Repeated
 from ._message import Message, dump_results, load
 from ._peers import Peers
-from ._recording import in_torchs, recorded
+from ._recording import in_torchs
+from ._reply import recorded
 from ._runner import Runner
 from ._steps import disown
 from ._streams import StreamJob
@@ -82,7 +83,7 @@ class Server:
             message = load(data)
             line = self._lines.get((message.caller, message.link)) or self._new_line(message)
             line.expect(message)
-            reply, tensors = recorded(message.context, answer, tensors)
+            reply = recorded(message.context, answer, tensors)
         except BaseException as exc:
             return self._not_taken(answer, exc)
         self.heard(message.caller)

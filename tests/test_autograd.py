@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import os
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -456,7 +456,7 @@ async def test_a_call_without_an_end() -> None:
     """One that was given up and still runs is waited for until the time is over, and named."""
     async with stages() as every:
         gate, x = graphs.gates[-1], vector()
-        for method in ("pass_gate", "give_up"):
+        for method in ("pass_gate", "give_up", "give_up_in_thread"):
             await gate.shut()
             seen = await gate.entered(0)
             async with context() as ctx:
@@ -464,6 +464,7 @@ async def test_a_call_without_an_end() -> None:
                 await gate.entered(seen + 1)
                 task.cancel()
                 y = await every["c"].on_loop(WEIGH, x)
+                # A call whose loop is closed by then is no less waited for.
                 with pytest.raises(CallTimeout, match=f"{method} of worker 'b'"):
                     await ctx.backward(y.sum(), timeout=SHORT)
                 await gate.open()
@@ -480,6 +481,29 @@ async def test_left_before_a_call_has_ended() -> None:
             task = asyncio.create_task(every["b"].give_up(vector()))
             await gate.entered()
             task.cancel()
+        assert await call("b", graphs.contexts_here) == 1
+        await gate.open()
+        await every.released()
+
+
+@pytest.mark.worlds
+async def test_left_on_a_loop_that_is_closed_before_a_call_has_ended() -> None:
+    """The same, though the answer comes to no loop."""
+    async with stages() as every:
+        gate = graphs.gates[-1]
+
+        async def elsewhere(entered: Callable[[], None]) -> None:
+            async with context():
+                task = asyncio.create_task(every["b"].pass_gate(vector()))
+                await asyncio.to_thread(entered)
+                task.cancel()
+
+        loop = asyncio.get_running_loop()
+
+        def wait() -> None:
+            asyncio.run_coroutine_threadsafe(gate.entered(), loop).result(TIMEOUT)
+
+        await asyncio.to_thread(lambda: asyncio.run(elsewhere(wait)))
         assert await call("b", graphs.contexts_here) == 1
         await gate.open()
         await every.released()
@@ -579,6 +603,8 @@ async def test_errors_in_backward() -> None:
         async with context() as ctx:
             y = await every["b"].fails_backward(vector())
             with pytest.raises(RuntimeError, match="no way back"):
+                await ctx.backward(y.sum(), timeout=TIMEOUT)
+            with pytest.raises(RpcError, match=r"its backward raised .*no way back"):
                 await ctx.backward(y.sum(), timeout=TIMEOUT)
         await every["b"].hold()
         async with context() as ctx:
@@ -700,6 +726,20 @@ async def test_training(optimizer: Any, options: dict[str, Any]) -> None:
             torch.testing.assert_close(found[0], expected.detach(), rtol=1e-6, atol=1e-6)
             assert found[1].count_nonzero() == 0, "what has no gradient stays as it is"
         torch.testing.assert_close(every.here.weight, new_weight("main"))
+
+
+@pytest.mark.worlds
+async def test_an_owner_without_calls() -> None:
+    """Its parameters stay as they are, as torch knows no context there."""
+    async with stages() as every:
+        both = [*await parameter_rrefs(every.rrefs["b"]), *await parameter_rrefs(every.rrefs["c"])]
+        opt = await DistributedOptimizer.create(torch.optim.SGD, both, lr=0.1)
+        async with context() as ctx:
+            y = await every["b"].on_loop(WEIGH, vector())
+            await ctx.backward(y.sum(), timeout=TIMEOUT)
+            await opt.step(ctx)
+        assert not torch.equal((await every["b"].weights())[0], new_weight("b"))
+        assert torch.equal((await every["c"].weights())[0], new_weight("c"))
 
 
 @pytest.mark.worlds

@@ -27,6 +27,7 @@ FLOORS = [
     ["_agent", "_bridge", "_tensors"],
     ["_passage"],
     ["_recording"],
+    ["_reply"],
     ["_wire"],
     ["_columns", "_exports"],
     ["_message"],

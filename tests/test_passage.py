@@ -11,9 +11,9 @@ def send(
     tensors: list[Tensor], ends: list[Tensor] | None = None
 ) -> tuple[list[Tensor], Tensor | None]:
     """What arrives of what leaves, with zeros for what has no gradient, as torch puts them."""
-    passed = [Between.apply(tensor) for tensor in leave(tensors, ends or [])]
-    found, end = arrive(passed)
-    return [*found], end
+    sent, token = leave(tensors, ends or [])
+    found = [Between.apply(tensor) for tensor in sent]
+    return found, arrive(found, None if token is None else Between.apply(token))
 
 
 class Between(torch.autograd.Function):
@@ -32,12 +32,12 @@ def leaf(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, requires_grad=True)
 
 
-def test_what_carries_no_gradient_has_no_token() -> None:
+def test_what_carries_no_gradient_has_no_end() -> None:
     plain = [torch.ones(2), torch.tensor([1, 2])]
-    found, end = send(plain)
-    assert end is None
-    assert len(leave(plain)) == 2
-    assert all(map(torch.equal, found, plain))
+    found, token = leave(plain)
+    assert token is None
+    assert arrive(found) is None
+    assert all(one is other for one, other in zip(found, plain, strict=True))
 
 
 def test_gradients_pass() -> None:
@@ -92,10 +92,8 @@ def test_what_arrives_may_be_changed_in_place() -> None:
 def test_arrived_under_no_grad() -> None:
     """torch has not recorded it: leaves, which lead nowhere."""
     with torch.no_grad():
-        tensors = [tensor.clone().requires_grad_() for tensor in leave([leaf(1)], [leaf(0).sum()])]
-        found, end = arrive(tensors)
-    assert end is None
-    assert len(found) == 1
+        assert arrive([leaf(1)]) is None
+        assert arrive([], leaf(1)) is None
 
 
 def test_cut() -> None:
@@ -103,6 +101,32 @@ def test_cut() -> None:
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_there_is_one_token_whatever_is_sent(count: int) -> None:
-    sent = leave([leaf(1) for _ in range(count)], [leaf(0).sum()])
-    assert len(sent) == count + 1
+def test_a_token_is_for_what_has_nothing_else(count: int) -> None:
+    sent, token = leave([leaf(1) for _ in range(count)], [leaf(0).sum()])
+    assert len(sent) == count
+    assert (token is not None) == (count == 0)
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (2,), (2, 3)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.complex64])
+def test_absent_is_not_zero(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """Of two that are sent together one is used: the other has no gradient, the one may be zero."""
+    x, y = (torch.ones(shape, dtype=dtype, requires_grad=True) for _ in range(2))
+    (used, _), end = send([x * 1, y * 1])
+    assert end is not None
+    (end + (used * 0).abs().sum()).backward()
+    assert x.grad is not None
+    assert x.grad.count_nonzero() == 0
+    assert y.grad is None
+
+
+def test_sparse_gradients_pass() -> None:
+    """Also one without elements: it is a gradient."""
+    for indices in ([0, 2], []):
+        table = torch.ones(3, 2, requires_grad=True)
+        (arrived,), _ = send([table])
+        rows = torch.tensor(indices, dtype=torch.int64)
+        torch.nn.functional.embedding(rows, arrived, sparse=True).sum().backward()
+        assert table.grad is not None
+        assert table.grad.is_sparse
+        assert table.grad.to_dense().sum() == 2 * len(indices)

@@ -10,12 +10,12 @@ def test_settled_when_all_is_answered() -> None:
     recording, among, told = Recording(7), set[Recorded](), list[int]()
     recording.when_settled(lambda: told.append(0))
     assert told == [0]
-    one, two = recording.begin("one", among), recording.begin("two", among)
+    one, two = (recording.begin(name, "b", among) for name in ("one", "two"))
     assert one is not None
     assert two is not None
     recording.hold("key", "held")
     recording.when_settled(lambda: told.append(1))
-    assert recording.pending == ["one", "two", "held"]
+    assert recording.pending == ["one of worker 'b'", "two of worker 'b'", "held"]
     two.answered(b"")
     one.failed("no answer")
     one.failed("again")
@@ -25,27 +25,64 @@ def test_settled_when_all_is_answered() -> None:
     assert told == [0, 1]
     assert not among
     assert recording.lost == [], "it took no gradient along"
-    assert recording.made() == "one (1), two (1)"
+    assert recording.made() == "one of worker 'b' (1), two of worker 'b' (1)"
 
 
 def test_lost_is_what_took_a_gradient_along() -> None:
     recording = Recording(7)
     for answer in (None, b"without an end"):
-        recorded = recording.begin("step", set())
+        recorded = recording.begin("step", "b", set())
         assert recorded is not None
-        sent = recorded.leave([torch.ones(1, requires_grad=True)])
-        assert len(sent) == 2
+        (sent,) = recorded.leave([torch.ones(1, requires_grad=True)])
+        assert sent.grad_fn is not None
         if answer is None:
             recorded.failed("lost")
         else:
             recorded.answered(answer)
         recorded.failed("it is known")
-    assert recording.lost == ["step: lost", "step: was answered without having been served"]
+    assert recording.lost == [
+        "step of worker 'b': lost",
+        "step of worker 'b': was answered without having been served",
+    ]
 
 
 def test_nothing_is_recorded_after_its_end() -> None:
     recording = Recording(7)
-    assert recording.begin("call", set()) is not None
+    assert recording.begin("call", "b", set()) is not None
     recording.close()
-    assert recording.begin("call", set()) is None
+    assert recording.begin("call", "b", set()) is None
     assert "closed, 1 calls pending" in repr(recording)
+
+
+def test_closed_as_soon_as_it_is_settled() -> None:
+    """What is called between the last answer and the call's own would be waited for in vain."""
+    for early in (True, False):
+        recording, among = Recording(7), set[Recorded]()
+        late: list[Recorded | None] = []
+        if not early:
+            recording.hold("key", "held")
+        recording.when_settled(lambda: late.append(recording.begin("late", "b", among)), close=True)  # noqa: B023
+        assert recording.is_open is not early
+        recording.ended("key")
+        assert late == [None]
+
+
+def test_no_graph_is_kept_after_its_end() -> None:
+    """A task that was started in a context keeps what it was a part of, as long as it lives."""
+    recording = Recording(7, torch.ones(()))
+    recording.hold("key", "held")
+    assert len(recording.ends) == 1
+    recording.close()
+    recording.ended("key", torch.ones(()))
+    assert recording.ends == []
+
+
+def test_a_backward_begins_when_all_is_settled() -> None:
+    recording = Recording(7, torch.ones(()))
+    recording.hold("call", "call")
+    assert recording.hold_settled("key", "backward") is None
+    recording.ended("call", torch.zeros(()))
+    ends = recording.hold_settled("key", "backward")
+    assert ends is not None
+    assert len(ends) == 2
+    assert recording.pending == ["backward"]
