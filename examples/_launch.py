@@ -51,10 +51,16 @@ def launch(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> 
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         os._exit(130)  # every worker has left; to unload torch would take another second
+    except aiorpc.WorkerLost as lost:
+        print(lost, file=sys.stderr, flush=True)
+        # A backward that waits for the lost worker keeps a thread of torch's, and torch 2.15 ends
+        # a process with such a thread by SIGABRT. (tests/test_mnist.py)
+        os._exit(1)
 
 
 async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:
-    rank, where = options.rank, f"tcp://{options.master_addr}:{options.master_port}"
+    rank = options.rank
+    where: str | None = f"tcp://{options.master_addr}:{options.master_port}"
     if rank is None:  # torchrun has said it
         rank, where = int(os.environ["RANK"]), None
         if (size := int(os.environ["WORLD_SIZE"])) != len(names):
