@@ -279,11 +279,10 @@ def test_gpus_that_are_not_there(gpus: int, says: str) -> None:
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
 
 
-def program(data: Path, *args: str, strict: bool = True) -> list[str]:
-    """Its command line, every warning an error."""
-    python = [sys.executable, *(["-X", "dev", "-W", "error"] if strict else [])]
-    picture = str(data / "losses.png")
-    return [*python, "-m", "examples.mnist", "--data", str(data), "--plot", picture, *args]
+def program(data: Path, *args: str, python: Sequence[str] = ()) -> list[str]:
+    """Its command line, with options of Python's."""
+    where = ["--data", str(data), "--plot", str(data / "losses.png")]
+    return [sys.executable, *python, "-m", "examples.mnist", *where, *args]
 
 
 def accuracy(output: str) -> float:
@@ -301,7 +300,7 @@ def run(command: list[str]) -> subprocess.CompletedProcess[str]:
 @pytest.mark.worlds
 def test_as_one_command(data: Path) -> None:
     """Two trainers learn at once, and nothing is warned of."""
-    done = run(program(data, "--quick"))
+    done = run(program(data, "--quick", python=["-X", "dev", "-W", "error"]))
     assert done.returncode == 0, done.stderr
     assert "Warning" not in done.stderr
     assert "Traceback" not in done.stderr
@@ -314,7 +313,7 @@ def test_as_one_command(data: Path) -> None:
 @pytest.mark.worlds
 def test_under_torchrun(data: Path) -> None:
     """The world is as large as torchrun says."""
-    own = program(data, "--quick", "--images", "200", strict=False)[1:]
+    own = program(data, "--quick", "--images", "200")[1:]
     torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--nnodes=1"]
     where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     done = run([sys.executable, "-m", *torchrun, *where, *own])
