@@ -53,8 +53,8 @@ def launch(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> 
         os._exit(130)  # every worker has left; to unload torch would take another second
     except aiorpc.WorkerLost as lost:
         print(lost, file=sys.stderr, flush=True)
-        # A backward that waits for the lost worker keeps a thread of torch's, and torch 2.15 ends
-        # a process with such a thread by SIGABRT. (tests/test_mnist.py)
+        # Not by itself: a thread of torch's that is at work yet, in a backward say, ends a process
+        # that unloads torch with SIGABRT (2.15; tests/test_mnist.py).
         os._exit(1)
 
 
