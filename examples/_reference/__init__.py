@@ -1,0 +1,1 @@
+"""Programs in plain torch RPC, which those beside are compared with."""
