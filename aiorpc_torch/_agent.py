@@ -12,12 +12,17 @@ closed without a word.
 """
 
 import atexit
+import os
+import sys
+import threading
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
+from torch._C._distributed_autograd import _get_debug_info
 from torch._C._distributed_c10d import HashStore
 from torch._C._distributed_rpc import (
     TensorPipeAgent,
@@ -33,6 +38,11 @@ DeviceMaps = Mapping[str, DeviceMap]
 
 _first: int | None = None  # the number that this process had in its first world
 _to_stop = False  # whether an agent was started whose end nobody has begun
+_at_rest = threading.Event()  # unless an end has begun, and torch's threads are still at work
+_at_rest.set()
+
+# Seconds for these to end at the process's exit: of a program that failed, and of another.
+_FAILED, _DONE = 0.5, 5.0
 
 
 def keeps_number() -> int | None:
@@ -145,9 +155,11 @@ class Agent:
         """Close the pipes and end the threads. Waits for no peer, but for what runs in a thread."""
         global _to_stop
         _to_stop = False  # once: what holds one of its threads would hold the process's exit too
+        _at_rest.clear()
         rpc.shutdown(graceful=False)
         # torch's threads end with its object, which would wait for Python's collector of garbage.
         del self._agent
+        _at_rest.set()
 
 
 @atexit.register
@@ -155,6 +167,25 @@ def _stop_at_exit() -> None:
     # A process that ends inside its world would end with "terminate called" (2.13, 2.15).
     if _to_stop and is_running():
         rpc.shutdown(graceful=False)
+    # And one in whose threads torch is at work: in a backward for a worker that died, it may be.
+    # They end the process with SIGABRT when they come back to a Python that has ended, or keep it
+    # from ending. (2.13, 2.15; tests/test_signals.py)
+    failure = getattr(sys, "last_value", None)
+    end = time.monotonic() + (_DONE if failure is None else _FAILED)
+    while _first is not None and _at_work():
+        if time.monotonic() > end:
+            _abandon(130 if isinstance(failure, KeyboardInterrupt) else 1)
+        time.sleep(0.01)
+
+
+def _at_work() -> bool:
+    return not _at_rest.is_set() or _get_debug_info()["num_current_backward_passes"] > 0
+
+
+def _abandon(code: int) -> NoReturn:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(code)
 
 
 def is_running() -> bool:

@@ -52,11 +52,6 @@ def launch(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> 
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         os._exit(130)  # every worker has left; to unload torch would take another second
-    except aiorpc.WorkerLost as lost:
-        print(lost, file=sys.stderr, flush=True)
-        # Not by itself: a thread of torch's that is at work yet, in a backward say, ends a process
-        # that unloads torch with SIGABRT (2.15; tests/test_mnist.py).
-        os._exit(1)
 
 
 async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:

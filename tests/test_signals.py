@@ -170,3 +170,49 @@ def test_a_world_that_is_never_left(tmp_path: Path) -> None:
         said, errors = process.communicate(timeout=20)
     assert (process.returncode, said) == (0, "True\n")
     assert "terminate" not in errors
+
+
+BUSY = """
+    import signal, time, torch
+    from aiorpc_torch import call, remote
+    from aiorpc_torch.autograd import context
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            os.kill(Server.caller, signal.SIGKILL)
+            time.sleep(float(sys.argv[1]))
+            return gradient
+
+    class Server:
+        def forward(self, x):
+            return Slow.apply(x)
+
+    async def main(me):
+        if me.rank:
+            await asyncio.Event().wait()
+        Server.caller = await call("a", os.getpid)
+        await call("a", go, aiorpc.RRef(Server()))
+
+    async def go(server):
+        async with context() as ctx:
+            found = await remote(server).forward(torch.ones(3, requires_grad=True))
+            await ctx.backward([found.sum()])
+
+    if __name__ == "__main__":
+        aiorpc.run_local(main, ["main", "a"])
+"""
+
+
+@pytest.mark.parametrize("seconds", [1.2, 3600])
+def test_a_backward_that_nobody_waits_for(tmp_path: Path, seconds: float) -> None:
+    """It is at work in a thread of torch's when its world and the process end: no abort."""
+    with started(program(tmp_path, BUSY), str(seconds)) as process:
+        said, errors = process.communicate(timeout=40)
+    assert (process.returncode, said) == (1, "")
+    assert "WorkerLost: worker 'a' is lost" in errors
+    assert "terminate" not in errors
