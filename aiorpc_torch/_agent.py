@@ -179,7 +179,7 @@ def _stop_at_exit() -> None:
 
 
 def _at_work() -> bool:
-    return not _at_rest.is_set() or _get_debug_info()["num_current_backward_passes"] > 0
+    return not _at_rest.is_set() or int(_get_debug_info()["num_current_backward_passes"]) > 0
 
 
 def _abandon(code: int) -> NoReturn:
