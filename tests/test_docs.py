@@ -32,7 +32,9 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
-    assert (done.returncode, done.stderr) == (0, "")
+    # A busy machine may take so long to start that it says for whom it waits.
+    said = [line for line in done.stderr.splitlines() if "waits for rank" not in line]
+    assert (done.returncode, said) == (0, [])
     assert done.stdout
 
 
