@@ -11,7 +11,7 @@ The map of the house, from the ground up; imports point down only.
     _errands, _handles                     for which batches a call is made; how RRefs cross
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
     _states                                of torch's threads, in Python: kept and given back
-    _steps, _scopes                        a coroutine's steps, timed; anyio's deadlines
+    _steps, _scopes, _interruption         a coroutine's steps, timed; deadlines; ends from outside
     _eager                                 coroutines that never wait, without a task of their own
     _agent, _bridge, _tensors              torch's RPC; its futures awaited; tensors as bytes
     _passage                               what tensors pass so that no gradient is waited for
@@ -31,7 +31,7 @@ The map of the house, from the ground up; imports point down only.
     _contexts                              a context of distributed autograd, from end to end
     _optimizer, autograd                   optimizers beside their parameters; what the user types
     _stats                                 what happens, in numbers
-    _interruption, _signals                blocks that are ended from outside
+    _signals                               Ctrl-C and SIGTERM, in order
     _store, _vigil                         where workers meet; who lives
     _rendezvous, _place, _welcome          how they meet; which one to be; those who come back
     _joining, _leaving, _world             a worker's life

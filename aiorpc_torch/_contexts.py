@@ -7,7 +7,7 @@ nobody else. How calls are recorded is the recording's; here are a context's beg
 import asyncio
 import contextlib
 import types
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -20,16 +20,19 @@ from torch._C._distributed_autograd import (
 
 from ._bridge import in_autograd_context
 from ._deadline import budget, deadline_in
+from ._interruption import Interruption
 from ._outbox import current as world
 from ._recording import Recording, enter, entered, settle
 from ._threads import Spare, run_blocking
-from .errors import CallTimeout, RpcError
+from .errors import CallTimeout, RpcError, WorkerLost
 
 __all__ = ("Context", "context")
 
 _spare = Spare("aiorpc-autograd")
 
 PATIENCE = 2.0  # seconds that a backward for which nobody waits has to end before it is released
+
+NAMING = 0.5  # seconds to find out which worker it was that broke a backward
 
 
 class Context:
@@ -115,6 +118,7 @@ class Context:
             CallTimeout: the time is over; the message names the calls that were waited for. The
                 context is of no more use, others are not concerned.
             RpcError: a call in it was never answered; the message names it. Nothing was computed.
+            WorkerLost: a worker that calls in it were made of is lost.
             RuntimeError: what torch raises, here or on another worker, and outside the context.
             TypeError, ValueError: for other roots.
         """
@@ -150,11 +154,18 @@ class Context:
             finally:
                 recording.ended(key)
 
+        loop = asyncio.get_running_loop()
         self._given_up = "a backward in it did not end"
         try:
-            await run_blocking(_spare, step)
-        except asyncio.CancelledError:
-            asyncio.get_running_loop().call_later(PATIENCE, recording.ended, key)
+            async with Interruption() as interruption:
+
+                def tell(error: RpcError) -> None:
+                    loop.call_soon_threadsafe(interruption.end, error)
+
+                with world().needing(recording.peers, tell):
+                    await _naming(run_blocking(_spare, step))
+        except (asyncio.CancelledError, WorkerLost):
+            loop.call_later(PATIENCE, recording.ended, key)
             raise
         except Exception as exc:
             self._given_up = f"its backward raised {exc!r}"
@@ -205,6 +216,16 @@ def outside() -> Iterator[None]:
         yield
     finally:
         enter(before)
+
+
+async def _naming(step: Coroutine[Any, Any, None]) -> None:
+    """Leave some time to whoever can say which worker is lost: torch's error does not."""
+    try:
+        await step
+    except RuntimeError as exc:
+        if "tensorpipe/" in str(exc):
+            await asyncio.sleep(NAMING)
+        raise
 
 
 def _check(roots: Any) -> list[Tensor]:

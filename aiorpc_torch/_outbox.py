@@ -5,7 +5,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from typing import Any
 
 from torch._C._distributed_rpc import PyRRef, WorkerInfo
@@ -37,6 +37,7 @@ class Outbox:
         self._links: dict[int, _Links] = {}
         self._last: _Links = (lambda: None, {})  # those of the loop that called last
         self._numbers = itertools.count(first)
+        self._needed: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
         self.heard: Callable[[str], None] = _nobody_asks
         self.broken: Callable[[WorkerInfo, RpcError], None] = _nobody_cares
 
@@ -95,10 +96,23 @@ class Outbox:
     def waited_for(self) -> set[str]:
         """The peers from whom an answer is awaited."""
         every = self._every()
-        return {peer for _, links in every for peer, link in [*links.items()] if link.waiting}
+        calls = {peer for _, links in every for peer, link in [*links.items()] if link.waiting}
+        return calls.union(*(workers for workers, _ in [*self._needed.values()]))
+
+    @contextlib.contextmanager
+    def needing(self, workers: Collection[str], tell: Callable[[RpcError], None]) -> Iterator[None]:
+        """Meanwhile something waits for those peers: the loss of one is told, in any thread."""
+        self._needed[key := object()] = workers, tell
+        try:
+            yield
+        finally:
+            del self._needed[key]
 
     def lost(self, worker: str, error: RpcError) -> None:
         """That peer gives no sign of life."""
+        for workers, tell in [*self._needed.values()]:
+            if worker in workers:
+                tell(error)
         for loop, links in self._every():
             if worker in links:
                 _on(loop, functools.partial(links[worker].lost, error))
@@ -113,6 +127,8 @@ class Outbox:
 
     def close(self) -> None:
         """This process leaves its world: every call that is still awaited ends. On any loop."""
+        for _, tell in [*self._needed.values()]:
+            tell(NotServing("this worker has left its world"))
         for loop, links in self._every():
             for link in [*links.values()]:
                 _on(loop, link.close)

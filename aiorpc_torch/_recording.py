@@ -43,6 +43,7 @@ class Recording:
         self._keeps_ends = True
         self._closes = False  # as soon as it is settled
         self._made: dict[str, int] = {}
+        self.peers: set[str] = set()  # of whom they were made
         self._pending: dict[object, str] = {}
         self._settled: list[Callable[[], None]] = []
         self._lock = threading.Lock()
@@ -73,6 +74,7 @@ class Recording:
             recorded = Recorded(self, what, peer, among)
             self._pending[recorded] = what
             self._made[what] = self._made.get(what, 0) + 1
+            self.peers.add(peer)
         return recorded
 
     def made(self) -> str:

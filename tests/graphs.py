@@ -146,6 +146,9 @@ class Stage:
     async def hold(self) -> None:
         Slow.gate.clear()
 
+    def wait_for_backward(self) -> None:
+        assert Slow.entered.wait(20.0)
+
     async def gradients(self, context: int) -> list[Tensor | None]:
         found = autograd.get_gradients(context)
         return [found.get(self.weight), found.get(self.unused)]
@@ -181,7 +184,7 @@ def stage_here(name: str) -> Any:
 
 
 class Slow(torch.autograd.Function):
-    gate = threading.Event()
+    gate, entered = threading.Event(), threading.Event()
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -189,6 +192,7 @@ class Slow(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
+        Slow.entered.set()
         assert Slow.gate.wait(20.0)
         return gradient
 

@@ -30,7 +30,7 @@ from aiorpc_torch import (
 )
 from aiorpc_torch._bridge import autograd_context
 from aiorpc_torch.autograd import Context, DistributedOptimizer, context, parameter_rrefs
-from aiorpc_torch.testing import Gate, kill, world
+from aiorpc_torch.testing import Gate, frozen, kill, world
 
 TIMEOUT = 10.0  # seconds in which a backward is to end
 SHORT = 0.3  # seconds after which one is given up that does not
@@ -594,6 +594,40 @@ async def test_a_slow_backward_holds_nobody_up() -> None:
                 await ctx.backward(y.sum())
         assert await call("b", graphs.contexts_here) == 1
         await every["b"].let_go()
+
+
+@pytest.mark.worlds
+async def test_a_worker_that_dies_in_backward() -> None:
+    """Who it was is said at once, whether or not a timeout was given."""
+    async with stages() as every:
+        await every["c"].hold()
+        entered = asyncio.create_task(every["c"].wait_for_backward())  # in no context
+        async with context() as ctx:
+            y = await every["c"].slow_backward(await every["b"].on_loop(WEIGH, vector()))
+            task = asyncio.create_task(ctx.backward(y.sum()))
+            await entered
+            kill("c")
+            with pytest.raises(WorkerLost, match="worker 'c' is lost"):
+                await task
+            with pytest.raises(RpcError, match="of no more use"):
+                await ctx.backward(y.sum())
+        every.released = _nothing  # type: ignore[method-assign]  # c is not there to be asked
+
+
+@pytest.mark.worlds
+async def test_a_worker_that_freezes_before_backward() -> None:
+    """Lost after `heartbeat` seconds, without a timeout; other contexts are well."""
+    async with stages(heartbeat=1.0) as every:
+        async with context() as ctx:
+            y = await every["c"].on_loop(WEIGH, await every["b"].on_loop(WEIGH, vector()))
+            with frozen("c"):
+                with pytest.raises(WorkerLost, match="worker 'c' is lost: no sign of life for 1 s"):
+                    await ctx.backward(y.sum())
+                x = vector()
+                async with context() as other:
+                    await other.backward((await every["b"].on_loop(WEIGH, x)).sum())
+                    assert x in await other.gradients()
+        await every.trained((("call", "c", "on_loop", WEIGH),), vector(1))
 
 
 @pytest.mark.worlds
