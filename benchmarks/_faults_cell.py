@@ -259,17 +259,14 @@ def due(fault: Fault, state: str, name: str) -> tuple[str, float]:
         return LOST, fault.bound
     if name.endswith("with a timeout") and (fault.heal is not None or fault.how):
         return "^CallTimeout: ", SHORT + SLACK
-    if name == "backward":
-        silent = fault.heal is not None or fault.how
-        return ("" if silent else "^RuntimeError: "), fault.bound
-    if fault.how and state != BACKWARD:
+    if fault.how and (state != BACKWARD or name == "backward"):
         return "", 0.0
     return ("" if fault.how else fault.told), fault.bound
 
 
 def summary(fault: Fault, state: str) -> str:
     if fault.how:
-        return "goes on; CallTimeout" if state != BACKWARD else "goes on"
+        return "goes on; CallTimeout"
     return "WorkerLost"
 
 

@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import autograd, rpc
 
 from aiorpc_torch import Round, RoundTimeout, RRef, batched, call, create, remote
+from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
 
 SHORT = 0.5  # seconds, of a call with a timeout
@@ -304,31 +304,19 @@ async def _go_round(far: RRef[Table], mine: "asyncio.Task[int]") -> None:
 
 
 async def backward_in_flight(scene: Scene) -> None:
-    """torch's own, in a thread: a recorded call whose backward blocks on `a`."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def settle(end: End) -> None:
-        if not done.done():
-            done.set_result(end)
-
-    def learn() -> None:
-        try:
-            with autograd.context() as context:
-                x = torch.ones(2, requires_grad=True)
-                loss = rpc.rpc_sync("a", forward, (x,)).sum()
-                autograd.backward(context, [loss])  # type: ignore[attr-defined]
-            text = "it returned"
-        except Exception as exc:
-            text = f"{type(exc).__name__}: {exc}"
-        with contextlib.suppress(RuntimeError):  # the loop has ended
-            loop.call_soon_threadsafe(settle, (text, time.monotonic()))
-
-    threading.Thread(target=learn, daemon=True).start()
-    scene.waits["backward"] = done
+    """Of a recorded call whose backward blocks on `a`."""
+    scene.here("backward", learn())
+    scene.here("backward with a timeout", learn(SHORT))
     await call("a", wait_for_backward)
     gate = await create("a", Gate)
     scene.here("call", remote(gate).passed())
     await remote(gate).entered()
+
+
+async def learn(timeout: float | None = None) -> None:
+    async with context() as ctx:
+        found = await call("a", forward, torch.ones(2, requires_grad=True))
+        await ctx.backward([found.sum()], timeout=timeout)
 
 
 MAKE = {
