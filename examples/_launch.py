@@ -10,12 +10,13 @@ import os
 import signal
 import sys
 from collections.abc import Awaitable, Callable, Sequence
-from typing import TypeVar
+from typing import Literal, TypeVar
 
 import aiorpc_torch as aiorpc
 
 T = TypeVar("T")
 
+OnFailure = Literal["continue", "stop"]
 Main = Callable[[aiorpc.Worker, argparse.Namespace], Awaitable[T]]
 
 
@@ -36,25 +37,38 @@ def add_world(parser: argparse.ArgumentParser, world_size: int | None = None) ->
     group.add_argument("--master-port", type=int, default=29500)
 
 
-def launch(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:
+def launch(
+    main: Main[T],
+    names: Sequence[str],
+    options: argparse.Namespace,
+    *,
+    restart: int = 0,
+    on_failure: OnFailure = "stop",
+) -> T:
     """Run `main(me, options)` in every worker; what this process's returned.
 
     Args:
         main: an `async def` at the top of a module.
         names: of the workers, by rank.
         options: the command line, with what `add_world` adds.
+        restart: how many times altogether a worker that died is started again, in a local world.
+        on_failure: what the failure of one worker means for the others.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         if options.rank is None and "RANK" not in os.environ:
-            return aiorpc.run_local(main, names, args=(options,))
-        return asyncio.run(_join(main, names, options))
+            return aiorpc.run_local(
+                main, names, args=(options,), restart=restart, on_failure=on_failure
+            )
+        return asyncio.run(_join(main, names, options, on_failure))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
         os._exit(130)  # every worker has left; to unload torch would take another second
 
 
-async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace) -> T:
+async def _join(
+    main: Main[T], names: Sequence[str], options: argparse.Namespace, on_failure: OnFailure
+) -> T:
     rank = options.rank
     where: str | None = f"tcp://{options.master_addr}:{options.master_port}"
     if rank is None:  # torchrun has said it
@@ -69,6 +83,29 @@ async def _join(main: Main[T], names: Sequence[str], options: argparse.Namespace
         world_size=len(names),
         init_method=where,
         stop_timeout=math.inf,  # whose `main` is done serves until all are, as in a local world
-        on_failure="stop",
+        on_failure=on_failure,
     ) as me:
         return await main(me, options)
+
+
+# ── who only serves ─────────────────────────────────────────────────────────────────────────────
+
+_ended = asyncio.Event()
+
+
+def end() -> None:
+    """This worker's part is done, and so is that of those who serve it."""
+    _ended.set()
+
+
+async def serve(leader: str) -> None:
+    """Return when that worker ends the program: a `main` that has returned minds no loss.
+
+    Raises:
+        WorkerLost: if it ends otherwise.
+    """
+    await aiorpc.call(leader, _ended_here)
+
+
+async def _ended_here() -> None:
+    await _ended.wait()

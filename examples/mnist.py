@@ -34,10 +34,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, call, create, remote
+from aiorpc_torch import RRef, create, remote
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 
-from ._launch import add_world, launch
+from ._launch import add_world, end, launch, serve
 from ._mnist import Net, devices, load, prepare, shuffled, snapshot
 from ._plot import curves
 
@@ -116,18 +116,10 @@ class Result(NamedTuple):
     tested: int
 
 
-over = asyncio.Event()
-
-
-async def until_over() -> None:
-    """Called at the parameter server: answered when nothing more is asked of the trainers."""
-    await over.wait()
-
-
 async def main(me: aiorpc.Worker, options: argparse.Namespace) -> Result | None:
     """On rank 0, let the others train; these serve until that is over."""
     if me.rank:
-        await call("ps", until_over)
+        await serve("ps")
         return None
     ps, many = RRef(ParameterServer(options.num_gpus, options.seed)), len(me.peers)
     trainers = await asyncio.gather(
@@ -146,7 +138,7 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> Result | None:
         await asyncio.gather(*(follow(*each, progress) for each in shown))
     seconds = time.monotonic() - start
     found = await asyncio.gather(*(remote(trainer).evaluate() for trainer in trainers))
-    over.set()
+    end()
     right, tested = map(sum, zip(*found, strict=True))
     return Result(losses, seconds, right, tested)
 
