@@ -68,6 +68,8 @@ figures: install
 	$(BIN)/python -m benchmarks.timeline --plot docs/figures/timeline.svg
 	$(BIN)/python -m benchmarks.waiting --plot docs/figures/waiting.svg
 	$(BIN)/python -m benchmarks.scale --sizes 2 8 32 --repeat 2 --plot docs/figures/scale.svg
+	$(BIN)/python -m benchmarks.pipeline --plot docs/figures/pipeline.svg
+	$(BIN)/python -m examples.inference --rates 20 40 80 160 320 --seconds 5 --plot docs/figures/inference.svg
 
 clean:
 	rm -rf $(VENV) .venv-* build dist site out

@@ -1,0 +1,97 @@
+"""Programs as a user starts them: one command, or one terminal for each worker."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[1]
+PATIENCE = 150.0  # seconds for a program to run on a machine that is busy elsewhere
+END = 15.0  # seconds in which everybody has ended once somebody was killed
+STRICT = ("-X", "dev", "-W", "error")
+
+Process = subprocess.Popen[str]
+
+
+def command(program: str, *args: str, python: Sequence[str] = ()) -> list[str]:
+    """The command line, with options of Python's."""
+    return [sys.executable, *python, "-m", f"examples.{program}", *args]
+
+
+def run(program: str, *args: str) -> str:
+    """What a program prints that ends well, every warning an error."""
+    done = subprocess.run(
+        command(program, *args, python=STRICT),
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Warning" not in done.stderr
+    assert "Traceback" not in done.stderr
+    return done.stdout
+
+
+@contextlib.contextmanager
+def started(line: list[str]) -> Iterator[Process]:
+    """A process, of whose descendants nothing is left after the block."""
+    with subprocess.Popen(
+        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        try:
+            yield process
+        finally:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                for each in psutil.Process(process.pid).children(recursive=True):
+                    each.kill()
+            process.kill()
+
+
+@contextlib.contextmanager
+def terminals(program: str, size: int, *args: str) -> Iterator[list[Process]]:
+    """A process for each rank."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = str(listener.getsockname()[1])
+    with contextlib.ExitStack() as stack:
+        world = ("--master-port", port, *args)
+        yield [
+            stack.enter_context(started(command(program, *world, "--rank", str(rank))))
+            for rank in range(size)
+        ]
+
+
+def workers_of(process: Process) -> list[psutil.Process]:
+    """The children that are workers of its local world, in the order of their ranks."""
+    found = psutil.Process(process.pid).children(recursive=True)
+    workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+    return sorted(workers, key=lambda each: each.pid)
+
+
+def until(process: Process, text: str) -> str:
+    """Read what it prints up to a line with that text in it."""
+    assert process.stdout is not None
+    for line in process.stdout:
+        if text in line:
+            return line
+    raise AssertionError(process.communicate())
+
+
+def killed(pid: int) -> float:
+    """End it as `kill -9` does; when."""
+    os.kill(pid, signal.SIGKILL)
+    return time.monotonic()
+
+
+def all_ended(processes: Sequence[psutil.Process]) -> None:
+    """None of these is left, in time."""
+    assert not psutil.wait_procs(processes, timeout=END)[1]
