@@ -14,7 +14,7 @@ import sys
 import time
 from pathlib import Path
 
-FIGURED = ["calls", "streams", "batching", "memory", "threshold"]
+FIGURED = ["calls", "streams", "batching", "memory", "threshold", "cartpole"]
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "benchmarks.md"
 FIGURES = ROOT / "docs" / "figures"

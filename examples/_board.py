@@ -1,15 +1,18 @@
 """What the demo shows: a live table while it trains, and the learning curve."""
 
+import argparse
 import statistics
 import time
-from pathlib import Path
 from typing import Protocol, Self
 
-import matplotlib as mpl
 from rich.live import Live
 from rich.table import Table
 
+from ._plot import curves
+
 RECENT = 20  # episodes in a running mean
+
+Speeds = dict[str, list[float]]  # by method: agent steps/s, run by run
 
 
 class Progress(Protocol):
@@ -69,18 +72,25 @@ class Board:
         self._since, self._steps, self._batches = now, steps, batches
 
 
-def plot(rewards: list[float], path: Path) -> Path:
-    """Write the learning curve as a picture, and return where."""
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # only after the backend is chosen
-
+def report(rewards: list[float], speeds: Speeds, options: argparse.Namespace) -> None:
+    """Print the figures and write the learning curve."""
+    if all(speeds.values()):
+        batched, alone = (statistics.mean(each) for each in speeds.values())
+        print(
+            f"agent steps/s with {options.observers} x {options.environments} environments: "
+            f"batched {batched:,.0f}, unbatched {alone:,.0f} ({batched / alone:.2f} x)"
+        )
+    if len(rewards) < RECENT:
+        print(f"only {len(rewards)} episodes: give it more --seconds")
+        return
+    first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
+    print(f"reward, first ten episodes: {first:.1f}, last ten of {len(rewards)}: {last:.1f}")
     means = [statistics.mean(rewards[max(0, n - RECENT + 1) : n + 1]) for n in range(len(rewards))]
-    figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
-    axes.plot(rewards, ".", markersize=3, alpha=0.4, label="episode")
-    axes.plot(means, label=f"mean of the last {RECENT}")
-    axes.set(xlabel="episode", ylabel="reward", title="REINFORCE on CartPole-v1, batched inference")
-    axes.legend()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
-    plt.close(figure)
-    return path
+    picture = curves(
+        options.plot,
+        {"episode": rewards, f"mean of the last {RECENT}": means},
+        title="REINFORCE on CartPole-v1, batched inference",
+        xlabel="episode",
+        ylabel="reward",
+    )
+    print(f"learning curve: {picture}")

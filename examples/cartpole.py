@@ -1,202 +1,190 @@
 """One agent, many observers: REINFORCE on CartPole-v1 with batched inference.
 
-The agent lives in this process. Observers in processes of their own play several environments
-each, as coroutines, and ask the agent for every single action: `await remote(agent).select(state)`.
-`select` is `@batched`, so the agent's network runs once for all who ask meanwhile. No observer
-waits for another, and nobody holds a lock.
+PyTorch's tutorial on batch RPC processing as coroutines. Observers in processes of their own play
+environments, each in a coroutine, and ask the agent about every single state: `await
+remote(agent).select(state)`. `select` is `@batched`, so the agent's network runs once for all who
+ask meanwhile. No observer waits for another, and nobody holds a lock.
 
-    python -m examples.cartpole --seconds 30 --observers 2 --environments 16
+In a round each environment plays whole episodes until it has made its steps; then the agent learns
+from all of them. The agent answers with a probability and the observer draws, so what is learned
+depends on the seed: not on what is batched, nor on which process plays what.
+
+    python -m examples.cartpole                                     # the demo, in a minute
+    python -m examples.cartpole --observers 10 --envs-per-observer 1 --rounds 10 --no-batched
+    torchrun --nproc-per-node 3 -m examples.cartpole
 """
 
 import argparse
 import asyncio
 import contextlib
-import os
-import signal
-import statistics
+import math
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import gymnasium
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Round, RRef, batched, remote
+from aiorpc_torch import RRef, batched, create, remote
 
-from ._board import Board, plot
-
-Environment = gymnasium.Env[Any, Any]
-
-ROUND = 8  # episodes in a learning step
-GAMMA = 0.99
+from ._board import Board, report
+from ._launch import add_world, launch
+from ._learning import CartPole, Episode, Learner
+from ._serving import leading, serve
 
 
-class Episode(NamedTuple):
-    """What one environment saw from reset to end."""
+class Agent(Learner):
+    """Answers observers, and learns from their episodes."""
 
-    states: Tensor  # [T, 4] float32
-    actions: Tensor  # [T] int64
-    rewards: Tensor  # [T] float32
-
-
-class Agent:
-    """A policy that answers observers and learns from their episodes."""
-
-    def __init__(self, seed: int) -> None:
-        torch.manual_seed(seed)
-        self.policy = nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 2))
-        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=5e-3)
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        super().__init__(seed, device)
         self.rewards: list[float] = []
-        self.steps = 0
-        self.batches = 0
+        self.steps = self.batches = 0
 
     @batched(max_size=256, stack=True)
-    async def select(self, states: Tensor) -> list[int]:
-        """Sample an action for each state [4]; they come stacked: [B, 4]."""
-        return self._sample(states)
+    async def select(self, states: Tensor) -> list[float]:
+        """How likely the cart is pushed to the right; states come stacked: [B, 4]."""
+        return self._count(self.chances(states))
 
-    async def select_alone(self, state: Tensor) -> int:
-        """The same for one state, unbatched: what it is compared with."""
-        return self._sample(state.unsqueeze(0))[0]
+    async def select_alone(self, state: Tensor) -> float:
+        """The same for one state [4], unbatched: what it is compared with."""
+        return self._count(self.chances(state.unsqueeze(0)))[0]
 
-    @batched(Round(size=ROUND))
-    async def learn(self, episodes: list[Episode]) -> aiorpc.Broadcast[None]:
-        """One step of REINFORCE on the episodes of a round."""
-        returns = torch.cat([discounted(episode.rewards) for episode in episodes])
-        weights = (returns - returns.mean()) / (returns.std() + 1e-6)
-        logits = self.policy(torch.cat([episode.states for episode in episodes]))
-        actions = torch.cat([episode.actions for episode in episodes])
-        loss = (nn.functional.cross_entropy(logits, actions, reduction="none") * weights).mean()
-        self.optimizer.zero_grad()
-        loss.backward()  # type: ignore[no-untyped-call]
-        self.optimizer.step()
-        self.rewards += [float(episode.rewards.sum()) for episode in episodes]
-        return aiorpc.Broadcast(None)
-
-    @torch.inference_mode()
-    def _sample(self, states: Tensor) -> list[int]:
-        self.steps += len(states)
+    def _count(self, chances: list[float]) -> list[float]:
+        self.steps += len(chances)
         self.batches += 1
-        logits = self.policy(states)
-        chosen = torch.multinomial(torch.softmax(logits, dim=-1), num_samples=1)
-        return chosen.squeeze(-1).tolist()
-
-
-def discounted(rewards: Tensor) -> Tensor:
-    """The return at each step [T]: G_t = r_t + gamma * G_{t+1}."""
-    total, returns = 0.0, []
-    for reward in reversed(rewards.tolist()):
-        total = reward + GAMMA * total
-        returns.append(total)
-    return torch.tensor(returns[::-1])
+        return chances
 
 
 class Observer:
     """Plays environments against the agent, each in a coroutine of its own."""
 
-    def __init__(self, agent: RRef[Agent], environments: int, seed: int) -> None:
+    def __init__(self, agent: RRef[Agent], seeds: Sequence[int]) -> None:
         self.agent = agent
-        self.environments = [gymnasium.make("CartPole-v1") for _ in range(environments)]
-        for number, environment in enumerate(self.environments):
-            environment.reset(seed=seed + number)
+        self.environments = [CartPole(seed) for seed in seeds]
 
-    async def play(self, method: str, *, learn: bool) -> None:
-        """Ask that method of the agent for every action, until the call is cancelled."""
-        async with asyncio.TaskGroup() as tasks:
-            for environment in self.environments:
-                tasks.create_task(self._play(environment, method, learn=learn))
-
-    async def _play(self, environment: Environment, method: str, *, learn: bool) -> None:
-        while True:
-            episode = await self._episode(environment, method)
-            if learn:
-                await remote(self.agent).learn(episode)
-
-    async def _episode(self, environment: Environment, method: str) -> Episode:
+    async def play(self, method: str, steps: int) -> list[Episode]:
+        """Whole episodes of each environment, until it has so many steps."""
         select = getattr(remote(self.agent), method)
-        states, actions, rewards, done = [], [], [], False
-        state, _ = environment.reset()
-        while not done:
-            states.append(torch.from_numpy(state))
-            actions.append(await select(states[-1]))
-            state, reward, terminated, truncated, _ = environment.step(actions[-1])
-            rewards.append(float(reward))
-            done = terminated or truncated
-        return Episode(torch.stack(states), torch.tensor(actions), torch.tensor(rewards))
+        return await together([_play(each, select, steps) for each in self.environments])
 
 
-async def play(observers: list[RRef[Observer]], seconds: float, method: str, learn: bool) -> None:
-    """Let all observers play; the time-out cancels the calls, and these their coroutines."""
-    with contextlib.suppress(TimeoutError):
-        async with asyncio.timeout(seconds), asyncio.TaskGroup() as calls:
-            for observer in observers:
-                calls.create_task(remote(observer).play(method, learn=learn))
+async def _play(environment: CartPole, select: Any, steps: int) -> list[Episode]:
+    episodes: list[Episode] = []
+    while steps > 0:
+        episodes.append(await _episode(environment, select))
+        steps -= len(episodes[-1].actions)
+    return episodes
 
 
-async def speed(
-    agent: Agent, observers: list[RRef[Observer]], seconds: float, method: str
-) -> float:
-    """Agent steps per second when observers only play."""
-    before, start = agent.steps, time.monotonic()
-    await play(observers, seconds, method, learn=False)
-    return (agent.steps - before) / (time.monotonic() - start)
+async def _episode(environment: CartPole, select: Any) -> Episode:
+    state, done = environment.reset(), False
+    states, actions, rewards = [], [], []
+    while not done:
+        states.append(state)
+        actions.append(environment.draw(await select(state)))
+        state, reward, done = environment.step(actions[-1])
+        rewards.append(reward)
+    return Episode.of(states, actions, rewards)
 
 
-async def main(agent: Agent, options: argparse.Namespace) -> dict[str, list[float]]:
-    """Train, then measure both ways to select in turn: agent steps per second."""
-    names = [f"observer{number}" for number in range(options.observers)]
-    async with aiorpc.local_world(names, name="agent"):
-        shared = RRef(agent)
-        observers = [
-            await aiorpc.create(name, Observer, shared, options.environments, 1000 * number)
-            for number, name in enumerate(names)
-        ]
-        with Board(agent):
-            await play(observers, options.seconds, "select", learn=True)
-        speeds: dict[str, list[float]] = {"select": [], "select_alone": []}
-        for method in list(speeds) * 2:  # in turn: these machines change their speed
-            speeds[method].append(await speed(agent, observers, options.compare, method))
-    return speeds
+async def together(plays: Sequence[Any]) -> list[Episode]:
+    """The episodes of all, in the order of the players."""
+    return [episode for episodes in await asyncio.gather(*plays) for episode in episodes]
 
 
-def report(
-    rewards: list[float], speeds: dict[str, list[float]], options: argparse.Namespace
-) -> None:
-    """Print the figures and write the learning curve."""
-    batched, alone = (statistics.mean(speeds[method]) for method in ("select", "select_alone"))
-    print(
-        f"agent steps/s with {options.observers} x {options.environments} environments: "
-        f"batched {batched:,.0f}, unbatched {alone:,.0f} ({batched / alone:.2f} x)"
-    )
-    if len(rewards) < 20:
-        print(f"only {len(rewards)} episodes: give it more --seconds")
+class Team:
+    """The agent, in this process, and its observers."""
+
+    def __init__(self, agent: Agent, observers: Sequence[RRef[Observer]], steps: int) -> None:
+        self.agent = agent
+        self.observers = observers
+        self.steps = steps
+
+    async def play(self, method: str) -> list[Episode]:
+        """A round of every environment."""
+        return await together([remote(each).play(method, self.steps) for each in self.observers])
+
+    async def train(self, method: str, rounds: int, seconds: float) -> None:
+        """Play and learn, for so many rounds, or until the time is over."""
+        end = time.monotonic() + seconds
+        while rounds > 0 and time.monotonic() < end:
+            episodes = await self.play(method)
+            self.agent.learn(episodes)
+            self.agent.rewards += [float(each.rewards.sum()) for each in episodes]
+            rounds -= 1
+
+    async def speed(self, method: str, seconds: float) -> float:
+        """Agent steps a second, when all only play."""
+        before, start = self.agent.steps, time.monotonic()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):  # it cancels the calls, and these what they run
+                while True:
+                    await self.play(method)
+        return (self.agent.steps - before) / (time.monotonic() - start)
+
+
+async def gather_team(names: Sequence[str], options: argparse.Namespace) -> Team:
+    """An agent here, and an observer in every process of these names."""
+    agent, each = Agent(options.seed, options.device), options.environments
+    seeds = [10_000 * options.seed + number for number in range(each * len(names))]
+    observers = [
+        await create(name, Observer, RRef(agent), seeds[number * each : (number + 1) * each])
+        for number, name in enumerate(names)
+    ]
+    return Team(agent, observers, options.steps)
+
+
+async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
+    """Observers serve, and the agent leads."""
+    if me.rank:
+        await serve("agent")
         return
-    first, last = statistics.mean(rewards[:10]), statistics.mean(rewards[-10:])
-    print(f"reward, first ten episodes: {first:.1f}, last ten of {len(rewards)}: {last:.1f}")
-    print(f"learning curve: {plot(rewards, options.plot)}")
+    with leading():
+        await lead(me.peers, options)
+
+
+async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Train, then measure both ways to select in turn."""
+    team = await gather_team(names, options)
+    print(f"{options.observers} observers play {options.environments} environments each")
+    with Board(team.agent):
+        method = "select" if options.batched else "select_alone"
+        await team.train(method, options.rounds, options.seconds)
+    speeds: dict[str, list[float]] = {"select": [], "select_alone": []}
+    for method in list(speeds) * 2 if options.compare else ():  # in turn: machines change
+        speeds[method].append(await team.speed(method, options.compare))
+    report(team.agent.rewards, speeds, options)
 
 
 def arguments() -> argparse.Namespace:
     """What the command line says."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=30.0, help="of training")
-    parser.add_argument("--compare", type=float, default=2.0, help="seconds a comparing run")
-    parser.add_argument("--observers", type=int, default=2, help="processes")
-    parser.add_argument("--environments", type=int, default=16, help="in each observer")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--plot", type=Path, default=Path("out/cartpole.png"))
-    return parser.parse_args()
+    add = parser.add_argument
+    add("--seconds", type=float, help="of training (30, unless --rounds is given)")
+    add("--rounds", type=int, default=sys.maxsize, help="of training, at most")
+    add("--steps", type=int, default=100, help="of each environment in a round, at least")
+    add("--compare", type=float, default=2.0, help="seconds of a comparing run; 0: none")
+    add("--batched", action=argparse.BooleanOptionalAction, default=True, help="while training")
+    add("--observers", type=int, default=2, help="processes")
+    add("--envs-per-observer", "--environments", dest="environments", type=int, default=16)
+    add("--device", default="cpu", help="of the agent's network, such as cuda:0")
+    add("--seed", type=int, default=0)
+    add("--plot", type=Path, default=Path("out/cartpole.png"))
+    add("--quick", action="store_true", help="two short rounds, to see that it works")
+    add_world(parser)
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps, options.compare = 2, 50, min(options.compare, 0.3)
+    if min(options.observers, options.environments, options.steps) < 1:
+        parser.error("there is at least one observer, one environment and one step")
+    if options.seconds is None:
+        options.seconds = 30.0 if options.rounds == sys.maxsize else math.inf
+    return options
 
 
 if __name__ == "__main__":
-    options = arguments()
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        agent = Agent(options.seed)
-        report(agent.rewards, asyncio.run(main(agent, options)), options)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)  # every worker has left; to unload torch would take another second
+    given = arguments()
+    launch(main, ["agent", *(f"observer{number}" for number in range(given.observers))], given)

@@ -1,1 +1,5 @@
-"""Programs in plain torch RPC, which those beside are compared with."""
+"""The same programs in plain torch RPC: what ours are compared with.
+
+In their strongest form, and with the originals' mistakes put right. `docs/programs/` sets them
+beside ours.
+"""

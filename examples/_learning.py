@@ -1,0 +1,87 @@
+"""CartPole and REINFORCE: an environment with its chance, a policy, and a learning step.
+
+Knows nothing of processes, calls or batches: the programs and their plain forms share it.
+"""
+
+import random
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import gymnasium
+import torch
+from torch import Tensor, nn
+
+GAMMA = 0.99
+
+
+class Episode(NamedTuple):
+    """What one environment saw from reset to end."""
+
+    states: Tensor  # [T, 4] float32
+    actions: Tensor  # [T] int64
+    rewards: Tensor  # [T] float32
+
+    @classmethod
+    def of(cls, states: Sequence[Tensor], actions: list[int], rewards: list[float]) -> Self:
+        return cls(torch.stack([*states]), torch.tensor(actions), torch.tensor(rewards))
+
+
+class CartPole:
+    """An environment, and the chance by which it is played: both from one seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.environment: gymnasium.Env[Any, Any] = gymnasium.make(
+            "CartPole-v1", disable_env_checker=True
+        )
+        self.environment.reset(seed=seed)
+        self.chance = random.Random(seed)
+
+    def reset(self) -> Tensor:
+        """The first state [4] of an episode."""
+        return torch.from_numpy(self.environment.reset()[0])
+
+    def draw(self, chance: float) -> int:
+        """1 with that probability, else 0."""
+        return int(self.chance.random() < chance)
+
+    def step(self, action: int) -> tuple[Tensor, float, bool]:
+        """The next state [4], the reward, and whether the episode is over."""
+        state, reward, terminated, truncated, _ = self.environment.step(action)
+        return torch.from_numpy(state), float(reward), terminated or truncated
+
+
+class Learner:
+    """A policy, and how it learns from episodes."""
+
+    def __init__(self, seed: int, device: str = "cpu") -> None:
+        torch.manual_seed(seed)
+        self.device = device
+        self.policy = nn.Sequential(nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 2)).to(device)
+        self.optimizer = torch.optim.Adam(self.policy.parameters(), lr=1e-2)
+
+    @torch.inference_mode()
+    def chances(self, states: Tensor) -> list[float]:
+        """How likely the cart is pushed to the right, in each state [B, 4]."""
+        logits: Tensor = self.policy(states.to(self.device))
+        chances: list[float] = logits.softmax(1)[:, 1].tolist()  # one copy from the device
+        return chances
+
+    def learn(self, episodes: Sequence[Episode]) -> None:
+        """One step of REINFORCE: each action is weighed with its own return."""
+        weights = torch.cat([returns(episode.rewards) for episode in episodes])
+        weights = (weights - weights.mean()) / (weights.std(correction=0) + 1e-6)
+        actions = torch.cat([episode.actions for episode in episodes])
+        logits = self.policy(torch.cat([each.states for each in episodes]).to(self.device)).cpu()
+        loss = (nn.functional.cross_entropy(logits, actions, reduction="none") * weights).mean()
+        self.optimizer.zero_grad()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+
+
+def returns(rewards: Tensor, gamma: float = GAMMA) -> Tensor:
+    """The return at each step [T] of one episode: G_t = r_t + gamma * G_{t+1}."""
+    total, found = 0.0, []
+    for reward in reversed(rewards.tolist()):
+        total = reward + gamma * total
+        found.append(total)
+    return torch.tensor(found[::-1], dtype=rewards.dtype)
