@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing.connection import Connection
@@ -32,3 +33,16 @@ def process(main: Callable[..., None], *args: Any) -> Iterator[Connection]:
         assert child.pid is not None
         with suppress(ProcessLookupError):  # it led no group, or nothing is left of that
             os.killpg(child.pid, signal.SIGKILL)
+
+
+def end_with_parent() -> None:
+    """In such a process: lead a group, which the parent can end, and which ends with it."""
+    os.setpgid(0, 0)
+    threading.Thread(target=_follow_parent, daemon=True).start()
+
+
+def _follow_parent() -> None:
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    os.killpg(0, signal.SIGKILL)

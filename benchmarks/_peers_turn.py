@@ -6,16 +6,13 @@ around whose `Peer` its server runs.
 
 import asyncio
 import importlib
-import multiprocessing
-import os
-import signal
-import threading
 import traceback
 from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
 from ._compare import settle
+from ._peers_process import end_with_parent
 from ._peers_work import QUICK, Peer, Sizes, workloads
 
 Figures = dict[str, float | None]
@@ -26,8 +23,7 @@ def take_turn(parent: Connection, module: str, sizes: Sizes, scratch: str) -> No
 
     Sends its figures or, in one line, why there are none.
     """
-    os.setpgid(0, 0)  # so that the parent can end what the system may leave behind
-    threading.Thread(target=_end_with_parent, daemon=True).start()
+    end_with_parent()
     try:
         room = importlib.import_module(f".{module}", __package__)
         with asyncio.Runner(loop_factory=room.new_event_loop) as runner:
@@ -50,10 +46,3 @@ async def _measured(peer: Peer, method: str, sizes: Sizes) -> float | None:
     settle()
     figure: float | None = await workload(sizes)
     return figure
-
-
-def _end_with_parent() -> None:
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os.killpg(0, signal.SIGKILL)

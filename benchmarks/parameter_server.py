@@ -1,0 +1,183 @@
+"""What does the parameter server of the examples cost beside its plain-torch form?
+
+A trainer computes, and then waits until it has the next model: for its own gradient to travel and
+be added, for the other trainers, for the step, and for the model to travel. That is what is
+measured, for each trainer and each step, and the most memory that the server's process had. The
+plain form is the tutorial's pattern at its strongest (`examples/_reference/parameter_server.py`),
+with the same model, images, optimizer and threads.
+
+    python -m benchmarks.parameter_server [--quick] [--repeat N] [--trainers N ...]
+"""
+
+import argparse
+import functools
+import json
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from itertools import pairwise
+from multiprocessing.connection import Connection
+from pathlib import Path
+from statistics import median
+from types import ModuleType
+from typing import Any
+
+from torch.multiprocessing.spawn import spawn
+
+import aiorpc_torch as aiorpc
+from examples import parameter_server as ours
+from examples._reference import parameter_server as plain
+
+from ._compare import Row, Runs, parse, show
+from ._peers_process import end_with_parent, process
+
+LIMIT = 300.0
+"""Seconds for one turn of one side."""
+
+WARM = 2  # steps whose times are not counted
+
+
+def main(given: argparse.Namespace) -> list[Row]:
+    rows: list[Row] = []
+    for trainers in given.trainers:
+        sides: tuple[list[Figures], list[Figures]] = [], []
+        for turn in range(given.repeat):
+            # Whoever comes second finds a warmer machine: they take that in turns too.
+            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+                sides[side].append(measure((run_ours, run_plain)[side], trainers, given.quick))
+        rows += compared(trainers, *sides)
+    return rows
+
+
+Figures = dict[str, float]
+
+
+def compared(trainers: int, mine: list[Figures], theirs: list[Figures]) -> list[Row]:
+    def runs(what: str) -> Runs:
+        return Runs([each[what] for each in mine], [each[what] for each in theirs])
+
+    who = f"{trainers} trainer{'s' if trainers > 1 else ''}"
+    return [
+        Row(f"{who}: outside compute", "s a step", runs("outside"), "≤ 1.0"),
+        Row(f"{who}: compute", "s a step", runs("compute")),
+        Row(
+            f"{who}: most memory of the server, beside that of an idle one",
+            "MB",
+            runs("peak"),
+            "≤ 1.0",
+        ),
+    ]
+
+
+def measure(side: Callable[..., None], trainers: int, quick: bool) -> Figures:
+    # Few images a batch: what the trainers compute is not what is measured, and takes the cores
+    # from what is.
+    words = ["--trainers", str(trainers), "--iterations", "10", "--batch", "2", "--lr", "0"]
+    words += ["--model", "small"] if quick else []
+    with tempfile.TemporaryDirectory(prefix="parameter-server-") as scratch:
+        with process(take_turn, side, words, scratch) as child:
+            if not child.poll(LIMIT):
+                raise TimeoutError(f"no figures in {LIMIT:.0f} s")
+            child.recv()
+        return figures(Path(scratch), trainers)
+
+
+def take_turn(parent: Connection, side: Callable[..., None], words: list[str], at: str) -> None:
+    end_with_parent()
+    side(words, at)
+    parent.send(None)
+
+
+def figures(scratch: Path, trainers: int) -> Figures:
+    """Of one turn: medians of all trainers' steps, and the server's memory."""
+    compute, outside = [], []
+    for rank in range(1, trainers + 1):
+        spans = json.loads((scratch / str(rank)).read_text())
+        compute += [end - start for start, end in spans[WARM:]]
+        outside += [after[0] - before[1] for before, after in pairwise(spans[WARM:])]
+    peak = json.loads((scratch / "0").read_text())
+    return {"compute": median(compute), "outside": median(outside), "peak": peak}
+
+
+# ── in the processes of a side ──────────────────────────────────────────────────────────────────
+
+
+def run_ours(words: list[str], scratch: str) -> None:
+    options = ours.arguments([*words, "--timeout", "60", "--plot", f"{scratch}/loss.png"])
+    names = [ours.name_of(rank) for rank in range(options.trainers + 1)]
+    # Torch's choice of transport: the plain form's, whatever the number of workers.
+    aiorpc.run_local(
+        worker_of_ours,
+        names,
+        args=(options, scratch),
+        transports=["shm", "uv"],
+        start_timeout=LIMIT,
+    )
+
+
+async def worker_of_ours(me: aiorpc.Worker, options: argparse.Namespace, scratch: str) -> None:
+    spans = timed(ours)
+    await ours.main(me, options)
+    write(scratch, me.rank, spans)
+
+
+def run_plain(words: list[str], scratch: str) -> None:
+    options = plain.arguments(words)
+    nprocs = options.trainers + 1
+    spawn(  # type: ignore[no-untyped-call]
+        worker_of_plain, (plain.free_port(), options, scratch), nprocs=nprocs
+    )
+
+
+def worker_of_plain(rank: int, port: int, options: argparse.Namespace, scratch: str) -> None:
+    spans = timed(plain)
+    plain.run(rank, port, options)
+    write(scratch, rank, spans)
+
+
+idle: list[float] = []  # MB of the server, before it has a model
+
+
+def timed(program: ModuleType) -> list[tuple[float, float]]:
+    """Let the program keep when each of its computations began and ended."""
+    spans: list[tuple[float, float]] = []
+    learn = program.learn
+
+    @functools.wraps(learn)
+    def clocked(*args: Any) -> Any:
+        start = time.perf_counter()
+        learned = learn(*args)
+        spans.append((start, time.perf_counter()))
+        return learned
+
+    program.learn = clocked  # type: ignore[attr-defined]
+    serve = program.serve
+
+    def weighed(*args: Any) -> Any:
+        idle.append(memory("VmRSS"))
+        return serve(*args)
+
+    program.serve = weighed  # type: ignore[attr-defined]
+    program.accuracy = lambda *_: 0.0  # type: ignore[attr-defined]  # not what is measured
+    return spans
+
+
+def write(scratch: str, rank: int, spans: list[tuple[float, float]]) -> None:
+    found: Any = spans if rank else memory("VmHWM") - idle[0]
+    (Path(scratch) / str(rank)).write_text(json.dumps(found))
+
+
+def memory(what: str) -> float:
+    """MB of this process: what it has (VmRSS), or had at most (VmHWM)."""
+    # Not `getrusage`, which begins with what the process had that forked this one.
+    with open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    return int(lines[what].split()[0]) / 1024
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    parser = argparse.ArgumentParser(description="A parameter server beside its plain-torch form.")
+    parser.add_argument("--trainers", type=int, nargs="+", default=[1, 3, 5], metavar="N")
+    show(main(parse(parser)), other="plain torch")

@@ -1,0 +1,177 @@
+"""A parameter server that makes one step of what many trainers learned: a round of coroutines.
+
+The server has the model and the optimizer. Each trainer computes gradients on images of its own,
+sends them and asks for the next step; when all have asked, `_step` runs once, and its one answer,
+the new model, goes to everybody. No lock, counter or callback: what is on the event loop is not
+interrupted, and `@batched(Round(...))` knows who is there. A trainer that is killed is missed for
+`--timeout` seconds a round, until it comes back.
+
+    python -m examples.parameter_server --trainers 3 --iterations 60
+"""
+
+import argparse
+import asyncio
+import functools
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from rich.progress import Progress
+from torch import Tensor
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import Broadcast, Round, RoundTimeout, RRef, Worker, batched, remote
+
+from ._classifier import (
+    Mean,
+    accuracy,
+    add_training,
+    adopt,
+    advance,
+    batches,
+    learn,
+    new_model,
+    new_optimizer,
+)
+from ._launch import add_world, launch
+from ._plot import curves
+
+PS = "ps"
+
+
+class State(NamedTuple):
+    """The model after so many steps: parameters and buffers by name."""
+
+    steps: int
+    model: dict[str, Tensor]
+
+
+class ParameterServer:
+    """Holds the model. Its methods run on the event loop: none is interrupted but at an await."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.model = new_model(options)
+        self.optimizer = new_optimizer(self.model, options)
+        self.mean, self.iterations = Mean(), options.iterations
+        self.losses: list[float] = []
+        self.news: asyncio.Queue[list[int]] = asyncio.Queue()  # who took part in each step
+        whole = Round(options.trainers, options.quorum, options.timeout, member=lambda rank: rank)
+        self.step = batched(whole)(self._step)
+
+    async def state(self) -> State:
+        """The model as it is, for who joins."""
+        return State(len(self.losses), self.model.state_dict())
+
+    async def add(self, samples: int, learned: list[Tensor]) -> None:
+        """Take in what a trainer learned, weighed with its samples."""
+        # Here and not in the round, which would keep every trainer's until the last is there.
+        self.mean.add(learned, samples)
+
+    async def _step(self, ranks: list[int]) -> Broadcast[State]:
+        if len(self.losses) < self.iterations:  # else one comes late, for the model alone
+            # What comes while the thread computes is the next mean's.
+            loss = await asyncio.to_thread(advance, self.model, self.optimizer, self.mean.take())
+            self.losses.append(loss)
+            self.news.put_nowait(ranks)
+        return Broadcast(await self.state())
+
+
+@functools.cache
+def ready() -> "asyncio.Future[RRef[ParameterServer]]":
+    """The server of this process, once there is one."""
+    return asyncio.get_running_loop().create_future()
+
+
+async def parameter_server() -> RRef[ParameterServer]:
+    """What trainers ask the server's process for."""
+    return await asyncio.shield(ready())  # who asks may be killed, and its call cancelled
+
+
+async def train(me: Worker, options: argparse.Namespace) -> None:
+    """Be a trainer, from whatever the model is by now to its last step."""
+    ps = remote(await aiorpc.call(PS, parameter_server))
+    model = new_model(options).to(options.device)
+    data = batches(options, me.rank - 1, options.trainers)
+    state, batch = await ps.state(), next(data)
+    print(f"{me.name}, process {os.getpid()}, begins at step {state.steps}", flush=True)
+    while state.steps < options.iterations:
+        adopt(model, state.model, options)
+        learned = await asyncio.to_thread(learn, model, batch, options)
+        try:
+            # Sent together, and begun in this order; meanwhile the next batch is made.
+            _, state, batch = await asyncio.gather(
+                ps.add(len(batch[0]), learned), ps.step(me.rank), asyncio.to_thread(next, data)
+            )
+        except RoundTimeout:  # fewer than a quorum
+            state = await ps.state()
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Be the server until the last step; print and draw what came of it."""
+    ps = ParameterServer(options)
+    ready().set_result(RRef(ps))
+    with Progress() as progress:
+        task = progress.add_task("training", total=options.iterations)
+        for step in range(options.iterations):
+            ranks = await ps.news.get()
+            if missing := {*range(1, options.trainers + 1)} - {*ranks}:
+                progress.console.print(f"step {step}: without {', '.join(map(name_of, missing))}")
+            progress.update(task, advance=1, description=f"loss {ps.losses[step]:.3f}")
+    print(f"loss, first step: {ps.losses[0]:.3f}, last of {step + 1}: {ps.losses[-1]:.3f}")
+    right = await asyncio.to_thread(accuracy, ps.model, options)
+    print(f"accuracy on held-out images: {right:.1%}")
+    title = f"{options.model}, {options.trainers} trainers and a parameter server"
+    lines = {"mean of a round": ps.losses}
+    where = curves(options.plot, lines, title=title, xlabel="step", ylabel="cross-entropy")
+    print(f"loss curve: {where}", flush=True)
+
+
+async def main(me: Worker, options: argparse.Namespace) -> None:
+    """What each worker does: rank 0 serves, the others train."""
+    await (serve(options) if me.rank == 0 else train(me, options))
+
+
+def name_of(rank: int) -> str:
+    return f"trainer{rank}" if rank else PS
+
+
+def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """What the command line says."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_training(parser)
+    group = parser.add_argument_group("rounds")
+    group.add_argument("--trainers", type=int, help="by default the world's size less one")
+    group.add_argument("--quorum", type=int, default=1, help="trainers that are enough")
+    group.add_argument("--timeout", type=float, default=10.0, help="seconds, after which they are")
+    group.add_argument("--restart", type=int, default=3, help="trainers started again, at most")
+    parser.add_argument("--plot", type=Path, default=Path("out/parameter_server.png"))
+    parser.add_argument("--quick", action="store_true", help="a small model, a few seconds")
+    add_world(parser, int(os.environ.get("WORLD_SIZE", 4)))
+    if "--quick" in (sys.argv if given is None else given):
+        parser.set_defaults(**QUICK)
+    options = parser.parse_args(given)
+    if options.trainers is None:
+        options.trainers = options.world_size - 1
+    if not 1 <= options.trainers <= options.images:
+        parser.error(f"{options.trainers} trainers cannot share {options.images} images")
+    if not 1 <= options.quorum <= options.trainers:
+        parser.error(f"a quorum is 1 to {options.trainers} trainers, not {options.quorum}")
+    return options
+
+
+QUICK = {
+    "model": "small",
+    "classes": 10,
+    "images": 2000,
+    "iterations": 20,
+    "timeout": 2.0,
+    "world_size": 3,
+}
+
+
+if __name__ == "__main__":
+    options = arguments()
+    names = [name_of(rank) for rank in range(options.trainers + 1)]
+    launch(main, names, options, restart=options.restart, on_failure="continue")
