@@ -30,9 +30,8 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, batched, create, remote
 
 from ._board import Board, report
-from ._launch import add_world, launch
+from ._launch import add_world, end, launch, serve
 from ._learning import CartPole, Episode, Learner
-from ._serving import leading, serve
 
 
 class Agent(Learner):
@@ -142,8 +141,8 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
     if me.rank:
         await serve("agent")
         return
-    with leading():
-        await lead(me.peers, options)
+    await lead(me.peers, options)
+    end()
 
 
 async def lead(names: Sequence[str], options: argparse.Namespace) -> None:

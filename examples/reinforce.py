@@ -27,10 +27,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, create, remote
 
-from ._launch import add_world, launch
+from ._launch import add_world, end, launch, serve
 from ._learning import CartPole, Episode, Learner
 from ._plot import curves
-from ._serving import leading, serve
 
 SOLVED = 475.0
 FRESH = 0.05  # of a round in the running reward
@@ -102,8 +101,9 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> bool:
     if me.rank:
         await serve("agent")
         return True
-    with leading():
-        return await lead(me.peers, options)
+    solved = await lead(me.peers, options)
+    end()
+    return solved
 
 
 async def lead(names: Sequence[str], options: argparse.Namespace) -> bool:
