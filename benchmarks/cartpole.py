@@ -110,7 +110,8 @@ def rows(rates: Found) -> list[Row]:
         found.append(Row(f"{what}: the agent's CPU, batched", "µs/step", cpu))
     one = Runs(rates["ours, batched", counts[0]], rates["ours, unbatched", counts[0]])
     ratio = median(each / other for each, other in zip(one.ours, one.raw, strict=True))
-    print(f"with {counts[0]} observer: batched {ratio:.2f} x unbatched (aim: ≥ 0.95)\n")
+    if counts[0] == 1:
+        print(f"one observer: batched {ratio:.2f} x unbatched (aim: ≥ 0.95)\n")
     return found
 
 
