@@ -14,7 +14,6 @@ closed without a word.
 import atexit
 import os
 import sys
-import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,10 +37,8 @@ DeviceMaps = Mapping[str, DeviceMap]
 
 _first: int | None = None  # the number that this process had in its first world
 _to_stop = False  # whether an agent was started whose end nobody has begun
-_at_rest = threading.Event()  # unless an end has begun, and torch's threads are still at work
-_at_rest.set()
 
-# Seconds for these to end at the process's exit: of a program that failed, and of another.
+# Seconds for a backward to end at the process's exit: of a program that failed, and of another.
 _FAILED, _DONE = 0.5, 5.0
 
 
@@ -155,11 +152,9 @@ class Agent:
         """Close the pipes and end the threads. Waits for no peer, but for what runs in a thread."""
         global _to_stop
         _to_stop = False  # once: what holds one of its threads would hold the process's exit too
-        _at_rest.clear()
         rpc.shutdown(graceful=False)
         # torch's threads end with its object, which would wait for Python's collector of garbage.
         del self._agent
-        _at_rest.set()
 
 
 @atexit.register
@@ -167,19 +162,15 @@ def _stop_at_exit() -> None:
     # A process that ends inside its world would end with "terminate called" (2.13, 2.15).
     if _to_stop and is_running():
         rpc.shutdown(graceful=False)
-    # And one in whose threads torch is at work: in a backward for a worker that died, it may be.
-    # They end the process with SIGABRT when they come back to a Python that has ended, or keep it
-    # from ending. (2.13, 2.15; tests/test_signals.py)
+    # And one in which torch computes a backward, for a worker that died say, would be aborted when
+    # that comes back to a Python that has ended, or would wait for it without end in torch's exit
+    # functions. (2.13, 2.15; tests/test_signals.py)
     failure = getattr(sys, "last_value", None)
     end = time.monotonic() + (_DONE if failure is None else _FAILED)
-    while _first is not None and _at_work():
+    while _first is not None and int(_get_debug_info()["num_current_backward_passes"]):
         if time.monotonic() > end:
             _abandon(130 if isinstance(failure, KeyboardInterrupt) else 1)
         time.sleep(0.01)
-
-
-def _at_work() -> bool:
-    return not _at_rest.is_set() or int(_get_debug_info()["num_current_backward_passes"]) > 0
 
 
 def _abandon(code: int) -> NoReturn:
