@@ -28,8 +28,9 @@ $(STAMP): pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.cartpole
 
+# `make test PYTEST='-k calls'` runs some of them.
 test: install
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest $(PYTEST)
 
 # Without the dump of stacks after 55 seconds, which reads frames while they run.
 test-long: install

@@ -76,26 +76,26 @@ class Trainer:
         self.images = load(options.data, train=True).first(options.images).shard(shard, many)
         self.test = load(options.data, train=False).shard(shard, many)
 
-    def iterations(self) -> int:
-        """How many losses `train` yields."""
+    async def prepare(self) -> int:
+        """Make the optimizer; how many losses `train` will yield."""
+        params = await parameter_rrefs(self.ps)
+        self.opt = await DistributedOptimizer.create(torch.optim.SGD, params, lr=self.options.lr)
         batches: int = math.ceil(len(self.images.labels) / self.options.batch_size)
         return batches * int(self.options.epochs)
 
     async def train(self) -> AsyncIterator[float]:
         """The loss of each iteration, over all epochs."""
-        params = await parameter_rrefs(self.ps)
-        opt = await DistributedOptimizer.create(torch.optim.SGD, params, lr=self.options.lr)
         for epoch in range(self.options.epochs):
             order = shuffled(len(self.images.labels), self.options.seed, epoch)
             for images, labels in self.images.batches(self.options.batch_size, order):
-                yield await self._step(opt, images, labels)
+                yield await self._step(images, labels)
 
-    async def _step(self, opt: DistributedOptimizer, images: Tensor, labels: Tensor) -> float:
+    async def _step(self, images: Tensor, labels: Tensor) -> float:
         async with context() as ctx:
             found = await remote(self.ps).forward(images, training=True)
             loss = functional.nll_loss(found, labels)
             await ctx.backward([loss], timeout=BACKWARD)
-            await opt.step(ctx)
+            await self.opt.step(ctx)
         return loss.item()
 
     async def evaluate(self) -> tuple[int, int]:
@@ -125,7 +125,7 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> Result | None:
     trainers = await asyncio.gather(
         *(create(name, Trainer, ps, shard, many, options) for shard, name in enumerate(me.peers))
     )
-    iterations = await asyncio.gather(*(remote(trainer).iterations() for trainer in trainers))
+    iterations = await asyncio.gather(*(remote(trainer).prepare() for trainer in trainers))
     print(f"{many} trainers, {sum(iterations):,} iterations", flush=True)
     losses: dict[str, list[float]] = {name: [] for name in me.peers}
     start = time.monotonic()

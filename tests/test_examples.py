@@ -108,6 +108,7 @@ def rewards(name: str, *args: str) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.startswith("reward")]
 
 
+@pytest.mark.long
 def test_the_plain_form_trains_the_same(tmp_path: Path) -> None:
     plain = rewards("examples._reference.cartpole", "--observers", "2")
     picture = str(tmp_path / "curve.png")

@@ -61,7 +61,9 @@ async def test_one_trainer_is_one_process(data: Path) -> None:
     options = argparse.Namespace(data=data, images=None, epochs=1, batch_size=16, lr=0.1, seed=5)
     async with new_world(["ps"], transports=["uv"]):
         ps = await create("ps", ParameterServer, 0, 3)
-        losses = Trainer(ps, 0, 1, options).train()
+        trainer = Trainer(ps, 0, 1, options)
+        await trainer.prepare()
+        losses = trainer.train()
         found = [await anext(losses) for _ in range(5)]
         await losses.aclose()
         parameters = [(await fetch(each)).detach() for each in await parameter_rrefs(ps)]
@@ -357,6 +359,7 @@ def until_it_trains(process: subprocess.Popen[str]) -> None:
     raise AssertionError(process.communicate())
 
 
+@pytest.mark.long
 @pytest.mark.worlds
 def test_one_terminal_a_worker(data: Path) -> None:
     """They meet at the address that all are given, and end together."""

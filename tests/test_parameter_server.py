@@ -239,6 +239,7 @@ def test_a_killed_trainer_comes_back(tmp_path: Path) -> None:
     assert "last of 60" in "".join(program.lines)
 
 
+@pytest.mark.long
 def test_a_killed_trainer_is_missed(tmp_path: Path) -> None:
     """Who is not started again: the others go on to the end, and the exit code tells of it."""
     words = ("--quick", "--restart", "0", "--timeout", "0.2", "--iterations", "10")
@@ -269,6 +270,7 @@ def test_a_killed_server_ends_everybody(tmp_path: Path) -> None:
         assert time.monotonic() - start < SOON
 
 
+@pytest.mark.long
 def test_the_plain_form(tmp_path: Path) -> None:
     """What it is compared with learns as well."""
     words = ["--trainers", "2", "--model", "small", "--iterations", "20"]

@@ -394,6 +394,7 @@ def test_the_parameter_server_is_killed() -> None:
     assert re.search("worker 'ps' is lost|RuntimeError: ", output), output
 
 
+@pytest.mark.long
 def test_interrupted() -> None:
     """Ctrl-C in training: two seconds, code 130, no traceback."""
     with training() as process:
