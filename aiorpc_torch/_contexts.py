@@ -154,18 +154,13 @@ class Context:
             finally:
                 recording.ended(key)
 
-        loop = asyncio.get_running_loop()
         self._given_up = "a backward in it did not end"
         try:
             async with Interruption() as interruption:
-
-                def tell(error: RpcError) -> None:
-                    loop.call_soon_threadsafe(interruption.end, error)
-
-                with world().needing(recording.peers, tell):
+                with world().needing(recording.peers, interruption.end):
                     await _naming(run_blocking(_spare, step))
         except (asyncio.CancelledError, WorkerLost):
-            loop.call_later(PATIENCE, recording.ended, key)
+            asyncio.get_running_loop().call_later(PATIENCE, recording.ended, key)
             raise
         except Exception as exc:
             self._given_up = f"its backward raised {exc!r}"

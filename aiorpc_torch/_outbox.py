@@ -101,8 +101,9 @@ class Outbox:
 
     @contextlib.contextmanager
     def needing(self, workers: Collection[str], tell: Callable[[RpcError], None]) -> Iterator[None]:
-        """Meanwhile something waits for those peers: the loss of one is told, in any thread."""
-        self._needed[key := object()] = workers, tell
+        """Meanwhile something waits for those peers: the loss of one is told, on this loop."""
+        on_loop = functools.partial(_on, asyncio.get_running_loop(), tell)
+        self._needed[key := object()] = workers, on_loop
         try:
             yield
         finally:
@@ -115,7 +116,7 @@ class Outbox:
                 tell(error)
         for loop, links in self._every():
             if worker in links:
-                _on(loop, functools.partial(links[worker].lost, error))
+                _on(loop, links[worker].lost, error)
 
     def replace(self, member: Member, past: str) -> None:
         """A worker has come back; objects of its predecessor are owned by `past`. On any thread."""
@@ -123,7 +124,7 @@ class Outbox:
         self._past[past] = member.name
         error = WorkerLost(member.name, "its process has a successor")
         for loop, links in self._every():
-            _on(loop, functools.partial(_forget, links, member.name, error))
+            _on(loop, _forget, links, member.name, error)
 
     def close(self) -> None:
         """This process leaves its world: every call that is still awaited ends. On any loop."""
@@ -148,9 +149,9 @@ def _nobody_asks(_: str) -> None:
     """Of whom somebody has heard: until a world's vigil wants to know."""
 
 
-def _on(loop: asyncio.AbstractEventLoop, step: Callable[[], None]) -> None:
+def _on(loop: asyncio.AbstractEventLoop, step: Callable[..., None], *args: Any) -> None:
     with contextlib.suppress(RuntimeError):  # that loop is closed
-        loop.call_soon_threadsafe(step)
+        loop.call_soon_threadsafe(step, *args)
 
 
 _current: Outbox | None = None
