@@ -26,9 +26,9 @@ log = logging.getLogger("aiorpc_torch")
 
 PING = 0.5  # seconds between two goodbyes to a peer that has not said its own
 RELEASE = 1.0  # seconds for the owners of objects to hear that they are not held any more
-SEAL = 0.5  # seconds for the last answers to come in
+SEAL = 1.0  # seconds for the last answers to come in
 PART = 1.0  # seconds in which those who leave close their pipes together
-TOGETHER = 3.0  # seconds for that if nobody is missing
+TOGETHER = 5.0  # seconds for that if nobody is missing: they may be slow
 STOP = 5.0  # seconds for torch's threads to end
 STUCK = 0.5  # the same, if plain `def`s hold some of them, perhaps for ever
 AT_ONCE = 0.3  # seconds for goodbyes when an exception ends the world
@@ -126,18 +126,18 @@ class Leaving:
         await close_queues()
         stuck = await self._server.close(0.5, self._failure.partition("\n")[0])
         if not self._failure:
-            await self._part_from(together)
+            await self._part_from(together, STUCK if stuck else SEAL)
         patience = STUCK if stuck else STOP
         if not await self._blocking(patience, self._agent.stop) and is_running():
             log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, patience)
         await self._blocking(STOP, give_back)
 
-    async def _part_from(self, ranks: list[int]) -> None:
+    async def _part_from(self, ranks: list[int], patience: float) -> None:
         """Close nothing before those are ready for it, or torch logs a broken pipe at each."""
         together = len(ranks) == len(self._peers)
         if together:
             await self._blocking(RELEASE, self._agent.release)
-        await self._blocking(SEAL, self._agent.seal)
+        await self._blocking(patience, self._agent.seal)
         if (meeting := self._meeting) is not None and ranks:
             seconds = TOGETHER if together else PART
             await self._blocking(2 * seconds, lambda: meeting.part(ranks, seconds))

@@ -28,6 +28,7 @@ class Peers:
         self._first_links: dict[str, int] = {}  # of those who came back: earlier ones are void
         self._lock = threading.Lock()
         self._watches: list[tuple[str, Future[Any]]] = []
+        self._closed = False
         self._meet: Meet | None = None  # until this worker knows its peers
         self._newcomers: list[tuple[bytes, Future[Any]]] = []
 
@@ -45,7 +46,11 @@ class Peers:
             raise ValueError(f"no worker {name!r} in this world")
 
     def watched(self, name: bytes) -> "Future[Any]":
-        """What completes when worker `name`, or this one, leaves; at once for no worker's name."""
+        """What completes when worker `name`, or this one, leaves or has left; at once for nobody's.
+
+        One that were left open would keep its sender's torch from ending: who first hears of
+        another by its goodbye asks for a watch when its own goodbye may be here already.
+        """
         watch: Future[Any] = Future()
         try:
             peer = name.decode()
@@ -54,12 +59,16 @@ class Peers:
             watch.set_result(None)
             return watch
         with self._lock:
-            self._watches.append((peer, watch))
+            if not (has_left := self._closed or peer in self.goodbyes):
+                self._watches.append((peer, watch))
+        if has_left:
+            watch.set_result(None)
         return watch
 
     def release(self, peer: str | None = None) -> None:
-        """End that peer's watches; without a name, all."""
+        """End that peer's watches; without a name this worker leaves: all, and those to come."""
         with self._lock:
+            self._closed |= peer is None
             ended = [watch for watch in self._watches if peer in (watch[0], None)]
             self._watches = [watch for watch in self._watches if watch not in ended]
         for _, watch in ended:
