@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
@@ -15,6 +16,7 @@ from ._seat import Seat
 from .errors import WorldTimeout
 
 _NOTHING = "\0"  # which nobody writes
+_PAUSE = 0.2  # seconds between two attempts to speak with who listens there
 
 
 class Store:
@@ -28,7 +30,7 @@ class Store:
         # A restarted torchrun keeps its store, and with it what was written by those who died.
         self._root = f"aiorpc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._page = 0  # one store may serve several worlds in a row
-        self._is_gone = False
+        self._is_gone = self._is_used = False
 
     def __repr__(self) -> str:
         return f"<Store at {self._init_method}, page {self._page}>"
@@ -40,8 +42,11 @@ class Store:
 
     @property
     def was_of_the_past(self) -> bool:
-        """Whether it went with the rank 0 of an earlier world: there will be another."""
-        return self._is_gone and self._page > 0
+        """Whether it went with the rank 0 of an earlier world: there will be another.
+
+        So one may be of which this worker has seen nothing yet; one where it has written is not.
+        """
+        return self._is_gone and (self._page > 0 or not self._is_used)
 
     def close(self) -> None:
         """Nothing is asked any more; others may listen at its address."""
@@ -70,14 +75,17 @@ class Store:
 
     def set(self, name: str, value: str) -> None:
         """Write."""
+        self._is_used = True
         self._ask(lambda store: store.set(self._key(name), value))
 
     def add(self, name: str, more: int) -> int:
         """Add to a counter, which starts at 0; its new value."""
+        self._is_used = True
         return int(self._ask(lambda store: store.add(self._key(name), more)))
 
     def swap(self, name: str, held: str, value: str) -> str:
         """Write if `held` is there, "" standing for nothing; what is there then."""
+        self._is_used |= value != _NOTHING
         found = self._ask(lambda store: store.compare_set(self._key(name), held, value))
         return str(found.decode())
 
@@ -115,22 +123,32 @@ class Store:
             WorldTimeout: if there is none within the time.
         """
         where = urlparse(self._init_method)
-        self._page, self._is_gone = 0, False
+        self._page, self._is_gone, self._is_used = 0, False, False
         if where.scheme == "file":
             self._store = FileStore(where.path + ".names", self._seat.world_size)
             return
         host, port, is_master = self._address(where.hostname, where.port)
-        if not is_master and (why := await_listener(host, port, patience, left)):
-            raise WorldTimeout(
-                f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({why})", [0]
-            )
-        try:
+        if is_master:
             self._store = self._connect(host, port, is_master)
-        except RuntimeError as exc:
-            if is_master:
-                raise
-            said = str(exc).splitlines()[0]
-            raise WorldTimeout(f"the store at {host}:{port} does not answer: {said}", [0]) from exc
+        else:
+            self._store = self._visit(host, port, left, patience)
+
+    def _visit(self, host: str, port: int, left: threading.Event, patience: float) -> TCPStore:
+        end = time.monotonic() + patience
+        while True:
+            if why := await_listener(host, port, end - time.monotonic(), left):
+                raise WorldTimeout(
+                    f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({why})",
+                    [0],
+                )
+            try:
+                return self._connect(host, port, False)
+            except RuntimeError as exc:  # that of the last world, say, which is closing
+                if time.monotonic() > end or left.wait(_PAUSE):
+                    said = str(exc).splitlines()[0]
+                    raise WorldTimeout(
+                        f"the store at {host}:{port} does not answer: {said}", [0]
+                    ) from exc
 
     def _connect(self, host: str, port: int, is_master: bool) -> TCPStore:
         return TCPStore(

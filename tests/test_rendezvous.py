@@ -367,6 +367,43 @@ def test_the_store_of_the_last_world_closes(monkeypatch: Any) -> None:
     hall.close()
 
 
+def test_a_store_closes_before_anything_is_seen_of_it(monkeypatch: Any) -> None:
+    """It was the last world's: who has only just connected to it goes on at the next."""
+    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
+    servers = [serve()]
+    port = servers[0].port
+    look = Meeting._has_failed
+
+    def close_first(self: Meeting) -> bool:
+        monkeypatch.setattr(Meeting, "_has_failed", look)
+        servers.pop()
+        servers.append(serve(port))
+        return look(self)
+
+    hall = Hall(f"tcp://127.0.0.1:{port}")
+    monkeypatch.setattr(Meeting, "_has_failed", close_first)
+    quick = hall.meeting(seat(1, 2))
+    coming = hall.pool.submit(quick.sign_in)
+    assert names(hall.comes(seat(0, 2))) == ["w0", "w1"]
+    assert names(coming) == ["w0", "w1"]
+    hall.close()
+
+
+def test_a_store_closes_where_this_worker_has_sat_down(monkeypatch: Any) -> None:
+    """Rank 0 has died: that is said at once."""
+    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
+    servers = [serve()]
+    hall = Hall(f"tcp://127.0.0.1:{servers[0].port}")
+    waiting = hall.comes(seat(1, 2))
+    probe = hall.meeting(seat(0))._store
+    probe.open(threading.Event(), 20.0)
+    while not probe.has("beat/1"):
+        threading.Event().wait(0.005)
+    servers.pop()
+    assert "rank 0, which keeps it, has given up or died" in str(failure(waiting))
+    hall.close()
+
+
 def test_parting_has_an_end(hall: Hall) -> None:
     """With one that does not part."""
     meetings = meet(hall, [seat(rank, 2) for rank in (0, 1)])
