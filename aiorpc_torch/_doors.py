@@ -7,6 +7,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import types
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, ParamSpec, TypeVar
 
@@ -93,6 +94,18 @@ async def in_thread(function: Callable[[], T]) -> T:
     if (recording := entered()) is not None:
         function = functools.partial(recording.run, function)
     return await run_blocking(start, functools.partial(contextvars.copy_context().run, function))
+
+
+def start(
+    code: types.CodeType | None, coroutine: Coroutine[Any, Any, None], name: str
+) -> "asyncio.Task[None] | None":
+    """Start a coroutine on the running loop; its task, or None if it is done already.
+
+    `code` is the function's in it that may wait, None if it will. It must not raise.
+    """
+    if _serving is not None:
+        return _serving.start(code, coroutine, name)
+    return asyncio.get_running_loop().create_task(coroutine, name=name)
 
 
 _NOBODY = "no worker is serving in this process: enter worker() or local_world() first"

@@ -14,6 +14,7 @@ from ._answers import failures
 from ._batcher import Batch, Batcher, FillBatcher, Refusal
 from ._body import Body
 from ._columns import Shared
+from ._doors import start
 from ._errands import Errand, errands, new_batch, set_out, waiting
 from ._living import Living
 from ._policy import Fill, Policy, Round
@@ -219,6 +220,9 @@ class Queue:
             # In nobody's context: the body runs for all its callers, so for none's deadline.
             self._next_look = self.loop.call_soon(self._pump, context=contextvars.Context())
 
+    def _looks_soon(self) -> bool:
+        return self._next_look is not None
+
     def _pump(self) -> None:
         assert self.loop is not None
         self._next_look = None
@@ -232,10 +236,13 @@ class Queue:
                 continue
             self._tally.left(left.reason.value, [now - place.since for place in left.items])
             recording = left.items[0].recording if isinstance(self._policy, Fill) else None
-            # Before its task: a loop may run that at once.
+            # Before it starts, which it may do at once.
             run = self._running[left] = _Run(recording, self._body.name)
-            run.task = self.loop.create_task(self._run(left, run), name=self._body.name)
-            run.task.add_done_callback(run.end)  # even if it is cancelled before its first step
+            run.task = start(self._body.code, self._run(left, run), self._body.name)
+            if run.task is not None:
+                run.task.add_done_callback(run.end)  # if it is cancelled before its first step, too
+            elif self._looks_soon():
+                return  # who waits still has its turn after what the loop has to do besides
         deadline = self._batcher.deadline()
         if deadline is not None:
             self._timer = self.loop.call_at(deadline, self._pump)
@@ -260,7 +267,8 @@ class Queue:
             return  # its loop was closed, and whoever waited there is gone with it
         assert self.loop is not None
         self._batcher.finished(self.loop.time())
-        self._pump_soon()
+        if len(self._batcher):
+            self._pump_soon()
         for place, answer in zip(batch.items, answers, strict=True):
             place.answer(answer)
 

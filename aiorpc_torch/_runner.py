@@ -11,7 +11,8 @@ import inspect
 import logging
 import threading
 import types
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from contextvars import Context
 from typing import Any
 
 import torch
@@ -46,6 +47,7 @@ class Runner:
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
         self._threads = Threads(threads, self._intra_op)
+        self._closed = False
         self._host: Host | None = None
         self._waits: set[types.CodeType] = set()  # of functions that have had to wait
         self._behind = 0  # first steps and cancellations that wait for the next turn
@@ -118,16 +120,44 @@ class Runner:
     def _start(self, job: Job) -> None:
         context = self._context.copy()
         code = getattr(job.function, "__code__", None)
-        # At once, if it is likely not to wait, and if nobody who came before it has yet to start.
-        host = self._host
-        late = self._behind or code in self._waits
-        if late or code is None or host is None or not host.is_free():
-            job.task = self._loop.create_task(_run(job), name=job.name, context=context)
-            self.hold()
-        elif not host.run(_run(job), context):
-            job.task = host.task
+        # Not before those who came before it and have yet to start.
+        if not self._behind and code is not None and self._is_ready(code):
+            job.task = self._at_once(code, _run(job), context)
+            return
+        job.task = self._loop.create_task(_run(job), name=job.name, context=context)
+        self.hold()
+        self._renew()
+
+    def start(
+        self, code: types.CodeType | None, coroutine: Coroutine[Any, Any, None], name: str
+    ) -> "asyncio.Task[None] | None":
+        """Start what is nobody's job, on the running loop; its task, or None if it is done.
+
+        `code` is the function's in it that may wait, None if it will. It must not raise.
+        """
+        loop = asyncio.get_running_loop()
+        if loop is self._loop and code is not None:
+            if self._is_ready(code):
+                return self._at_once(code, coroutine, Context())
+            self._renew()
+        return loop.create_task(coroutine, name=name, context=Context())
+
+    def _is_ready(self, code: types.CodeType) -> bool:
+        return code not in self._waits and self._host is not None and self._host.is_free()
+
+    def _at_once(
+        self, code: types.CodeType, coroutine: Coroutine[Any, Any, None], context: Context
+    ) -> "asyncio.Task[None] | None":
+        host, task = self._host, None
+        assert host is not None
+        if not host.run(coroutine, context):
+            task = host.task
             self._waits.add(code)
-        if host is None or host.is_gone():
+        self._renew()
+        return task
+
+    def _renew(self) -> None:
+        if not self._closed and (self._host is None or self._host.is_gone()):
             self._host = Host()
 
     def _go_on(self, job: Job, value: Any, context: contextvars.Context) -> None:
@@ -172,6 +202,7 @@ class Runner:
 
     def close(self, patience: float, name: str) -> bool:
         """End threads and host of that worker; whether torch's threads still run user code."""
+        self._closed = True
         if self._host is not None:
             self._host.close()
         if stuck := self._threads.close(patience) + self._lent:

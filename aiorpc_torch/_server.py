@@ -9,7 +9,8 @@ import functools
 import itertools
 import logging
 import threading
-from collections.abc import Callable, Sequence
+import types
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -130,6 +131,12 @@ class Server:
     def lend_thread(self, task: Callable[[], None]) -> None:
         """Run `task` in one of the threads for plain `def`s. From any thread."""
         self._runner.in_threads((task,))
+
+    def start(
+        self, code: types.CodeType | None, coroutine: Coroutine[Any, Any, None], name: str
+    ) -> "asyncio.Task[None] | None":
+        """Start what is nobody's call, as the runner does. On a loop."""
+        return self._runner.start(code, coroutine, name)
 
     def _new_line(self, message: Message) -> Line:
         self.peers.check(message.caller, message.link)

@@ -1,9 +1,11 @@
 """How long does an episode of batch CartPole take? The figure of PyTorch's tutorial.
 
 One agent, one to ten observers in processes of their own, each with one environment, with batching
-and without; and the same number of environments as coroutines of one process. Both sides train
-from the same seed with the same episodes, so that they do the same work. Each side's processes are
-started, measured and ended in turn; they are forked from a process that has imported torch.
+and without; and the same number of environments as coroutines of one process. Beside them the
+tutorial's own program as published, and the plain form in `examples/_reference`, which is its
+pattern made as quick as it gets. Ours and the plain form train from the same seed with the same
+episodes, so that they do the same work. Each side's processes are started, measured and ended in
+turn; they are forked from a process that has imported torch.
 
     python -m benchmarks.cartpole [--quick] [--repeat N] [--plot PATH] [--transports shm uv]
 """
@@ -21,6 +23,7 @@ from types import ModuleType
 
 from . import _cartpole_ours as ours
 from . import _cartpole_plain as plain
+from . import _cartpole_tutorial as tutorial
 from ._cartpole_work import Sizes
 from ._compare import Row, Runs, parse, show
 from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, present
@@ -51,7 +54,7 @@ def turn(side: ModuleType, sizes: Sizes) -> dict[str, float]:
 def processes(side: ModuleType, sizes: Sizes, folder: str) -> Iterator[Connection]:
     """The agent and its observers, and what comes from the agent."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([ours.__name__, plain.__name__])
+    context.set_forkserver_preload([ours.__name__, plain.__name__, tutorial.__name__])
     mine, its = context.Pipe(duplex=False)
     where = f"file://{folder}/store"
     started = [
@@ -82,6 +85,7 @@ def measure(given: argparse.Namespace, observers: Sequence[int]) -> Found:
             together = Sizes(1, count, steps, transports=given.transports)
             for name, side, sizes in (
                 ("ours", ours, spread),
+                ("tutorial", tutorial, spread),
                 ("plain", plain, spread),
                 ("together", ours, together),
             ):
@@ -91,23 +95,12 @@ def measure(given: argparse.Namespace, observers: Sequence[int]) -> Found:
 
 
 def rows(rates: Found) -> list[Row]:
-    """The table: ours against the better variant of the plain form."""
+    """The table: ours against the better variant of the tutorial's, and of the plain form."""
     found = []
     counts = sorted({count for _, count in rates})
-    unit = "steps/s"
-    for count in [each for each in TABLE if each in counts]:
-        best = better(rates, count)
-        aim = "≥ 1.3" if count > 1 else ""
-        what = f"{count} observer{'s' * (count > 1)}"
-        found += [
-            Row(f"{what}, batched", unit, Runs(rates["ours, batched", count], best), aim),
-            Row(f"{what}, unbatched", unit, Runs(rates["ours, unbatched", count], best)),
-        ]
-        if count > 1:
-            runs = Runs(rates["together, batched", count], best)
-            found.append(Row(f"{count} environments in one observer", unit, runs, "≥ 5"))
-        cpu = Runs(rates["ours, batched, CPU", count], rates["plain, batched, CPU", count])
-        found.append(Row(f"{what}: the agent's CPU, batched", "µs/step", cpu))
+    for other, aims in (("tutorial", ("≥ 1.3", "≥ 5")), ("plain", ("", ""))):
+        for count in [each for each in TABLE if each in counts]:
+            found += against(other, rates, count, aims if count > 1 else ("", ""))
     one = Runs(rates["ours, batched", counts[0]], rates["ours, unbatched", counts[0]])
     ratio = median(each / other for each, other in zip(one.ours, one.raw, strict=True))
     if counts[0] == 1:
@@ -115,15 +108,34 @@ def rows(rates: Found) -> list[Row]:
     return found
 
 
-def better(rates: Found, count: int) -> list[float]:
-    """The plain form's variant whose median is the higher one."""
-    variants = [rates[f"plain, {variant}", count] for variant in ("batched", "unbatched")]
+def against(other: str, rates: Found, count: int, aims: tuple[str, str]) -> list[Row]:
+    """Ours at so many observers, in rows; the aims are batched, and all in one."""
+    best, unit = better(other, rates, count), "steps/s"
+    what = f"{count} observer{'s' * (count > 1)}"
+    said = f"against the {'tutorial' if other == 'tutorial' else 'plain form'}"
+    cpu = Runs(rates["ours, batched, CPU", count], rates[f"{other}, batched, CPU", count])
+    found = [
+        Row(f"{what}, batched, {said}", unit, Runs(rates["ours, batched", count], best), aims[0]),
+        Row(f"{what}, unbatched, {said}", unit, Runs(rates["ours, unbatched", count], best)),
+        Row(f"{what}: the agent's CPU, batched, {said}", "µs/step", cpu),
+    ]
+    if count > 1:
+        runs = Runs(rates["together, batched", count], best)
+        found.append(Row(f"{count} environments in one observer, {said}", unit, runs, aims[1]))
+    return found
+
+
+def better(other: str, rates: Found, count: int) -> list[float]:
+    """That side's variant whose median is the higher one."""
+    variants = [rates[f"{other}, {variant}", count] for variant in ("batched", "unbatched")]
     return max(variants, key=median)
 
 
 def panel(rates: Found) -> Panel:
     """Seconds for an episode against the size of the world."""
     looks = {
+        "tutorial, unbatched": ("the tutorial, unbatched", ("#999999", "v")),
+        "tutorial, batched": ("the tutorial, batched", ("#666666", "^")),
         "plain, unbatched": ("plain torch, unbatched", ("#cc79a7", "v")),
         "plain, batched": ("plain torch, batched", RAW),
         "ours, unbatched": ("ours, unbatched", OTHER),
@@ -155,7 +167,7 @@ def main() -> None:
     observers = given.observers or (list(FIGURE) if given.plot and not given.quick else few)
     before = os.getloadavg()[0]
     rates = measure(given, observers)
-    show(rows(rates), other="plain torch, its better variant")
+    show(rows(rates), other="the other side's better variant")
     # Its own processes are in the second figure.
     print(f"load average of the machine before and after: {before:.1f}, {os.getloadavg()[0]:.1f}")
     present([panel(rates)], given.plot)

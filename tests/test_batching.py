@@ -50,6 +50,53 @@ async def test_members_are_chosen_when_a_slot_is_free(door: Any) -> None:
     assert made.batches == [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10]]
 
 
+class Turns:
+    """Notes its batches, and what the loop does between them."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+        self.tasks: set[Any] = set()
+
+    @batched(max_size=1)
+    async def note(self, items: list[int]) -> list[int]:
+        self.seen += items
+        self.tasks.add(asyncio.current_task())
+        asyncio.get_running_loop().call_soon(self.seen.append, "another")
+        return items
+
+    @batched(max_size=2)
+    async def wait(self, items: list[int]) -> list[int]:
+        self.seen.append(asyncio.current_task())
+        await asyncio.sleep(0)
+        assert asyncio.current_task() is self.seen[-1]
+        return items
+
+
+async def test_the_loop_breathes_between_batches() -> None:
+    """A body that does not wait needs no task of its own, and starves nobody for all that."""
+    async with aiorpc.local_world(0):
+        turns = Turns()
+        far = remote(RRef(turns))
+        await far.note(-1)  # now there is somebody to take its first step
+        turns.seen.clear()
+        turns.tasks.clear()
+        assert await settled(*(asyncio.ensure_future(far.note(n)) for n in range(8))) == [*range(8)]
+        assert turns.seen[:15] == [each for n in range(8) for each in (n, "another")][:15]
+        assert len(turns.tasks) == 1
+
+
+async def test_a_body_that_waits_has_a_task_of_its_own() -> None:
+    """From its first step, whoever took that."""
+    async with aiorpc.local_world(0):
+        turns = Turns()
+        far = remote(RRef(turns))
+        await far.note(-1)
+        turns.seen.clear()
+        for n in range(3):
+            assert await far.wait(n) == n
+        assert len({*turns.seen}) == 3
+
+
 async def test_the_timer_is_the_oldest_living_ones(
     door: Any, skip: Callable[[float], None]
 ) -> None:
