@@ -25,18 +25,18 @@ def command(program: str, *args: str, python: Sequence[str] = ()) -> list[str]:
     return [sys.executable, *python, "-m", f"examples.{program}", *args]
 
 
-def run(program: str, *args: str) -> str:
-    """What a program prints that ends well, every warning an error."""
+def run(program: str, *args: str, python: Sequence[str] = STRICT, timeout: float = PATIENCE) -> str:
+    """What a program prints that ends well; by default every warning is an error."""
+    return run_line(command(program, *args, python=python), timeout)
+
+
+def run_line(line: Sequence[str], timeout: float) -> str:
+    """The same of a command line; it warns only as far as Python was not told to be strict."""
     done = subprocess.run(
-        command(program, *args, python=STRICT),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
+        line, cwd=ROOT, capture_output=True, text=True, timeout=timeout, check=False
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "Warning" not in done.stderr
+    assert "Warning" not in done.stderr or "-W" not in line
     assert "Traceback" not in done.stderr
     return done.stdout
 
@@ -56,18 +56,24 @@ def started(line: list[str]) -> Iterator[Process]:
             process.kill()
 
 
+def free_port() -> int:
+    """One that nobody listens at now."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port: int = listener.getsockname()[1]
+        return port
+
+
 @contextlib.contextmanager
-def terminals(program: str, size: int, *args: str) -> Iterator[list[Process]]:
+def terminals(
+    program: str, size: int, *args: str, python: Sequence[str] = ()
+) -> Iterator[list[Process]]:
     """A process for each rank."""
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port = str(listener.getsockname()[1])
+    world = ("--master-port", str(free_port()), *args)
     with contextlib.ExitStack() as stack:
-        world = ("--master-port", port, *args)
-        yield [
-            stack.enter_context(started(command(program, *world, "--rank", str(rank))))
-            for rank in range(size)
+        lines = [
+            command(program, *world, "--rank", str(rank), python=python) for rank in range(size)
         ]
+        yield [stack.enter_context(started(line)) for line in lines]
 
 
 def workers_of(process: Process) -> list[psutil.Process]:

@@ -2,18 +2,17 @@
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
+from terminals import ROOT, command, run, started, terminals, workers_of
 
 pytest.importorskip("gymnasium")
 pytest.importorskip("rich")
@@ -24,30 +23,14 @@ from examples.cartpole import gather_team
 
 pytestmark = pytest.mark.examples
 
-ROOT = Path(__file__).parent.parent
-
-
-def demo(*args: str) -> list[str]:
-    """The demo's command line, every warning an error."""
-    return [sys.executable, "-X", "dev", "-W", "error", "-m", "examples.cartpole", *args]
-
 
 def test_cartpole(tmp_path: Path) -> None:
     """It trains, compares batched with unbatched, and writes its plot where it says."""
     picture = tmp_path / "curve.png"
-    done = subprocess.run(
-        demo("--seconds", "3", "--compare", "0.3", "--plot", str(picture)),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=58,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "unbatched" in done.stdout
-    assert f"learning curve: {picture}" in done.stdout
+    quick = ("--seconds", "3", "--compare", "0.3")
+    said = run("cartpole", *quick, "--plot", str(picture), timeout=58)
+    assert "unbatched" in said
+    assert f"learning curve: {picture}" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
@@ -96,24 +79,17 @@ async def test_batched_or_not_the_training_is_the_same() -> None:
 
 def rewards(name: str, *args: str) -> list[str]:
     """The line of what a program's first and last episodes brought."""
-    done = subprocess.run(
-        [sys.executable, "-m", name, "--rounds", "3", "--steps", "100", "--seed", "5", *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=58,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return [line for line in done.stdout.splitlines() if line.startswith("reward")]
+    sizes = ("--rounds", "3", "--steps", "100", "--seed", "5")
+    said = run(name, *sizes, *args, python=(), timeout=58)
+    return [line for line in said.splitlines() if line.startswith("reward")]
 
 
 @pytest.mark.long
 def test_the_plain_form_trains_the_same(tmp_path: Path) -> None:
-    plain = rewards("examples._reference.cartpole", "--observers", "2")
+    plain = rewards("_reference.cartpole", "--observers", "2")
     picture = str(tmp_path / "curve.png")
     sizes = ["--observers", "1", "--envs-per-observer", "2"]
-    ours = rewards("examples.cartpole", *sizes, "--compare", "0", "--plot", picture, "--no-batched")
+    ours = rewards("cartpole", *sizes, "--compare", "0", "--plot", picture, "--no-batched")
     assert plain == ours
     assert len(ours) == 1
 
@@ -121,18 +97,7 @@ def test_the_plain_form_trains_the_same(tmp_path: Path) -> None:
 # ── processes that die ──────────────────────────────────────────────────────────────────────────
 
 
-@contextmanager
-def started(*args: str) -> Iterator[subprocess.Popen[str]]:
-    """The program, for five minutes if nobody ends it."""
-    command = [sys.executable, "-u", "-m", "examples.cartpole", "--seconds", "300", *args]
-    process = subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
+LONG = ("--seconds", "300")
 
 
 def wait_until_it_plays(agent: subprocess.Popen[str]) -> None:
@@ -142,11 +107,10 @@ def wait_until_it_plays(agent: subprocess.Popen[str]) -> None:
 
 def test_a_killed_observer_ends_the_program() -> None:
     """kill -9 of a child: the world ends, and its name and a bad exit code say why."""
-    with started("--environments", "2") as agent:
+    with started(command("cartpole", *LONG, "--environments", "2", python=["-u"])) as agent:
         wait_until_it_plays(agent)
         children = psutil.Process(agent.pid).children(recursive=True)
-        victim = next(each for each in children if "spawn_main" in " ".join(each.cmdline()))
-        victim.kill()
+        workers_of(agent)[0].kill()
         _, errors = agent.communicate(timeout=15)
         assert agent.returncode not in (0, None)
         assert "worker 'observer" in errors
@@ -155,14 +119,7 @@ def test_a_killed_observer_ends_the_program() -> None:
 
 def test_a_killed_agent_ends_all() -> None:
     """kill -9 of the agent, each worker in a terminal of its own: all end, with bad exit codes."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    with ExitStack() as stack:
-        agent, *observers = [
-            stack.enter_context(started("--rank", str(rank), "--master-port", port))
-            for rank in range(3)
-        ]
+    with terminals("cartpole", 3, *LONG, python=["-u"]) as (agent, *observers):
         wait_until_it_plays(agent)
         agent.kill()
         start = time.monotonic()

@@ -1,16 +1,13 @@
 """How programs start, other than in a local world: each worker by itself."""
 
 import os
-import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from terminals import ROOT, free_port
 
 pytestmark = pytest.mark.examples
-
-ROOT = Path(__file__).parent.parent
 
 PROGRAM = """
 import argparse, asyncio, functools, os
@@ -32,15 +29,9 @@ print(launch(main, ["trainer", "ps"], options))
 """
 
 
-def free_port() -> str:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return str(found.getsockname()[1])
-
-
 def test_who_is_done_serves_the_others() -> None:
     """A parameter server, whose `main` does nothing, is there for as long as a trainer works."""
-    port = free_port()
+    port = str(free_port())
     workers = [
         subprocess.Popen(
             [sys.executable, "-c", PROGRAM, "--rank", str(rank), "--master-port", port],

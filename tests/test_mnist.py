@@ -2,16 +2,13 @@
 
 import argparse
 import asyncio
-import contextlib
 import gzip
-import os
 import re
 import signal
-import socket
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +17,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from terminals import (
+    Process,
+    command,
+    killed,
+    run,
+    run_line,
+    started,
+    terminals,
+    until,
+    workers_of,
+)
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -39,7 +47,6 @@ from examples.mnist import ParameterServer, Trainer
 
 pytestmark = pytest.mark.examples
 
-ROOT = Path(__file__).parent.parent
 END = 15.0  # seconds in which everybody has ended once somebody was killed
 TIMEOUT = 10.0  # seconds of a backward
 
@@ -281,10 +288,8 @@ def test_gpus_that_are_not_there(gpus: int, says: str) -> None:
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
 
 
-def program(data: Path, *args: str, python: Sequence[str] = ()) -> list[str]:
-    """Its command line, with options of Python's."""
-    where = ["--data", str(data), "--plot", str(data / "losses.png")]
-    return [sys.executable, *python, "-m", "examples.mnist", *where, *args]
+def where(data: Path) -> list[str]:
+    return ["--data", str(data), "--plot", str(data / "losses.png")]
 
 
 def accuracy(output: str) -> float:
@@ -293,77 +298,36 @@ def accuracy(output: str) -> float:
     return float(found[1])
 
 
-def run(command: list[str]) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, timeout=50, check=False
-    )
-
-
 @pytest.mark.worlds
 def test_as_one_command(data: Path) -> None:
     """Two trainers learn at once, and nothing is warned of."""
-    done = run(program(data, "--quick", python=["-X", "dev", "-W", "error"]))
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    assert "Traceback" not in done.stderr
-    assert "data: digits drawn by examples.digits, seed 0" in done.stdout
-    assert "2 trainers, 76 iterations" in done.stdout
-    assert accuracy(done.stdout) > 0.4
+    said = run("mnist", *where(data), "--quick", timeout=50)
+    assert "data: digits drawn by examples.digits, seed 0" in said
+    assert "2 trainers, 76 iterations" in said
+    assert accuracy(said) > 0.4
     assert (data / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.worlds
 def test_under_torchrun(data: Path) -> None:
     """The world is as large as torchrun says."""
-    own = program(data, "--quick", "--images", "200")[1:]
+    _, *own = command("mnist", *where(data), "--quick", "--images", "200")
     torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--nnodes=1"]
-    where = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
-    done = run([sys.executable, "-m", *torchrun, *where, *own])
-    assert done.returncode == 0, done.stderr
-    assert "1 trainers, 13 iterations" in done.stdout
-    assert accuracy(done.stdout) > 0.05
+    rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
+    said = run_line([sys.executable, "-m", *torchrun, *rendezvous, *own], timeout=50)
+    assert "1 trainers, 13 iterations" in said
+    assert accuracy(said) > 0.05
 
 
-def free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        port: int = listener.getsockname()[1]
-    return port
-
-
-@contextlib.contextmanager
-def terminals(data: Path, size: int, *args: str) -> Iterator[list[subprocess.Popen[str]]]:
-    """A process for each rank, which are ended with the block."""
-    world = ["--world-size", str(size), "--master-port", str(free_port()), *args]
-    with contextlib.ExitStack() as stack:
-        started = []
-        for rank in range(size):
-            process = subprocess.Popen(
-                program(data, *world, "--rank", str(rank)),
-                cwd=ROOT,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-            )
-            stack.enter_context(process)
-            stack.callback(process.kill)
-            started.append(process)
-        yield started
-
-
-def until_it_trains(process: subprocess.Popen[str]) -> None:
-    assert process.stdout is not None
-    for line in process.stdout:
-        if "iterations" in line:
-            return
-    raise AssertionError(process.communicate())
+def terminals_of(data: Path, size: int, *args: str) -> AbstractContextManager[list[Process]]:
+    return terminals("mnist", size, *where(data), "--world-size", str(size), *args)
 
 
 @pytest.mark.long
 @pytest.mark.worlds
 def test_one_terminal_a_worker(data: Path) -> None:
     """They meet at the address that all are given, and end together."""
-    with terminals(data, 2, "--quick", "--images", "200") as processes:
+    with terminals_of(data, 2, "--quick", "--images", "200") as processes:
         outputs = [process.communicate(timeout=50) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], outputs
     assert accuracy(outputs[0][0]) > 0.05
@@ -375,8 +339,8 @@ LONG = ("--epochs", "1000", "--batch-size", "4")
 @pytest.mark.worlds
 def test_a_server_that_is_killed(data: Path) -> None:
     """No trainer goes on without it, or ends as if all were well."""
-    with terminals(data, 3, *LONG) as processes:
-        until_it_trains(processes[0])
+    with terminals_of(data, 3, *LONG) as processes:
+        until(processes[0], "iterations")
         processes[0].kill()
         start = time.monotonic()
         outputs = [process.communicate(timeout=END) for process in processes]
@@ -388,19 +352,13 @@ def test_a_server_that_is_killed(data: Path) -> None:
 @pytest.mark.worlds
 def test_a_trainer_that_is_killed(data: Path) -> None:
     """It ends the run, with a code that says so and an error that names it."""
-    command = program(data, *LONG)
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as ps:
-        try:
-            until_it_trains(ps)
-            everybody = psutil.Process(ps.pid).children(recursive=True)
-            trainers = [each for each in everybody if "spawn_main" in " ".join(each.cmdline())]
-            assert len(trainers) == 2
-            os.kill(trainers[0].pid, signal.SIGKILL)
-            _, errors = ps.communicate(timeout=END)
-        finally:
-            ps.kill()
+    with started(command("mnist", *where(data), *LONG)) as ps:
+        until(ps, "iterations")
+        everybody = psutil.Process(ps.pid).children(recursive=True)
+        trainers = workers_of(ps)
+        assert len(trainers) == 2
+        killed(trainers[0].pid)
+        _, errors = ps.communicate(timeout=END)
         assert ps.returncode == 1
     assert "worker 'trainer" in errors
     assert not psutil.wait_procs(everybody, timeout=5.0)[1]

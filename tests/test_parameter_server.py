@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from terminals import ROOT, STRICT, command, free_port, run
 from torch import Tensor, nn
 
 pytest.importorskip("rich")
@@ -27,13 +27,11 @@ except Exception as exc:  # one that was built for another torch fails in ways o
 
 from examples import _classifier
 from examples._classifier import Mean, learn
-from examples._reference.parameter_server import free_port
 from examples.parameter_server import ParameterServer, arguments
 
 # Several processes import torch twice over: a busy machine takes its time.
 pytestmark = [pytest.mark.examples, pytest.mark.timeout(150)]
 
-ROOT = Path(__file__).parent.parent
 SOON = 15.0  # seconds within which everybody has ended
 
 
@@ -184,13 +182,13 @@ class Program:
 
 
 @contextlib.contextmanager
-def running(tmp_path: Path, *words: str, name: str = "parameter_server") -> Iterator[Program]:
+def running(tmp_path: Path, *words: str) -> Iterator[Program]:
     """The program, every warning an error."""
     errors = tmp_path / f"stderr{len(list(tmp_path.iterdir()))}"
     with (
         errors.open("w") as stderr,
         subprocess.Popen(
-            [sys.executable, "-X", "dev", "-W", "error", "-m", f"examples.{name}", *words],
+            command("parameter_server", *words, python=STRICT),
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=stderr,
@@ -275,15 +273,7 @@ def test_the_plain_form(tmp_path: Path) -> None:
     """What it is compared with learns as well."""
     words = ["--trainers", "2", "--model", "small", "--iterations", "20"]
     words += ["--classes", "10", "--images", "2000"]
-    done = subprocess.run(
-        [sys.executable, "-m", "examples._reference.parameter_server", *words],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=50,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    losses = re.search(r"loss, first step: ([\d.]+), last of 20: ([\d.]+)", done.stdout)
-    assert losses is not None, done.stdout
+    said = run("_reference.parameter_server", *words, python=(), timeout=50)
+    losses = re.search(r"loss, first step: ([\d.]+), last of 20: ([\d.]+)", said)
+    assert losses is not None, said
     assert float(losses[2]) < 0.5 * float(losses[1])

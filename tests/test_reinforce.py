@@ -1,8 +1,6 @@
 """REINFORCE: returns, the program as a user runs it, and its plain form, which learns the same."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,12 +12,12 @@ pytest.importorskip("matplotlib")
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from terminals import run
 
 from examples._learning import CartPole, Episode, Learner, returns
 
 pytestmark = pytest.mark.examples
 
-ROOT = Path(__file__).parent.parent
 
 rewards = st.lists(st.floats(-10.0, 10.0), min_size=1, max_size=30)
 
@@ -86,22 +84,6 @@ def test_a_policy_on_a_gpu() -> None:
     assert learner.chances(torch.zeros(3, 4) + 0.1) != before
 
 
-def program(name: str, *args: str, strict: bool = True) -> list[str]:
-    """What it prints, line by line."""
-    flags = ["-X", "dev", "-W", "error"] if strict else []
-    done = subprocess.run(
-        [sys.executable, *flags, "-m", name, *args],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=58,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Traceback" not in done.stderr
-    return done.stdout.splitlines()
-
-
 def learned(lines: list[str]) -> list[str]:
     """What does not depend on how fast it was."""
     kept = [line for line in lines if re.match("(not )?solved|greedy", line)]
@@ -112,9 +94,10 @@ def learned(lines: list[str]) -> list[str]:
 def test_both_forms_learn_the_same(tmp_path: Path) -> None:
     """The program and its plain form, quick: the same episodes, running reward and policy."""
     picture = tmp_path / "curve.png"
-    ours = program("examples.reinforce", "--quick", "--seed", "3", "--plot", str(picture))
+    quick = ("--quick", "--seed", "3")
+    ours = run("reinforce", *quick, "--plot", str(picture), timeout=58).splitlines()
     # Torch's own start warns.
-    plain = program("examples._reference.reinforce", "--quick", "--seed", "3", strict=False)
+    plain = run("_reference.reinforce", *quick, python=(), timeout=58).splitlines()
     assert learned(ours) == learned(plain)
     assert len(learned(ours)) == 2
     assert "after 10 episodes" in learned(ours)[0]

@@ -7,18 +7,17 @@ import os
 import re
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tables import MICROBATCHES, Meeting
+from terminals import ROOT, STRICT, command, run, workers_of
 from torch import Tensor, nn
 
 from aiorpc_torch import RRef, call, create, fetch
@@ -33,7 +32,6 @@ from examples._language import Decoder, EmbeddingTable, Model, set_training
 
 pytestmark = pytest.mark.examples
 
-ROOT = Path(__file__).parent.parent
 WORDS = 30
 STEPS = 5
 
@@ -328,37 +326,26 @@ def test_prose() -> None:
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
 
 
-def program(*args: str) -> list[str]:
-    return [sys.executable, "-X", "dev", "-W", "error", "-m", "examples.rnn", "--quick", *args]
-
-
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     """It beats the unigrams on text that it has not seen, writes some and draws its curves."""
     picture = tmp_path / "curves.png"
-    done = subprocess.run(
-        program("--plot", str(picture)),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=55,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    assert "Warning" not in done.stderr
-    assert "Traceback" not in done.stderr
-    printed = re.search(r"held-out perplexity: ([\d.]+), unigram baseline: ([\d.]+)", done.stdout)
-    assert printed is not None, done.stdout
+    said = run("rnn", "--quick", "--plot", str(picture), timeout=55)
+    printed = re.search(r"held-out perplexity: ([\d.]+), unigram baseline: ([\d.]+)", said)
+    assert printed is not None, said
     perplexity, unigram = map(float, printed.groups())
     assert perplexity < 0.9 * unigram
-    assert "<unk>" not in done.stdout
+    assert "<unk>" not in said
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+LONG = ("--epochs", "10000", "--length", "200")
 
 
 @contextlib.contextmanager
 def training() -> Iterator[subprocess.Popen[str]]:
     """The program, for hours, once its first epoch is over."""
     with subprocess.Popen(
-        [*program("--plot", os.devnull, "--epochs", "10000", "--length", "200")],
+        command("rnn", "--quick", "--plot", os.devnull, *LONG, python=STRICT),
         cwd=ROOT,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -379,14 +366,9 @@ def training() -> Iterator[subprocess.Popen[str]]:
 def test_the_parameter_server_is_killed() -> None:
     """The trainer ends, soon, and says so with its code."""
     with training() as process:
-        ps = [
-            child
-            for child in psutil.Process(process.pid).children()
-            if "spawn_main" in " ".join(child.cmdline())
-        ]
-        assert len(ps) == 1
+        (ps,) = workers_of(process)
         start = time.monotonic()
-        ps[0].kill()
+        ps.kill()
         output, _ = process.communicate(timeout=15)
         assert time.monotonic() - start < 15
     assert process.returncode != 0

@@ -5,7 +5,6 @@ import contextlib
 import gc
 import json
 import os
-import socket
 import subprocess
 import sys
 import tempfile
@@ -14,6 +13,7 @@ from pathlib import Path
 
 import actors
 import pytest
+from terminals import free_port
 from test_worlds import HERE, program, run
 
 from aiorpc_torch import call
@@ -146,13 +146,6 @@ def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
             peers += [str(guest.pid)] * len(ranks)
         assert stayer.communicate(timeout=50)[0].split() == peers
         assert stayer.returncode == 0
-
-
-def free_port() -> int:
-    """One that nobody listens at now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
 
 
 # ── what there is ───────────────────────────────────────────────────────────────────────────────
