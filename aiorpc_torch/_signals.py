@@ -22,10 +22,13 @@ def orderly() -> Iterator[None]:
     """SIGTERM cancels the task that enters; the block left, it raises `SystemExit(143)`.
 
     Ctrl-C stays asyncio's, which cancels the main task; pressed again in the block, it ends the
-    process at once. Only under `asyncio.run` in the main thread, and only where the program has no
-    handlers of its own.
+    process at once. Where it is ignored, as by what a script starts in the background, it stays so.
+    Only under `asyncio.run` in the main thread, and only where the program has no handlers of its
+    own.
     """
-    if threading.current_thread() is not threading.main_thread() or not _is_asyncios():
+    handler = signal.getsignal(signal.SIGINT)
+    is_ours = _is_asyncios(handler) or handler is signal.SIG_IGN
+    if threading.current_thread() is not threading.main_thread() or not is_ours:
         yield
         return
     with _Terminable() as terminable, _twice_is_enough():
@@ -33,8 +36,7 @@ def orderly() -> Iterator[None]:
     del terminable
 
 
-def _is_asyncios() -> bool:
-    handler = signal.getsignal(signal.SIGINT)
+def _is_asyncios(handler: Any) -> bool:
     return isinstance(handler, functools.partial) and isinstance(
         getattr(handler.func, "__self__", None), asyncio.Runner
     )
@@ -69,6 +71,9 @@ class _Terminable:
 @contextlib.contextmanager
 def _twice_is_enough() -> Iterator[None]:
     first: Any = signal.getsignal(signal.SIGINT)
+    if first is signal.SIG_IGN:
+        yield
+        return
     presses = 0
 
     def press(number: int, frame: FrameType | None) -> None:

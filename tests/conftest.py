@@ -1,6 +1,7 @@
 """What every test of ours gets beside the plugin's fixtures: hypothesis's profiles, and no leak."""
 
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
 
@@ -15,6 +16,11 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 # Ours by name too: from a source tree that is only on the path, nothing is installed.
 pytest_plugins = ["pytest_aiorpc_torch", "pytester"]
+
+
+# A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(autouse=True)

@@ -49,10 +49,21 @@ def all_gone(found: list[psutil.Process]) -> bool:
     return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
 
 
-@pytest.mark.parametrize("whom", ["parent", "all"])
-def test_sigterm_is_orderly(tmp_path: Path, whom: str) -> None:
-    """To the parent alone, or to all as systemd does: code 143, in two seconds, no traceback."""
-    with started(program(tmp_path, PATIENT)) as parent:
+BACKGROUND = """
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+"""
+
+
+@pytest.mark.parametrize(
+    ("whom", "how"), [("parent", ""), ("all", ""), ("parent", BACKGROUND)], ids=["one", "all", "&"]
+)
+def test_sigterm_is_orderly(tmp_path: Path, whom: str, how: str) -> None:
+    """To the parent alone, or to all as systemd does: code 143, in two seconds, no traceback.
+
+    What a script starts in the background has Ctrl-C ignored, and is stopped in no other way.
+    """
+    with started(program(tmp_path, how + PATIENT)) as parent:
         found = processes(parent)
         start = time.monotonic()
         (os.killpg if whom == "all" else os.kill)(parent.pid, signal.SIGTERM)
