@@ -160,6 +160,7 @@ def timed(program: ModuleType) -> list[tuple[float, float]]:
 
     program.serve = weighed  # type: ignore[attr-defined]
     program.accuracy = lambda *_: 0.0  # type: ignore[attr-defined]  # not what is measured
+    program.curves = lambda where, *_, **__: where  # type: ignore[attr-defined]  # ours alone draws
     return spans
 
 

@@ -286,9 +286,11 @@ def test_who_was_replaced_is_nobody(tmp_path: Path) -> None:
                 assert line(found[0]) == "lost\n"
                 assert line(found[0]) == f"back {second.pid}\n"
                 found[1].send_signal(signal.SIGCONT)
-                assert (
-                    line(found[1])
-                    == "NotServing: worker 'worker1' has a successor: this is not it\n"
+                # What ended the call that it waited in: that it is nobody, or, where its question
+                # was there before, that its call was cancelled when it was given up.
+                assert line(found[1]) in (
+                    "NotServing: worker 'worker1' has a successor: this is not it\n",
+                    "RemoteError: worker 'worker0' raised asyncio.exceptions.CancelledError\n",
                 )
         finally:
             found[1].kill()
