@@ -347,61 +347,72 @@ def hang_up(stranger: socket.socket) -> None:
             stranger.accept()[0].close()
 
 
-def test_the_store_of_the_last_world_closes(monkeypatch: Any) -> None:
+class Closing(Hall):
+    """At a TCP store that closes, after which there may be another at its address."""
+
+    def __init__(self) -> None:
+        self.store: TCPStore | None = serve()
+        self.port = self.store.port
+        super().__init__(f"tcp://127.0.0.1:{self.port}")
+
+    def until(self, name: str, page: int = 0) -> None:
+        """Wait until that is written, on that page."""
+        probe = self.meeting(seat(0))._store
+        probe.open(threading.Event(), 20.0)
+        for _ in range(page):
+            probe.turn()
+        while not probe.has(name):
+            threading.Event().wait(0.005)
+
+    def end(self) -> None:
+        """The store closes."""
+        self.store = None
+
+    def begin_again(self) -> None:
+        """It closes, and the next is opened."""
+        self.end()
+        self.store = serve(self.port)
+
+
+@pytest.fixture
+def closing(monkeypatch: Any) -> Iterator[Closing]:
+    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
+    here = Closing()
+    yield here
+    here.close()
+
+
+def test_the_store_of_the_last_world_closes(closing: Closing) -> None:
     """Who is quicker than rank 0 meets at a store that is about to go, and goes on at the next."""
-    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
-    servers = [serve()]
-    port = servers[0].port
-    hall = Hall(f"tcp://127.0.0.1:{port}")
-    part(hall, meet(hall, [seat(rank, 2) for rank in (0, 1)]))
-    quick = hall.comes(seat(1, 2))
-    probe = hall.meeting(seat(0))._store
-    probe.open(threading.Event(), 20.0)
-    probe.turn()
-    while not probe.has("seat/1"):
-        threading.Event().wait(0.005)
-    servers.pop()
-    servers.append(serve(port))
-    assert names(hall.comes(seat(0, 2))) == ["w0", "w1"]
+    part(closing, meet(closing, [seat(rank, 2) for rank in (0, 1)]))
+    quick = closing.comes(seat(1, 2))
+    closing.until("seat/1", page=1)
+    closing.begin_again()
+    assert names(closing.comes(seat(0, 2))) == ["w0", "w1"]
     assert names(quick) == ["w0", "w1"]
-    hall.close()
 
 
-def test_a_store_closes_before_anything_is_seen_of_it(monkeypatch: Any) -> None:
+def test_a_store_closes_before_anything_is_seen_of_it(closing: Closing, monkeypatch: Any) -> None:
     """It was the last world's: who has only just connected to it goes on at the next."""
-    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
-    servers = [serve()]
-    port = servers[0].port
     look = Meeting._has_failed
 
     def close_first(self: Meeting) -> bool:
         monkeypatch.setattr(Meeting, "_has_failed", look)
-        servers.pop()
-        servers.append(serve(port))
+        closing.begin_again()
         return look(self)
 
-    hall = Hall(f"tcp://127.0.0.1:{port}")
     monkeypatch.setattr(Meeting, "_has_failed", close_first)
-    quick = hall.meeting(seat(1, 2))
-    coming = hall.pool.submit(quick.sign_in)
-    assert names(hall.comes(seat(0, 2))) == ["w0", "w1"]
-    assert names(coming) == ["w0", "w1"]
-    hall.close()
+    quick = closing.comes(seat(1, 2))
+    assert names(closing.comes(seat(0, 2))) == ["w0", "w1"]
+    assert names(quick) == ["w0", "w1"]
 
 
-def test_a_store_closes_where_this_worker_has_sat_down(monkeypatch: Any) -> None:
+def test_a_store_closes_where_this_worker_has_sat_down(closing: Closing) -> None:
     """Rank 0 has died: that is said at once."""
-    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
-    servers = [serve()]
-    hall = Hall(f"tcp://127.0.0.1:{servers[0].port}")
-    waiting = hall.comes(seat(1, 2))
-    probe = hall.meeting(seat(0))._store
-    probe.open(threading.Event(), 20.0)
-    while not probe.has("beat/1"):
-        threading.Event().wait(0.005)
-    servers.pop()
+    waiting = closing.comes(seat(1, 2))
+    closing.until("beat/1")
+    closing.end()
     assert "rank 0, which keeps it, has given up or died" in str(failure(waiting))
-    hall.close()
 
 
 def test_parting_has_an_end(hall: Hall) -> None:
