@@ -220,9 +220,6 @@ class Queue:
             # In nobody's context: the body runs for all its callers, so for none's deadline.
             self._next_look = self.loop.call_soon(self._pump, context=contextvars.Context())
 
-    def _looks_soon(self) -> bool:
-        return self._next_look is not None
-
     def _pump(self) -> None:
         assert self.loop is not None
         self._next_look = None
@@ -239,10 +236,9 @@ class Queue:
             # Before it starts, which it may do at once.
             run = self._running[left] = _Run(recording, self._body.name)
             run.task = start(self._body.code, self._run(left, run), self._body.name)
-            if run.task is not None:
-                run.task.add_done_callback(run.end)  # if it is cancelled before its first step, too
-            elif self._looks_soon():
-                return  # who waits still has its turn after what the loop has to do besides
+            if run.task is None:  # it is done, and whoever still waits has a look of its own, soon
+                return
+            run.task.add_done_callback(run.end)  # even if it is cancelled before its first step
         deadline = self._batcher.deadline()
         if deadline is not None:
             self._timer = self.loop.call_at(deadline, self._pump)

@@ -26,12 +26,16 @@ def orderly() -> Iterator[None]:
     Only under `asyncio.run` in the main thread, and only where the program has no handlers of its
     own.
     """
-    handler = signal.getsignal(signal.SIGINT)
-    is_ours = _is_asyncios(handler) or handler is signal.SIG_IGN
-    if threading.current_thread() is not threading.main_thread() or not is_ours:
+    first = signal.getsignal(signal.SIGINT)
+    is_ignored = first is signal.SIG_IGN
+    in_main = threading.current_thread() is threading.main_thread()
+    if not in_main or not (is_ignored or _is_asyncios(first)):
         yield
         return
-    with _Terminable() as terminable, _twice_is_enough():
+    with (
+        _Terminable() as terminable,
+        contextlib.nullcontext() if is_ignored else _twice_is_enough(first),
+    ):
         yield
     del terminable
 
@@ -69,11 +73,7 @@ class _Terminable:
 
 
 @contextlib.contextmanager
-def _twice_is_enough() -> Iterator[None]:
-    first: Any = signal.getsignal(signal.SIGINT)
-    if first is signal.SIG_IGN:
-        yield
-        return
+def _twice_is_enough(first: Any) -> Iterator[None]:
     presses = 0
 
     def press(number: int, frame: FrameType | None) -> None:
