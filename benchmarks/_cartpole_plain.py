@@ -2,6 +2,7 @@
 
 import gc
 import warnings
+from collections.abc import Callable
 from time import perf_counter, process_time
 from typing import Any
 
@@ -16,6 +17,13 @@ METHODS = {"batched": cartpole.select, "unbatched": cartpole.select_alone}
 
 def live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
     """Be one worker; the agent's sends what it measured."""
+    be_worker(rank, sizes, where, report, _measure)
+
+
+def be_worker(
+    rank: int, sizes: Sizes, where: str, report: Any, measure: Callable[[Sizes], Times]
+) -> None:
+    """The same of any program in plain torch, whose agent measures so."""
     gc.freeze()
     warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own start (2.15)
     rpc.init_rpc(  # type: ignore[no-untyped-call]
@@ -27,7 +35,7 @@ def live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
         ),
     )
     if rank == 0:
-        report.send(_measure(sizes))
+        report.send(measure(sizes))
     rpc.shutdown()
 
 

@@ -7,9 +7,7 @@ process's life. Its sampler, its dropout, its lock, the gradients that are recor
 and `rpc_sync` to `agent_rref.owner()` are as they were.
 """
 
-import gc
 import threading
-import warnings
 from time import perf_counter, process_time
 from typing import Any
 
@@ -20,6 +18,7 @@ from torch.distributed import rpc
 from torch.distributions import Categorical
 from torch.futures import Future
 
+from ._cartpole_plain import be_worker
 from ._cartpole_work import Sizes, Times
 
 
@@ -131,20 +130,8 @@ class Agent:
 
 def live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
     """Be one worker; the agent's sends what it measured."""
-    gc.freeze()
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own start (2.15)
     torch.manual_seed(543)
-    rpc.init_rpc(  # type: ignore[no-untyped-call]
-        f"observer{rank - 1}" if rank else "agent",
-        rank=rank,
-        world_size=sizes.processes + 1,
-        rpc_backend_options=rpc.TensorPipeRpcBackendOptions(
-            init_method=where, _transports=sizes.transports
-        ),
-    )
-    if rank == 0:
-        report.send(_measure(sizes))
-    rpc.shutdown()
+    be_worker(rank, sizes, where, report, _measure)
 
 
 def _measure(sizes: Sizes) -> Times:

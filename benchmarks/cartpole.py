@@ -86,7 +86,7 @@ def measure(given: argparse.Namespace, observers: Sequence[int]) -> Found:
             for name, side, sizes in (
                 ("ours", ours, spread),
                 ("tutorial", tutorial, spread),
-                ("plain", plain, spread),
+                ("plain form", plain, spread),
                 ("together", ours, together),
             ):
                 for variant, rate in turn(side, sizes).items():
@@ -98,7 +98,7 @@ def rows(rates: Found) -> list[Row]:
     """The table: ours against the better variant of the tutorial's, and of the plain form."""
     found = []
     counts = sorted({count for _, count in rates})
-    for other, aims in (("tutorial", ("≥ 1.3", "≥ 5")), ("plain", ("", ""))):
+    for other, aims in (("tutorial", ("≥ 1.3", "≥ 5")), ("plain form", ("", ""))):
         for count in [each for each in TABLE if each in counts]:
             found += against(other, rates, count, aims if count > 1 else ("", ""))
     one = Runs(rates["ours, batched", counts[0]], rates["ours, unbatched", counts[0]])
@@ -112,7 +112,7 @@ def against(other: str, rates: Found, count: int, aims: tuple[str, str]) -> list
     """Ours at so many observers, in rows; the aims are batched, and all in one."""
     best, unit = better(other, rates, count), "steps/s"
     what = f"{count} observer{'s' * (count > 1)}"
-    said = f"against the {'tutorial' if other == 'tutorial' else 'plain form'}"
+    said = f"against the {other}"
     cpu = Runs(rates["ours, batched, CPU", count], rates[f"{other}, batched, CPU", count])
     found = [
         Row(f"{what}, batched, {said}", unit, Runs(rates["ours, batched", count], best), aims[0]),
@@ -136,8 +136,8 @@ def panel(rates: Found) -> Panel:
     looks = {
         "tutorial, unbatched": ("the tutorial, unbatched", ("#999999", "v")),
         "tutorial, batched": ("the tutorial, batched", ("#666666", "^")),
-        "plain, unbatched": ("plain torch, unbatched", ("#cc79a7", "v")),
-        "plain, batched": ("plain torch, batched", RAW),
+        "plain form, unbatched": ("plain torch, unbatched", ("#cc79a7", "v")),
+        "plain form, batched": ("plain torch, batched", RAW),
         "ours, unbatched": ("ours, unbatched", OTHER),
         "ours, batched": ("ours, batched", OURS),
         "together, batched": ("ours, all in one observer", ALSO_OURS),
