@@ -8,7 +8,8 @@ The map of the house, from the ground up; imports point down only.
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
     _living                                what is alive, listed from any thread
     _exceptions, _deadline                 how exceptions and deadlines cross
-    _errands, _handles                     for which batches a call is made; how RRefs cross
+    _errands, _rrefs                       for which batches a call is made; how RRefs cross
+    _handles                               what a call names its object by
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
     _states                                of torch's threads, in Python: kept and given back
     _steps, _scopes, _interruption         a coroutine's steps, timed; deadlines; ends from outside

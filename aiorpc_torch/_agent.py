@@ -32,6 +32,8 @@ from torch._C._distributed_rpc import (
 from torch.distributed import autograd, rpc
 from torch.distributed.rpc import api
 
+from . import _rrefs
+
 DeviceMap = Mapping[Any, Any]
 DeviceMaps = Mapping[str, DeviceMap]
 
@@ -72,7 +74,10 @@ class Member:
 
 
 class Agent:
-    """The agent of this process, called `name`. Made once in a world; blocks for milliseconds."""
+    """The agent of this process, called `name`. Made once in a world; blocks for milliseconds.
+
+    In a world of `novices`, whose workers are all in their first, torch counts who holds an RRef.
+    """
 
     def __init__(
         self,
@@ -82,6 +87,7 @@ class Agent:
         threads: int,
         transports: Sequence[str] | None,
         device_maps: DeviceMaps,
+        novices: bool,
     ) -> None:
         global _first, _to_stop
         options = rpc.TensorPipeRpcBackendOptions(
@@ -90,10 +96,11 @@ class Agent:
             _transports=None if transports is None else list(transports),
         )
         self._name = name
-        self._is_first = _first is None
+        self._novices = novices
         if _first is None:
             _first = number
             autograd._init(number)  # type: ignore[attr-defined]
+        _rrefs.begin(number, counted=novices)
         self._store = HashStore()
         self._agent = TensorPipeAgent(self._store, name, number, None, options, {}, [])
         self._members: dict[str, Member] = {}
@@ -141,7 +148,7 @@ class Agent:
 
     def release(self) -> None:
         """Let go of the objects of others, which must all be alive. Blocks until they know it."""
-        if self._is_first:  # in later worlds torch's messages about RRefs do not arrive
+        if self._novices:  # from others torch's messages about RRefs do not come
             _delete_all_user_and_unforked_owner_rrefs(timedelta(seconds=1))
 
     def seal(self) -> None:
@@ -152,7 +159,7 @@ class Agent:
         """Close the pipes and end the threads. Waits for no peer, but for what runs in a thread."""
         global _to_stop
         _to_stop = False  # once: what holds one of its threads would hold the process's exit too
-        rpc.shutdown(graceful=False)
+        _shut_down()
         # torch's threads end with its object, which would wait for Python's collector of garbage.
         del self._agent
 
@@ -161,7 +168,7 @@ class Agent:
 def _stop_at_exit() -> None:
     # A process that ends inside its world would end with "terminate called" (2.13, 2.15).
     if _to_stop and is_running():
-        rpc.shutdown(graceful=False)
+        _shut_down()
     # And one in which torch computes a backward, for a worker that died say, would be aborted when
     # that comes back to a Python that has ended, or would wait for it without end in torch's exit
     # functions. (2.13, 2.15; tests/test_signals.py)
@@ -171,6 +178,11 @@ def _stop_at_exit() -> None:
         if time.monotonic() > end:
             _abandon(130 if isinstance(failure, KeyboardInterrupt) else 1)
         time.sleep(0.01)
+
+
+def _shut_down() -> None:
+    with _rrefs.closing():
+        rpc.shutdown(graceful=False)
 
 
 def _abandon(code: int) -> NoReturn:

@@ -237,7 +237,7 @@ class _Reader(pickle.Unpickler):
         if word is not None:
             return word
         if (module, name) == (read_rref.__module__, read_rref.__name__):
-            return lambda data: read_rref(data)  # its own: see _Sealed
+            return lambda *parts: read_rref(*parts)  # its own: see _Sealed
         if (module, name) == ("builtins", "getattr"):  # how a class method is named
             return lambda owner, name: _attribute(owner, name)
         return _Name(f"{module}:{name}")
@@ -251,7 +251,7 @@ def _attribute(owner: Any, name: str) -> _Name:
 
 # What may stand in the fields of those classes.
 _FIELDS: dict[str, Any] = {
-    "on": PyRRef | int | None,
+    "on": PyRRef | int | tuple | None,
     "name": str,
     "function": _Name,
     "factory": _Name,

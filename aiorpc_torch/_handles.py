@@ -1,8 +1,9 @@
-"""Objects that are called often: a number in place of an RRef.
+"""What a call names its object by: something short, in place of the RRef.
 
 To pickle an RRef is to fork it, for which torch sends a message of its own and keeps books at both
 ends: more than the call itself costs (torch 2.13: 170 µs of a lone call, and a message for each of
-a thousand). An RRef that is used again is sent with a number once, and from then on as the number.
+a thousand). Those that came with this library are named by their ident. One that torch brought is
+sent itself, if it is used again with a number once, and from then on as the number.
 
 The owner holds the object weakly: it lives as long as the caller's RRef, which the caller's pending
 call keeps alive. An object that cannot be held weakly keeps travelling as an RRef.
@@ -15,6 +16,9 @@ from typing import Any, NamedTuple
 
 from torch.distributed.rpc import RRef
 
+from . import _rrefs
+from ._rrefs import GONE, Ident
+
 
 class Offer(NamedTuple):
     """An RRef, and the number that will stand for it once the owner knows it."""
@@ -23,7 +27,7 @@ class Offer(NamedTuple):
     number: int
 
 
-Named = RRef[Any] | Offer | int
+Named = RRef[Any] | Offer | int | Ident
 
 
 class _Handle:
@@ -43,12 +47,18 @@ class Handles:
         self._by_number: weakref.WeakValueDictionary[int, _Handle] = weakref.WeakValueDictionary()
 
     def name(self, rref: Any) -> Named:
-        """What to send for `rref`. The first time itself: most are used but once."""
+        """What to send for `rref`.
+
+        Raises:
+            ReferenceError: if it is of a world that this process has left.
+        """
+        if (ident := _rrefs.ident(rref)) is not None:
+            return ident
         handle = self._handles.get(rref)
         if handle is None:
             handle = self._handles[rref] = _Handle(next(self._numbers))
             self._by_number[handle.number] = handle
-            first: RRef[Any] = rref
+            first: RRef[Any] = rref  # itself: most are used but once
             return first
         number: int = handle.number
         return number if handle.known else Offer(rref, number)
@@ -71,14 +81,14 @@ class Objects:
         """The object.
 
         Raises:
-            ReferenceError: if it was known by that number and is gone.
+            ReferenceError: if it is gone.
         """
         if isinstance(named, int):
             found = self._objects.get(named)
             if found is None:
-                raise ReferenceError("the object of this call is gone: nobody held its RRef")
+                raise ReferenceError(GONE)
             return found
-        return named.rref.local_value() if isinstance(named, Offer) else named.local_value()
+        return _rrefs.find(named.rref if isinstance(named, Offer) else named)
 
     def learn(self, named: Named, found: Any) -> int | None:
         """Remember an object that was offered; its number, or None."""

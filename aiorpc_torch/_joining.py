@@ -31,10 +31,12 @@ async def join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Membe
         WorldTimeout, ValueError: as `worker`.
     """
     if meeting is None:
-        number = keeps_number() or 0
-        through = place.interfaces
-        agent = await run_blocking(daemon("aiorpc-join"), lambda: _start(place, number, through))
-        return agent, [Member(place.name, 0, number, agent.address)]
+        number = keeps_number()
+        through, is_novice = place.interfaces, number is None
+        agent = await run_blocking(
+            daemon("aiorpc-join"), lambda: _start(place, number or 0, through, is_novice)
+        )
+        return agent, [Member(place.name, 0, number or 0, agent.address)]
     agents: list[Agent] = []
     joining = _join_in_thread(lambda: _meet_all(place, meeting, agents))
     try:
@@ -71,7 +73,8 @@ def _meet_all(place: Place, meeting: Meeting, agents: list[Agent]) -> list[Membe
     """Blocks. Leaves the agent in `agents`, also if it raises later."""
     seats = meeting.sign_in()
     number = meeting.number(seats)
-    agents.append(_start(place, number, _through(place, meeting)))
+    are_novices = all(seat.number is None for seat in seats)
+    agents.append(_start(place, number, _through(place, meeting), are_novices))
     here = Location(number, agents[0].address)
     if not meeting.seat.comeback:
         meeting.publish(here)
@@ -159,7 +162,7 @@ async def _come_back(
     return found
 
 
-def _start(place: Place, number: int, through: _interfaces.Choice) -> Agent:
+def _start(place: Place, number: int, through: _interfaces.Choice, novices: bool) -> Agent:
     log.info("%s speaks through %s", place.name, _interfaces.in_words(through))
     with _interfaces.bound(through):
         return Agent(
@@ -168,4 +171,5 @@ def _start(place: Place, number: int, through: _interfaces.Choice) -> Agent:
             threads=place.threads,
             transports=place.transports,
             device_maps=place.device_maps,
+            novices=novices,
         )

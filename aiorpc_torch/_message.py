@@ -18,6 +18,7 @@ from torch import Tensor
 from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, skip, write
 from ._errands import BatchId
 from ._handles import Named
+from ._rrefs import Ident
 from ._tensors import Table, size_of
 from ._wire import Create, Function, Method, Packed, Target, pack, plain, unpack
 
@@ -43,18 +44,18 @@ class Outgoing(NamedTuple):
     size: int
 
 
-Short = tuple[int, str] | Packed
+Short = tuple[int | Ident, str] | Packed
 """How a target is named in a message."""
 
 
 def shorten(target: Target, on: Named | None) -> Short:
     """How a target is named, with `on` in place of its RRef."""
-    if type(target) is Method and type(on) is int:  # most calls
-        return on, target.name
+    is_short = type(on) is tuple or type(on) is int
+    if is_short and type(target) is Method:  # most calls
+        return on, target.name  # type: ignore[return-value]
     if on is not None and not isinstance(target, Function | Create):
         target = target._replace(on=on)
-    is_settled = on is None or type(on) is int
-    by_name = is_settled and _goes_by_name(getattr(target, "function", None))
+    by_name = (is_short or on is None) and _goes_by_name(getattr(target, "function", None))
     return _packed_once(target) if by_name else pack(target)
 
 

@@ -18,6 +18,7 @@ from torch._C._distributed_rpc import PyRRef
 
 from ._exceptions import Failure, note, reduce_exception, replica
 from ._handles import Named
+from ._rrefs import Way, arrive, depart
 from ._tensors import Kind, compact, from_bytes, size_of, small_bytes
 from .errors import RpcError
 
@@ -92,7 +93,7 @@ class _Packer(pickle.Pickler):
             self.tensors.append(compact(obj))
             return _tensor_slot, (len(self.tensors) - 1,)
         if isinstance(obj, PyRRef):
-            return read_rref, (obj._serialize(),)
+            return read_rref, depart(obj)
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         return NotImplemented
@@ -109,9 +110,9 @@ class _Unpacker(pickle.Unpickler):
         return super().find_class(module, name)
 
 
-def read_rref(data: Any) -> "PyRRef[Any]":
+def read_rref(data: Any, way: Way) -> "PyRRef[Any]":
     """The RRef that was packed."""
-    return PyRRef._deserialize(data)
+    return arrive(data, way)
 
 
 def _tensor_slot(index: int) -> Tensor:

@@ -167,7 +167,6 @@ async def _pass_gate() -> None:
     await call("main", pass_gate)
 
 
-# The gate is the tests' own process's: RRefs of it could not be passed on in its later worlds.
 gates: list[Gate] = []
 
 

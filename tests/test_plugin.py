@@ -179,7 +179,6 @@ async def test_world_left_open():
 """
 
 
-@pytest.mark.long
 def test_leaks_fail_the_test_that_left_them(run) -> None:
     """Each by its name, at its end, and the next test starts afresh."""
     done = run(LEAKS, "--asyncio-mode=auto", "-rE", "-v")
