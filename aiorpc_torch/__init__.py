@@ -4,6 +4,7 @@ The map of the house, from the ground up; imports point down only.
 
     errors, _version, _seat                what can go wrong; which version; what a worker is
     _interfaces, _environment              network interfaces; torchrun's variables
+    _devices, _fences                      CUDA: which is which of a peer's; order between threads
     _policy, _batcher, _rounds             when waiting requests become a batch (pure)
     _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
     _living                                what is alive, listed from any thread

@@ -15,7 +15,7 @@ import atexit
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -33,9 +33,7 @@ from torch.distributed import autograd, rpc
 from torch.distributed.rpc import api
 
 from . import _rrefs
-
-DeviceMap = Mapping[Any, Any]
-DeviceMaps = Mapping[str, DeviceMap]
+from ._devices import Names
 
 _first: int | None = None  # the number that this process had in its first world
 _to_stop = False  # whether an agent was started whose end nobody has begun
@@ -61,7 +59,7 @@ class Member:
     number: int
     """torch's: unlike the rank it is a new one for a worker that came back."""
     address: str
-    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    device_maps: Names = field(default_factory=dict)
     """From its own devices to those of the peer of that name."""
 
     first_link: int = 0
@@ -86,13 +84,13 @@ class Agent:
         *,
         threads: int,
         transports: Sequence[str] | None,
-        device_maps: DeviceMaps,
+        device_maps: Names,
         novices: bool,
     ) -> None:
         global _first, _to_stop
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads,
-            device_maps={peer: dict(devices) for peer, devices in device_maps.items()},
+            device_maps={**device_maps},  # type: ignore[dict-item]  # a dict of str is none of Any
             _transports=None if transports is None else list(transports),
         )
         self._name = name
@@ -104,7 +102,7 @@ class Agent:
         self._store = HashStore()
         self._agent = TensorPipeAgent(self._store, name, number, None, options, {}, [])
         self._members: dict[str, Member] = {}
-        self._devices = {*local_devices(options.device_maps)}
+        self._devices = {torch.device(own) for each in device_maps.values() for own in each}
         _to_stop = True
         api._init_rpc_states(self._agent)  # type: ignore[no-untyped-call]
         self.address: str = self._store.get(f"addrs/{name}").decode()
@@ -194,17 +192,3 @@ def _abandon(code: int) -> NoReturn:
 def is_running() -> bool:
     """Whether this process has an agent, whoever started it."""
     return _is_current_rpc_agent_set()
-
-
-def local_devices(maps: DeviceMaps) -> list[torch.device]:
-    """The devices of its own that a worker uses by these maps, in order."""
-    used = {torch.device(own) for devices in maps.values() for own in devices}
-    return sorted((device for device in used if device.type != "cpu"), key=str)
-
-
-def plain_maps(maps: DeviceMaps) -> dict[str, dict[str, str]]:
-    """Device maps by the devices' names, as members tell each other."""
-    return {
-        peer: {str(torch.device(own)): str(torch.device(theirs)) for own, theirs in devices.items()}
-        for peer, devices in maps.items()
-    }

@@ -44,7 +44,9 @@ def plain_cell(value: Any) -> tuple[CellKind, Any] | None:
     cls = type(value)
     if cls is Tensor:
         data = small_bytes(value)
-        return (TENSOR, compact(value)) if data is None else ((value.dtype, value.shape), data)
+        if data is not None:
+            return (value.dtype, value.shape), data
+        return None if value.is_cuda else (TENSOR, compact(value))
     if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= SMALL):
         return PLAIN, value
     return None
@@ -91,14 +93,14 @@ def bulk(kind: CellKind, content: Any) -> int:
 def copied(kind: CellKind, content: Any) -> Any:
     """The cell, with large tensors of its own too."""
     if kind == PACKED:
-        return Packed(content.data, [tensor.clone() for tensor in content.tensors])
+        return Packed(content.data, [tensor.clone() for tensor in content.ready()])
     return content.clone() if kind == TENSOR else content
 
 
 def without_graph(kind: CellKind, content: Any) -> Any:
     """The cell, whose tensors require no gradient."""
     if kind == PACKED:
-        return Packed(content.data, [tensor.detach() for tensor in content.tensors])
+        return Packed(content.data, [tensor.detach() for tensor in content.ready()])
     return content.detach() if kind == TENSOR else content
 
 
@@ -112,7 +114,7 @@ def write(kind: CellKind, cells: Sequence[Any], tensors: Table) -> Column:
         return kind, len(cells)
     if kind == PACKED:
         for packed in cells:
-            tensors.put(packed.tensors)
+            tensors.put(packed.ready())
         return kind, [(packed.data, len(packed.tensors)) for packed in cells]
     if kind == FAILED:
         return kind, [failure.plain() for failure in cells]

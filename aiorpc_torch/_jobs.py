@@ -14,7 +14,6 @@ import types
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.distributed.rpc import RRef
 from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
@@ -23,11 +22,10 @@ from ._columns import FAILED, Shared, cell, loose
 from ._deadline import adopt
 from ._errands import Errand, set_out
 from ._exceptions import Failure, note
+from ._fences import Fence
 from ._line import Answer, Line
 from ._message import Work
 from ._recording import Recording, enter
-
-Devices = list[torch.device]
 
 _TAKEN: Work = (), {}
 
@@ -45,6 +43,7 @@ class Job(abc.ABC):
         "begun",
         "deadline",
         "errand",
+        "fence",
         "function",
         "join",
         "leave",
@@ -65,6 +64,7 @@ class Job(abc.ABC):
         self.join: Join | None = None  # a batch, instead of being run
         self.leave: Callable[[], object] | None = None  # gives up its place in a batch
         self.errand: Errand | None = None  # for the batches that wait for it
+        self.fence: Fence | None = None  # behind which its arguments are ready
         self.recording: Recording | None = None  # of an autograd context, if it was called in one
 
     def __repr__(self) -> str:
@@ -104,7 +104,13 @@ class Job(abc.ABC):
             enter(self.recording)
 
     def take_work(self) -> Work:
-        """The arguments, once: a call may wait for long, and they are its own from now on."""
+        """The arguments, once: a call may wait for long, and they are its own from now on.
+
+        In the thread that makes use of them.
+        """
+        if self.fence is not None:
+            self.fence.wait()
+            self.fence = None
         work, self.work = self.work, _TAKEN
         return work
 
@@ -151,7 +157,7 @@ class RpcJob(Job):
         self.work = work
         self.deadline = deadline
         self.abandoned = self.begun = False
-        self.task = self.leave = self.errand = None
+        self.task = self.leave = self.errand = self.fence = None
         self.recording = carrier.reply.recording if carrier.own else None
         self.on_loop = on_loop
         self.join = join

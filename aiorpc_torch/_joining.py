@@ -4,14 +4,17 @@ Every wait here has an end.
 """
 
 import asyncio
+import functools
 import logging
 from collections.abc import Callable, Sequence
 
 from . import _doors, _interfaces
 from ._agent import Agent, Member, keeps_number
 from ._bridge import send, wrap_future
+from ._devices import Reach, settle
 from ._place import Place
 from ._rendezvous import Location, Meeting
+from ._seat import Seat
 from ._threads import daemon, run_blocking
 from ._welcome import ask
 from .errors import WorldTimeout
@@ -24,21 +27,24 @@ REACH = 10.0  # seconds in which every peer is reached, at most
 LINKS = 1 << 20  # numbers of links for each process that is a worker
 
 
-async def join(place: Place, meeting: Meeting | None) -> tuple[Agent, list[Member]]:
+async def join(
+    place: Place, meeting: Meeting | None, use: Callable[[Reach], None]
+) -> tuple[Agent, list[Member]]:
     """Start torch's RPC among the others, who are listed in rank order.
+
+    Before it starts, `use` is told on which devices tensors may come and go.
 
     Raises:
         WorldTimeout, ValueError: as `worker`.
     """
     if meeting is None:
-        number = keeps_number()
-        through, is_novice = place.interfaces, number is None
-        agent = await run_blocking(
-            daemon("aiorpc-join"), lambda: _start(place, number or 0, through, is_novice)
-        )
-        return agent, [Member(place.name, 0, number or 0, agent.address)]
+        alone = [place.seat()]
+        number = keeps_number() or 0
+        start = functools.partial(_start, place, number, place.interfaces, alone, use)
+        agent = await run_blocking(daemon("aiorpc-join"), start)
+        return agent, [Member(place.name, 0, number, agent.address, settle(alone)[0])]
     agents: list[Agent] = []
-    joining = _join_in_thread(lambda: _meet_all(place, meeting, agents))
+    joining = _join_in_thread(lambda: _meet_all(place, meeting, agents, use))
     try:
         members = await _in_time(joining, meeting)
         if meeting.seat.comeback:
@@ -69,12 +75,13 @@ async def _in_time(joining: "asyncio.Future[list[Member]]", meeting: Meeting) ->
     return joining.result()
 
 
-def _meet_all(place: Place, meeting: Meeting, agents: list[Agent]) -> list[Member]:
+def _meet_all(
+    place: Place, meeting: Meeting, agents: list[Agent], use: Callable[[Reach], None]
+) -> list[Member]:
     """Blocks. Leaves the agent in `agents`, also if it raises later."""
     seats = meeting.sign_in()
     number = meeting.number(seats)
-    are_novices = all(seat.number is None for seat in seats)
-    agents.append(_start(place, number, _through(place, meeting), are_novices))
+    agents.append(_start(place, number, _through(place, meeting), seats, use))
     here = Location(number, agents[0].address)
     if not meeting.seat.comeback:
         meeting.publish(here)
@@ -86,9 +93,11 @@ def _meet_all(place: Place, meeting: Meeting, agents: list[Agent]) -> list[Membe
 
 
 def _members(meeting: Meeting, here: Location) -> list[Member]:
+    found = meeting.members(here)
+    every = settle([seat for seat, _ in found])
     return [
-        Member(seat.name, seat.rank, *where, seat.device_maps, seat.comeback * LINKS)
-        for seat, where in meeting.members(here)
+        Member(seat.name, seat.rank, *where, maps, seat.comeback * LINKS)
+        for (seat, where), maps in zip(found, every, strict=True)
     ]
 
 
@@ -162,7 +171,15 @@ async def _come_back(
     return found
 
 
-def _start(place: Place, number: int, through: _interfaces.Choice, novices: bool) -> Agent:
+def _start(
+    place: Place,
+    number: int,
+    through: _interfaces.Choice,
+    seats: Sequence[Seat],
+    use: Callable[[Reach], None],
+) -> Agent:
+    maps = dict(zip([seat.name for seat in seats], settle(seats), strict=True))
+    use(Reach.of(place.name, maps))
     log.info("%s speaks through %s", place.name, _interfaces.in_words(through))
     with _interfaces.bound(through):
         return Agent(
@@ -170,6 +187,6 @@ def _start(place: Place, number: int, through: _interfaces.Choice, novices: bool
             number,
             threads=place.threads,
             transports=place.transports,
-            device_maps=place.device_maps,
-            novices=novices,
+            device_maps=maps[place.name],
+            novices=all(seat.number is None for seat in seats),
         )

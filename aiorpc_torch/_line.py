@@ -6,13 +6,14 @@ does not know.
 
 import logging
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.futures import Future
 
+from . import _devices
 from ._desk import Carrier, Desk
 from ._handles import Objects
 from ._lane import Lane
@@ -34,7 +35,7 @@ class Line:
         self,
         caller: str,
         soon: Callable[[Callable[[], None]], None],
-        devices: Sequence[torch.device],
+        mapped: Collection[torch.device],
     ) -> None:
         self.caller = caller
         self.lock = threading.Lock()
@@ -45,7 +46,7 @@ class Line:
         self.on_loop = 0  # messages on their way to the loop
         self._desk: Desk[Result] = Desk(self._answer)
         self._soon = soon
-        self._devices = devices
+        self._mapped = mapped
         self._flushing = False
         self._learned: list[int] = []
 
@@ -79,12 +80,7 @@ class Line:
 
     def check(self, tensors: Iterable[Tensor]) -> None:
         """Raise for a tensor that torch would not send back: it would fail its whole message."""
-        for device in {tensor.device for tensor in tensors}:
-            if device.type != "cpu" and device not in self._devices:
-                raise ValueError(
-                    f"a tensor on {device} cannot be sent to worker {self.caller!r}: move it to "
-                    "the CPU, or enter the world with device_maps"
-                )
+        _devices.check({tensor.device for tensor in tensors}, self._mapped, self.caller)
 
     def learn(self, target: Any) -> Any:
         """The object that a target names, whose number is told to the caller if it is new.

@@ -7,18 +7,19 @@ a message is outstanding: if no other is, one without calls. Its failure tells o
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence, Sized
+from collections.abc import Callable, Collection, Sequence, Sized
 from typing import Any
 
+import torch
 from torch._C._distributed_rpc import WorkerInfo
 
-from . import _doors
+from . import _devices, _doors
 from ._backlog import LARGE, Backlog
 from ._bridge import in_autograd_context, send, transport_error, when_done
 from ._errands import sent_by
 from ._handles import Handles
 from ._incoming import Incoming
-from ._message import Calls, Outgoing, Short, Work, dump, lay_out, outgoing, shorten
+from ._message import Calls, Outgoing, Work, dump, lay_out, outgoing, shorten
 from ._pending import Heard, Pending, Sink, Unreadable, tell
 from ._recording import Recorded, current
 from ._tensors import Table, size_of
@@ -42,12 +43,14 @@ class Link:
         peer: WorkerInfo,
         heard: Callable[[str], None],
         broken: Callable[[WorkerInfo, RpcError], None],
+        mapped: Collection[torch.device] = (),
     ) -> None:
         self._loop = asyncio.get_running_loop()
         self._caller, self._number = caller, number
         self._peer = peer
         self._heard, self._broken = heard, broken
-        self._seq = 0
+        self._mapped = mapped
+        self._seq = self._calls = self._bytes = 0
         self._pending = Pending()
         self._cancels: list[int] = []
         self._credits: list[tuple[int, int]] = []
@@ -60,7 +63,6 @@ class Link:
         self._queue = Backlog(self._pending, self._window)
         self._handles = Handles()
         self._recorded: set[Recorded] = set()  # those of autograd contexts that are not answered
-        self._calls = self._bytes = 0
 
     def __repr__(self) -> str:
         return (
@@ -88,19 +90,16 @@ class Link:
 
     def call(self, target: Target, work: Work, due: float | None) -> tuple[int, Wait]:
         """Send a call; its number, and what is to be awaited: its value, `Failure` or `Broken`."""
-        number = self._calls
-        call = outgoing(number, self._shorten(target), False, work, due, sent_by(self._caller))
-        wait = Wait(self._loop)
+        call, wait = self._outgoing(target, False, work, due), Wait(self._loop)
         self._enqueue(call, wait, target)
-        return number, wait
+        return call.number, wait
 
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
         """Send a call whose items are awaited one by one; its number, and where they arrive."""
-        number = self._calls
-        call = outgoing(number, self._shorten(target), True, work, due, sent_by(self._caller))
-        incoming = Incoming(lambda credit: self._grant(number, credit))
+        call = self._outgoing(target, True, work, due)
+        incoming = Incoming(lambda credit: self._grant(call.number, credit))
         self._enqueue(call, incoming, target)
-        return number, incoming
+        return call.number, incoming
 
     def cancel(self, number: int) -> None:
         """Nobody waits for that call any more."""
@@ -110,9 +109,8 @@ class Link:
     def expire(self, number: int, seconds: float) -> None:
         """The time of that call is over."""
         if number in self._pending:
-            name = self._peer.name
-            error = CallTimeout(f"no answer from worker {name!r} within {seconds:.3g} s")
-            self._pending.fail((number,), error)
+            late = CallTimeout(f"no answer from worker {self._peer.name!r} within {seconds:.3g} s")
+            self._pending.fail((number,), late)
             self._cancel_there(number)
 
     def _cancel_there(self, number: int) -> None:
@@ -120,8 +118,12 @@ class Link:
             self._cancels.append(number)
             self._flush_soon()
 
-    def _shorten(self, target: Target) -> Short:
-        return shorten(target, None if target.on is None else self._handles.name(target.on))
+    def _outgoing(self, target: Target, stream: bool, work: Work, due: float | None) -> Outgoing:
+        short = shorten(target, None if target.on is None else self._handles.name(target.on))
+        call = outgoing(self._calls, short, stream, work, due, sent_by(self._caller))
+        if call.header[2] is None:  # packed as a whole
+            _devices.check(call.cells[0].devices(), self._mapped, self._peer.name)
+        return call
 
     def _grant(self, number: int, credit: int) -> None:
         self._credits.append((number, credit))

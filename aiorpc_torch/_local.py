@@ -11,8 +11,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequen
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from ._agent import DeviceMaps
 from ._crew import Crew
+from ._devices import AUTO, DeviceMaps
 from ._environment import new_meeting_place
 from ._exports import Export, as_exports
 from ._interfaces import only_here
@@ -59,7 +59,7 @@ async def local_world(
         threads: in each process, as for `worker`.
         transports: of each process, as for `worker`; by default `["uv"]` if there are more than
             two workers for each core, on which those that poll would get in each other's way.
-        device_maps: of this process, as for `worker`.
+        device_maps: of this process, as for `worker`; "auto" is for each.
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that each process waits for the others when it leaves.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
@@ -75,8 +75,9 @@ async def local_world(
         RuntimeError: if this process is in a world already.
     """
     names = [name, *_names(workers, first=1)]
+    theirs = AUTO if device_maps == AUTO else None
     with _places(
-        names, threads, transports, start_timeout, stop_timeout, heartbeat, exports
+        names, threads, transports, theirs, start_timeout, stop_timeout, heartbeat, exports
     ) as places:
         mine = replace(places[0], device_maps=device_maps or {})
         crew = Crew(places[1:], None, (), restart)
@@ -97,6 +98,7 @@ def run_local(
     args: Sequence[Any] = (),
     threads: int = 16,
     transports: Sequence[str] | None = None,
+    device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     heartbeat: float = 10.0,
     restart: int = 0,
@@ -115,6 +117,7 @@ def run_local(
         args: passed on to `main` in every process.
         threads: in each process, as for `worker`.
         transports: of each process, as for `local_world`.
+        device_maps: of each process, as for `worker`; it may name the process itself.
         start_timeout: seconds for the world to be complete.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
         restart: how many times altogether a child that failed or died is started again, as for
@@ -134,7 +137,9 @@ def run_local(
         raise ValueError("run_local needs at least one worker")
     # No stop_timeout: the processes are watched, so nobody waits for the dead, however long the
     # living take.
-    with _places(names, threads, transports, start_timeout, None, heartbeat, exports) as places:
+    with _places(
+        names, threads, transports, device_maps, start_timeout, None, heartbeat, exports
+    ) as places:
         crew = Crew(places[1:], main, tuple(args), restart)
         return asyncio.run(_run(main, tuple(args), places[0], crew, on_failure))
 
@@ -178,6 +183,7 @@ def _places(
     names: list[str],
     threads: int,
     transports: Sequence[str] | None,
+    device_maps: DeviceMaps | None,
     start_timeout: float,
     stop_timeout: float | None,
     heartbeat: float,
@@ -197,6 +203,7 @@ def _places(
                 init_method=where,
                 threads=threads,
                 transports=transports,
+                device_maps=device_maps or {},
                 start_timeout=start_timeout,
                 stop_timeout=stop_timeout,
                 heartbeat=heartbeat,

@@ -178,8 +178,8 @@ def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
 def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: Table) -> Any:
     target, stream, names, kinds, *batches = header
     if type(target) is Packed:
+        tensors.put(target.ready())
         target = (target.data, len(target.tensors))
-        tensors.put(header[0].tensors)
     cells = zip(*rows, strict=True)
     columns = [write(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)]
     return target, stream, names, len(rows), columns, *batches

@@ -11,6 +11,7 @@ from typing import Any
 from torch._C._distributed_rpc import PyRRef, WorkerInfo
 
 from ._agent import Member
+from ._devices import Reach
 from ._link import Link
 from .errors import NotServing, RpcError, WorkerLost
 
@@ -31,6 +32,8 @@ class Outbox:
         self._members: dict[str | int, Member] = {}
         for member in members:
             self._members[member.name] = self._members[member.rank] = member
+        maps = {member.name: member.device_maps for member in members}
+        self._mapped = Reach.of(name, maps).calls
         self._past: dict[str, str] = {}  # the owners of objects that went with their process
         # Each loop that calls has links of its own, so nothing here needs a lock.
         # By identity and not in a WeakKeyDictionary: other threads count them, at any time.
@@ -68,7 +71,9 @@ class Outbox:
         if link is None:
             number = next(self._numbers)
             peer = self._peer(worker)
-            link = links[worker] = Link(self.name, number, peer, self.heard, self.broken)
+            mapped = self._mapped.get(worker, ())
+            link = Link(self.name, number, peer, self.heard, self.broken, mapped)
+            links[worker] = link
         return link
 
     def _peer(self, worker: str) -> WorkerInfo:

@@ -5,7 +5,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
-from ._agent import DeviceMaps, keeps_number, plain_maps
+from ._agent import keeps_number
+from ._devices import DeviceMaps, how_many, named
 from ._exports import Export
 from ._interfaces import Choice
 from ._seat import Seat
@@ -96,6 +97,7 @@ class Place:
             raise ValueError(f"heartbeat is seconds, more than 0, not {self.heartbeat!r}")
         if self.on_failure not in ("continue", "stop"):
             raise ValueError(f'on_failure is "continue" or "stop", not {self.on_failure!r}')
+        named(self.device_maps)
 
     def seat(self) -> Seat:
         """What this worker says of itself to the others."""
@@ -105,5 +107,6 @@ class Place:
             self.world_size,
             __version__,
             keeps_number(),
-            plain_maps(self.device_maps),
+            how_many(),
+            named(self.device_maps),
         )

@@ -18,7 +18,10 @@ class Seat:
     """Of this library: what travels between workers differs between versions."""
     number: int | None = None
     """torch's number of its process, if it has one from an earlier world."""
-    device_maps: dict[str, dict[str, str]] = field(default_factory=dict)
+    devices: int = 0
+    """How many CUDA devices its process has."""
+    device_maps: dict[str, dict[str, str]] | str = field(default_factory=dict)
+    """As it was asked for: "auto", or for each peer its own devices and the peer's."""
     comeback: int = 0
     """How often workers have come back into this world, when this one did; 0: never."""
     pid: int = field(default_factory=os.getpid)

@@ -18,9 +18,11 @@ from torch._C import Future as AnyFuture
 from torch.futures import Future
 
 from ._arrivals import arrived, unreadable
+from ._devices import Reach
 from ._exceptions import Failure
 from ._exports import Exports
-from ._jobs import Devices, Job, RpcJob, TorchJob
+from ._fences import fence, fence_of
+from ._jobs import Job, RpcJob, TorchJob
 from ._line import Line, Repeated
 from ._message import Message, dump_results, load
 from ._peers import Peers
@@ -48,14 +50,12 @@ class _Batch:
 class Server:
     """Answers calls on the loop that it was made on, from `open` until `close`."""
 
-    def __init__(
-        self, name: str, threads: int, devices: Devices, exports: Exports | None = None
-    ) -> None:
+    def __init__(self, name: str, threads: int, exports: Exports | None = None) -> None:
         self.name = name
         self.peers = Peers()
         self._exports = exports
         self.heard: Callable[[str], None] = _nobody_asks
-        self._devices = devices
+        self._reach = Reach()
         self._runner = Runner(threads)
         self._lock = threading.Lock()
         self._lines: dict[tuple[str, int], Line] = {}
@@ -68,6 +68,10 @@ class Server:
         running = sum(len(line.jobs) for line in self._lines.values())
         return f"<Server {self.name}: {running} running, {self._runner}>"
 
+    def use(self, reach: Reach) -> None:
+        """On which devices tensors may come and go. Before torch starts."""
+        self._reach = reach
+
     def open(self) -> None:
         """This process has joined its world: start what its quicker peers have sent already."""
         with self._lock:
@@ -79,7 +83,7 @@ class Server:
 
     def accept(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take a message in. Its future completes with the outcomes that it carries back."""
-        answer: Any = AnyFuture(self._devices)  # torch.futures.Future's base: quicker to make
+        answer: Any = AnyFuture(self._reach.used)  # torch.futures.Future's base: quicker to make
         try:
             message = load(data)
             line = self._lines.get((message.caller, message.link)) or self._new_line(message)
@@ -98,6 +102,9 @@ class Server:
         except BaseException as exc:  # whatever is wrong with it, those that follow have their turn
             log.warning("a message from %s cannot be read: %r", line.caller, exc)
             jobs = unreadable(message, line, carrier, self.name, exc)
+        if tensors and (ready := fence(tensors)) is not None:
+            for job in jobs:
+                job.fence = ready
         self._in_order(line, _Batch(message, jobs))
         return answer  # type: ignore[no-any-return]
 
@@ -116,8 +123,10 @@ class Server:
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> "Future[Any]":
         """Run `function`, which wants the loop, for a plain torch client."""
-        reply: Future[Any] = Future(devices=[*self._devices])
+        reply: Future[Any] = Future(devices=[*self._reach.used])
         job = TorchJob(self._torch_jobs, reply, function, (args, kwargs), self.name)
+        if self._reach.used:
+            job.fence = fence_of((args, kwargs))
         job.recording = in_torchs()
         self._runner.on_loop(functools.partial(self._runner.begin, job))
         return reply
@@ -141,7 +150,8 @@ class Server:
     def _new_line(self, message: Message) -> Line:
         self.peers.check(message.caller, message.link)
         with self._lock:
-            fresh = Line(message.caller, self._runner.after_turn, self._devices)
+            mapped = self._reach.answers.get(message.caller, ())
+            fresh = Line(message.caller, self._runner.after_turn, mapped)
             return self._lines.setdefault((message.caller, message.link), fresh)
 
     def _in_order(self, line: Line, batch: _Batch) -> None:

@@ -8,15 +8,17 @@ nothing of loops or threads.
 
 import io
 import pickle
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial, partialmethod, singledispatchmethod
 from types import FunctionType
 from typing import Any, NamedTuple, NoReturn
 
+import torch
 from torch import Tensor
 from torch._C._distributed_rpc import PyRRef
 
 from ._exceptions import Failure, note, reduce_exception, replica
+from ._fences import fence
 from ._handles import Named
 from ._rrefs import Way, arrive, depart
 from ._tensors import Kind, compact, from_bytes, size_of, small_bytes
@@ -26,14 +28,25 @@ from .errors import RpcError
 
 
 class Packed:
-    """A value ready to travel, and the bytes that it takes."""
+    """A value ready to travel, and the bytes that it takes. Made where its tensors were."""
 
-    __slots__ = ("data", "size", "tensors")
+    __slots__ = ("data", "fence", "size", "tensors")
 
     def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
         self.data = data
         self.tensors = tensors
+        self.fence = fence(tensors)
         self.size = len(data) + sum(map(size_of, tensors))
+
+    def devices(self) -> Iterable[torch.device]:
+        """Where its tensors are, beside the CPU."""
+        return () if self.fence is None else self.fence.devices
+
+    def ready(self) -> list[Tensor]:
+        """The tensors, of which this thread may make use now."""
+        if self.fence is not None:
+            self.fence.wait()
+        return self.tensors
 
 
 class Broken:

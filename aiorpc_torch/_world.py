@@ -10,7 +10,8 @@ import logging
 from collections.abc import AsyncIterator, Sequence
 
 from . import _doors, _interfaces, _outbox
-from ._agent import Agent, DeviceMaps, Member, is_running, local_devices
+from ._agent import Agent, Member, is_running
+from ._devices import DeviceMaps
 from ._environment import all_are_here, meeting_place, number
 from ._exports import Export, Exports, as_exports
 from ._interruption import Interruption
@@ -61,7 +62,10 @@ async def worker(
         threads: of torch's RPC, and as many again for plain `def` methods.
         transports: of TensorPipe, in order of preference; by default torch's choice. Shared memory
             (`"shm"`) answers fastest and polls while it waits, `"uv"` idles at no cost.
-        device_maps: for each peer, this worker's devices to the peer's, as torch's `device_maps`.
+        device_maps: for each peer, which of this worker's CUDA devices stand for which of the
+            peer's, as torch's `device_maps`: `{"ps": {"cuda:0": "cuda:1"}}`. Arguments on them
+            arrive on the peer's, and its results on these. "auto": the same index on both sides,
+            for every peer. A tensor on any other device cannot be sent.
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that exit waits for peers.
         heartbeat: seconds of silence after which a peer for whom something waits here is lost: it
@@ -84,7 +88,8 @@ async def worker(
         WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
         ValueError: if the world is not described, here or in the environment, or if there is no
             such interface; if two workers have one rank or one name, or not the same world size:
-            it names both.
+            it names both; if a device map names a worker or a device that there is not, or one
+            of the peer's devices twice: it says whose.
         RuntimeError: if this process is in a world already.
     """
     rank = number("RANK", rank)
@@ -119,13 +124,13 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
     if is_running():
         raise RuntimeError("this process is in a world already, and torch knows one at a time")
     exports = None if place.exports is None else Exports(place.exports)
-    server = Server(place.name, place.threads, local_devices(place.device_maps), exports)
+    server = Server(place.name, place.threads, exports)
     _doors.serve(server)  # before torch starts: a peer that is quicker may call already
     meeting = None
     try:
         if place.world_size > 1:
             meeting = Meeting(place.init_method, place.seat(), place.start_timeout)
-        agent, members = await join(place, meeting)
+        agent, members = await join(place, meeting, server.use)
         async with _live(place, server, meeting, agent, members) as me:
             yield me
     finally:

@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from torch.futures import Future
 
-from ._agent import DeviceMaps
+from ._devices import DeviceMaps
 from ._exports import Export
 from ._gate import Gate as Gate
 from ._leaks import no_leaks as no_leaks

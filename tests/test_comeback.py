@@ -35,6 +35,8 @@ async def test_a_child_comes_back() -> None:
         far = await create("b", Batching)
         assert await call("b", actors.call_on, gone, "add", 0) == 1  # b knows a, and the object
         for count in (1, 2):
+            # One that is killed while it connects would take its peer's listener along.
+            assert await call("a", actors.ask_back, "b") == "b"
             pending = asyncio.create_task(call("a", asyncio.sleep, 600))
             old = await call("a", actors.pid)
             kill("a")

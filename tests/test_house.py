@@ -17,7 +17,7 @@ REPOSITORY = Path(__file__).parents[1]
 # other. A new room gets a place here and in the map of aiorpc_torch/__init__.py.
 FLOORS = [
     ["errors", "_version", "_seat", "_interfaces", "_environment"],
-    ["_policy"],
+    ["_devices", "_fences", "_policy"],
     ["_batcher"],
     ["_rounds"],
     ["_lane", "_desk", "_window", "_pulse", "_living"],

@@ -306,7 +306,7 @@ class World:
         self.patch.setattr(_incoming, "CREDIT", CREDIT)
 
     async def _start(self, threads: int) -> None:
-        self.server = Server("callee", threads, [])
+        self.server = Server("callee", threads)
         self.network = Network(self.server.accept, self.actor.blocked)
         self.patch.setattr(_link, "send", self.network.send)
         self.link = Link(

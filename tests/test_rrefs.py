@@ -142,7 +142,7 @@ async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFix
         assert await remote(holder).add(1) == 3
         start = time.monotonic()
     assert time.monotonic() - start < 1  # which torch would wait for holders that do not report
-    assert capfd.readouterr() == ("", "")
+    assert "Timed out" not in capfd.readouterr().err
 
 
 class Holder:

@@ -1,0 +1,139 @@
+"""Which CUDA device of a worker stands for which of a peer's, for the tensors that travel.
+
+torch checks device maps where `init_rpc` starts a world; this library starts its agents one by one
+and checks them itself, once all workers are known: each finds the same, in the same words. Knows
+names of devices, and no tensor.
+"""
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+
+from ._seat import Seat
+
+DeviceMap = Mapping[Any, Any]
+DeviceMaps = Mapping[str, DeviceMap] | Literal["auto"]
+
+Names = dict[str, dict[str, str]]
+"""For each peer, the names of own devices and of the peer's."""
+
+AUTO: Literal["auto"] = "auto"
+
+
+def named(maps: DeviceMaps) -> Names | Literal["auto"]:
+    """Device maps by the devices' names, as workers tell each other.
+
+    Raises:
+        ValueError: if a device is none of CUDA's, or has no index.
+        TypeError: if it is no map at all.
+    """
+    if isinstance(maps, str):
+        if maps != AUTO:
+            raise ValueError(f'device_maps is a map for each peer, or "auto", not {maps!r}')
+        return AUTO
+    return {
+        peer: {_name(own): _name(theirs) for own, theirs in devices.items()}
+        for peer, devices in maps.items()
+    }
+
+
+def _name(device: Any) -> str:
+    found = torch.device(device)
+    if found.type != "cuda" or found.index is None:
+        raise ValueError(
+            f"device_maps names CUDA devices by their index, as 'cuda:0', not {str(found)!r}: "
+            "tensors on the CPU arrive there"
+        )
+    return str(found)
+
+
+def how_many() -> int:
+    """The CUDA devices of this process."""
+    return torch.cuda.device_count()
+
+
+def settle(seats: Sequence[Seat]) -> list[Names]:
+    """The device maps of all workers, in their order; "auto" is the same index on both sides.
+
+    Raises:
+        ValueError: if one of them cannot be; it names the worker, the peer and the device.
+    """
+    counts = {seat.name: seat.devices for seat in seats}
+    found = [_automatic(seat, counts) for seat in seats]
+    for seat, maps in zip(seats, found, strict=True):
+        for peer, devices in maps.items():
+            _check(seat.name, peer, devices, counts)
+    return found
+
+
+def _automatic(seat: Seat, counts: Mapping[str, int]) -> Names:
+    if not isinstance(seat.device_maps, str):
+        return seat.device_maps
+    common = {peer: min(seat.devices, count) for peer, count in counts.items()}
+    return {
+        peer: {f"cuda:{index}": f"cuda:{index}" for index in range(count)}
+        for peer, count in common.items()
+        if count
+    }
+
+
+def _check(worker: str, peer: str, devices: Mapping[str, str], counts: Mapping[str, int]) -> None:
+    if peer not in counts:
+        raise ValueError(
+            f"worker {worker!r} has a device map for {peer!r}, and there is no such worker: "
+            f"there are {', '.join(counts)}"
+        )
+    taken: dict[str, str] = {}
+    for own, theirs in devices.items():
+        said = f"worker {worker!r} maps its {own} to {theirs} of {peer!r}"
+        for owner, device in ((worker, own), (peer, theirs)):
+            if torch.device(device).index >= counts[owner]:
+                raise ValueError(f"{said}, but {owner!r} has {_devices(counts[owner])}")
+        if theirs in taken:
+            raise ValueError(f"{said}, and its {taken[theirs]} too: one device for each")
+        taken[theirs] = own
+
+
+def _devices(count: int) -> str:
+    return f"{count or 'no'} CUDA device{'s' * (count != 1)}"
+
+
+@dataclass(frozen=True, slots=True)
+class Reach:
+    """The devices that one worker's tensors may be on, when they travel."""
+
+    used: list[torch.device] = field(default_factory=list)
+    """Those that any map names, in order."""
+
+    calls: Mapping[str, frozenset[torch.device]] = field(default_factory=dict)
+    """On which arguments for that peer may be."""
+
+    answers: Mapping[str, frozenset[torch.device]] = field(default_factory=dict)
+    """On which results for that peer may be: where its own map leads."""
+
+    @classmethod
+    def of(cls, worker: str, maps: Mapping[str, Names]) -> "Reach":
+        """That of `worker`, by the maps of all."""
+        calls = {peer: _all(devices) for peer, devices in maps[worker].items()}
+        answers = {
+            peer: _all(each[worker].values()) for peer, each in maps.items() if worker in each
+        }
+        used = {device for each in (calls, answers) for found in each.values() for device in found}
+        return cls(sorted(used, key=str), calls, answers)
+
+
+def _all(names: Iterable[str]) -> frozenset[torch.device]:
+    return frozenset(map(torch.device, names))
+
+
+def check(devices: Iterable[torch.device], mapped: Collection[torch.device], peer: str) -> None:
+    """Raise ValueError for a device whose tensors torch would not send to `peer`."""
+    for device in devices:
+        if device.type != "cpu" and device not in mapped:
+            raise ValueError(
+                f"a tensor on {device} cannot be sent to worker {peer!r}: move it to the CPU, or "
+                f'enter the world with device_maps={{{peer!r}: {{"{device}": "cuda:0"}}}}, say, or '
+                'with device_maps="auto"'
+            )
