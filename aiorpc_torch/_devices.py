@@ -40,7 +40,8 @@ def named(maps: DeviceMaps) -> Names | Literal["auto"]:
 
 
 def _name(device: Any) -> str:
-    found = torch.device(device)
+    # torch takes an index only where there is a device (2.13).
+    found = torch.device("cuda", device) if type(device) is int else torch.device(device)
     if found.type != "cuda" or found.index is None:
         raise ValueError(
             f"device_maps names CUDA devices by their index, as 'cuda:0', not {str(found)!r}: "
