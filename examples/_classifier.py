@@ -15,6 +15,7 @@ from torchvision.models import get_model
 
 SIDE = 64  # pixels
 NOISE = 1.0  # standard deviation; that of a class's pattern is 1 too
+PART = 8 << 20  # bytes of a list of tensors that travel together, about
 HELD_OUT = 1_000_000  # where the pictures begin that are never trained on
 
 Sample = tuple[Tensor, Tensor]
@@ -137,25 +138,36 @@ def accuracy(model: nn.Module, options: argparse.Namespace, images: int = 200) -
     return right / images
 
 
+def parts(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
+    """The list in pieces of some megabytes, each with the place in it where it begins."""
+    first, size = 0, 0
+    for end, tensor in enumerate(tensors, 1):
+        size += tensor.nbytes
+        if size >= PART or end == len(tensors):
+            yield first, [*tensors[first:end]]
+            first, size = end, 0
+
+
 class Mean:
     """The weighted mean of lists of tensors. Holds one list, however many are added."""
 
     def __init__(self) -> None:
-        self._weight = 0
-        self._sums: list[Tensor] = []
+        self._sums: dict[int, tuple[Tensor, int]] = {}  # and their weights, by place
 
-    def add(self, tensors: Sequence[Tensor], weight: int) -> Self:
-        """Add a list in float32. The first is not copied: it is the mean's own from now on."""
-        self._weight += weight
-        if self._sums:
-            for total, tensor in zip(self._sums, tensors, strict=True):
-                total.add_(tensor, alpha=weight)
-        else:
-            self._sums = [tensor.float().mul_(weight) for tensor in tensors]
+    def add(self, tensors: Sequence[Tensor], weight: int, first: int = 0) -> Self:
+        """Add a list, or the part of one that begins at `first`, in float32.
+
+        What is the first at its place is not copied: it is the mean's own from now on.
+        """
+        for place, tensor in enumerate(tensors, first):
+            if place in self._sums:
+                total, before = self._sums[place]
+                self._sums[place] = total.add_(tensor, alpha=weight), before + weight
+            else:
+                self._sums[place] = tensor.float().mul_(weight), weight
         return self
 
     def take(self) -> Iterable[Tensor]:
         """The mean of what was added since the last time."""
-        sums, weight = self._sums, self._weight
-        self._sums, self._weight = [], 0
-        return (total.div_(weight) for total in sums)
+        sums, self._sums = self._sums, {}
+        return (total.div_(weight) for _, (total, weight) in sorted(sums.items()))

@@ -34,6 +34,7 @@ from ._classifier import (
     learn,
     new_model,
     new_optimizer,
+    parts,
 )
 from ._launch import add_world, launch
 from ._plot import curves
@@ -64,10 +65,10 @@ class ParameterServer:
         """The model as it is, for who joins."""
         return State(len(self.losses), self.model.state_dict())
 
-    async def add(self, samples: int, learned: list[Tensor]) -> None:
-        """Take in what a trainer learned, weighed with its samples."""
+    async def add(self, samples: int, first: int, learned: list[Tensor]) -> None:
+        """Take in a part of what a trainer learned, weighed with its samples."""
         # Here and not in the round, which would keep every trainer's until the last is there.
-        self.mean.add(learned, samples)
+        self.mean.add(learned, samples, first)
 
     async def _step(self, ranks: list[int]) -> Broadcast[State]:
         if len(self.losses) < self.iterations:  # else one comes late, for the model alone
@@ -100,9 +101,11 @@ async def train(me: Worker, options: argparse.Namespace) -> None:
         adopt(model, state.model, options)
         learned = await asyncio.to_thread(learn, model, batch, options)
         try:
-            # Sent together, and begun in this order; meanwhile the next batch is made.
-            _, state, batch = await asyncio.gather(
-                ps.add(len(batch[0]), learned), ps.step(me.rank), asyncio.to_thread(next, data)
+            # Sent together, and begun in this order: each part is added, and gone, before the next
+            # has come. Meanwhile the next batch is made.
+            sent = [ps.add(len(batch[0]), *part) for part in parts(learned)]
+            *_, state, batch = await asyncio.gather(
+                *sent, ps.step(me.rank), asyncio.to_thread(next, data)
             )
         except RoundTimeout:  # fewer than a quorum
             state = await ps.state()

@@ -54,7 +54,8 @@ async def contribute(ps: ParameterServer, rank: int, batch: tuple[Tensor, Tensor
     """What a trainer of that rank does, with BatchNorm in eval mode; its next model."""
     model = _classifier.new_model(options()).eval()
     model.load_state_dict((await ps.state()).model)
-    await ps.add(len(batch[0]), learn(model, batch, options()))
+    for part in _classifier.parts(learn(model, batch, options())):
+        await ps.add(len(batch[0]), *part)
     model.load_state_dict((await ps.step(rank)).model)
     return model
 
@@ -88,7 +89,8 @@ async def test_running_statistics_are_averaged() -> None:
     async def trainer(rank: int, samples: int, value: float) -> dict[str, Tensor]:
         zeros = [torch.zeros_like(parameter) for parameter in ps.model.parameters()]
         mine = [torch.full_like(b, value if b.is_floating_point() else 7) for b in buffers]
-        await ps.add(samples, [torch.tensor(0.0), *zeros, *mine])
+        await ps.add(samples, 0, [torch.tensor(0.0), *zeros])
+        await ps.add(samples, 1 + len(zeros), mine)
         return (await ps.step(rank)).model
 
     models = await asyncio.gather(trainer(1, 3, 1.0), trainer(2, 1, 5.0))
@@ -120,6 +122,33 @@ def test_a_mean_is_weighted(added: list[tuple[int, int]]) -> None:
         one, two = mean.take()
         assert one.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert two.tolist() == pytest.approx([expected] * 2, rel=1e-5, abs=1e-5)
+
+
+@given(st.lists(st.integers(0, 12), min_size=1, max_size=30))
+def test_parts_are_the_whole(sizes: list[int]) -> None:
+    """In order, none empty, and none much larger than the others."""
+    tensors = [torch.empty(size << 20, dtype=torch.uint8, device="meta") for size in sizes]
+    found = [*_classifier.parts(tensors)]
+    assert [id(each) for _, part in found for each in part] == [*map(id, tensors)]
+    assert [first for first, _ in found] == [
+        sum(len(part) for _, part in found[:index]) for index in range(len(found))
+    ]
+    for _, part in found[:-1]:
+        assert sum(each.nbytes for each in part[:-1]) < _classifier.PART
+        assert sum(each.nbytes for each in part) >= _classifier.PART
+
+
+@given(st.data())
+def test_a_mean_of_parts(data: st.DataObject) -> None:
+    """Each place has a weight of its own: who was killed after some parts has contributed those."""
+    rows = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=5))
+    mean = Mean().add([*torch.ones(4, 1)], 1)
+    for weight, count in rows:
+        for place in range(count):
+            mean.add([torch.tensor([5.0])], weight, place)
+    for place, found in enumerate(mean.take()):
+        weight = sum(weight for weight, count in rows if place < count)
+        assert found.item() == pytest.approx((1 + 5 * weight) / (1 + weight), rel=1e-5)
 
 
 def test_a_mean_of_bfloat16_is_a_float32() -> None:
