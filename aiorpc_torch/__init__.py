@@ -27,7 +27,8 @@ The map of the house, from the ground up; imports point down only.
     _incoming, _pending, _backlog          the caller: who waits, and what has not left
     _link                                  calls sent together, outcomes and items back
     _outbox, _calling, _remote             what the user types, and over which link it goes
-    _stacking, _answers, _admission        `@batched`: nests of tensors, what is whose, who may in
+    _stacking, _stage                      `@batched`: nests of tensors; on a CUDA device
+    _answers, _admission                   what is whose; who may in
     _tally, _body, _queue                  what batches were like; the function; who waits for it
     _batched_types, _batched               what type checkers see, and what the user types
     _contexts                              a context of distributed autograd, from end to end

@@ -9,10 +9,15 @@ import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
+
 from ._admission import Row
 from ._answers import outcomes
 from ._doors import in_thread
-from ._stacking import Device, stack
+from ._fences import Fence, fence_of
+from ._stacking import Device, Here, Where, stack
+from ._stage import Stage
+from ._steps import within
 
 
 class Body:
@@ -29,7 +34,10 @@ class Body:
         self.code: types.CodeType | None = getattr(function, "__code__", None) if quick else None
         self._is_method = is_method
         self._stacked = stacked
-        self._device = device
+        self._where = Here(device)
+        self._cuda = None if device is None else torch.device(device)
+        if self._cuda is not None and self._cuda.type != "cuda":
+            self._cuda = None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
         self._signature = inspect.Signature(parameters)
         self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -52,26 +60,60 @@ class Body:
         Raises:
             BatchContractError: if it is not one for each.
         """
+        if self._cuda is not None:
+            return await self._run_staged(self._stage, instance, rows)
         if not self._is_async:
             return await in_thread(functools.partial(self._run_here, instance, rows))
-        result = await self._call(instance, rows)
-        if self._device is None:
+        result = await self._call(instance, rows, self._where)
+        ready = fence_of(result) if self._stacked else None
+        if ready is None:
             return self._split(result, len(rows))
         # The loop does not wait for a device.
-        return await in_thread(functools.partial(self._split, result, len(rows)))
+        return await in_thread(functools.partial(self._split, result, len(rows), ready))
 
     def _run_here(self, instance: Any, rows: Sequence[Row]) -> list[Any]:
-        return self._split(self._call(instance, rows), len(rows))
+        return self._split(self._call(instance, rows, self._where), len(rows))
 
-    def _split(self, result: Any, size: int) -> list[Any]:
+    @functools.cached_property
+    def _stage(self) -> Stage:
+        # Not before somebody calls: a function is also decorated where there is no device.
+        assert self._cuda is not None
+        return Stage(self._cuda)
+
+    async def _run_staged(self, stage: Stage, instance: Any, rows: Sequence[Row]) -> list[Any]:
+        ready = stage.mark()  # what callers sent is on the loop's stream
+        if not self._is_async:
+            step = functools.partial(self._run_on, stage, ready, instance, rows)
+            return await in_thread(step)
+        with stage.entered(ready):
+            coroutine = self._call(instance, rows, stage)
+        result = await within(stage.entered, coroutine)
+        with stage.entered():
+            fetched, done = stage.fetch(result)
+        return await in_thread(functools.partial(self._split_after, done, fetched, len(rows)))
+
+    def _run_on(
+        self, stage: Stage, ready: torch.cuda.Event, instance: Any, rows: Sequence[Row]
+    ) -> list[Any]:
+        with stage.entered(ready):
+            fetched, done = stage.fetch(self._call(instance, rows, stage))
+        return self._split_after(done, fetched, len(rows))
+
+    def _split_after(self, done: torch.cuda.Event, result: Any, size: int) -> list[Any]:
+        done.synchronize()
+        return self._split(result, size)
+
+    def _split(self, result: Any, size: int, ready: Fence | None = None) -> list[Any]:
+        if ready is not None:
+            ready.wait()
         return outcomes(result, size, self.name, stacked=self._stacked)
 
-    def _call(self, instance: Any, rows: Sequence[Row]) -> Any:
-        columns = [self._column(column) for column in zip(*rows, strict=True)]
+    def _call(self, instance: Any, rows: Sequence[Row], where: Where) -> Any:
+        columns = [self._column(column, where) for column in zip(*rows, strict=True)]
         split = len(columns) - len(self._keywords)
         head = (instance,) if self._is_method else ()
         keywords = dict(zip(self._keywords, columns[split:], strict=True))
         return self._function(*head, *columns[:split], **keywords)
 
-    def _column(self, values: Sequence[Any]) -> Any:
-        return stack(values, self._device) if self._stacked else list(values)
+    def _column(self, values: Sequence[Any], where: Where) -> Any:
+        return stack(values, where) if self._stacked else list(values)

@@ -7,7 +7,7 @@ and neither batches nor calls.
 import copy
 import dataclasses
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -38,21 +38,55 @@ def kind_of(value: Any) -> Hashable:
     return type(value), tuple(parts), tuple(kind_of(part) for part in parts.values())
 
 
-def stack(values: Sequence[Any], device: Device = None) -> Any:
-    """One nest for many of one kind, each tensor in it one dimension more, which is the first.
+class Where(Protocol):
+    """Where stacked tensors are put."""
 
-    On `device` if it is given: one copy for each tensor of the nest.
-    """
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """One tensor of many."""
+        ...
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """That tensor, there."""
+        ...
+
+
+class Here:
+    """On a device, or where they are, by copies that are waited for."""
+
+    def __init__(self, device: Device = None) -> None:
+        self._device = device
+
+    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """As torch."""
+        return self.put(torch.stack([*tensors]))
+
+    def put(self, tensor: Tensor) -> Tensor:
+        """As torch."""
+        return tensor if self._device is None else tensor.to(self._device)
+
+
+def stack(values: Sequence[Any], where: Where) -> Any:
+    """One nest for many of one kind, each tensor in it one dimension more, which is the first."""
     first = values[0]
     if isinstance(first, Tensor):
-        return _on(torch.stack([*values]), device)
+        return where.stack(values)
     if type(first) in _NUMBERS:
-        return torch.tensor([*values], device=device)
+        return where.put(torch.tensor([*values]))
     if hasattr(first, "__array__"):
-        return _on(torch.stack([*map(_as_tensor, values)]), device)
+        return where.stack([*map(_as_tensor, values)])
     every = [_parts(value) or {} for value in values]
-    columns = {name: stack([each[name] for each in every], device) for name in every[0]}
+    columns = {name: stack([each[name] for each in every], where) for name in every[0]}
     return _rebuild(first, columns)
+
+
+def mapped(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
+    """The nest with each of its tensors changed; what is none, as it is."""
+    if isinstance(nest, Tensor):
+        return change(nest)
+    parts = _parts(nest)
+    if not parts:
+        return nest
+    return _rebuild(nest, {name: mapped(change, part) for name, part in parts.items()})
 
 
 def rows_of(nest: Any) -> list[Any] | None:
@@ -76,10 +110,6 @@ def rows_of(nest: Any) -> list[Any] | None:
 def is_structure(value: Any) -> bool:
     """Whether it has parts: a dict, a tuple, a list or a dataclass."""
     return _parts(value) is not None
-
-
-def _on(tensor: Tensor, device: Device) -> Tensor:
-    return tensor if device is None else tensor.to(device)
 
 
 def _as_tensor(array: Any) -> Tensor:

@@ -6,7 +6,8 @@ And who never takes the last of them is not waited for.
 import asyncio
 import logging
 import types
-from collections.abc import Coroutine, Generator
+from collections.abc import Callable, Coroutine, Generator
+from contextlib import AbstractContextManager
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -30,6 +31,27 @@ def timed(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R
         finally:
             if perf_counter() - start > SLOW:
                 warn(name, perf_counter() - start)
+        try:
+            step, value = coroutine.send, (yield waits_for)
+        except GeneratorExit:
+            coroutine.close()
+            raise
+        except BaseException as exc:
+            step, value = coroutine.throw, exc
+
+
+@types.coroutine
+def within(
+    around: Callable[[], AbstractContextManager[None]], coroutine: Coroutine[Any, Any, R]
+) -> Generator[Any, Any, R]:
+    """Await `coroutine`, each step inside `around()`: what belongs to a thread, not a task."""
+    step, value = coroutine.send, None
+    while True:
+        try:
+            with around():
+                waits_for = step(value)
+        except StopIteration as stop:
+            return stop.value  # type: ignore[no-any-return]
         try:
             step, value = coroutine.send, (yield waits_for)
         except GeneratorExit:

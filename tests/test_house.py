@@ -45,6 +45,7 @@ FLOORS = [
     ["_calling"],
     ["_remote"],
     ["_stacking"],
+    ["_stage"],
     ["_answers"],
     ["_admission"],
     ["_tally"],

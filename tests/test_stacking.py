@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._stacking import is_structure, kind_of, rows_of, stack
+from aiorpc_torch._stacking import Here, is_structure, kind_of, rows_of, stack
 
 
 @dataclass
@@ -115,7 +115,7 @@ def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device
     """`rows_of(stack(values))` equals the values, structure and all."""
     values = [make(n) for n in range(size)]
     assert len({kind_of(value) for value in values}) == 1
-    stacked = stack(values, device)
+    stacked = stack(values, Here(device))
     assert is_structure(stacked) == is_structure(values[0])
     for tensor in tensors_in(stacked):
         assert len(tensor) == size
@@ -129,7 +129,7 @@ def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device
 @given(nests, st.integers(1, 5))
 def test_a_row_drags_nothing_along(make: Callable[[int], Any], size: int) -> None:
     """Its tensors own their storage, share none, and can be changed in place."""
-    stacked = stack([make(n) for n in range(size)])
+    stacked = stack([make(n) for n in range(size)], Here())
     rows = rows_of(stacked) or []
     tensors = [tensor for row in rows for tensor in tensors_in(row)]
     assert all(map(owns, tensors))
@@ -146,7 +146,7 @@ def test_of_one_kind_is_what_stacks(a: Callable[[int], Any], b: Callable[[int], 
     assert kind_of(first) == kind_of(a(3))
     assert hash(kind_of(first)) == hash(kind_of(a(3)))
     if kind_of(first) == kind_of(second):
-        rows = rows_of(stack([first, second])) or []
+        rows = rows_of(stack([first, second], Here())) or []
         assert same(first, rows[0])
         assert same(second, rows[1])
 
@@ -224,7 +224,7 @@ def test_what_has_a_kind_can_be_stacked(odd: Any, usual: Any) -> None:
     except TypeError:
         return
     if kind == kind_of(usual):
-        stack([usual, odd])
+        stack([usual, odd], Here())
 
 
 def test_an_array_that_cannot_be_written() -> None:
@@ -234,7 +234,7 @@ def test_an_array_that_cannot_be_written() -> None:
     # reads it.
     torch.set_warn_always(True)
     try:
-        assert stack([array]).tolist() == [[1.0] * 3]
+        assert stack([array], Here()).tolist() == [[1.0] * 3]
     finally:
         torch.set_warn_always(False)
 

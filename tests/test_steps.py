@@ -1,6 +1,7 @@
 """The steps of a coroutine, timed: it behaves as if untimed, and who holds the loop is named."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Generator
 from types import coroutine
@@ -9,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import _steps
-from aiorpc_torch._steps import SLOW, timed
+from aiorpc_torch._steps import SLOW, timed, within
 
 
 class Clock:
@@ -237,3 +238,73 @@ def test_a_slow_last_step_is_named(
     with pytest.raises((KeyError, StopIteration, ZeroDivisionError)):
         steps.throw(ZeroDivisionError()) if end == "is thrown at" else steps.send(None)
     assert [text[:34] for text in caplog.messages] == ["m held the event loop for 2.00 s: "]
+
+
+# ── each step inside something ──────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def inside() -> tuple[list[str], Any]:
+    """What has happened, and what steps are to be inside of."""
+    happened: list[str] = []
+
+    @contextlib.contextmanager
+    def around() -> Generator[None]:
+        happened.append("in")
+        try:
+            yield
+        finally:
+            happened.append("out")
+
+    return happened, around
+
+
+async def test_each_step_is_inside_and_no_wait(inside: tuple[list[str], Any]) -> None:
+    """What belongs to a thread is not there for others while the coroutine waits."""
+    happened, around = inside
+
+    async def body() -> str:
+        happened.append("first")
+        await asyncio.sleep(0)
+        happened.append("second")
+        with pytest.raises(LookupError):
+            await failing()
+        return "done"
+
+    async def failing() -> None:
+        await asyncio.sleep(0)
+        raise LookupError
+
+    async def whole() -> str:
+        return await within(around, body())
+
+    task = asyncio.create_task(whole())
+    while not task.done():
+        await asyncio.sleep(0)
+        assert happened[-1] == "out"
+    assert task.result() == "done"
+    assert happened == ["in", "first", "out", "in", "second", "out", "in", "out"]
+
+
+@pytest.mark.parametrize("end", [LookupError, asyncio.CancelledError])
+async def test_what_it_raises_inside(
+    end: type[BaseException], inside: tuple[list[str], Any]
+) -> None:
+    """Goes through, as does a cancellation that comes from outside."""
+    happened, around = inside
+
+    async def body() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            raise end from None
+
+    async def whole() -> None:
+        await within(around, body())
+
+    task = asyncio.create_task(whole())
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(end):
+        await task
+    assert happened == ["in", "out"] * 2
