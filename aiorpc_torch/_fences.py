@@ -36,7 +36,8 @@ class Fence:
         for device, event in self._events.items():
             streams[device].wait_event(event)
         for tensor in self._tensors:
-            tensor.record_stream(streams[tensor.device])
+            if tensor.layout is torch.strided:  # torch has no such thing for sparse ones
+                tensor.record_stream(streams[tensor.device])
 
 
 def fence(tensors: Iterable[Tensor]) -> Fence | None:
@@ -47,4 +48,6 @@ def fence(tensors: Iterable[Tensor]) -> Fence | None:
 
 def fence_of(value: object) -> Fence | None:
     """The same of the tensors that are anywhere in lists, tuples and dicts."""
+    if isinstance(value, Tensor):  # mostly, and a tree is slow to walk
+        return fence((value,))
     return fence(each for each in tree_leaves(value) if isinstance(each, Tensor))

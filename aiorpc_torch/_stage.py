@@ -59,7 +59,11 @@ class Stage:
 
     def fetch(self, result: Any) -> tuple[Any, torch.cuda.Event]:
         """The nest with its tensors on the CPU, as they are once the event has come. Inside."""
-        return mapped(_to_pinned, result), self._stream.record_event()
+        fetched = mapped(_to_pinned, result)
+        # Who waits for it sleeps.
+        done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        self._stream.record_event(done)
+        return fetched, done
 
 
 def _to_pinned(tensor: Tensor) -> Tensor:
