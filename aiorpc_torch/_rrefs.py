@@ -38,6 +38,7 @@ class _Books:
         self._own: weakref.WeakValueDictionary[Ident, PyRRef[Any]] = weakref.WeakValueDictionary()
         self._idents: weakref.WeakKeyDictionary[PyRRef[Any], Ident] = weakref.WeakKeyDictionary()
         self._kept: set[PyRRef[Any]] = set()
+        self._again: weakref.WeakKeyDictionary[PyRRef[Any], RRef[Any]] = weakref.WeakKeyDictionary()
         self._closed = False
 
     def ident(self, rref: "PyRRef[Any]") -> Ident:
@@ -75,6 +76,12 @@ class _Books:
         if (found := self._named.get(named)) is None:
             raise ReferenceError(GONE)
         return found
+
+    def again(self, rref: "PyRRef[Any]") -> RRef[Any]:
+        """One of this world for an RRef of an own object from an earlier one."""
+        if (fresh := self._again.get(rref)) is None:
+            fresh = self._again[rref] = RRef(rref.local_value())
+        return fresh
 
     def its_own(self, ident: Ident) -> "PyRRef[Any]":
         """The RRef of this process that has come back."""
@@ -123,7 +130,8 @@ def depart(rref: "PyRRef[Any]") -> tuple[Any, Way]:
     Raises:
         ReferenceError: if it is of a world that this process has left.
     """
-    held = _held_in(rref)
+    rref = _in_this_world(rref)
+    held = _held.get(rref)
     if held is not None and held.way == "kept":
         return held.data, held.way
     data = rref._serialize()
@@ -152,9 +160,10 @@ def ident(rref: "PyRRef[Any]") -> Ident | None:
     Raises:
         ReferenceError: if it is of a world that this process has left.
     """
+    rref = _in_this_world(rref)
     if isinstance(rref, RRef):
         return _books.ident(rref)
-    held = _held_in(rref)
+    held = _held.get(rref)
     return None if held is None or held.way == "forked" else _ident(held.data)
 
 
@@ -167,12 +176,12 @@ def find(named: "PyRRef[Any] | Ident") -> Any:
     return _books.find(named)
 
 
-def _held_in(rref: "PyRRef[Any]") -> _Held | None:
+def _in_this_world(rref: "PyRRef[Any]") -> "PyRRef[Any]":
     held = _held.get(rref)
     if held is None or held.books is _books:
-        return held
+        return rref
     if rref.is_owner():  # the object is here, whichever world it is
-        return None
+        return _books.again(rref)
     raise ReferenceError("this RRef is of a world that this process has left")
 
 

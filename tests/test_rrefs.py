@@ -112,6 +112,10 @@ async def test_of_a_world_that_was_left() -> None:
         with pytest.raises(ReferenceError, match="of a world that this process has left"):
             await remote(await create("a", Counter)).add(there)
         assert await remote(here).add(2) == 4
+        holder = await create("a", Holder)
+        await remote(holder).take(here)
+        assert await remote(holder).add(2) == 6
+        assert (await remote(holder).given()).local_value() is here.local_value()
     with pytest.raises(NotServing):
         await remote(there).add(2)
 
