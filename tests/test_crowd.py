@@ -26,5 +26,5 @@ def test_those_who_poll_are_no_more_than_the_cores_bear(
     """Of more than two workers for each core none polls, unless it was asked for."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {*range(cores)})
     names = [f"w{rank}" for rank in range(workers)]
-    with _local._places(names, 2, given, exports=None, **TIMES) as places:
+    with _local._places(names, 2, given, None, exports=None, **TIMES) as places:
         assert [place.transports for place in places] == [used] * workers
