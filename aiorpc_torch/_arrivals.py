@@ -41,7 +41,7 @@ def arrived(
         function, join, work = found.function, found.join, next(found.calls)
         if isinstance(work, Failure):
             function, join, work = work.get, None, _NOTHING
-        due = None if budget is None else deadline_after(budget)
+        due = None if budget is None else deadline_after(float(budget))
         job = found.job(line, carrier, number, function, work, due, worker, found.on_loop, join)
         if found.batches:
             job.errand = _errand(received_by(worker, found.batches), line, number)

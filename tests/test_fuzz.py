@@ -338,6 +338,14 @@ def test_messages_that_are_not_as_they_were(victim: Victim) -> None:
     hit()
 
 
+@pytest.mark.parametrize("budget", [1j, "soon", b"", [1.0], object])
+def test_a_budget_that_is_no_number(victim: Victim, budget: Any) -> None:
+    """Is its call's error, not one that the loop meets when it looks at the time."""
+    fields, tensors = next(each for each in victim.recorded if len(each[0][4]) == 1)
+    victim.hit([fields[0], next(victim.lines), 0, *fields[3:7], [budget], *fields[8:]], tensors)
+    victim.check()
+
+
 def test_messages_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
     """Cut, flipped, spliced; and anything at all in place of them."""
 
