@@ -48,8 +48,7 @@ class Link:
         self._loop = asyncio.get_running_loop()
         self._caller, self._number = caller, number
         self._peer = peer
-        self._heard, self._broken = heard, broken
-        self._mapped = mapped
+        self._heard, self._broken, self._mapped = heard, broken, mapped
         self._seq = self._calls = self._bytes = 0
         self._pending = Pending()
         self._cancels: list[int] = []
@@ -97,9 +96,10 @@ class Link:
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
         """Send a call whose items are awaited one by one; its number, and where they arrive."""
         call = self._outgoing(target, True, work, due)
-        incoming = Incoming(lambda credit: self._grant(call.number, credit))
+        number = call.number  # and not the call, which has the arguments
+        incoming = Incoming(lambda credit: self._grant(number, credit))
         self._enqueue(call, incoming, target)
-        return call.number, incoming
+        return number, incoming
 
     def cancel(self, number: int) -> None:
         """Nobody waits for that call any more."""

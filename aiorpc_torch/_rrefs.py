@@ -101,6 +101,7 @@ class _Held(NamedTuple):
     books: _Books  # in whose world
     way: Way
     data: Any
+    ident: Ident | None
 
 
 NOWHERE = -1
@@ -150,7 +151,7 @@ def arrive(data: Any, way: Way) -> "PyRRef[Any]":
     if way == "kept" and data[0] == _books.number:
         return _books.its_own(_ident(data))
     rref: PyRRef[Any] = PyRRef._deserialize(data)
-    _held[rref] = _Held(_books, way, data)
+    _held[rref] = _Held(_books, way, data, None if way == "forked" else _ident(data))
     return rref
 
 
@@ -160,11 +161,11 @@ def ident(rref: "PyRRef[Any]") -> Ident | None:
     Raises:
         ReferenceError: if it is of a world that this process has left.
     """
-    rref = _in_this_world(rref)
-    if isinstance(rref, RRef):
-        return _books.ident(rref)
     held = _held.get(rref)
-    return None if held is None or held.way == "forked" else _ident(held.data)
+    if held is not None and held.books is _books:  # most calls
+        return held.ident
+    rref = _in_this_world(rref)
+    return _books.ident(rref) if isinstance(rref, RRef) else None
 
 
 def find(named: "PyRRef[Any] | Ident") -> Any:
