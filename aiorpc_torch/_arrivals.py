@@ -31,6 +31,8 @@ def arrived(
     exports: Exports | None = None,
 ) -> list[RpcJob]:
     """A job for each call of `message`, in their order. Raises if the message makes no sense."""
+    if {*map(type, message.budgets)} - _SECONDS:
+        raise TypeError("budgets are seconds")  # or the loop could not compare its deadlines
     jobs = []
     rest, most = iter(tensors), len(message.numbers)
     groups = [_Found.of(Group(group, rest, most), line, exports) for group in message.groups]
@@ -41,7 +43,7 @@ def arrived(
         function, join, work = found.function, found.join, next(found.calls)
         if isinstance(work, Failure):
             function, join, work = work.get, None, _NOTHING
-        due = None if budget is None else deadline_after(float(budget))
+        due = None if budget is None else deadline_after(budget)
         job = found.job(line, carrier, number, function, work, due, worker, found.on_loop, join)
         if found.batches:
             job.errand = _errand(received_by(worker, found.batches), line, number)
@@ -49,6 +51,9 @@ def arrived(
     if len(jobs) < most:
         raise ValueError(f"a message of {most} calls has {len(jobs)}")
     return jobs
+
+
+_SECONDS = {float, int, type(None)}
 
 
 def _errand(batches: frozenset[BatchId], line: Line, number: int) -> Errand:
