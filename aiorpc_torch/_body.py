@@ -14,10 +14,10 @@ import torch
 from ._admission import Row
 from ._answers import outcomes
 from ._doors import in_thread
-from ._fences import Fence, fence_of
+from ._fences import fence_of
 from ._stacking import Device, Here, Where, stack
 from ._stage import Stage
-from ._steps import within
+from ._steps import Within
 
 
 class Body:
@@ -35,9 +35,8 @@ class Body:
         self._is_method = is_method
         self._stacked = stacked
         self._where = Here(device)
-        self._cuda = None if device is None else torch.device(device)
-        if self._cuda is not None and self._cuda.type != "cuda":
-            self._cuda = None
+        there = None if device is None else torch.device(device)
+        self._cuda = there if there is not None and there.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
         self._signature = inspect.Signature(parameters)
         self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
@@ -69,7 +68,8 @@ class Body:
         if ready is None:
             return self._split(result, len(rows))
         # The loop does not wait for a device.
-        return await in_thread(functools.partial(self._split, result, len(rows), ready))
+        split = functools.partial(self._split_after, ready.wait, result, len(rows))
+        return await in_thread(split)
 
     def _run_here(self, instance: Any, rows: Sequence[Row]) -> list[Any]:
         return self._split(self._call(instance, rows, self._where), len(rows))
@@ -87,25 +87,24 @@ class Body:
             return await in_thread(step)
         with stage.entered(ready):
             coroutine = self._call(instance, rows, stage)
-        result = await within(stage.entered, coroutine)
+        result = await Within(stage.entered, coroutine)
         with stage.entered():
             fetched, done = stage.fetch(result)
-        return await in_thread(functools.partial(self._split_after, done, fetched, len(rows)))
+        split = functools.partial(self._split_after, done.synchronize, fetched, len(rows))
+        return await in_thread(split)
 
     def _run_on(
         self, stage: Stage, ready: torch.cuda.Event, instance: Any, rows: Sequence[Row]
     ) -> list[Any]:
         with stage.entered(ready):
             fetched, done = stage.fetch(self._call(instance, rows, stage))
-        return self._split_after(done, fetched, len(rows))
+        return self._split_after(done.synchronize, fetched, len(rows))
 
-    def _split_after(self, done: torch.cuda.Event, result: Any, size: int) -> list[Any]:
-        done.synchronize()
+    def _split_after(self, wait: Callable[[], object], result: Any, size: int) -> list[Any]:
+        wait()
         return self._split(result, size)
 
-    def _split(self, result: Any, size: int, ready: Fence | None = None) -> list[Any]:
-        if ready is not None:
-            ready.wait()
+    def _split(self, result: Any, size: int) -> list[Any]:
         return outcomes(result, size, self.name, stacked=self._stacked)
 
     def _call(self, instance: Any, rows: Sequence[Row], where: Where) -> Any:

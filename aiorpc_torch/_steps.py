@@ -40,25 +40,27 @@ def timed(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R
             step, value = coroutine.throw, exc
 
 
-@types.coroutine
-def within(
-    around: Callable[[], AbstractContextManager[None]], coroutine: Coroutine[Any, Any, R]
-) -> Generator[Any, Any, R]:
-    """Await `coroutine`, each step inside `around()`: what belongs to a thread, not a task."""
-    step, value = coroutine.send, None
-    while True:
-        try:
-            with around():
-                waits_for = step(value)
-        except StopIteration as stop:
-            return stop.value  # type: ignore[no-any-return]
-        try:
-            step, value = coroutine.send, (yield waits_for)
-        except GeneratorExit:
-            coroutine.close()
-            raise
-        except BaseException as exc:
-            step, value = coroutine.throw, exc
+class Within(Generator[Any, Any, R]):
+    """Awaits `coroutine`, each step inside `around()`: what belongs to a thread, not a task."""
+
+    def __init__(
+        self, around: Callable[[], AbstractContextManager[None]], coroutine: Coroutine[Any, Any, R]
+    ) -> None:
+        self._around = around
+        self._coroutine = coroutine
+
+    def __await__(self) -> Generator[Any, Any, R]:
+        return self
+
+    def send(self, value: Any) -> Any:
+        """The next step."""
+        with self._around():
+            return self._coroutine.send(value)
+
+    def throw(self, *exc: Any) -> Any:
+        """The next step, with an exception."""
+        with self._around():
+            return self._coroutine.throw(*exc)
 
 
 def disown(task: "asyncio.Task[Any]", name: str) -> None:

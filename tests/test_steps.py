@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import _steps
-from aiorpc_torch._steps import SLOW, timed, within
+from aiorpc_torch._steps import SLOW, Within, timed
 
 
 class Clock:
@@ -276,7 +276,7 @@ async def test_each_step_is_inside_and_no_wait(inside: tuple[list[str], Any]) ->
         raise LookupError
 
     async def whole() -> str:
-        return await within(around, body())
+        return await Within(around, body())
 
     task = asyncio.create_task(whole())
     while not task.done():
@@ -300,7 +300,7 @@ async def test_what_it_raises_inside(
             raise end from None
 
     async def whole() -> None:
-        await within(around, body())
+        await Within(around, body())
 
     task = asyncio.create_task(whole())
     await asyncio.sleep(0)
