@@ -231,6 +231,28 @@ class PingPong:
         return 1 + int(await remote(self.peer).bounce(depth - 1))
 
 
+class Holder:
+    """Holds an RRef, and uses it."""
+
+    def __init__(self) -> None:
+        self.rref: Any = None
+
+    async def take(self, rref: Any) -> None:
+        self.rref = rref
+
+    async def take_from(self, other: Any) -> None:
+        self.rref = await remote(other).given()
+
+    async def given(self) -> Any:
+        return self.rref
+
+    async def add(self, amount: int) -> int:
+        return await remote(self.rref).add(amount)
+
+    async def is_its_own(self) -> bool:
+        return self.rref.local_value() is self
+
+
 class Sleeper:
     """Waits on its loop."""
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from actors import Counter
+from actors import Counter, Holder
 from test_worlds import program, started
 from torch.distributed.rpc import api
 
@@ -149,44 +149,10 @@ async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFix
     assert "Timed out" not in capfd.readouterr().err
 
 
-class Holder:
-    """Holds an RRef, and uses it."""
-
-    def __init__(self) -> None:
-        self.rref: Any = None
-
-    async def take(self, rref: Any) -> None:
-        self.rref = rref
-
-    async def take_from(self, other: Any) -> None:
-        self.rref = await remote(other).given()
-
-    async def given(self) -> Any:
-        return self.rref
-
-    async def add(self, amount: int) -> int:
-        return await remote(self.rref).add(amount)
-
-
 # ── the same processes in one world after another ───────────────────────────────────────────────
 
 AGAIN = """
-    class Counter:
-        def __init__(self):
-            self.value = 0
-        async def add(self, amount):
-            self.value += amount
-            return self.value
-
-    class Holder:
-        async def take(self, rref):
-            self.rref = rref
-        async def pass_on(self, other):
-            await aiorpc.remote(other).take(self.rref)
-        async def add(self):
-            return await aiorpc.remote(self.rref).add(1)
-        async def is_mine(self, rref):
-            return rref.local_value() is self
+    from actors import Counter, Holder
 
     async def main(rank, where):
         for round in range(3):
@@ -196,14 +162,15 @@ AGAIN = """
                     await aiorpc.create(*each)
                     for each in ((after, Counter), (after, Holder), (last, Holder))
                 ]
-                assert await aiorpc.remote(holder).is_mine(holder)
+                await aiorpc.remote(holder).take(holder)
+                assert await aiorpc.remote(holder).is_its_own()
                 await aiorpc.remote(holder).take(counter)
-                await aiorpc.remote(holder).pass_on(other)
+                await aiorpc.remote(other).take_from(holder)
                 own = aiorpc.RRef([rank])
                 await aiorpc.remote(holder).take(own)
                 found = [
                     await aiorpc.remote(counter).add(1),
-                    await aiorpc.remote(other).add(),
+                    await aiorpc.remote(other).add(1),
                     await aiorpc.fetch(own),
                 ]
                 assert found == [1, 2, [rank]], found

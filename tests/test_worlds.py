@@ -277,6 +277,7 @@ def started(path: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        env={**os.environ, "PYTHONPATH": str(HERE)},
         start_new_session=True,
     ) as process:
         try:
