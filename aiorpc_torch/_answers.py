@@ -52,6 +52,8 @@ def _rows(result: Any, size: int, name: str, stacked: bool) -> list[Any]:
         # An exception is raised, and each caller needs one of its own.
         raises = isinstance(result.value, BaseException)
         return [result.value if raises else Shared(result.value)] * size
+    if type(result) is list:  # mostly; to ask for a Sequence takes longer than all else here
+        return result[:]
     # A str or bytes of the right length is a sequence too, of characters nobody meant.
     is_sequence = isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray)
     if is_sequence and not (stacked and isinstance(result, tuple)):

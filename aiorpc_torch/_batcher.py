@@ -33,7 +33,7 @@ class Reason(enum.Enum):
     QUORUM = "quorum"
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)  # not frozen: that doubles what making one takes
 class Batch(Generic[T]):
     """The members of one batch, in order of arrival, and why they left."""
 
@@ -196,8 +196,9 @@ class FillBatcher(Batcher[T]):
             if key is _NONE:
                 return None
             line = self._lines[key]
-            if (reason := self._reason(line, now)) is not None:
-                items = tuple(islice(line, self._start(line)[0]))
+            size, is_full = self._start(line)
+            if (reason := self._reason(line, now, is_full=is_full)) is not None:
+                items = tuple(islice(line, size))
                 self._remove(key, items)
                 return Batch(items, reason)
         return None
@@ -223,8 +224,7 @@ class FillBatcher(Batcher[T]):
             heappop(heap)
         return _NONE
 
-    def _reason(self, line: _Line[T], now: float) -> Reason | None:
-        _, is_full = self._start(line)
+    def _reason(self, line: _Line[T], now: float, *, is_full: bool) -> Reason | None:
         if is_full:
             return Reason.FULL
         if self._policy.max_wait == 0.0:

@@ -51,7 +51,9 @@ def set_out(on: Iterable[Errand]) -> None:
 
 def waiting() -> frozenset[BatchId]:
     """The batches that cannot end before what this context does."""
-    return NONE.union(*(errand.batches for errand in _errands.get() if errand.is_open()))
+    if not (found := _errands.get()):  # almost always, and with each call
+        return NONE
+    return NONE.union(*(errand.batches for errand in found if errand.is_open()))
 
 
 def sent_by(worker: str) -> tuple[BatchId, ...]:

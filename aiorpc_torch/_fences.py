@@ -40,6 +40,9 @@ class Fence:
                 tensor.record_stream(streams[tensor.device])
 
 
+_SCALARS = frozenset((bool, int, float, complex, str, bytes, type(None)))
+
+
 def fence(tensors: Iterable[Tensor]) -> Fence | None:
     """Behind the work that makes those of the tensors that are on CUDA; None if none is."""
     found = [tensor for tensor in tensors if tensor.is_cuda]
@@ -48,6 +51,9 @@ def fence(tensors: Iterable[Tensor]) -> Fence | None:
 
 def fence_of(value: object) -> Fence | None:
     """The same of the tensors that are anywhere in lists, tuples and dicts."""
-    if isinstance(value, Tensor):  # mostly, and a tree is slow to walk
+    # A tree is slow to walk: over a microsecond for each number in it.
+    if isinstance(value, Tensor):
         return fence((value,))
+    if type(value) is list and _SCALARS.issuperset(map(type, value)):
+        return None
     return fence(each for each in tree_leaves(value) if isinstance(each, Tensor))

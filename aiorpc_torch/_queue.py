@@ -250,7 +250,8 @@ class Queue:
 
     async def _run(self, batch: Batch[Place], run: _Run) -> None:
         enter(run.recording)
-        set_out({run.errand()}.union(*(place.errands for place in batch.items)))
+        others = [place.errands for place in batch.items if place.errands]
+        set_out({run.errand()}.union(*others))
         size, name = len(batch.items), self._body.name
         rows = [place.row for place in batch.items]
         try:

@@ -7,6 +7,7 @@ from typing import Any
 import actors
 import pytest
 from actors import Batching, Counter, Sleeper, Streams
+from clocks import SLACK
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, _doors, _link, call, create, remote
@@ -72,7 +73,7 @@ async def test_killed_peer(tmp_path) -> None:
             print(f"killed: {name} was told after {seconds:.3f} s")
             assert isinstance(outcome, WorkerLost), (name, outcome)
             assert outcome.worker == "c"
-            assert seconds < 2.0
+            assert seconds < 2.0 + SLACK
         assert len(ends) == 7
         with pytest.raises(WorkerLost):
             await iterate(held)  # after the items that were here already
@@ -85,12 +86,12 @@ async def test_killed_peer(tmp_path) -> None:
             assert await remote(gate).cancelled() == 1
             assert await remote(streams).closed() == 1
         print(f"killed: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
-        assert time.monotonic() - start < 2.0
+        assert time.monotonic() - start < 2.0 + SLACK
         # The dead one's contribution is in no round: three others complete it.
         assert await asyncio.gather(*(remote(batching).total(n) for n in (1, 2, 3))) == [6, 6, 6]
         assert aiorpc.stats().in_flight == 0
         start = time.monotonic()
-    assert time.monotonic() - start < 5.0
+    assert time.monotonic() - start < 5.0 + SLACK
 
 
 async def test_frozen_and_busy_peers(workers: Workers) -> None:
@@ -148,12 +149,12 @@ async def check_frozen(heartbeat: float) -> None:
             told = outcome if isinstance(outcome, str) else repr(outcome)
             assert told.startswith("WorkerLost("), (name, told)
             assert f"'c' is lost: no sign of life for {heartbeat:g} s" in told
-            assert seconds < 3 * heartbeat
+            assert seconds < 3 * heartbeat + SLACK
         async with asyncio.timeout(20.0):
             assert await remote(gate).cancelled() == 1
             assert await remote(streams).closed() == 1
         print(f"frozen: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
-        assert time.monotonic() - start < 3 * heartbeat
+        assert time.monotonic() - start < 3 * heartbeat + SLACK
         with pytest.raises(WorkerLost, match="'c' is lost"):  # who calls it now is told as well
             await call("c", actors.name_of_worker)
     # Thawed: it serves again, and what it ran for those who gave it up is cancelled.

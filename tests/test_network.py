@@ -5,6 +5,7 @@ import time
 from typing import Any
 
 import pytest
+from clocks import SLACK
 from machines import ADDRESSES, HERE, LINK, Line, Machine, Node, both, line, running
 from machines import machines as machines
 from nodes import HEARTBEAT, STOP_TIMEOUT
@@ -13,7 +14,6 @@ pytestmark = [pytest.mark.worlds, pytest.mark.network, pytest.mark.timeout(150)]
 
 WHERE = f"tcp://{ADDRESSES[0]}:29500"
 PATIENCE = 1.5  # seconds: start_timeout where it is to fail
-SLACK = 2.5  # seconds that a busy machine may add
 
 
 async def test_torchrun_on_two_machines(machines: tuple[Machine, Machine]) -> None:
@@ -152,7 +152,8 @@ async def test_starts_that_fail() -> None:
             await check_wrong_interface(nodes)
             for node in nodes:
                 code, errors = await node.end()
-                assert (code, "terminate" in errors, "frame #" in errors) == (0, False, False), (
+                # torch itself prints a stack of what it was asking a store that is gone (2.15).
+                assert (code, "terminate" in errors, "Traceback" in errors) == (0, False, False), (
                     errors
                 )
 

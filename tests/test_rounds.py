@@ -9,6 +9,7 @@ from typing import Any
 import actors
 import pytest
 import torch
+from clocks import SLACK
 from doors import arrived, asks, by_name, cancel, outcome, raises, settled
 
 from aiorpc_torch import (
@@ -178,7 +179,6 @@ async def test_a_quorum_is_enough_once_the_time_is_over(
 
 
 TRAINERS = [f"trainer{n}" for n in range(5)]
-SLACK = 2.0  # seconds that a busy machine may take
 
 
 @pytest.mark.worlds

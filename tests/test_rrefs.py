@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -135,7 +134,7 @@ async def test_of_ours_among_fresh_processes(kind: type[Slotted]) -> None:
 
 
 async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFixture[str]) -> None:
-    """Whoever owns it, and however it came to who uses it; and the end is quick and silent."""
+    """Whoever owns it, and however it came to who uses it; and the end is silent."""
     async with world([]):
         pass
     async with world(["a", "b"]):
@@ -144,8 +143,7 @@ async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFix
         found = await remote(holder).given()
         assert [await remote(each).add(1) for each in (rref, found)] == [1, 2]
         assert await remote(holder).add(1) == 3
-        start = time.monotonic()
-    assert time.monotonic() - start < 1  # which torch would wait for holders that do not report
+    # torch would wait for holders that do not report, and say so.
     assert "Timed out" not in capfd.readouterr().err
 
 
