@@ -35,6 +35,12 @@ from ._peers_process import end_with_parent, process
 LIMIT = 300.0
 """Seconds for one turn of one side."""
 
+TRANSPORTS = ["uv"]
+"""Of both sides, and the better for both where workers are more than cores: over shared memory each
+of them spins for messages, in the time in which others compute. Tensors go from memory to memory
+over either.
+"""
+
 WARM = 2  # steps whose times are not counted
 
 
@@ -103,12 +109,11 @@ def figures(scratch: Path, trainers: int) -> Figures:
 def run_ours(words: list[str], scratch: str) -> None:
     options = ours.arguments([*words, "--timeout", "60", "--plot", f"{scratch}/loss.png"])
     names = [ours.name_of(rank) for rank in range(options.trainers + 1)]
-    # Torch's choice of transport: the plain form's, whatever the number of workers.
     aiorpc.run_local(
         worker_of_ours,
         names,
         args=(options, scratch),
-        transports=["shm", "uv"],
+        transports=TRANSPORTS,
         start_timeout=LIMIT,
     )
 
@@ -129,7 +134,7 @@ def run_plain(words: list[str], scratch: str) -> None:
 
 def worker_of_plain(rank: int, port: int, options: argparse.Namespace, scratch: str) -> None:
     spans = timed(plain)
-    plain.run(rank, port, options)
+    plain.run(rank, port, options, TRANSPORTS)
     write(scratch, rank, spans)
 
 

@@ -15,7 +15,7 @@ from torchvision.models import get_model
 
 SIDE = 64  # pixels
 NOISE = 1.0  # standard deviation; that of a class's pattern is 1 too
-PART = 8 << 20  # bytes of a list of tensors that travel together, about
+PART = 4 << 20  # bytes of a list of tensors that travel together, about
 HELD_OUT = 1_000_000  # where the pictures begin that are never trained on
 
 Sample = tuple[Tensor, Tensor]

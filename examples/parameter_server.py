@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from anyio import to_thread
 from rich.progress import Progress
 from torch import Tensor
 
@@ -73,7 +74,7 @@ class ParameterServer:
     async def _step(self, ranks: list[int]) -> Broadcast[State]:
         if len(self.losses) < self.iterations:  # else one comes late, for the model alone
             # What comes while the thread computes is the next mean's.
-            loss = await asyncio.to_thread(advance, self.model, self.optimizer, self.mean.take())
+            loss = await to_thread.run_sync(advance, self.model, self.optimizer, self.mean.take())
             self.losses.append(loss)
             self.news.put_nowait(ranks)
         return Broadcast(await self.state())
@@ -99,13 +100,14 @@ async def train(me: Worker, options: argparse.Namespace) -> None:
     print(f"{me.name}, process {os.getpid()}, begins at step {state.steps}", flush=True)
     while state.steps < options.iterations:
         adopt(model, state.model, options)
-        learned = await asyncio.to_thread(learn, model, batch, options)
+        # Not asyncio's, whose threads take turns: each has memory of its own for what it computes.
+        learned = await to_thread.run_sync(learn, model, batch, options)
         try:
             # Sent together, and begun in this order: each part is added, and gone, before the next
             # has come. Meanwhile the next batch is made.
             sent = [ps.add(len(batch[0]), *part) for part in parts(learned)]
             *_, state, batch = await asyncio.gather(
-                *sent, ps.step(me.rank), asyncio.to_thread(next, data)
+                *sent, ps.step(me.rank), to_thread.run_sync(next, data)
             )
         except RoundTimeout:  # fewer than a quorum
             state = await ps.state()
@@ -123,7 +125,7 @@ async def serve(options: argparse.Namespace) -> None:
                 progress.console.print(f"step {step}: without {', '.join(map(name_of, missing))}")
             progress.update(task, advance=1, description=f"loss {ps.losses[step]:.3f}")
     print(f"loss, first step: {ps.losses[0]:.3f}, last of {step + 1}: {ps.losses[-1]:.3f}")
-    right = await asyncio.to_thread(accuracy, ps.model, options)
+    right = await to_thread.run_sync(accuracy, ps.model, options)
     print(f"accuracy on held-out images: {right:.1%}")
     title = f"{options.model}, {options.trainers} trainers and a parameter server"
     lines = {"mean of a round": ps.losses}

@@ -90,9 +90,13 @@ def run_trainer(ps: Any, rank: int, options: argparse.Namespace) -> None:
         )
 
 
-def run(rank: int, port: int, options: argparse.Namespace) -> None:
+def run(
+    rank: int, port: int, options: argparse.Namespace, transports: list[str] | None = None
+) -> None:
     """Be the worker of that rank."""
-    where = rpc.TensorPipeRpcBackendOptions(init_method=f"tcp://127.0.0.1:{port}")
+    where = rpc.TensorPipeRpcBackendOptions(
+        init_method=f"tcp://127.0.0.1:{port}", _transports=transports
+    )
     for name in ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME"):
         os.environ.setdefault(name, "lo")
     name = f"trainer{rank}" if rank else PS
