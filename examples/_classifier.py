@@ -4,8 +4,10 @@ Knows models and data, and nothing of who computes where.
 """
 
 import argparse
+import contextlib
+import functools
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Self
 
 import torch
@@ -15,10 +17,13 @@ from torchvision.models import get_model
 
 SIDE = 64  # pixels
 NOISE = 1.0  # standard deviation; that of a class's pattern is 1 too
-PART = 4 << 20  # bytes of a list of tensors that travel together, about
+PART = 4 << 20  # bytes of the tensors that travel together, about
 HELD_OUT = 1_000_000  # where the pictures begin that are never trained on
 
 Sample = tuple[Tensor, Tensor]
+
+Learned = dict[int, Tensor]
+"""What a batch says, by place: first its mean loss, then each parameter's gradient, each buffer."""
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
@@ -85,19 +90,58 @@ def small(classes: int) -> nn.Module:
     return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(4), nn.Flatten(), nn.Linear(1024, classes))
 
 
-def learn(model: nn.Module, batch: Sample, options: argparse.Namespace) -> list[Tensor]:
-    """What a batch says: its mean loss, the gradient of each parameter, and then the buffers.
+def learn(
+    model: nn.Module,
+    batch: Sample,
+    options: argparse.Namespace,
+    tell: Callable[[Learned], object],
+) -> None:
+    """Tell what a batch says, in parts of some megabytes, each as soon as backward is behind it.
 
     All on the CPU; gradients in the dtype that they travel in.
     """
     images, labels = (each.to(options.device) for each in batch)
     loss = nn.functional.cross_entropy(model(images), labels)
-    gradients = torch.autograd.grad(loss, [*model.parameters()], materialize_grads=True)
+    parts = Parts(tell)
+    parameters = [*model.parameters()]
+    with contextlib.ExitStack() as hooks:
+        for place, parameter in enumerate(parameters, 1):
+            hook = functools.partial(_give, parts, place, getattr(torch, options.compress))
+            told = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
+            hooks.enter_context(told)
+        loss.backward()  # type: ignore[no-untyped-call]
+    parts.put(0, loss.detach().cpu())
+    for place, buffer in enumerate(model.buffers(), 1 + len(parameters)):
+        parts.put(place, buffer.cpu())
+    parts.end()
+
+
+def _give(parts: "Parts", place: int, dtype: torch.dtype, parameter: Tensor) -> None:
     # A gradient's rounding is another one each time, and is averaged away. The model's would not
     # be: most steps are smaller than the distance of two bfloat16.
-    dtype = getattr(torch, options.compress)
-    buffers = [buffer.cpu() for buffer in model.buffers()]
-    return [loss.detach().cpu(), *(each.to("cpu", dtype) for each in gradients), *buffers]
+    assert parameter.grad is not None
+    parts.put(place, parameter.grad.to("cpu", dtype))
+    parameter.grad = None
+
+
+class Parts:
+    """Collects tensors until they are some megabytes, and tells of them together."""
+
+    def __init__(self, tell: Callable[[Learned], object]) -> None:
+        self._tell = tell
+        self._part: Learned = {}
+
+    def put(self, place: int, tensor: Tensor) -> None:
+        """One more."""
+        self._part[place] = tensor
+        if sum(each.nbytes for each in self._part.values()) >= PART:
+            self.end()
+
+    def end(self) -> None:
+        """Tell of what is left."""
+        if self._part:
+            part, self._part = self._part, {}
+            self._tell(part)
 
 
 def adopt(model: nn.Module, state: dict[str, Tensor], options: argparse.Namespace) -> None:
@@ -110,20 +154,26 @@ def new_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.
 
 
 @torch.no_grad()
-def advance(model: nn.Module, optimizer: torch.optim.Optimizer, means: Iterable[Tensor]) -> float:
+def advance(model: nn.Module, optimizer: torch.optim.Optimizer, means: Learned) -> float:
     """One step with the means of what trainers have learned; the mean loss.
 
-    Running statistics become the mean of the trainers'.
+    Running statistics become the mean of the trainers'. A parameter on which nobody's loss depends
+    stays as it is.
     """
-    loss, *rest = means
     parameters = [*model.parameters()]
-    for parameter, mean in zip(parameters, rest, strict=False):
-        parameter.grad = mean
-    for buffer, mean in zip(model.buffers(), rest[len(parameters) :], strict=True):
-        buffer.copy_(mean)
+    for place, parameter in enumerate(parameters, 1):
+        mean = means.pop(place, None)
+        parameter.grad = None if mean is None else mean.to(parameter.device)
+    for place, buffer in enumerate(model.buffers(), 1 + len(parameters)):
+        buffer.copy_(means[place])
     optimizer.step()
     optimizer.zero_grad()
-    return float(loss)
+    return float(means[0])
+
+
+def on_cpu(model: nn.Module) -> dict[str, Tensor]:
+    """Its parameters and buffers by name: themselves, if they are there."""
+    return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
 @torch.inference_mode()
@@ -131,35 +181,26 @@ def accuracy(model: nn.Module, options: argparse.Namespace, images: int = 200) -
     """The part of held-out images that the model, in eval mode, puts in the right class."""
     held_out = Images(options.classes, options.seed, range(HELD_OUT, HELD_OUT + images))
     model.eval()
+    where = next(model.parameters()).device
     right = sum(
-        int((model(pictures).argmax(1) == labels).sum())
+        int((model(pictures.to(where)).argmax(1).cpu() == labels).sum())
         for pictures, labels in DataLoader(held_out, options.batch)
     )
     return right / images
 
 
-def parts(tensors: Sequence[Tensor]) -> Iterator[tuple[int, list[Tensor]]]:
-    """The list in pieces of some megabytes, each with the place in it where it begins."""
-    first, size = 0, 0
-    for end, tensor in enumerate(tensors, 1):
-        size += tensor.nbytes
-        if size >= PART or end == len(tensors):
-            yield first, [*tensors[first:end]]
-            first, size = end, 0
-
-
 class Mean:
-    """The weighted mean of lists of tensors. Holds one list, however many are added."""
+    """The weighted mean of what batches say. Holds one of each tensor, however many are added."""
 
     def __init__(self) -> None:
         self._sums: dict[int, tuple[Tensor, int]] = {}  # and their weights, by place
 
-    def add(self, tensors: Sequence[Tensor], weight: int, first: int = 0) -> Self:
-        """Add a list, or the part of one that begins at `first`, in float32.
+    def add(self, learned: Learned, weight: int) -> Self:
+        """Add what a batch says, or a part of it, in float32.
 
         What is the first at its place is not copied: it is the mean's own from now on.
         """
-        for place, tensor in enumerate(tensors, first):
+        for place, tensor in learned.items():
             if place in self._sums:
                 total, before = self._sums[place]
                 self._sums[place] = total.add_(tensor, alpha=weight), before + weight
@@ -167,7 +208,7 @@ class Mean:
                 self._sums[place] = tensor.float().mul_(weight), weight
         return self
 
-    def take(self) -> Iterable[Tensor]:
+    def take(self) -> Learned:
         """The mean of what was added since the last time."""
         sums, self._sums = self._sums, {}
-        return (total.div_(weight) for _, (total, weight) in sorted(sums.items()))
+        return {place: total.div_(weight) for place, (total, weight) in sums.items()}

@@ -16,17 +16,19 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from anyio import to_thread
 from rich.progress import Progress
-from torch import Tensor
+from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Broadcast, Round, RoundTimeout, RRef, Worker, batched, remote
 
 from ._classifier import (
+    Learned,
     Mean,
+    Sample,
     accuracy,
     add_training,
     adopt,
@@ -35,7 +37,7 @@ from ._classifier import (
     learn,
     new_model,
     new_optimizer,
-    parts,
+    on_cpu,
 )
 from ._launch import add_world, launch
 from ._plot import curves
@@ -54,8 +56,9 @@ class ParameterServer:
     """Holds the model. Its methods run on the event loop: none is interrupted but at an await."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.model = new_model(options)
+        self.model = new_model(options).to(options.server_device)
         self.optimizer = new_optimizer(self.model, options)
+        self.answer = on_cpu(self.model)
         self.mean, self.iterations = Mean(), options.iterations
         self.losses: list[float] = []
         self.news: asyncio.Queue[list[int]] = asyncio.Queue()  # who took part in each step
@@ -64,20 +67,23 @@ class ParameterServer:
 
     async def state(self) -> State:
         """The model as it is, for who joins."""
-        return State(len(self.losses), self.model.state_dict())
+        return State(len(self.losses), self.answer)
 
-    async def add(self, samples: int, first: int, learned: list[Tensor]) -> None:
+    async def add(self, samples: int, learned: Learned) -> None:
         """Take in a part of what a trainer learned, weighed with its samples."""
         # Here and not in the round, which would keep every trainer's until the last is there.
-        self.mean.add(learned, samples, first)
+        self.mean.add(learned, samples)
 
     async def _step(self, ranks: list[int]) -> Broadcast[State]:
         if len(self.losses) < self.iterations:  # else one comes late, for the model alone
             # What comes while the thread computes is the next mean's.
-            loss = await to_thread.run_sync(advance, self.model, self.optimizer, self.mean.take())
+            loss, self.answer = await to_thread.run_sync(self._advance, self.mean.take())
             self.losses.append(loss)
             self.news.put_nowait(ranks)
         return Broadcast(await self.state())
+
+    def _advance(self, means: Learned) -> tuple[float, dict[str, Tensor]]:
+        return advance(self.model, self.optimizer, means), on_cpu(self.model)
 
 
 @functools.cache
@@ -100,17 +106,33 @@ async def train(me: Worker, options: argparse.Namespace) -> None:
     print(f"{me.name}, process {os.getpid()}, begins at step {state.steps}", flush=True)
     while state.steps < options.iterations:
         adopt(model, state.model, options)
-        # Not asyncio's, whose threads take turns: each has memory of its own for what it computes.
-        learned = await to_thread.run_sync(learn, model, batch, options)
+        sent = await compute(model, batch, options, ps)
         try:
-            # Sent together, and begun in this order: each part is added, and gone, before the next
-            # has come. Meanwhile the next batch is made.
-            sent = [ps.add(len(batch[0]), *part) for part in parts(learned)]
+            # Calls begin in the order in which they were made: the last part is added before the
+            # step. Meanwhile the next batch is made.
             *_, state, batch = await asyncio.gather(
                 *sent, ps.step(me.rank), to_thread.run_sync(next, data)
             )
         except RoundTimeout:  # fewer than a quorum
             state = await ps.state()
+
+
+async def compute(
+    model: nn.Module, batch: Sample, options: argparse.Namespace, ps: Any
+) -> list[asyncio.Future[None]]:
+    """Learn from a batch; each part of it is on its way while the rest is computed."""
+    loop = asyncio.get_running_loop()
+    sent: list[asyncio.Future[None]] = []
+
+    def send(part: Learned) -> None:
+        sent.append(asyncio.ensure_future(ps.add(len(batch[0]), part)))
+
+    def tell(part: Learned) -> None:
+        loop.call_soon_threadsafe(send, part)
+
+    # Not asyncio's to_thread, whose threads take turns: each keeps memory for what it computes.
+    await to_thread.run_sync(learn, model, batch, options, tell)
+    return sent
 
 
 async def serve(options: argparse.Namespace) -> None:
@@ -150,6 +172,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     group.add_argument("--trainers", type=int, help="by default the world's size less one")
     group.add_argument("--quorum", type=int, default=1, help="trainers that are enough")
     group.add_argument("--timeout", type=float, default=10.0, help="seconds, after which they are")
+    group.add_argument("--server-device", default="cpu", help="where the step is made")
     group.add_argument("--restart", type=int, default=3, help="trainers started again, at most")
     parser.add_argument("--plot", type=Path, default=Path("out/parameter_server.png"))
     parser.add_argument("--quick", action="store_true", help="a small model, a few seconds")

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,8 +26,8 @@ try:
 except Exception as exc:  # one that was built for another torch fails in ways of its own
     pytest.skip(f"no torchvision: {exc}", allow_module_level=True)
 
-from examples import _classifier
-from examples._classifier import Mean, learn
+from examples import _classifier, parameter_server
+from examples._classifier import Learned, Mean, learn
 from examples.parameter_server import ParameterServer, arguments
 
 # Several processes import torch twice over: a busy machine takes its time.
@@ -54,8 +55,10 @@ async def contribute(ps: ParameterServer, rank: int, batch: tuple[Tensor, Tensor
     """What a trainer of that rank does, with BatchNorm in eval mode; its next model."""
     model = _classifier.new_model(options()).eval()
     model.load_state_dict((await ps.state()).model)
-    for part in _classifier.parts(learn(model, batch, options())):
-        await ps.add(len(batch[0]), *part)
+    parts: list[Learned] = []
+    learn(model, batch, options(), parts.append)
+    for part in parts:
+        await ps.add(len(batch[0]), part)
     model.load_state_dict((await ps.step(rank)).model)
     return model
 
@@ -89,8 +92,8 @@ async def test_running_statistics_are_averaged() -> None:
     async def trainer(rank: int, samples: int, value: float) -> dict[str, Tensor]:
         zeros = [torch.zeros_like(parameter) for parameter in ps.model.parameters()]
         mine = [torch.full_like(b, value if b.is_floating_point() else 7) for b in buffers]
-        await ps.add(samples, 0, [torch.tensor(0.0), *zeros])
-        await ps.add(samples, 1 + len(zeros), mine)
+        await ps.add(samples, dict(enumerate([torch.tensor(0.0), *zeros])))
+        await ps.add(samples, dict(enumerate(mine, 1 + len(zeros))))
         return (await ps.step(rank)).model
 
     models = await asyncio.gather(trainer(1, 3, 1.0), trainer(2, 1, 5.0))
@@ -117,9 +120,10 @@ def test_a_mean_is_weighted(added: list[tuple[int, int]]) -> None:
     mean = Mean()
     for _ in range(2):
         for weight, value in added:
-            mean.add([torch.tensor(float(value)), torch.tensor([float(value)] * 2)], weight)
+            one, two = torch.tensor(float(value)), torch.tensor([float(value)] * 2)
+            mean.add({0: one, 1: two}, weight)
         expected = sum(w * v for w, v in added) / sum(w for w, _ in added)
-        one, two = mean.take()
+        one, two = mean.take().values()
         assert one.item() == pytest.approx(expected, rel=1e-5, abs=1e-5)
         assert two.tolist() == pytest.approx([expected] * 2, rel=1e-5, abs=1e-5)
 
@@ -128,34 +132,86 @@ def test_a_mean_is_weighted(added: list[tuple[int, int]]) -> None:
 def test_parts_are_the_whole(sizes: list[int]) -> None:
     """In order, none empty, and none much larger than the others."""
     tensors = [torch.empty(size << 20, dtype=torch.uint8, device="meta") for size in sizes]
-    found = [*_classifier.parts(tensors)]
-    assert [id(each) for _, part in found for each in part] == [*map(id, tensors)]
-    assert [first for first, _ in found] == [
-        sum(len(part) for _, part in found[:index]) for index in range(len(found))
-    ]
-    for _, part in found[:-1]:
-        assert sum(each.nbytes for each in part[:-1]) < _classifier.PART
-        assert sum(each.nbytes for each in part) >= _classifier.PART
+    found: list[Learned] = []
+    parts = _classifier.Parts(found.append)
+    for place, tensor in enumerate(tensors):
+        parts.put(place, tensor)
+    parts.end()
+    told = [pair for part in found for pair in part.items()]
+    assert [(place, id(each)) for place, each in told] == [*enumerate(map(id, tensors))]
+    for part in found[:-1]:
+        *first, _ = sizes = [each.nbytes for each in part.values()]
+        assert sum(first) < _classifier.PART <= sum(sizes)
+
+
+@pytest.mark.parametrize("part", [1, 1 << 10, 1 << 30])
+def test_what_a_batch_says(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss, torch's own gradients and the buffers, each at its place, in parts of any size."""
+    monkeypatch.setattr(_classifier, "PART", part)
+    model, batch = _classifier.new_model(options()).eval(), samples(3)
+    parts: list[Learned] = []
+    learn(model, batch, options(), parts.append)
+    loss = nn.functional.cross_entropy(model(batch[0]), batch[1])
+    gradients = torch.autograd.grad(loss, [*model.parameters()])
+    expected = [loss.detach(), *gradients, *model.buffers()]
+    told = {place: tensor for each in parts for place, tensor in each.items()}
+    assert sum(map(len, parts)) == len(told) == len(expected)
+    for place, tensor in enumerate(expected):
+        torch.testing.assert_close(told[place], tensor)
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert part == 1 << 30 or 0 not in parts[0], "the loss comes behind the first gradients"
+
+
+async def test_parts_travel_while_the_rest_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are on their way before the computation ends."""
+    arrived = threading.Event()
+
+    class Server:
+        """In place of the remote one."""
+
+        async def add(self, samples: int, part: Learned) -> None:
+            arrived.set()
+
+    def learn_in_two(*args: object) -> None:
+        tell = args[-1]
+        assert callable(tell)
+        tell({0: torch.ones(1)})
+        assert arrived.wait(10.0)
+
+    monkeypatch.setattr(parameter_server, "learn", learn_in_two)
+    model = _classifier.new_model(options())
+    await asyncio.gather(*await parameter_server.compute(model, samples(3), options(), Server()))
+
+
+async def test_a_parameter_of_no_loss() -> None:
+    """It has no gradient, and makes no step."""
+    ps = new_server(options("--trainers", "1"))
+    before = [parameter.clone() for parameter in ps.model.parameters()]
+    buffers = dict(enumerate(ps.model.buffers(), 1 + len(before)))
+    await ps.add(1, {0: torch.tensor(1.0), 1: torch.ones_like(before[0]), **buffers})
+    await ps.step(1)
+    same = [torch.equal(*pair) for pair in zip(before, ps.model.parameters(), strict=True)]
+    assert same == [False] + [True] * (len(before) - 1)
 
 
 @given(st.data())
 def test_a_mean_of_parts(data: st.DataObject) -> None:
     """Each place has a weight of its own: who was killed after some parts has contributed those."""
     rows = data.draw(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 4)), max_size=5))
-    mean = Mean().add([*torch.ones(4, 1)], 1)
+    mean = Mean().add(dict(enumerate(torch.ones(4, 1))), 1)
     for weight, count in rows:
         for place in range(count):
-            mean.add([torch.tensor([5.0])], weight, place)
-    for place, found in enumerate(mean.take()):
+            mean.add({place: torch.tensor([5.0])}, weight)
+    for place, found in mean.take().items():
         weight = sum(weight for weight, count in rows if place < count)
         assert found.item() == pytest.approx((1 + 5 * weight) / (1 + weight), rel=1e-5)
 
 
 def test_a_mean_of_bfloat16_is_a_float32() -> None:
     """What is sum and what is mean is not rounded, only what travels."""
-    mean = Mean().add([torch.tensor([1.0], dtype=torch.bfloat16)], 3)
-    mean.add([torch.tensor([1.0 + 2**-7], dtype=torch.bfloat16)], 1)
-    (found,) = mean.take()
+    mean = Mean().add({0: torch.tensor([1.0], dtype=torch.bfloat16)}, 3)
+    mean.add({0: torch.tensor([1.0 + 2**-7], dtype=torch.bfloat16)}, 1)
+    (found,) = mean.take().values()
     assert found.dtype is torch.float32
     assert found.item() == 1.0 + 2**-9
 

@@ -21,6 +21,7 @@ from torch.futures import Future
 from torch.multiprocessing.spawn import spawn
 
 from .._classifier import (
+    Learned,
     Mean,
     accuracy,
     add_training,
@@ -55,12 +56,12 @@ class BatchUpdateParameterServer:
     @staticmethod
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def update_and_fetch_model(
-        ps: "rpc.RRef[BatchUpdateParameterServer]", samples: int, tensors: list[Tensor]
+        ps: "rpc.RRef[BatchUpdateParameterServer]", samples: int, learned: Learned
     ) -> "Future[State]":
         self = ps.local_value()
         answer: Future[State]
         with self.lock:
-            self.mean.add(tensors, samples)
+            self.mean.add(learned, samples)
             answer = self.answer
             self.missing -= 1
             if is_last := self.missing == 0:
@@ -81,7 +82,8 @@ def run_trainer(ps: Any, rank: int, options: argparse.Namespace) -> None:
     for _ in range(options.iterations):
         adopt(model, state, options)
         batch = next(data)
-        learned = learn(model, batch, options)
+        learned: Learned = {}
+        learn(model, batch, options, learned.update)
         state = rpc.rpc_sync(
             PS,
             BatchUpdateParameterServer.update_and_fetch_model,

@@ -15,7 +15,7 @@ pytestmark = [*GPU, pytest.mark.examples]
 PROGRAMS = {
     "cartpole": ["--device", "cuda:0"],
     "reinforce": ["--device", "cuda:0"],
-    "parameter_server": ["--device", "cuda:0"],
+    "parameter_server": ["--device", "cuda:0", "--server-device", "cuda:0"],
     "rnn": ["--device", "cuda:0"],
     "mnist": ["--num-gpus", "1"],
     "inference": ["--device", "cuda:0", "--clients", "1"],
