@@ -63,7 +63,8 @@ soak: install
 faults: install
 	$(BIN)/python -m benchmarks.faults
 
-# Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md.
+# Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md. Some 45 minutes, on a machine
+# that does nothing else.
 figures: install
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.timeline --plot docs/figures/timeline.svg

@@ -4,9 +4,8 @@ A trainer computes, and then waits until it has the next model: for its own grad
 be added, for the other trainers, for the step, and for the model to travel. That is what is
 measured, for each trainer and each step, and the most memory that the server's process had. Ours
 sends while it computes, which takes time from that where cores are few: so both are shown, and how
-long it is from one step to the next. The
-plain form is the tutorial's pattern at its strongest (`examples/_reference/parameter_server.py`),
-with the same model, images, optimizer and threads.
+long it is from one step to the next. The plain form is the tutorial's pattern at its strongest
+(`examples/_reference/parameter_server.py`), with the same model, images, optimizer and threads.
 
     python -m benchmarks.parameter_server [--quick] [--repeat N] [--trainers N ...]
 """

@@ -110,9 +110,9 @@ def learn(
             told = parameter.register_post_accumulate_grad_hook(hook)  # type: ignore[no-untyped-call]
             hooks.enter_context(told)
         loss.backward()  # type: ignore[no-untyped-call]
-    parts.put(0, loss.detach().cpu())
     for place, buffer in enumerate(model.buffers(), 1 + len(parameters)):
         parts.put(place, buffer.cpu())
+    parts.put(0, loss.detach().cpu())  # last, so whoever asks for a step after it has told its loss
     parts.end()
 
 
@@ -157,15 +157,15 @@ def new_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer, means: Learned) -> float:
     """One step with the means of what trainers have learned; the mean loss.
 
-    Running statistics become the mean of the trainers'. A parameter on which nobody's loss depends
-    stays as it is.
+    Running statistics become the mean of the trainers'. What nobody has told of stays as it is: a
+    parameter that no loss depends on, or a part that came too late for the step.
     """
     parameters = [*model.parameters()]
     for place, parameter in enumerate(parameters, 1):
         mean = means.pop(place, None)
         parameter.grad = None if mean is None else mean.to(parameter.device)
     for place, buffer in enumerate(model.buffers(), 1 + len(parameters)):
-        buffer.copy_(means[place])
+        buffer.copy_(means.get(place, buffer))
     optimizer.step()
     optimizer.zero_grad()
     return float(means[0])

@@ -159,7 +159,8 @@ def test_what_a_batch_says(part: int, monkeypatch: pytest.MonkeyPatch) -> None:
     for place, tensor in enumerate(expected):
         torch.testing.assert_close(told[place], tensor)
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert part == 1 << 30 or 0 not in parts[0], "the loss comes behind the first gradients"
+    assert [*parts[-1]][-1] == 0, "the loss comes last"
+    assert (len(parts) > 1) == (part < 1 << 30)
 
 
 async def test_parts_travel_while_the_rest_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,14 +184,14 @@ async def test_parts_travel_while_the_rest_is_computed(monkeypatch: pytest.Monke
     await asyncio.gather(*await parameter_server.compute(model, samples(3), options(), Server()))
 
 
-async def test_a_parameter_of_no_loss() -> None:
-    """It has no gradient, and makes no step."""
+async def test_what_nobody_has_told_of() -> None:
+    """It stays as it is: a parameter that no loss depends on, or what came too late."""
     ps = new_server(options("--trainers", "1"))
-    before = [parameter.clone() for parameter in ps.model.parameters()]
-    buffers = dict(enumerate(ps.model.buffers(), 1 + len(before)))
-    await ps.add(1, {0: torch.tensor(1.0), 1: torch.ones_like(before[0]), **buffers})
+    before = [tensor.clone() for tensor in (*ps.model.parameters(), *ps.model.buffers())]
+    await ps.add(1, {0: torch.tensor(1.0), 1: torch.ones_like(before[0])})
     await ps.step(1)
-    same = [torch.equal(*pair) for pair in zip(before, ps.model.parameters(), strict=True)]
+    after = (*ps.model.parameters(), *ps.model.buffers())
+    same = [torch.equal(*pair) for pair in zip(before, after, strict=True)]
     assert same == [False] + [True] * (len(before) - 1)
 
 
