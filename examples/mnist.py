@@ -192,13 +192,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=Path("out/digits"), help="has MNIST/raw in it")
     parser.add_argument("--images", type=int, help="to train on, the first of all")
     parser.add_argument(
-        "--quick", action="store_true", help="one epoch of 1,200 images, in batches of 16"
+        "--quick", action="store_true", help="three epochs of 1,200 images, in batches of 16"
     )
     parser.add_argument("--plot", type=Path, default=Path("out/mnist.png"))
     add_world(parser, world_size=int(os.environ.get("WORLD_SIZE", 3)))
     options = parser.parse_args()
     if options.quick:
-        options.epochs, options.batch_size = 1, 16
+        options.epochs, options.batch_size = 3, 16
         options.images = options.images or 1200
     if options.world_size < 2 or min(options.epochs, options.batch_size) < 1:
         parser.error("it takes a trainer, an epoch and a batch at least")

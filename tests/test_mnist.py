@@ -303,8 +303,8 @@ def test_as_one_command(data: Path) -> None:
     """Two trainers learn at once, and nothing is warned of."""
     said = run("mnist", *where(data), "--quick", timeout=50)
     assert "data: digits drawn by examples.digits, seed 0" in said
-    assert "2 trainers, 76 iterations" in said
-    assert accuracy(said) > 0.4
+    assert "2 trainers, 228 iterations" in said
+    assert accuracy(said) > 0.6  # 0.96 and more; after one epoch it was between 0.3 and 0.6
     assert (data / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -315,7 +315,7 @@ def test_under_torchrun(data: Path) -> None:
     torchrun = ["torch.distributed.run", "--nproc-per-node=2", "--nnodes=1"]
     rendezvous = ["--rdzv-backend=c10d", "--rdzv-endpoint=127.0.0.1:0"]
     said = run_line([sys.executable, "-m", *torchrun, *rendezvous, *own], timeout=50)
-    assert "1 trainers, 13 iterations" in said
+    assert "1 trainers, 39 iterations" in said
     assert accuracy(said) > 0.05
 
 
