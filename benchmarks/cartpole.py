@@ -26,7 +26,7 @@ from . import _cartpole_plain as plain
 from . import _cartpole_tutorial as tutorial
 from ._cartpole_work import Sizes
 from ._compare import Row, Runs, parse, show
-from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, present
+from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, present
 
 TABLE = [1, 5, 10]  # observers in the table; the figure has all of FIGURE
 FIGURE = range(1, 11)
@@ -138,7 +138,7 @@ def panel(rates: Found) -> Panel:
         "tutorial, batched": ("the tutorial, batched", ("#666666", "^")),
         "plain form, unbatched": ("plain torch, unbatched", ("#cc79a7", "v")),
         "plain form, batched": ("plain torch, batched", RAW),
-        "ours, unbatched": ("ours, unbatched", OTHER),
+        "ours, unbatched": ("ours, unbatched", ("#009e73", "D")),
         "ours, batched": ("ours, batched", OURS),
         "together, batched": ("ours, all in one observer", ALSO_OURS),
     }
