@@ -11,6 +11,7 @@ from doors import skip as skip
 from hypothesis import settings
 
 settings.register_profile("fast", deadline=None, max_examples=100)
+settings.register_profile("brief", deadline=None, max_examples=20)
 settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
