@@ -6,27 +6,37 @@ The map of the house, from the ground up; imports point down only.
     _interfaces, _environment              network interfaces; torchrun's variables
     _devices, _fences                      CUDA: which is which of a peer's; order between threads
     _policy, _batcher, _rounds             when waiting requests become a batch (pure)
-    _lane, _desk, _window, _pulse          order, answers, backpressure, signs of life (pure)
+    _window, _pulse                        backpressure, signs of life (pure)
     _living                                what is alive, listed from any thread
     _exceptions, _deadline                 how exceptions and deadlines cross
     _errands, _rrefs                       for which batches a call is made; how RRefs cross
-    _handles                               what a call names its object by
     _inbox, _threads, _wait                into a loop; threads for `def`s; out of a task and back
     _states                                of torch's threads, in Python: kept and given back
     _steps, _scopes, _interruption         a coroutine's steps, timed; deadlines; ends from outside
-    _eager                                 coroutines that never wait, without a task of their own
     _agent, _bridge, _tensors              torch's RPC; its futures awaited; tensors as bytes
     _passage                               what tensors pass so that no gradient is waited for
     _recording, _reply                     which calls are in which autograd context; their answers
     _wire                                  what a call asks for; values pickled
     _columns, _exports                     many values of one kind; what is answered to
     _message                               calls and results as they travel
-    _line, _jobs, _streams                 the callee: one caller's calls, each being answered
-    _arrivals, _runner, _peers             from a message to the loop or a thread; who sends them
-    _server, _doors                        the callee's counter, and how one comes to it
-    _incoming, _pending, _backlog          the caller: who waits, and what has not left
-    _link                                  calls sent together, outcomes and items back
-    _outbox, _calling, _remote             what the user types, and over which link it goes
+    _protocol.frames                       bytes cut into frames, their length bounded (pure)
+    _protocol.handshake                    how both ends prove that they were introduced (pure)
+    _protocol.connection_state             when calls and results leave, and how many (pure)
+    _protocol.payloads                     calls whose payload comes by torch RPC, in their order
+    _protocol.endpoints                    the functions that peers call in this process by torch
+    _protocol.forked                       closes connections in children made by `fork`
+    _protocol.channel                      one connection on an event loop: reads, writes, closes
+    _server.listener                       the listening sockets; verifies who connects
+    _server.session                        one caller's connection: its calls, results held for it
+    _jobs, _peers                          a call being answered; who may call, and who has left
+    _incoming                              the caller's end of a stream: items in order, credit
+    _streams, _pending                     the callee's end of a stream; who waits for what
+    _arrivals, _runner                     from bytes to jobs; jobs on the loop or in a thread
+    _server.server                         the callee: sessions, and calls that run for them
+    _doors                                 how torch's own clients call what wants the loop
+    _client.introduction                   how a caller gets a proven connection to a peer
+    _client.connection                     one loop's calls to one peer, and their results
+    _outbox, _calling, _remote             which connection a call takes; what the user types
     _stacking, _stage                      `@batched`: nests of tensors; on a CUDA device
     _answers, _admission                   what is whose; who may in
     _tally, _body, _queue                  what batches were like; the function; who waits for it

@@ -11,31 +11,35 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from . import _rrefs
 from ._deadline import deadline_after
 from ._errands import BatchId, Errand, received_by
 from ._exceptions import Failure
 from ._exports import Exports
 from ._jobs import CreateJob, Join, RpcJob, join_of, runs_on_loop
-from ._line import Answer, Line
-from ._message import Group, Message, Work
+from ._message import Calls, Group, Work
+from ._server.session import Session
 from ._streams import StreamJob
-from ._wire import Create
+from ._wire import Create, order_key
 
 
 def arrived(
-    message: Message,
+    message: Calls,
     tensors: Sequence[Tensor],
-    line: Line,
-    carrier: Answer,
+    session: Session,
+    reply: Any,
     worker: str,
     exports: Exports | None = None,
 ) -> list[RpcJob]:
-    """A job for each call of `message`, in their order. Raises if the message makes no sense."""
+    """A job for each call of `message`, in their order. Raises if the message makes no sense.
+
+    `reply` answers calls that came by torch RPC; None: their session does.
+    """
     if {*map(type, message.budgets)} - _SECONDS:
         raise TypeError("budgets are seconds")  # or the loop could not compare its deadlines
     jobs = []
     rest, most = iter(tensors), len(message.numbers)
-    groups = [_Found.of(Group(group, rest, most), line, exports) for group in message.groups]
+    groups = [_Found.of(Group(group, rest, most), exports) for group in message.groups]
     order = message.order or itertools.repeat(0)
     budgets = message.budgets or itertools.repeat(None)
     for number, index, budget in zip(message.numbers, order, budgets, strict=False):
@@ -44,9 +48,10 @@ def arrived(
         if isinstance(work, Failure):
             function, join, work = work.get, None, _NOTHING
         due = None if budget is None else deadline_after(budget)
-        job = found.job(line, carrier, number, function, work, due, worker, found.on_loop, join)
+        job = found.job(session, reply, number, function, work, due, worker, found.on_loop, join)
+        job.key = found.key
         if found.batches:
-            job.errand = _errand(received_by(worker, found.batches), line, number)
+            job.errand = _errand(received_by(worker, found.batches), session, number)
         jobs.append(job)
     if len(jobs) < most:
         raise ValueError(f"a message of {most} calls has {len(jobs)}")
@@ -56,9 +61,9 @@ def arrived(
 _SECONDS = {float, int, type(None)}
 
 
-def _errand(batches: frozenset[BatchId], line: Line, number: int) -> Errand:
+def _errand(batches: frozenset[BatchId], session: Session, number: int) -> Errand:
     # Not a job's own method: a task that the call leaves behind would keep its object alive.
-    jobs = line.jobs
+    jobs = session.jobs
 
     def is_open() -> bool:
         job = jobs.get(number)
@@ -68,12 +73,12 @@ def _errand(batches: frozenset[BatchId], line: Line, number: int) -> Errand:
 
 
 def unreadable(
-    message: Message, line: Line, carrier: Answer, worker: str, exc: BaseException
+    message: Calls, session: Session, reply: Any, worker: str, exc: BaseException
 ) -> list[RpcJob]:
     """A job that raises `exc` for each call of `message`."""
     function = functools.partial(_raise, exc)
     return [
-        RpcJob(line, carrier, number, function, ((), {}), None, worker, False)
+        RpcJob(session, reply, number, function, ((), {}), None, worker, False)
         for number in message.numbers
     ]
 
@@ -87,15 +92,16 @@ class _Found(NamedTuple):
     job: Callable[..., RpcJob]
     calls: Iterator[Any]
     batches: Sequence[BatchId]
+    key: Any = None
 
     @classmethod
-    def of(cls, group: Group, line: Line, exports: Exports | None) -> "_Found":
+    def of(cls, group: Group, exports: Exports | None) -> "_Found":
         kind: Callable[..., RpcJob] = StreamJob if group.stream else RpcJob
         try:
             target = group.target() if exports is None else group.target(exports.unpack)
             if isinstance(target, Failure):
                 target.get()
-            found = line.learn(target)
+            found = None if target.on is None else _rrefs.find(target.on)
             if exports is not None:
                 exports.check(target, found)
             function = target.bind(found)
@@ -107,7 +113,8 @@ class _Found(NamedTuple):
             return cls(functools.partial(_raise, exc), False, None, kind, calls, ())
         if isinstance(target, Create):
             kind = CreateJob
-        return cls(function, on_loop, join, kind, iter(group.calls()), group.batches)
+        found_calls: Iterator[Any] = iter(group.calls())
+        return cls(function, on_loop, join, kind, found_calls, group.batches, order_key(target))
 
 
 _NOTHING: Work = (), {}

@@ -5,7 +5,6 @@ Binds and calls; it does not know who waits, nor when a batch leaves.
 
 import functools
 import inspect
-import types
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,9 +28,6 @@ class Body:
         self.name = getattr(function, "__qualname__", repr(function))
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
-        # Of a body that may be done without waiting: no thread has to do with it.
-        quick = self._is_async and device is None
-        self.code: types.CodeType | None = getattr(function, "__code__", None) if quick else None
         self._is_method = is_method
         self._stacked = stacked
         self._where = Here(device)

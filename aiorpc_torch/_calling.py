@@ -2,7 +2,7 @@
 
 `remote(r).m(x)` is one: a coroutine for whoever awaits it or makes a task of it, and a stream for
 `async for`. Nothing is sent before. It knows deadlines and cancellation; how calls travel is the
-link's.
+connection's.
 """
 
 import asyncio
@@ -13,10 +13,10 @@ from typing import Any, NoReturn
 
 from torch._C._distributed_rpc import PyRRef
 
+from ._client.connection import Connection
 from ._deadline import deadline_in
 from ._exceptions import Failure
 from ._incoming import Incoming
-from ._link import Link
 from ._outbox import Worker, link_to
 from ._scopes import scope_deadline
 from ._wire import Broken, Target
@@ -89,9 +89,8 @@ class Calling(Coroutine[Any, Any, Any]):
 
     def _run(self) -> Generator[Any, Any, Any]:
         link = link_to(self._worker)
-        due = _check(deadline_in(self._timeout))
+        due, bound = _bounds(self._timeout)
         # The target keeps its RRef, and with it the object, alive until the answer is here.
-        bound = _within_scope(due)
         number, wait = link.call(self._target, (self._args, self._kwargs), bound)
         timer = None if due is None else _timer(link, number, due)
         try:
@@ -116,8 +115,7 @@ class Calling(Coroutine[Any, Any, Any]):
             raise RuntimeError(TWICE)
         self._steps = _SPENT
         link = link_to(self._worker)
-        due = _check(deadline_in(self._timeout))
-        bound = _within_scope(due)
+        due, bound = _bounds(self._timeout)
         number, incoming = link.stream(self._target, (self._args, self._kwargs), bound)
         timer = None if due is None else _timer(link, number, due)
         return Stream(link, number, incoming, bound, timer, self._target)
@@ -128,7 +126,7 @@ class Stream(AsyncIterator[Any]):
 
     def __init__(
         self,
-        link: Link,
+        link: Connection,
         number: int,
         incoming: Incoming,
         bound: float | None,
@@ -174,28 +172,26 @@ class Stream(AsyncIterator[Any]):
         _leave(self._link, self._number, self._timer)
 
 
-def _leave(link: Link, number: int, timer: asyncio.TimerHandle | None) -> None:
+def _leave(link: Connection, number: int, timer: asyncio.TimerHandle | None) -> None:
     link.cancel(number)
     if timer is not None:
         timer.cancel()
 
 
-def _check(due: float | None) -> float | None:
+def _bounds(seconds: float | None) -> tuple[float | None, float | None]:
+    """Return when the call's own time is over, and when that or a scope's is."""
+    due = deadline_in(seconds)
     if _is_over(due):
         raise CallTimeout("the deadline had passed before the call was sent")
-    return due
+    # Sent along, but not enforced here: the scope cancels, and says what that means.
+    scope = scope_deadline()
+    return due, due if scope is None else scope if due is None else min(due, scope)
 
 
 def _is_over(bound: float | None) -> bool:
     return bound is not None and bound <= time.monotonic()
 
 
-def _within_scope(due: float | None) -> float | None:
-    # Sent along, but not enforced here: the scope cancels, and says what that means.
-    scope = scope_deadline()
-    return due if scope is None else scope if due is None else min(due, scope)
-
-
-def _timer(link: Link, number: int, due: float) -> asyncio.TimerHandle:
+def _timer(link: Connection, number: int, due: float) -> asyncio.TimerHandle:
     left = due - time.monotonic()
     return asyncio.get_running_loop().call_later(left, link.expire, number, left)

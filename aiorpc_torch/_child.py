@@ -8,7 +8,6 @@ import asyncio
 import atexit
 import contextlib
 import enum
-import gc
 import multiprocessing
 import os
 import signal
@@ -172,9 +171,6 @@ def live(pipe: Connection, place: Place, main: Main | None, args: tuple[Any, ...
     # A handler, not SIG_IGN, which programs started from here would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    # What torch's import made stays for good: 200,000 objects that every full collection would walk
-    # through, which took half the time of thousands of calls at once.
-    gc.freeze()
     parent = _Parent(pipe)
     code = 0
     try:

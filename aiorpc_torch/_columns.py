@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ._exceptions import Failure
 from ._tensors import (
-    SMALL,
+    INLINE_BYTES,
     Kind,
     Table,
     compact,
@@ -30,6 +30,7 @@ TENSOR = "tensor"  # the cell is a tensor that stays outside the bytes
 PACKED = "packed"  # the cell is a Packed
 FAILED = "failed"  # the cell is a Failure
 ENDED = "ended"  # of a stream: there is no cell
+HELD = "held"  # the cell is a number of bytes: the value is collected by torch RPC
 
 CellKind = str | Kind
 
@@ -47,7 +48,7 @@ def plain_cell(value: Any) -> tuple[CellKind, Any] | None:
         if data is not None:
             return (value.dtype, value.shape), data
         return None if value.is_cuda else (TENSOR, compact(value))
-    if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= SMALL):
+    if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= INLINE_BYTES):
         return PLAIN, value
     return None
 
@@ -84,10 +85,14 @@ def loose(kind: CellKind, content: Any) -> Sequence[Tensor]:
 
 
 def bulk(kind: CellKind, content: Any) -> int:
-    """Bytes that a cell takes, if it can be large at all."""
+    """Bytes that a cell takes, beside what any cell takes."""
     if kind == PACKED:
         return content.size  # type: ignore[no-any-return]
-    return size_of(content) if kind == TENSOR else 0
+    if kind == FAILED:
+        return len(content.text) + len(content.pickled or b"")
+    if kind == TENSOR:
+        return size_of(content)
+    return len(content) if isinstance(content, bytes | str) else 0
 
 
 def copied(kind: CellKind, content: Any) -> Any:
@@ -106,7 +111,7 @@ def without_graph(kind: CellKind, content: Any) -> Any:
 
 def write(kind: CellKind, cells: Sequence[Any], tensors: Table) -> Column:
     """The column of these cells; what stays outside the bytes is added to `tensors`."""
-    if kind == PLAIN:
+    if kind in (PLAIN, HELD):
         return kind, list(cells)
     if kind == TENSOR:
         for tensor in cells:
@@ -131,6 +136,15 @@ class End:
 END = End()
 
 
+class Held:
+    """What a result is read as whose value is still at the callee. `size`: its bytes."""
+
+    __slots__ = ("size",)
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+
+
 def read(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
     """The `count` values of a column. One that cannot be read is a `Failure` in its place.
 
@@ -153,6 +167,8 @@ def read(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
         return [Failure(*plain) for plain in cells]
     if kind == ENDED:
         return [END] * count
+    if kind == HELD:
+        return [*map(Held, cells)]
     return from_bytes(read_kind(kind), cells[0], count)
 
 

@@ -29,7 +29,10 @@ def timeout(seconds: float | None) -> Iterator[None]:
 
 def deadline_in(seconds: float | None) -> float | None:
     """The nearer of the deadline in force and `seconds` from now, as a `time.monotonic()`."""
-    own, enclosing = deadline_after(seconds), _deadline.get()
+    enclosing = _deadline.get()
+    if seconds is None:  # mostly
+        return enclosing
+    own = deadline_after(seconds)
     if own is None or enclosing is None:
         return own if enclosing is None else enclosing
     return min(own, enclosing)

@@ -16,7 +16,6 @@ from typing import Any, NoReturn
 from torch import Tensor
 from torch._C._distributed_rpc import PyRRef
 
-from ._handles import Offer
 from ._wire import (
     Create,
     Fetch,
@@ -99,8 +98,6 @@ class Exports:
         # allowed to fetch.
 
     def _understood(self, kind: type, field: str, part: Any) -> Any:
-        if field == "on" and isinstance(part, _Asked):
-            return Offer(*part)
         if isinstance(part, _FIELDS[field]):
             is_name = isinstance(part, _Name)
             return self._find(part.text, by_itself=kind is not TypedMethod) if is_name else part
@@ -214,7 +211,7 @@ _WORDS = {
     (kind.__module__, kind.__name__): _Sealed(
         kind.__name__, (_Asked,), {"__slots__": (), "kind": kind}
     )
-    for kind in (Method, TypedMethod, Function, Create, Fetch, Offer)
+    for kind in (Method, TypedMethod, Function, Create, Fetch)
 }
 
 
@@ -251,7 +248,7 @@ def _attribute(owner: Any, name: str) -> _Name:
 
 # What may stand in the fields of those classes.
 _FIELDS: dict[str, Any] = {
-    "on": PyRRef | int | tuple | None,
+    "on": PyRRef | tuple | None,
     "name": str,
     "function": _Name,
     "factory": _Name,

@@ -1,6 +1,6 @@
 """The consumer's end of a stream: items in order, credit for those that were taken.
 
-Knows futures of one loop; how items arrive and credit leaves is the link's.
+Knows futures of one loop; how items arrive and credit leaves is the connection's.
 """
 
 import asyncio
@@ -8,36 +8,61 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from ._columns import END
+from ._columns import END, Held
 from ._exceptions import Failure
-from ._lane import Lane
-from ._streams import CREDIT
 from ._wire import Broken
+
+CREDIT = 64  # what may be on its way to a consumer, or wait for it, in small items
+LARGE = 64 * 1024  # bytes of an item that cost as much as a small item more
+
+
+def price(size: int) -> int:
+    """What an item of so many bytes takes of the credit."""
+    return 1 + size // LARGE
+
+
+class Item:
+    """A place in the order of items: its value, `Held` until it was collected, and its price."""
+
+    __slots__ = ("price", "value")
+
+    def __init__(self, value: Any, price: int) -> None:
+        self.value = value
+        self.price = price
 
 
 class Incoming:
-    """What a link delivers to. `grant` sends credit for so much that was consumed."""
+    """What a connection delivers to. `grant` sends credit for so much that was consumed."""
 
     def __init__(self, grant: Callable[[int], None]) -> None:
         self._grant = grant
-        self._lane: Lane[Any] = Lane()
-        self._items: deque[Any] = deque()
+        self._items: deque[Item] = deque()
         self._taken = 0
         self._end: Any = None  # END, or what raises; nothing comes after it
         self._waiter: asyncio.Future[None] | None = None
+        self.target: Any = None  # of the call that yields them
 
-    def arrived(self, index: int, item: Any, price: int) -> bool:
-        """An item, in whichever order. True if the stream has come to its end."""
-        for each, cost in self._lane.arrived(index, (item, price)):
-            if each is END or type(each) is Failure:
-                self._finish(each)
-                return True
-            self._items.append((each, cost))
+    def arrived(self, value: Any, price: int) -> Item | None:
+        """Take the next item, or the end; the place of an item that is held yet."""
+        if value is END or type(value) is Failure:
+            self._finish(value)
+            return None
+        if self._end is not None:  # the consumer has left
+            return None
+        item = Item(value, price)
+        self._items.append(item)
         self._wake()
-        return False
+        return item if type(value) is Held else None
+
+    def fill(self, item: Item, value: Any) -> None:
+        """Take the value of an item that was held."""
+        item.value = value
+        self._wake()
 
     def fail(self, broken: Broken | Failure) -> None:
         """Nothing more will come."""
+        while any(type(item.value) is Held for item in self._items):
+            self._items.pop()
         self._finish(broken)
 
     def close(self) -> None:
@@ -56,17 +81,20 @@ class Incoming:
         Raises:
             StopAsyncIteration: at the end.
         """
-        while not self._items:
-            if self._end is not None:
+        while not self._items or type(self._items[0].value) is Held:
+            if self._end is not None and not self._items:
                 self._raise()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
-        item, price = self._items.popleft()
-        self._taken += price
+        item = self._items.popleft()
+        if type(item.value) is Failure or type(item.value) is Broken:  # it was not to be had
+            self.close()
+            item.value.get()
+        self._taken += item.price
         if self._taken >= CREDIT // 2 and self._end is None:
             self._grant(self._taken)
             self._taken = 0
-        return item
+        return item.value
 
     def _raise(self) -> None:
         end, self._end = self._end, END  # an error is raised once, then it is over

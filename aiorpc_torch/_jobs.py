@@ -23,9 +23,10 @@ from ._deadline import adopt
 from ._errands import Errand, set_out
 from ._exceptions import Failure, note
 from ._fences import Fence
-from ._line import Answer, Line
 from ._message import Work
 from ._recording import Recording, enter
+from ._reply import Reply
+from ._server.session import Session
 
 _TAKEN: Work = (), {}
 
@@ -73,7 +74,10 @@ class Job(abc.ABC):
     @property
     def name(self) -> str:
         """The function's."""
-        return getattr(self.function, "__qualname__", repr(self.function))
+        try:
+            return self.function.__qualname__
+        except AttributeError:  # a partial's, say
+            return repr(self.function)
 
     def abandon(self) -> None:
         """Nobody waits any more: stop what can be stopped. On the loop's thread."""
@@ -136,14 +140,14 @@ class Job(abc.ABC):
 
 
 class RpcJob(Job):
-    """Call `number` of a line, which came in the message that `carrier` stands for."""
+    """Call `number` of a session; `reply` answers it if it came by torch RPC."""
 
-    __slots__ = ("carrier", "line", "number", "on_loop", "worker")
+    __slots__ = ("key", "number", "on_loop", "reply", "session", "worker")
 
     def __init__(
         self,
-        line: Line,
-        carrier: Answer,
+        session: Session,
+        reply: Any,
         number: int,
         function: Callable[..., Any],
         work: Work,
@@ -158,18 +162,22 @@ class RpcJob(Job):
         self.deadline = deadline
         self.abandoned = self.begun = False
         self.task = self.leave = self.errand = self.fence = None
-        self.recording = carrier.reply.recording if carrier.own else None
+        self.recording = reply.recording if type(reply) is Reply else None
         self.on_loop = on_loop
         self.join = join
-        self.line = line
-        self.carrier = carrier
+        self.key: Any = None
+        self.session = session
+        self.reply = reply
         self.number = number
         self.worker = worker
-        line.jobs[number] = self
+        session.jobs[number] = self
 
     @property
     def caller(self) -> str:
-        return self.line.caller
+        return self.session.caller
+
+    def grant(self, credit: int) -> None:
+        """Its caller takes more of what it yields: nothing to a call that yields nothing."""
 
     def succeed(self, value: Any) -> None:
         try:
@@ -181,19 +189,19 @@ class RpcJob(Job):
             self._end(kind, content)
 
     def fail(self, exc: BaseException) -> None:
-        if self.number in self.line.jobs:
+        if self.number in self.session.jobs:
             self._end(FAILED, Failure.of(exc, self.worker))
 
     def _cell(self, value: Any) -> tuple[Any, Any]:
         kind, content = value.cell() if type(value) is Shared else cell(value)
         if tensors := loose(kind, content):
-            self.line.check(tensors)
+            self.session.check(tensors)
         return kind, content
 
     def _end(self, kind: Any, content: Any) -> None:
-        if self.line.jobs.pop(self.number, None) is not None:
+        if self.session.jobs.pop(self.number, None) is not None:
             self.leave = None
-            self.line.done(self.carrier, (self.number, kind, content))
+            self.session.done((self.number, kind, content), self.reply)
 
 
 def _hint(value: Any) -> str:

@@ -8,11 +8,12 @@ import functools
 import logging
 from collections.abc import Callable, Sequence
 
-from . import _doors, _interfaces
+from . import _interfaces
 from ._agent import Agent, Member, keeps_number
 from ._bridge import send, wrap_future
 from ._devices import Reach, settle
 from ._place import Place
+from ._protocol import endpoints
 from ._rendezvous import Location, Meeting
 from ._seat import Seat
 from ._threads import daemon, run_blocking
@@ -24,7 +25,6 @@ log = logging.getLogger("aiorpc_torch")
 GRACE = 0.5  # seconds beyond its time after which a thread that a store holds is left to it
 LEAVE = 1.0  # seconds for a start that is given up to come to its end
 REACH = 10.0  # seconds in which every peer is reached, at most
-LINKS = 1 << 20  # numbers of links for each process that is a worker
 
 
 async def join(
@@ -42,7 +42,8 @@ async def join(
         number = keeps_number() or 0
         start = functools.partial(_start, place, number, place.interfaces, alone, use)
         agent = await run_blocking(daemon("aiorpc-join"), start)
-        return agent, [Member(place.name, 0, number, agent.address, settle(alone)[0])]
+        me = Member(place.name, 0, number, agent.address, settle(alone)[0], alone[0].namespace)
+        return agent, [me]
     agents: list[Agent] = []
     joining = _join_in_thread(lambda: _meet_all(place, meeting, agents, use))
     try:
@@ -96,7 +97,7 @@ def _members(meeting: Meeting, here: Location) -> list[Member]:
     found = meeting.members(here)
     every = settle([seat for seat, _ in found])
     return [
-        Member(seat.name, seat.rank, *where, maps, seat.comeback * LINKS)
+        Member(seat.name, seat.rank, *where, maps, seat.namespace)
         for (seat, where), maps in zip(found, every, strict=True)
     ]
 
@@ -117,7 +118,7 @@ async def _unreached(place: Place, meeting: Meeting, members: Sequence[Member]) 
     peers = [peer for peer in members if peer.name != place.name]
     if nowhere := [peer for peer in peers if not _interfaces.has_way(peer.address)]:
         return nowhere
-    pings = [wrap_future(send(peer.info, _doors.ping, b"")) for peer in peers]
+    pings = [wrap_future(send(peer.info, endpoints.ping, b"")) for peer in peers]
     await asyncio.wait(pings, timeout=min(REACH, meeting.remaining() + GRACE))
     missing = [
         peer for peer, ping in zip(peers, pings, strict=True) if not ping.done() or ping.exception()

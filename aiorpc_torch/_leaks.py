@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import _doors
-from ._server import Server
+from ._server.server import Server
 from ._stats import stats
 from ._warm import helpers
 

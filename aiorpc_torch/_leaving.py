@@ -1,11 +1,13 @@
-"""How a worker leaves its world: it says goodbye, waits for the others, and stops torch's RPC.
+"""How a worker leaves its world: it waits for the others, closes its connections and stops torch.
 
 Every wait here has an end, and who was not waited for is said.
 """
 
 import asyncio
 import contextlib
+import functools
 import logging
+import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -13,25 +15,28 @@ from typing import Any
 import anyio
 
 from ._agent import Agent, Member, is_running
+from ._bridge import send, wrap_future
+from ._message import dump
 from ._outbox import Outbox
+from ._protocol import endpoints
 from ._queue import close_queues
 from ._rendezvous import Meeting
-from ._server import Server
+from ._server.server import Server
 from ._states import give_back
 from ._threads import daemon, run_blocking
 from ._vigil import Vigil
-from .errors import RpcError
+from .errors import WorldTimeout
 
 log = logging.getLogger("aiorpc_torch")
 
-PING = 0.5  # seconds between two goodbyes to a peer that has not said its own
+_LOOK, _LOOKS = 0.005, 0.05  # seconds between two looks at who has left: the first, the longest
+ASK = 1.0  # seconds after which those who have not left are asked whether they live
 RELEASE = 1.0  # seconds for the owners of objects to hear that they are not held any more
 SEAL = 1.0  # seconds for the last answers to come in
 PART = 1.0  # seconds in which those who leave close their pipes together
 TOGETHER = 5.0  # seconds for that if nobody is missing: they may be slow
 STOP = 5.0  # seconds for torch's threads to end
-STUCK = 0.5  # the same, if plain `def`s hold some of them, perhaps for ever
-AT_ONCE = 0.3  # seconds for goodbyes when an exception ends the world
+AT_ONCE = 0.3  # seconds to tell the peers when an exception ends the world
 
 
 def describe(exc: BaseException) -> str:
@@ -70,11 +75,12 @@ class Leaving:
         self._server = server
         self._vigil = vigil
         self._agent = agent
+        self._me = outbox.me
         self._meeting = meeting
         self._peers = peers
         self._patience = AT_ONCE if failure else patience
         self._failure = failure
-        self._lost: set[str] = {*vigil.gone}
+        self._left: set[str] = set()  # peers whose blocks have ended in order
 
     async def run(self) -> None:
         """Leave, whatever happens meanwhile: a cancellation only ends the waiting."""
@@ -96,56 +102,91 @@ class Leaving:
     async def _wait_for_peers(self) -> None:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._patience):
-                await asyncio.gather(*(self._part(peer) for peer in self._peers))
+                if self._failure:
+                    await self._tell_of_failure()
+                elif self._meeting is not None:
+                    await self._wait_at(self._meeting)
 
-    async def _part(self, peer: str) -> None:
-        if peer in self._lost:
-            return
-        farewell = self._server.peers.farewell(peer)
-        await self._tell(peer)
-        while not farewell.is_set():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(PING):
-                    await farewell.wait()
-            # Said again, it is the question whether the peer lives: a dead one breaks the pipe.
-            await self._tell(peer)
+    async def _wait_at(self, meeting: Meeting) -> None:
+        """Wait at the store until every live peer's block has ended."""
+        await run_blocking(daemon("aiorpc-leave"), meeting.leave_block)
+        look, ask = _LOOK, time.monotonic() + ASK
+        while missing := self._missing():
+            ranks = [self._peers[peer].rank for peer in missing]
+            try:
+                found = await run_blocking(
+                    daemon("aiorpc-leave"), functools.partial(meeting.have_left, ranks)
+                )
+            except WorldTimeout:  # rank 0 has left with its store, or died
+                self._left |= {peer for peer in missing if self._peers[peer].rank == 0}
+                await self._wait_without_store()
+                return
+            self._left |= {peer for peer in missing if self._peers[peer].rank in found}
+            if time.monotonic() > ask:
+                ask = time.monotonic() + ASK
+                for peer in self._missing():
+                    self._vigil.ask(peer)
+            await asyncio.sleep(look)
+            look = min(look * 1.5, _LOOKS)
 
-    async def _tell(self, peer: str) -> None:
-        try:
-            await self._outbox.link(peer).goodbye(self._failure)
-        except RpcError as exc:
-            log.debug("no goodbye from %s: %s", peer, exc)
-            self._lost.add(peer)
-            self._server.peers.farewell(peer).set()
+    async def _wait_without_store(self) -> None:
+        """Wait until the peers are gone: nobody can say any more that its block has ended."""
+        while missing := [*self._missing()]:
+            for peer in missing:
+                self._vigil.ask(peer)
+            await asyncio.sleep(ASK / 2)
+
+    def _missing(self) -> list[str]:
+        """Return the peers that have not left, and are not known to be gone."""
+        gone = self._vigil.gone.keys() | self._server.peers.goodbyes.keys() | self._left
+        return [peer for peer in self._peers if peer not in gone]
+
+    async def _tell_of_failure(self) -> None:
+        """Tell the peers that have no connection with this worker; the others see it end."""
+        connected = self._outbox.connected() | self._server.connected()
+        told = [peer for peer in self._peers.values() if peer.name not in connected]
+        await asyncio.gather(*map(self._tell, told), return_exceptions=True)
+
+    async def _tell(self, peer: Member) -> None:
+        data = dump((self._me.name, self._me.number, self._failure))
+        await wrap_future(send(peer.info, endpoints.farewell, data))
 
     async def _end(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
         self._vigil.close()
         together = self._who_leaves_too()
-        self._outbox.close()
         await close_queues()
-        stuck = await self._server.close(0.5, self._failure.partition("\n")[0])
+        what = "failed" if self._failure else "left"
+        ended = await asyncio.gather(
+            self._outbox.close(what, self._failure),
+            self._server.close(0.5, self._failure.partition("\n")[0], self._failure),
+            return_exceptions=True,  # torch is stopped, whatever happens
+        )
+        for exc in ended:
+            if isinstance(exc, BaseException):
+                log.error("%s: a connection was not closed", self._outbox.name, exc_info=exc)
         if not self._failure:
-            await self._part_from(together, STUCK if stuck else SEAL)
-        patience = STUCK if stuck else STOP
-        if not await self._blocking(patience, self._agent.stop) and is_running():
-            log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, patience)
+            await self._part_from(together)
+        if not await self._blocking(STOP, self._agent.stop) and is_running():
+            log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, STOP)
         await self._blocking(STOP, give_back)
 
-    async def _part_from(self, ranks: list[int], patience: float) -> None:
+    async def _part_from(self, ranks: list[int]) -> None:
         """Close nothing before those are ready for it, or torch logs a broken pipe at each."""
         together = len(ranks) == len(self._peers)
         if together:
             await self._blocking(RELEASE, self._agent.release)
-        await self._blocking(patience, self._agent.seal)
+        await self._blocking(SEAL, self._agent.seal)
         if (meeting := self._meeting) is not None and ranks:
             seconds = TOGETHER if together else PART
             await self._blocking(2 * seconds, lambda: meeting.part(ranks, seconds))
 
     def _who_leaves_too(self) -> list[int]:
         """The ranks of those with whom this worker parts; the others are named in the log."""
+        gone = self._vigil.gone
         said = self._server.peers.goodbyes
-        together = [peer for peer in self._peers if said.get(peer) == "" and peer not in self._lost]
+        left = self._left | {peer for peer, failure in said.items() if not failure}
+        together = [peer for peer in self._peers if peer in left and peer not in gone]
         rest = [f"{peer} ({self._why_not(peer)})" for peer in self._peers if peer not in together]
         if rest and not self._failure:
             log.warning("%s did not wait for %s", self._outbox.name, ", ".join(rest))
@@ -154,7 +195,7 @@ class Leaving:
     def _why_not(self, peer: str) -> str:
         if self._server.peers.goodbyes.get(peer):
             return "failed"
-        return "lost" if peer in self._lost else "has not left"
+        return "lost" if peer in self._vigil.gone else "has not left"
 
     async def _blocking(self, seconds: float, step: Callable[[], Any]) -> bool:
         """Whether that step, in a thread, came to its end in time."""

@@ -6,7 +6,6 @@ worker joins and leaves is `_world`'s.
 
 import asyncio
 import contextlib
-import os
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -24,10 +23,6 @@ __all__ = ("local_world", "run_local")
 
 T = TypeVar("T")
 
-# Workers for each core, beyond which shared memory's polling takes the cores from those who work
-# (`python -m benchmarks.scale`).
-CROWD = 2
-
 
 @contextlib.asynccontextmanager
 async def local_world(
@@ -42,6 +37,7 @@ async def local_world(
     heartbeat: float = 10.0,
     restart: int = 0,
     exports: Sequence[Export] | None = None,
+    freeze_gc: bool = True,
 ) -> AsyncIterator[Worker]:
     """A world embedded in this process: it is rank 0, and its children serve until it leaves.
 
@@ -57,8 +53,7 @@ async def local_world(
         workers: the children's names, or how many, called `worker1`, `worker2`, ...
         name: of this process.
         threads: in each process, as for `worker`.
-        transports: of each process, as for `worker`; by default `["uv"]` if there are more than
-            two workers for each core, on which those that poll would get in each other's way.
+        transports: of each process, as for `worker`.
         device_maps: of this process, as for `worker`; "auto" is for each.
         start_timeout: seconds for the world to be complete.
         stop_timeout: seconds that each process waits for the others when it leaves.
@@ -67,6 +62,7 @@ async def local_world(
             its name and rank, with nothing of what it held: whoever called it gets `WorkerLost`,
             may `await me.wait_for(name)`, and creates its objects anew.
         exports: what each process answers to, as for `worker`.
+        freeze_gc: in each process, as for `worker`.
 
     Raises:
         WorldTimeout: if children did not come in time.
@@ -77,7 +73,15 @@ async def local_world(
     names = [name, *_names(workers, first=1)]
     theirs = AUTO if device_maps == AUTO else None
     with _places(
-        names, threads, transports, theirs, start_timeout, stop_timeout, heartbeat, exports
+        names,
+        threads,
+        transports,
+        theirs,
+        start_timeout,
+        stop_timeout,
+        heartbeat,
+        exports,
+        freeze_gc,
     ) as places:
         mine = replace(places[0], device_maps=device_maps or {})
         crew = Crew(places[1:], None, (), restart)
@@ -104,6 +108,7 @@ def run_local(
     restart: int = 0,
     on_failure: OnFailure = "stop",
     exports: Sequence[Export] | None = None,
+    freeze_gc: bool = True,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -116,7 +121,7 @@ def run_local(
         workers: their names, or how many, called `worker0`, `worker1`, ...
         args: passed on to `main` in every process.
         threads: in each process, as for `worker`.
-        transports: of each process, as for `local_world`.
+        transports: of each process, as for `worker`.
         device_maps: of each process, as for `worker`; it may name the process itself.
         start_timeout: seconds for the world to be complete.
         heartbeat: seconds of silence after which a peer is lost, as for `worker`.
@@ -126,6 +131,7 @@ def run_local(
             "continue", that the others go on without this worker, and the failure is raised here
             when all have ended.
         exports: what each process answers to, as for `worker`.
+        freeze_gc: in each process, as for `worker`.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError: as `local_world`.
@@ -138,7 +144,7 @@ def run_local(
     # No stop_timeout: the processes are watched, so nobody waits for the dead, however long the
     # living take.
     with _places(
-        names, threads, transports, device_maps, start_timeout, None, heartbeat, exports
+        names, threads, transports, device_maps, start_timeout, None, heartbeat, exports, freeze_gc
     ) as places:
         crew = Crew(places[1:], main, tuple(args), restart)
         return asyncio.run(_run(main, tuple(args), places[0], crew, on_failure))
@@ -162,11 +168,6 @@ async def _run(
     return result
 
 
-def _cores() -> int:
-    """That this process may use; macOS does not say which."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
 # ── who is there ────────────────────────────────────────────────────────────────────────────────
 
 
@@ -188,12 +189,11 @@ def _places(
     stop_timeout: float | None,
     heartbeat: float,
     exports: Sequence[Export] | None,
+    freeze_gc: bool,
 ) -> Iterator[list[Place]]:
     answers = None if exports is None else as_exports(exports)
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
-    if transports is None and len(names) > CROWD * _cores():
-        transports = ["uv"]
     with new_meeting_place() as where:
         yield [
             Place(
@@ -209,6 +209,7 @@ def _places(
                 heartbeat=heartbeat,
                 interfaces=only_here(),
                 exports=answers,
+                freeze_gc=freeze_gc,
                 is_local=True,
             )
             for rank, name in enumerate(names)

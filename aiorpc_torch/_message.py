@@ -17,9 +17,8 @@ from torch import Tensor
 
 from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, skip, write
 from ._errands import BatchId
-from ._handles import Named
 from ._rrefs import Ident
-from ._tensors import Table, size_of
+from ._tensors import INLINE_BYTES, Table, size_of
 from ._wire import Create, Function, Method, Packed, Target, pack, plain, unpack
 
 # ── calls, on their way out ─────────────────────────────────────────────────────────────────────
@@ -35,27 +34,33 @@ OVERHEAD = 64  # bytes that any call takes, roughly
 
 
 class Outgoing(NamedTuple):
-    """A call that has not left yet. `due`: by when it must be answered, in `time.monotonic()`."""
+    """A call that has not left yet. `due`: by when it must be answered, in `time.monotonic()`.
+
+    `by_torch`: its payload travels by torch RPC; `recorded`: in a context of autograd.
+    """
 
     number: int
     header: Header
     cells: tuple[Any, ...]
     due: float | None
     size: int
+    by_torch: bool = False
+    recorded: Any = None
 
 
-Short = tuple[int | Ident, str] | Packed
+Short = tuple[Ident, str] | Packed
 """How a target is named in a message."""
 
 
-def shorten(target: Target, on: Named | None) -> Short:
-    """How a target is named, with `on` in place of its RRef."""
-    is_short = type(on) is tuple or type(on) is int
-    if is_short and type(target) is Method:  # most calls
-        return on, target.name  # type: ignore[return-value]
-    if on is not None and not isinstance(target, Function | Create):
-        target = target._replace(on=on)
-    by_name = (is_short or on is None) and _goes_by_name(getattr(target, "function", None))
+def shorten(target: Target, on: Ident | None) -> Short:
+    """How a target is named, with the ident `on` in place of its RRef, if it has one."""
+    if on is not None:
+        if type(target) is Method:  # most calls
+            return on, target.name
+        if not isinstance(target, Function | Create):
+            target = target._replace(on=on)
+    by_name = target.on is None or on is not None
+    by_name = by_name and _goes_by_name(getattr(target, "function", None))
     return _packed_once(target) if by_name else pack(target)
 
 
@@ -99,7 +104,15 @@ def outgoing(
     header: Header = (target, stream, tuple(kwargs), tuple(kinds))
     if batches:
         header += batches
-    return Outgoing(number, header, tuple(cells), due, size)
+    if type(target) is Packed:
+        size += target.size
+    by_torch = size > INLINE_BYTES or TENSOR in kinds or bool(outside(target))
+    return Outgoing(number, header, tuple(cells), due, size, by_torch)
+
+
+def outside(target: Short) -> Sequence[Tensor]:
+    """The tensors of a target that do not travel in its bytes: of a partial, say."""
+    return target.tensors if type(target) is Packed else ()
 
 
 Work = tuple[tuple[Any, ...], dict[str, Any]]
@@ -116,45 +129,30 @@ def _whole(
 ) -> Outgoing:
     # In one pickle, so that what is passed twice arrives as one object.
     packed = pack(work)
-    return Outgoing(
-        number, (target, stream, None, (PACKED,), *batches), (packed,), due, packed.size
-    )
+    size = OVERHEAD + packed.size + (target.size if type(target) is Packed else 0)
+    by_torch = size > INLINE_BYTES or bool(packed.tensors) or bool(outside(target))
+    header = (target, stream, None, (PACKED,), *batches)
+    return Outgoing(number, header, (packed,), due, size, by_torch)
 
 
-# ── a message ───────────────────────────────────────────────────────────────────────────────────
-
-
-class Message(NamedTuple):
-    """To a worker; with nothing in it, a poll for results."""
-
-    caller: str
-    link: int
-    seq: int  # among the messages of this link of this caller
-    context: int  # of autograd, of a call that goes by itself and is answered so; -1: of none
-    numbers: Sequence[int]  # the calls
-    order: Sequence[int]  # of which group each is; empty: there is only one
-    groups: Sequence[Any]
-    budgets: Sequence[float | None]  # seconds left for each call; empty: none has a limit
-    cancels: Sequence[int]
-    credits: Sequence[tuple[int, int]]  # stream, and how much more it may send
-    goodbye: str | None  # the sender leaves: in order, or what ends it
-
-    def controls(self) -> bool:
-        """Whether there is anything in it but calls. With neither, it is a poll for results."""
-        return bool(self.cancels or self.credits) or self.goodbye is not None
+# ── a frame of calls ──────────────────────────────────────────────────────────────────────────────
 
 
 class Calls(NamedTuple):
-    """The part of a message that calls make up: its fields of these names."""
+    """The calls of a frame, or of a payload."""
 
-    numbers: Sequence[int] = ()
-    order: Sequence[int] = ()
-    groups: Sequence[Any] = ()
-    budgets: Sequence[float | None] = ()
+    numbers: Sequence[int]
+    order: Sequence[int]  # of which group each is; empty: there is only one
+    groups: Sequence[Any]
+    budgets: Sequence[float | None]  # seconds left for each call; empty: none has a limit
 
 
 def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
     """Calls in groups; what stays outside the message's bytes is added to `tensors`."""
+    if len(calls) == 1:  # mostly
+        number, header, cells, due, *_ = calls[0]
+        budgets = () if due is None else (float(due - now),)
+        return Calls((number,), (), (_write_group(header, [cells], tensors),), budgets)
     groups: dict[Header, list[tuple[Any, ...]]] = {}
     timed = False
     for call in calls:
@@ -190,26 +188,43 @@ def dump(fields: tuple[Any, ...]) -> bytes:
     return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
 
 
-def load(data: bytes) -> Message:
-    """The message of these bytes, its groups still as they travel. Runs nobody's code.
+def load_calls(data: bytes) -> Calls:
+    """The calls of a frame, their groups still as they travel. Runs nobody's code.
 
     Raises:
-        TypeError: if it is no message; or what reading plain values raises.
+        TypeError: if it is no frame of calls; or what reading plain values raises.
     """
-    message = Message(*plain(data))
+    return _checked(Calls(*plain(data)))
+
+
+def dump_payload(session: tuple[str, int, int], context: int, calls: Calls) -> bytes:
+    """The bytes of a call whose payload travels by torch RPC; `context` of autograd, or -1."""
+    return dump((session, context, *calls))
+
+
+def load_payload(data: bytes) -> tuple[tuple[str, int, int], int, Calls]:
+    """What `dump_payload` was given. Raises as `load_calls`."""
+    session, context, *calls = plain(data)
+    if tuple(map(type, session)) != (str, int, int) or type(context) is not int:
+        raise TypeError("no payload: it names no session")
+    checked = _checked(Calls(*calls))
+    if len(checked.numbers) != 1:
+        raise TypeError("a payload is of one call")
+    return session, context, checked
+
+
+def _checked(calls: Calls) -> Calls:
     # All of them at once; what a field holds is looked at by whoever uses it.
-    if tuple(map(type, message)) not in _SHAPES:
-        raise TypeError(f"no message: {[type(field).__name__ for field in message]}")
-    numbers = message.numbers
-    if numbers and (set(map(type, numbers)) != _INTS or len(set(numbers)) < len(numbers)):
-        raise TypeError("no message: calls are numbered, each with a number of its own")
-    return message
+    if tuple(map(type, calls)) not in _SHAPES:
+        raise TypeError(f"no calls: {[type(field).__name__ for field in calls]}")
+    numbers = calls.numbers
+    if set(map(type, numbers)) != _INTS or len(set(numbers)) < len(numbers):
+        raise TypeError("no calls: they are numbered, each with a number of its own")
+    return calls
 
 
 _INTS = {int}
-_SHAPES = frozenset(
-    itertools.product((str,), (int,), (int,), (int,), *[(list, tuple)] * 6, (str, type(None)))
-)  # of a message's fields
+_SHAPES = frozenset(itertools.product((list, tuple), repeat=4))  # of the fields of calls
 
 
 # ── calls, arrived ──────────────────────────────────────────────────────────────────────────────
@@ -268,30 +283,38 @@ Result = tuple[Key, CellKind, Any]
 """Whose it is, and what it is: a cell."""
 
 
-def dump_results(results: Sequence[Result], learned: Sequence[int]) -> Any:
-    """An answer: results, and the numbers of objects that the callee now knows."""
-    columns: dict[CellKind, tuple[list[Key], list[Any]]] = {}
-    for key, kind, content in results:
-        column = columns.get(kind)
-        if column is None:
-            column = columns[kind] = [], []
-        column[0].append(key)
-        column[1].append(content)
+ITEMS = object()
+
+
+def dump_results(results: Sequence[Result]) -> tuple[bytes, Table]:
+    """The bytes of results, and the tensors that stay outside of them."""
     tensors = Table()
-    plain = [(keys, write(kind, cells, tensors)) for kind, (keys, cells) in columns.items()]
-    data = pickle.dumps((plain, learned), pickle.HIGHEST_PROTOCOL)
-    return (data, tensors) if tensors else data
+    if len(results) == 1:  # mostly
+        key, kind, content = results[0]
+        plain = [([key], write(kind, [content], tensors))]
+        return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL), tensors
+    columns: list[tuple[CellKind, list[Key], list[Any]]] = []
+    open_columns: dict[Any, tuple[CellKind, list[Key], list[Any]]] = {}
+    for key, kind, content in results:
+        # Items of streams stay in order: a column of them ends where their kind changes.
+        name = ITEMS if type(key) is tuple else kind
+        column = open_columns.get(name)
+        if column is None or column[0] != kind:
+            column = open_columns[name] = kind, [], []
+            columns.append(column)
+        column[1].append(key)
+        column[2].append(content)
+    plain = [(keys, write(kind, cells, tensors)) for kind, keys, cells in columns]
+    return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL), tensors
 
 
-def load_results(answer: Any) -> tuple[list[tuple[Key, Any]], Sequence[int]]:
-    """What `dump_results` made: each key with its value, `Failure` or `END`.
+def load_results(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[Key, Any]]:
+    """What `dump_results` made: each key with its value, `Failure`, `Held` or `END`.
 
     Raises whatever it raises to read what is none.
     """
-    data, tensors = (answer, ()) if isinstance(answer, bytes) else answer
-    columns, learned = plain(data)
     rest = iter(tensors)
     found: list[tuple[Key, Any]] = []
-    for keys, column in columns:
+    for keys, column in plain(data):
         found += zip(keys, read(column, rest, len(keys)), strict=True)
-    return found, learned
+    return found

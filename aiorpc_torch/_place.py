@@ -10,6 +10,7 @@ from ._devices import DeviceMaps, how_many, named
 from ._exports import Export
 from ._interfaces import Choice
 from ._seat import Seat
+from ._server.listener import network_namespace
 from ._version import __version__
 from ._vigil import Vigil
 from .errors import WorkerLost
@@ -79,6 +80,7 @@ class Place:
     interfaces: Choice = field(default_factory=dict)
     on_failure: OnFailure = "continue"
     exports: tuple[Export, ...] | None = None
+    freeze_gc: bool = True
     is_local: bool = False
 
     def __post_init__(self) -> None:
@@ -109,4 +111,5 @@ class Place:
             keeps_number(),
             how_many(),
             named(self.device_maps),
+            network_namespace(),
         )

@@ -235,8 +235,8 @@ class Queue:
             recording = left.items[0].recording if isinstance(self._policy, Fill) else None
             # Before it starts, which it may do at once.
             run = self._running[left] = _Run(recording, self._body.name)
-            run.task = start(self._body.code, self._run(left, run), self._body.name)
-            if run.task is None:  # it is done, and whoever still waits has a look of its own, soon
+            run.task = start(self._run(left, run), self._body.name)
+            if run.task.done():  # it started at once; whoever waits has a look of its own, soon
                 return
             run.task.add_done_callback(run.end)  # even if it is cancelled before its first step
         deadline = self._batcher.deadline()

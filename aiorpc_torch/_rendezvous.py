@@ -141,6 +141,16 @@ class Meeting:
 
     # ── a worker goes ───────────────────────────────────────────────────────────────────────────
 
+    def leave_block(self) -> None:
+        """Say that this worker's block has ended in order; it serves until all have said so."""
+        self._store.set(f"left/{self.seat.rank}", "")
+
+    def have_left(self, ranks: Sequence[int]) -> set[int]:
+        """Return those whose blocks have ended in order."""
+        if self._store.has(*(f"left/{rank}" for rank in ranks)):
+            return {*ranks}
+        return {rank for rank in ranks if self._store.has(f"left/{rank}")}
+
     def part(self, others: Sequence[int], seconds: float) -> None:
         """Say that this worker is ready to go; wait for those, for that long."""
         end = time.monotonic() + seconds

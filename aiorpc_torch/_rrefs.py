@@ -121,8 +121,10 @@ def closing() -> Iterator[None]:
     """It leaves: torch closes its books inside."""
     global _books
     _books.close()
-    yield
-    _books = _Books(NOWHERE, counted=True)
+    try:
+        yield
+    finally:
+        _books = _Books(NOWHERE, counted=True)
 
 
 def depart(rref: "PyRRef[Any]") -> tuple[Any, Way]:

@@ -1,4 +1,4 @@
-"""Where a job runs: on the loop, in a thread, or in the thread that brought it.
+"""Where a job runs: on the loop, or in a thread.
 
 Knows how each kind of function is started and how its end reaches the job; not where jobs come
 from, nor in which order.
@@ -9,17 +9,16 @@ import contextvars
 import functools
 import inspect
 import logging
-import threading
-import types
+import sys
 from collections.abc import Callable, Coroutine, Iterable
 from contextvars import Context
+from types import CoroutineType
 from typing import Any
 
 import torch
 from torch._C import Future as AnyFuture
 
 from ._deadline import adopt
-from ._eager import Host
 from ._errands import set_out
 from ._inbox import Inbox
 from ._jobs import Job, Join
@@ -31,7 +30,19 @@ from .errors import CallTimeout
 
 log = logging.getLogger("aiorpc_torch")
 
-PAUSE = 0.0005  # seconds from a result in a thread until it is sent, with what came meanwhile
+# From Python 3.12 on a coroutine takes its first step at once: one that never waits is done without
+# a loop iteration of its own.
+_EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
+
+
+def start_task(
+    loop: asyncio.AbstractEventLoop,
+    coroutine: Coroutine[Any, Any, None],
+    name: str,
+    context: Context,
+) -> "asyncio.Task[None]":
+    """Return a task for `coroutine`. Outside any task."""
+    return asyncio.Task(coroutine, loop=loop, name=name, context=context, **_EAGER)
 
 
 class Runner:
@@ -47,15 +58,7 @@ class Runner:
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
         self._threads = Threads(threads, self._intra_op)
-        self._closed = False
-        self._host: Host | None = None
-        self._waits: set[types.CodeType] = set()  # of functions that have had to wait
-        self._behind = 0  # first steps and cancellations that wait for the next turn
-        # RPC threads also complete replies and time-outs, and with all of them busy a process is
-        # jammed: user code may have less than half of them.
-        self._to_lend = max(0, threads // 2 - 1)
-        self._lent = 0
-        self._lending = threading.Lock()
+        self._is_behind = False  # whether cancelled coroutines have yet to see it
 
     def __repr__(self) -> str:
         return f"<Runner {self._inbox}, {self._threads}>"
@@ -64,37 +67,9 @@ class Runner:
         """Run `step` on the loop, after all that was handed over before."""
         self._inbox.push(step)
 
-    def after_turn(self, step: Callable[[], None]) -> None:
-        """Run `step` on the loop once this turn of it is over; from a thread, soon."""
-        if asyncio._get_running_loop() is self._loop:
-            self._loop.call_soon(step)
-        else:  # its next results come from the same thread: with a few of them
-            self._inbox.push(functools.partial(self._later, step))
-
-    def _later(self, step: Callable[[], None]) -> None:
-        self._loop.call_later(PAUSE, step)
-
     def in_threads(self, tasks: Iterable[Callable[[], None]]) -> None:
         """Run each task in a thread; they start in order."""
         self._threads.submit(tasks)
-
-    def borrow(self) -> bool:
-        """Whether this thread of torch's may run user code. Then give it back with `here`."""
-        with self._lending:
-            free = self._to_lend > 0
-            self._to_lend -= free
-            self._lent += free
-            return free
-
-    def here(self, job: Job) -> None:
-        """Run a job with a plain function in this thread, borrowed from torch."""
-        try:
-            tune(self._intra_op)
-            self.work(job)
-        finally:
-            with self._lending:
-                self._to_lend += 1
-                self._lent -= 1
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -109,56 +84,26 @@ class Runner:
         else:
             self._start(job)
 
-    def hold(self) -> None:
-        """Start nothing at once until what this turn has scheduled is done, in the next."""
-        self._behind += 1
-        self._loop.call_soon(self._release)
+    def cancel(self, job: Job) -> None:
+        """Cancel a job: its coroutine sees that before jobs that come later start."""
+        job.abandon()
+        if not self._is_behind:
+            self._is_behind = True
+            self._loop.call_soon(self._caught_up)
 
-    def _release(self) -> None:
-        self._behind -= 1
+    def _caught_up(self) -> None:
+        self._is_behind = False
 
     def _start(self, job: Job) -> None:
         context = self._context.copy()
-        code = getattr(job.function, "__code__", None)
-        # Not before those who came before it and have yet to start.
-        if not self._behind and code is not None and self._is_ready(code):
-            job.task = self._at_once(code, _run(job), context)
-            return
-        job.task = self._loop.create_task(_run(job), name=job.name, context=context)
-        self.hold()
-        self._renew()
+        if self._is_behind:  # cancelled coroutines have their step first
+            job.task = self._loop.create_task(_run(job), name=job.name, context=context)
+        else:
+            job.task = start_task(self._loop, _run(job), job.name, context)
 
-    def start(
-        self, code: types.CodeType | None, coroutine: Coroutine[Any, Any, None], name: str
-    ) -> "asyncio.Task[None] | None":
-        """Start what is nobody's job, on the running loop; its task, or None if it is done.
-
-        `code` is the function's in it that may wait, None if it will. It must not raise.
-        """
-        loop = asyncio.get_running_loop()
-        if loop is self._loop and code is not None:
-            if self._is_ready(code):
-                return self._at_once(code, coroutine, Context())
-            self._renew()
-        return loop.create_task(coroutine, name=name, context=Context())
-
-    def _is_ready(self, code: types.CodeType) -> bool:
-        return code not in self._waits and self._host is not None and self._host.is_free()
-
-    def _at_once(
-        self, code: types.CodeType, coroutine: Coroutine[Any, Any, None], context: Context
-    ) -> "asyncio.Task[None] | None":
-        host, task = self._host, None
-        assert host is not None
-        if not host.run(coroutine, context):
-            task = host.task
-            self._waits.add(code)
-        self._renew()
-        return task
-
-    def _renew(self) -> None:
-        if not self._closed and (self._host is None or self._host.is_gone()):
-            self._host = Host()
+    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        """Start what is nobody's job, on the running loop. It must not raise."""
+        return start_task(asyncio.get_running_loop(), coroutine, name, Context())
 
     def _go_on(self, job: Job, value: Any, context: contextvars.Context) -> None:
         job.task = self._loop.create_task(_run(job, value), name=job.name, context=context)
@@ -200,14 +145,10 @@ class Runner:
         else:
             run_in_thread(job, value, lambda task: self.in_threads((task,)))
 
-    def close(self, patience: float, name: str) -> bool:
-        """End threads and host of that worker; whether torch's threads still run user code."""
-        self._closed = True
-        if self._host is not None:
-            self._host.close()
-        if stuck := self._threads.close(patience) + self._lent:
+    def close(self, patience: float, name: str) -> None:
+        """End the threads of that worker; those that still run user code are counted in the log."""
+        if stuck := self._threads.close(patience):
             log.warning("%d plain `def` calls still run on worker %s", stuck, name)
-        return self._lent > 0
 
 
 def _expired(job: Job) -> bool:
@@ -246,7 +187,9 @@ async def _run(job: Job, value: Any = _NOT_YET) -> None:
     try:
         if value is _NOT_YET:
             value = job.call()
-        if inspect.isawaitable(value):
+        if type(value) is CoroutineType:  # mostly
+            value = await timed(value, job.name)
+        elif inspect.isawaitable(value):
             value = await (timed(value, job.name) if inspect.iscoroutine(value) else value)
         if isinstance(job, StreamJob):
             check_streamable(value, job.name)

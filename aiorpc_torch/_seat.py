@@ -22,6 +22,8 @@ class Seat:
     """How many CUDA devices its process has."""
     device_maps: dict[str, dict[str, str]] | str = field(default_factory=dict)
     """As it was asked for: "auto", or for each peer its own devices and the peer's."""
+    namespace: str = ""
+    """Of the network in which it listens."""
     comeback: int = 0
     """How often workers have come back into this world, when this one did; 0: never."""
     pid: int = field(default_factory=os.getpid)

@@ -19,7 +19,7 @@ class Stats:
     unsent: int = 0
     """Of those, how many wait for room in their peer's window."""
     messages: int = 0
-    """Messages sent: calls that travel together share one; polls for results count too."""
+    """Frames of calls sent, and messages of torch's: calls that travel together share one."""
     bytes_sent: int = 0
     """Bytes of those messages, large tensors included."""
     late: int = 0
@@ -28,6 +28,8 @@ class Stats:
     """Calls and streams that came in from other workers, or from this one."""
     running: int = 0
     """Of those, how many are not answered yet."""
+    held_bytes: int = 0
+    """Bytes of large results that are kept until their callers have collected them."""
     batches: dict[str, BatchStats] = field(default_factory=dict)
     """Of each `@batched` function that was called here, by its qualified name, since it was made.
     """
@@ -35,9 +37,9 @@ class Stats:
 
 def stats() -> Stats:
     """A snapshot of this process's calls, messages and batches."""
-    served = running = 0
+    served = running = held = 0
     if (server := _doors.serving()) is not None:
-        served, running = server.tally()
+        served, running, held = server.tally()
     outbox = _outbox.find_current()
     sent = outbox.tally() if outbox else {}
-    return Stats(served=served, running=running, batches=batch_stats(), **sent)
+    return Stats(served=served, running=running, held_bytes=held, batches=batch_stats(), **sent)

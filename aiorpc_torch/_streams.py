@@ -13,16 +13,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from ._columns import ENDED, bulk, copied, without_graph
+from ._incoming import CREDIT, price
 from ._jobs import RpcJob
 from ._steps import timed
-
-CREDIT = 64  # what may be on its way to a consumer, or wait for it, in small items
-LARGE = 64 * 1024  # bytes of an item that cost as much as a small item more
-
-
-def price(size: int) -> int:
-    """What an item of so many bytes takes of the credit."""
-    return 1 + size // LARGE
 
 
 class StreamJob(RpcJob):
@@ -58,7 +51,7 @@ class StreamJob(RpcJob):
         with self._lock:
             self._credit -= cost
             has_credit = self._credit > 0
-        self.line.more(((self.number, number, cost), kind, content))
+        self.session.done(((self.number, number, cost), kind, content))
         return has_credit
 
     def wait(self, resume: Callable[[], None]) -> bool:
@@ -89,8 +82,10 @@ class StreamJob(RpcJob):
 
     def _end(self, kind: Any, content: Any) -> None:
         # Numbered as an item, so that it is read after all of them.
-        if self.line.jobs.pop(self.number, None) is not None:
-            self.line.done(self.carrier, ((self.number, self._items, 0), kind, content))
+        if self.session.jobs.pop(self.number, None) is not None:
+            self.session.done(((self.number, self._items, 0), kind, content))
+            if self.reply is not None:  # torch waits for an answer to the message that brought it
+                self.session.done((self.number, ENDED, None), self.reply)
 
 
 async def stream(job: StreamJob, source: AsyncIterator[Any]) -> None:

@@ -11,7 +11,11 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-SMALL = 4096  # bytes up to which a tensor rides in the message
+INLINE_BYTES = 64 * 1024
+"""Bytes up to which a tensor, an argument list or a result travels on the connection. What is
+larger travels by torch RPC (`python -m benchmarks.threshold`)."""
+
+SHARED = 4096  # bytes up to which the tensors of a column share one buffer
 
 Kind = tuple[torch.dtype, tuple[int, ...]]
 """What tensors of one column have in common: dtype and shape."""
@@ -39,7 +43,7 @@ def small_bytes(tensor: Tensor) -> bytes | None:
     if _keys_of(tensor).raw_repr() not in _PLAIN or tensor.requires_grad:
         return None
     size = tensor.nbytes
-    if size > SMALL:
+    if size > INLINE_BYTES:
         return None
     # Not numpy(), which knows no bfloat16 and may not be installed.
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
@@ -63,10 +67,14 @@ def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
     buffer, size = bytearray(data), len(data) // count
     if len(shape) == 1 and count == 1:
         return [torch.frombuffer(buffer, dtype=dtype)]
-    flat = [
-        torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
-        for offset in range(0, count * size, size)
-    ]
+    if len(data) <= SHARED:
+        flat = [
+            torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
+            for offset in range(0, count * size, size)
+        ]
+    else:  # or one that is kept would keep the memory of all
+        starts = range(0, count * size, size)
+        flat = [torch.frombuffer(buffer[at : at + size], dtype=dtype) for at in starts]
     return flat if len(shape) == 1 else [row.reshape(shape) for row in flat]
 
 

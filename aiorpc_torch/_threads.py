@@ -69,7 +69,11 @@ class Threads:
         return f"<Threads {self._busy} busy of {self._size}, {len(self._tasks)} tasks waiting>"
 
     def submit(self, tasks: Iterable[Task]) -> None:
-        """Run tasks, which must not raise, each in one of the threads. From any thread."""
+        """Run tasks, which must not raise, each in one of the threads. From any thread.
+
+        Raises:
+            RuntimeError: if there is no thread, and the system can start none.
+        """
         with self._lock:
             self._tasks.extend(tasks)
             # Threads that started their last task long ago will not come for these at once.
@@ -95,8 +99,15 @@ class Threads:
             self._idle -= 1
         elif len(self._threads) < self._size:
             name = f"aiorpc-def-{len(self._threads)}"
-            self._threads.append(threading.Thread(target=self._live, name=name, daemon=True))
-            self._threads[-1].start()
+            thread = threading.Thread(target=self._live, name=name, daemon=True)
+            try:
+                thread.start()
+            except RuntimeError:  # the system has no more: those that there are take the tasks
+                if self._threads:
+                    return False
+                self._tasks.clear()
+                raise
+            self._threads.append(thread)
         else:
             return False
         self._busy += what is _Wake.WORK

@@ -1,28 +1,28 @@
 """A worker's watch over its peers: whoever is lost is told to those who wait for it.
 
-A killed peer breaks what is outstanding with it: a caller always has a message outstanding, and
-for the callee a watch that the caller never answers stands in. One that is frozen or cut off breaks
-nothing: it is asked, and an RPC thread of its answers, so a busy loop is no lost worker. When to
-ask and whom to give up is `_pulse`'s to decide.
+The connections of a killed peer end. It is asked at once whether it lives, and torch says that it
+does not. The connections of one that is frozen or cut off do not end: it is asked when it has been
+silent for some time. A thread of torch's answers, so a busy loop is no lost worker. When to ask
+and whom to give up is `_pulse`'s to decide.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from torch._C import Future
-from torch._C._distributed_rpc import WorkerInfo
 
-from . import _doors
 from ._agent import Member
 from ._bridge import send, transport_error, when_done
 from ._outbox import Outbox
+from ._protocol import endpoints
 from ._pulse import Pulse
-from ._server import Server
+from ._server.server import Server
 from .errors import RemoteTraceback, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")
@@ -41,15 +41,18 @@ class Vigil:
         self._heartbeat = heartbeat
         self._pulse = Pulse(heartbeat)
         self._loop = asyncio.get_running_loop()
-        self._met: set[str] = set()
         self._open = True
         self.on_loss: Callable[[RpcError], None] | None = None
         self._for_good: dict[str, RpcError] = {}
         self._back: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._asked: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._timer = self._loop.call_later(self._pulse.interval, self._look)
-        outbox.heard = server.heard = self._heard
+        self.has_left: Callable[[str], Awaitable[bool]] = _nobody_has
+        self._tasks: set[asyncio.Task[None]] = set()
+        outbox.heard = server.observed = self._heard
+        outbox.suspected = server.suspected = self._suspected
+        outbox.parted = self._parted
         server.peers.failed = self._failed
-        outbox.broken = self._broken
         for caller in server.callers():  # who was quicker than this worker's start
             self._heard(caller)
 
@@ -67,6 +70,8 @@ class Vigil:
         Raises:
             WorkerLost: if it will not come back.
         """
+        if peer in self._asked:  # it is not known yet whether it lives
+            await self._asked[peer].wait()
         if peer in self.gone:
             await self._back[peer].wait()
         if (error := self._for_good.get(peer)) is not None:
@@ -75,7 +80,6 @@ class Vigil:
     def replace(self, member: Member) -> None:
         """A peer has a successor, which is watched from now on."""
         self._peers[member.name] = member.info
-        self._met.discard(member.name)
         self._heard(member.name)
         self._is_back(member.name)
 
@@ -86,6 +90,7 @@ class Vigil:
         self._back[peer].set()
 
     def _is_back(self, peer: str) -> None:
+        self._asked[peer].set()
         if self.gone.pop(peer, None) is not None:
             log.info("%s: worker %r is back", self._outbox.name, peer)
             self._back.pop(peer, asyncio.Event()).set()
@@ -93,20 +98,36 @@ class Vigil:
     def _heard(self, peer: str) -> None:
         """A message or an answer came. In any thread."""
         self._pulse.heard(peer, time.monotonic())
-        if peer not in self._met and peer in self._peers:
-            self._met.add(peer)
-            self._loop.call_soon_threadsafe(self._watch, peer)
-        elif peer in self.gone:  # it was frozen, or cut off
+        if peer in self.gone:  # it was frozen, or cut off
             self._loop.call_soon_threadsafe(self._is_back, peer)
 
-    def _watch(self, peer: str) -> None:
-        self._send(peer, _doors.watch, self._outbox.name.encode())
+    def _suspected(self, peer: str, number: int) -> None:
+        """A connection has ended without a last frame. In any thread."""
+        if asyncio._get_running_loop() is self._loop:  # before those who waited go on
+            self._ask(peer, number)
+            return
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(self._ask, peer, number)
+
+    def _parted(self, peer: str, number: int, what: str, text: str) -> None:
+        """A peer has closed a connection and said why. In any thread."""
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._server.peers.part, peer, number, what, text)
+
+    def ask(self, peer: str) -> None:
+        """Find out whether a peer lives: one that does not is lost."""
+        self._ask(peer, self._peers[peer].id)
+
+    def _ask(self, peer: str, number: int) -> None:
+        if peer in self._peers and self._peers[peer].id == number:
+            self._asked[peer].clear()
+            self._send(peer, endpoints.ping, b"")
 
     def _look(self) -> None:
         waited_for = self._outbox.waited_for() | self._server.callers()
         ask, lost = self._pulse.look(time.monotonic(), waited_for & self._peers.keys())
         for peer in ask:
-            self._send(peer, _doors.ping, b"")
+            self._send(peer, endpoints.ping, b"")
         for peer in lost:
             silence = f"no sign of life for {self._heartbeat:g} s"
             self._lost(peer, WorkerLost(peer, silence))
@@ -131,6 +152,7 @@ class Vigil:
         except BaseException as exc:  # of whatever class the peer names
             self._lost(peer, transport_error(exc, peer))
         else:
+            self._asked[peer].set()
             self._heard(peer)
 
     def _failed(self, peer: str, failure: str) -> None:
@@ -145,14 +167,21 @@ class Vigil:
             return
         log.info("%s: %s", self._outbox.name, error)
         self.gone[peer] = error
+        self._asked[peer].set()
         self._outbox.lost(peer, error)
         self._server.lost(peer)
-        # Who has said goodbye in order may be gone before this worker is.
-        if self.on_loss is not None and self._server.peers.goodbyes.get(peer) != "":
+        if self.on_loss is not None and peer not in self._server.peers.goodbyes:
+            task = self._loop.create_task(self._tell_unless_left(peer, error))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
+        elif self.on_loss is not None and self._server.peers.goodbyes[peer]:
             self.on_loss(error)
 
-    def _broken(self, peer: WorkerInfo, error: RpcError) -> None:
-        """A message to it failed."""
-        known = self._peers.get(peer.name)  # not this worker itself, whose own pipe breaks too
-        if known is not None and known.id == peer.id:
-            self._lost(peer.name, error)
+    async def _tell_unless_left(self, peer: str, error: RpcError) -> None:
+        """Who has left in order may be gone before this worker is."""
+        if not await self.has_left(peer) and self.on_loss is not None:
+            self.on_loss(error)
+
+
+async def _nobody_has(_: str) -> bool:
+    return False

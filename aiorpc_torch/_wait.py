@@ -17,7 +17,15 @@ Step = Callable[["Wait"], object]
 class Wait:
     """One task's waiting, for one answer. Confined to its loop."""
 
-    __slots__ = ("_answer", "_asyncio_future_blocking", "_context", "_loop", "_state", "_step")
+    __slots__ = (
+        "_answer",
+        "_asyncio_future_blocking",
+        "_context",
+        "_loop",
+        "_state",
+        "_step",
+        "target",
+    )
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -25,6 +33,7 @@ class Wait:
         self._answer: Any = None
         self._step: Step | None = None
         self._asyncio_future_blocking = False
+        self.target: Any = None  # of the call whose answer it is
 
     def __repr__(self) -> str:
         return f"<Wait {self._state}>"

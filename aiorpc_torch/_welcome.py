@@ -12,12 +12,13 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from . import _doors
 from ._agent import Agent, Member
 from ._bridge import send, wrap_future
 from ._exceptions import Failure
 from ._outbox import Outbox
-from ._server import Server
+from ._protocol import endpoints
+from ._protocol.handshake import Party
+from ._server.server import Server
 from ._vigil import Vigil
 
 log = logging.getLogger("aiorpc_torch")
@@ -56,7 +57,7 @@ async def _tell(me: Member, members: Sequence[Member], *, ask: bool) -> Answers:
 
 async def _tell_one(peer: Member, words: bytes) -> str:
     async with asyncio.timeout(MEET):
-        answer = await wrap_future(send(peer.info, _doors.meet, words))
+        answer = await wrap_future(send(peer.info, endpoints.rejoin, words))
     return str(answer.get() if isinstance(answer, Failure) else answer)
 
 
@@ -105,14 +106,14 @@ class Welcome:
         past = self._agent.replace(member)
         self._peers[member.name] = member
         self._outbox.replace(member, past)
-        self._server.replace(member.name, member.first_link)
+        self._server.replace(Party(member.name, member.number))
         self._vigil.replace(member)
         return ""
 
     async def _lives(self, peer: Member) -> bool:
         try:
             async with asyncio.timeout(LIVES):
-                await wrap_future(send(peer.info, _doors.ping, b""))
+                await wrap_future(send(peer.info, endpoints.ping, b""))
         except Exception:
             return False
         return True

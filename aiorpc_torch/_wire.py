@@ -6,12 +6,13 @@ stay outside the bytes, in a table that torch sends without a copy. Knows torch'
 nothing of loops or threads.
 """
 
+import functools
 import io
 import pickle
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial, partialmethod, singledispatchmethod
 from types import FunctionType
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn, Union
 
 import torch
 from torch import Tensor
@@ -19,8 +20,7 @@ from torch._C._distributed_rpc import PyRRef
 
 from ._exceptions import Failure, note, reduce_exception, replica
 from ._fences import fence
-from ._handles import Named
-from ._rrefs import Way, arrive, depart
+from ._rrefs import Ident, Way, arrive, depart
 from ._tensors import Kind, compact, from_bytes, size_of, small_bytes
 from .errors import RpcError
 
@@ -140,6 +140,10 @@ def read_small(kind: Kind, data: bytes) -> Tensor:
 # ── what a call asks for ────────────────────────────────────────────────────────────────────────
 
 
+Named = Union[Ident, "PyRRef[Any]"]
+"""What a call names its object by: its ident, or the RRef where only torch finds the object."""
+
+
 class Method(NamedTuple):
     """The method called `name` of the object behind `on`."""
 
@@ -205,6 +209,18 @@ def describe(target: Target) -> str:
     return getattr(function, "__qualname__", repr(function))
 
 
+def order_key(target: Target) -> Any:
+    """What tells its object, or its function, from those of other calls; None: nothing does."""
+    if target.on is not None:
+        return target.on if isinstance(target.on, tuple) else None
+    function: Any = (
+        target.factory if isinstance(target, Create) else getattr(target, "function", None)
+    )
+    name = getattr(function, "__qualname__", None)
+    return f"{getattr(function, '__module__', '')}.{name}" if isinstance(name, str) else None
+
+
+@functools.lru_cache(maxsize=4096)
 def check_public(name: Any) -> None:
     """Raise AttributeError for a name that is not called from outside."""
     if not isinstance(name, str):

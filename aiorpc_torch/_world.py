@@ -6,8 +6,11 @@ calls come in and go out, who is alive. Processes are not its subject: those of 
 """
 
 import contextlib
+import functools
+import gc
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
+from urllib.parse import urlsplit
 
 from . import _doors, _interfaces, _outbox
 from ._agent import Agent, Member, is_running
@@ -15,15 +18,18 @@ from ._devices import DeviceMaps
 from ._environment import all_are_here, meeting_place, number
 from ._exports import Export, Exports, as_exports
 from ._interruption import Interruption
-from ._joining import LINKS, join
+from ._joining import join
 from ._leaving import Leaving, describe
 from ._outbox import Outbox
 from ._place import OnFailure, Place, Worker
+from ._protocol.handshake import Party
 from ._rendezvous import Meeting
-from ._server import Server
+from ._server.server import Server
 from ._signals import orderly
+from ._threads import daemon, run_blocking
 from ._vigil import Vigil
 from ._welcome import Welcome, announce
+from .errors import WorldTimeout
 
 __all__ = ("worker",)
 
@@ -46,6 +52,7 @@ async def worker(
     interface: str | None = None,
     on_failure: OnFailure = "continue",
     exports: Sequence[Export] | None = None,
+    freeze_gc: bool = True,
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
@@ -60,8 +67,9 @@ async def worker(
         init_method: where they meet, `tcp://host:port` or `file:///path`; by default the
             environment's MASTER_ADDR and MASTER_PORT. A world of one needs none.
         threads: of torch's RPC, and as many again for plain `def` methods.
-        transports: of TensorPipe, in order of preference; by default torch's choice. Shared memory
-            (`"shm"`) answers fastest and polls while it waits, `"uv"` idles at no cost.
+        transports: of TensorPipe, which carries large and CUDA tensors, in order of preference;
+            by default `["uv"]`, TCP, which idles at no cost. Shared memory (`["shm", "uv"]`) moves
+            large tensors faster on one host and takes most of a core for polling.
         device_maps: for each peer, which of this worker's CUDA devices stand for which of the
             peer's, as torch's `device_maps`: `{"ps": {"cuda:0": "cuda:1"}}`. Arguments on them
             arrive on the peer's, and its results on these. "auto": the same index on both sides,
@@ -83,6 +91,9 @@ async def worker(
             arguments are not unpickled. `fetch` is answered to whoever holds an RRef. It says what
             the calls of this library reach, and is no sandbox: arguments are pickles, which may
             name anything, and torch's own `rpc_sync` runs what it is given.
+        freeze_gc: whether objects that exist when the world starts are left out of garbage
+            collections until it ends (`gc.freeze`). torch alone has 200,000, through which a full
+            collection takes about 0.1 s, in which this worker answers nobody.
 
     Raises:
         WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
@@ -112,6 +123,7 @@ async def worker(
             interfaces=interfaces,
             on_failure=on_failure,
             exports=None if exports is None else as_exports(exports),
+            freeze_gc=freeze_gc,
         )
         with orderly():
             async with take_place(place) as me:
@@ -131,8 +143,9 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
         if place.world_size > 1:
             meeting = Meeting(place.init_method, place.seat(), place.start_timeout)
         agent, members = await join(place, meeting, server.use)
-        async with _live(place, server, meeting, agent, members) as me:
-            yield me
+        with _frozen(place.freeze_gc):
+            async with _live(place, server, meeting, agent, members) as me:
+                yield me
     finally:
         _doors.serve(None)
         _outbox.use(None)
@@ -140,23 +153,39 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
             meeting.close()
 
 
+@contextlib.contextmanager
+def _frozen(wanted: bool) -> Iterator[None]:
+    """Leave what exists now out of garbage collections, unless somebody has frozen it already."""
+    if not wanted or gc.get_freeze_count():
+        yield
+        return
+    gc.freeze()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+
+
 @contextlib.asynccontextmanager
 async def _live(
     place: Place, server: Server, meeting: Meeting | None, agent: Agent, members: list[Member]
 ) -> AsyncIterator[Worker]:
     """From the start of torch's RPC to its end."""
-    server.peers.members = frozenset(each.name for each in members)
+    server.peers.know({each.name: each.number for each in members})
     comeback = 0 if meeting is None else meeting.seat.comeback
-    outbox = Outbox(place.name, members, comeback * LINKS)
+    party = Party(place.name, members[place.rank].number)
+    outbox = Outbox(party, members)
     _outbox.use(outbox)
     vigil = Vigil(outbox, server, members, place.heartbeat)
     peers = {each.name: each for each in members if each.name != place.name}
+    if meeting is not None:
+        vigil.has_left = functools.partial(_has_left, meeting, peers)
     server.peers.welcome(Welcome(agent, outbox, server, vigil, peers).met)
     failure = ""
     try:
         if comeback:
             await announce(members[place.rank], members)
-        server.open()
+        await server.open(party, _host_for_others(members[place.rank], members))
         me = Worker(place.name, place.rank, place.world_size, tuple(peers), comeback, vigil)
         log.info("%r: the world is complete", me)
         async with _ended_by_others(place, vigil):
@@ -170,6 +199,23 @@ async def _live(
             outbox, server, vigil, agent, meeting, peers=peers, patience=patience, failure=failure
         )
         await leaving.run()
+
+
+async def _has_left(meeting: Meeting, peers: dict[str, Member], peer: str) -> bool:
+    """Return whether a peer's block has ended in order, as far as the store can say."""
+    rank = peers[peer].rank
+    try:
+        found = await run_blocking(daemon("aiorpc-leave"), lambda: meeting.have_left([rank]))
+    except WorldTimeout:
+        return False
+    return rank in found
+
+
+def _host_for_others(me: Member, members: Sequence[Member]) -> str | None:
+    """Return the address to listen at for peers in other network namespaces, None without any."""
+    if me.namespace and {each.namespace for each in members} == {me.namespace}:
+        return None
+    return urlsplit(me.address).hostname
 
 
 @contextlib.asynccontextmanager

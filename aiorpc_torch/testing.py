@@ -59,6 +59,7 @@ class Options(TypedDict, total=False):
     heartbeat: float
     restart: int
     exports: Sequence[Export] | None
+    freeze_gc: bool
 
 
 class Workers(Protocol):

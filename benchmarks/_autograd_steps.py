@@ -21,7 +21,7 @@ from torch.distributed.rpc import RRef
 from aiorpc_torch import create, local_world, remote
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 
-from ._compare import settle
+from ._compare import freeze, settle
 from ._peers_process import process
 from ._peers_raw import join, serve
 
@@ -125,7 +125,7 @@ def _raw_client(parent: Connection, where: str, steps: int) -> None:
             params = rpc.rpc_sync("server", _parameters, args=(net,))
             opt = torchs_optimizer(params)
             raw_steps(net, kind, opt, 10)
-            settle()
+            freeze()
             found.append(raw_steps(net, kind, opt, steps // kind.share))
         parent.send(found)
         del net, params, opt

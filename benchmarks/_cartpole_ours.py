@@ -1,7 +1,6 @@
 """The side of `examples.cartpole` in `benchmarks.cartpole`: one process of its world."""
 
 import asyncio
-import gc
 import math
 from argparse import Namespace
 from time import perf_counter, process_time
@@ -17,7 +16,6 @@ METHODS = {"batched": "select", "unbatched": "select_alone"}
 
 def live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
     """Be one worker; the agent's sends what it measured."""
-    gc.freeze()
     asyncio.run(_live(rank, sizes, where, report))
 
 

@@ -100,20 +100,33 @@ async def swept(
 
 
 def settle() -> None:
-    """Nobody pays for another's garbage, nor for walking through what torch's import made."""
+    """Nobody pays for another's garbage.
+
+    Nothing is frozen here: our worlds do that by themselves (`freeze_gc`).
+    """
+    gc.collect()
+
+
+def freeze() -> None:
+    """Let others have it as good as our worlds: collections leave out what exists now."""
     gc.collect()
     gc.freeze()
 
 
-def show(rows: Sequence[Row], *, other: str = "raw torch") -> None:
-    """Print the table, and where it was measured. `other` is what ours is compared with."""
+def show(rows: Sequence[Row], *, ours: str = "ours", other: str = "raw torch") -> None:
+    """Print the table, and where it was measured. `other` is what `ours` is compared with."""
     ratio = "ratio" if any(row.runs.raw for row in rows) else ""
-    heads = ("", "unit", "ours [min–max]", f"{other} [min–max]" if ratio else "", ratio, "aim")
+    heads = ("", "unit", f"{ours} [min–max]", f"{other} [min–max]" if ratio else "", ratio, "aim")
     lay_out([heads, *(row.cells() for row in rows)])
     turns = len(rows[0].runs.ours)
-    meaning = f"; ratio: ours / {other}, the median of the pairs' ratios" if ratio else ""
+    meaning = f"; ratio: {ours} / {other}, the median of the pairs' ratios" if ratio else ""
     print(f"\nmedians of {turns} repetitions{meaning}")
-    print(
+    print(machine())
+
+
+def machine() -> str:
+    """Where it was measured, and with what."""
+    return (
         f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
         f"OMP_NUM_THREADS={os.environ['OMP_NUM_THREADS']}"

@@ -1,7 +1,6 @@
 """What a worker of the fault matrix runs: it does what it is told, and tells what comes of it."""
 
 import asyncio
-import gc
 import json
 import logging
 import os
@@ -11,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RpcError, WorldTimeout, _doors, call
+from aiorpc_torch import RpcError, WorldTimeout, call
 
 from . import _faults_cast as cast
 from ._faults_states import MAKE, SHORT, Scene, end_backward, end_of, hang, hello
@@ -21,7 +20,6 @@ log = logging.getLogger("aiorpc_torch")
 
 def live(heard: int, told: int, given: dict[str, Any]) -> None:
     """The whole life of a process."""
-    gc.freeze()
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if namespace := given.pop("namespace", None):
         cast.enter(namespace)
@@ -34,6 +32,7 @@ class Member:
     def __init__(self, heard: int, told: int, given: dict[str, Any]) -> None:
         self._heard, self._told = heard, told
         self._given = given
+        self._me: aiorpc.Worker | None = None
         self._text = b""
         self._words: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._steps: dict[str, Callable[..., Awaitable[Any]]] = {
@@ -88,6 +87,7 @@ class Member:
     async def _enter(self, more: dict[str, Any] | None = None) -> None:
         try:
             async with aiorpc.worker(**self._given | (more or {})) as me:
+                self._me = me
                 self.tell("in", list(me.peers))
                 await self._obey()
                 self.tell("leaves")
@@ -154,9 +154,11 @@ class Member:
 
     async def _farewells(self) -> None:
         """Until the others wait for this worker to leave."""
-        server = _doors.serving()
-        assert server is not None
-        await asyncio.gather(*(server.peers.farewell(peer).wait() for peer in ("main", "b")))
+        assert self._me is not None
+        assert self._me._vigil is not None
+        for peer in ("main", "b"):
+            while not await self._me._vigil.has_left(peer):  # noqa: ASYNC110  it is a question
+                await asyncio.sleep(0.01)
 
 
 async def _until_refused() -> None:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compare import settle
+from ._compare import freeze
 from ._peers_process import process
 from ._peers_work import NAP, Batcher, Peer, answer, uvloop_or_asyncio
 
@@ -80,7 +80,7 @@ async def serve(client: Connection) -> None:
     server.add_generic_rpc_handlers((Server().handler(),))
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
-    settle()
+    freeze()
     client.send(port)
     await asyncio.to_thread(client.poll, None)  # until the client closes it
     await server.stop(None)

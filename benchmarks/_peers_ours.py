@@ -39,6 +39,8 @@ class Server:
 
 
 class Ours(Peer):
+    freezes = True
+
     def __init__(self, server: RRef[Server]) -> None:
         self.server = server
 

@@ -24,7 +24,7 @@ from torch._C._distributed_rpc import WorkerInfo
 from torch.distributed import rpc
 from torch.futures import Future, wait_all
 
-from ._compare import settle
+from ._compare import freeze
 from ._peers_process import process
 from ._peers_work import BIG, MB, NAP, SMALL, WINDOW, Peer, Sizes
 from .batching import CALLERS, select
@@ -110,7 +110,7 @@ async def start(scratch: Path) -> AsyncIterator[Peer]:
 
 def serve(_: Connection, where: str) -> None:
     join("server", 1, where)
-    settle()
+    freeze()
     rpc.shutdown()  # serves until the client shuts down too
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._compare import settle
+from ._compare import freeze
 from ._peers_work import MB, NAP, Batcher, Peer, answer
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
@@ -30,7 +30,7 @@ warnings.filterwarnings("ignore", message="The given NumPy array is not writable
 class Server:
     def __init__(self) -> None:
         self.batcher = Batcher(answer())
-        settle()
+        freeze()
 
     async def echo(self, x: Any) -> Any:
         return torch.from_numpy(x).numpy()

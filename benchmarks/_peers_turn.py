@@ -11,7 +11,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from types import ModuleType
 
-from ._compare import settle
+from ._compare import freeze, settle
 from ._peers_process import end_with_parent
 from ._peers_work import QUICK, Peer, Sizes, workloads
 
@@ -43,6 +43,6 @@ async def _measure(room: ModuleType, sizes: Sizes, scratch: Path) -> Figures:
 async def _measured(peer: Peer, method: str, sizes: Sizes) -> float | None:
     workload = getattr(peer, method)
     await workload(QUICK)  # warms up
-    settle()
+    (settle if peer.freezes else freeze)()
     figure: float | None = await workload(sizes)
     return figure

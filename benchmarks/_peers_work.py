@@ -68,6 +68,9 @@ def workloads(sizes: Sizes) -> list[Workload]:
 class Peer:
     """A system that runs: a server in another process, and the four ways to call it."""
 
+    freezes = False
+    """Whether it takes what exists when it starts out of garbage collections by itself."""
+
     at_once: int | None = None
     """How many calls it takes at once; the client holds back what is beyond."""
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ._compare import settle
+from ._compare import freeze
 from ._peers_work import NAP, Batcher, Peer, Sizes, answer, live, uvloop_or_asyncio
 
 xo: Any = importlib.import_module("xoscar")
@@ -32,7 +32,7 @@ class Server(Actor):  # type: ignore[misc]
         super().__init__()
         self.answer = answer()
         self.batcher = Batcher(self.answer)
-        settle()
+        freeze()
 
     async def echo(self, x: Tensor) -> Tensor:
         return x

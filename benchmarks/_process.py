@@ -6,6 +6,9 @@ import ctypes
 import gc
 import os
 import sys
+import time
+from collections.abc import Iterable
+from pathlib import Path
 from typing import NamedTuple
 
 import aiorpc_torch as aiorpc
@@ -30,6 +33,45 @@ def swept_memory() -> int:
     with contextlib.suppress(AttributeError):  # it is glibc's; Python's own stock goes by itself
         ctypes.CDLL(None).malloc_trim(0)
     return own_memory()
+
+
+def resident_memory(pid: int) -> int:
+    """Bytes of a process that are in memory, those that it shares with others too."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
+
+
+def cpu_seconds(pids: Iterable[int]) -> float:
+    """What these processes have used of all cores, in all their threads.
+
+    By the clock of each, `clock_getcpuclockid`'s: /proc/<pid>/stat counts in steps of 10 ms.
+    """
+    return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
+
+
+def wakeups(pids: Iterable[int]) -> int:
+    """How often their threads have gone to sleep of their own will, and so been woken."""
+    statuses = [each for pid in pids for each in Path(f"/proc/{pid}/task").glob("*/status")]
+    return sum(_number(status.read_text(), "voluntary_ctxt_switches:") for status in statuses)
+
+
+def _number(text: str, head: str) -> int:
+    return next(int(line.split()[1]) for line in text.splitlines() if line.startswith(head))
+
+
+def family(pid: int) -> list[int]:
+    """A process, its children and theirs."""
+    parents = {int(each.name): _parent(each) for each in Path("/proc").glob("[0-9]*")}
+    found = [pid]
+    for member in found:  # it grows meanwhile
+        found += [child for child, parent in parents.items() if parent == member]
+    return found
+
+
+def _parent(process: Path) -> int:
+    try:
+        return int((process / "stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:  # it has ended
+        return 0
 
 
 class Census(NamedTuple):

@@ -1,6 +1,7 @@
 """What does a call cost, alone, among thousands and with large tensors, against torch's own RPC?
 
-And how long does a loop that makes calls keep its other tasks waiting?
+And how long does a loop that makes calls keep its other tasks waiting, and a large argument calls
+of other objects? torch's own calls go through the same world, with its transports.
 
     python -m benchmarks.calls [--quick] [--repeat N] [--plot PATH]
 """
@@ -28,6 +29,7 @@ from ._plot import Panel, pair, present
 NAP = 0.01
 SMALL = torch.rand(4)
 MB = 1_000_000
+LARGE = 128  # MB
 
 
 class Server:
@@ -40,10 +42,17 @@ class Server:
     async def nap(self) -> None:
         await asyncio.sleep(NAP)
 
+    async def take(self, x: Tensor) -> None:
+        pass
+
 
 # Not `torch.add` or the like, which torch calls without Python: one's own code is what is called.
 def echo(x: Tensor) -> Tensor:
     return x
+
+
+def take(x: Tensor) -> None:
+    pass
 
 
 async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
@@ -60,6 +69,7 @@ async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
             *await lag_rows(one, repeat, calls, 0.2 if quick else 1.0),
             await nap_row(server, repeat, 1_000),
             *await tensor_rows(server, peer, repeat, [16] if quick else [16, 128]),
+            *await behind_rows(server, peer, repeat, 2 if quick else 5),
         ]
         return rows, await panels(server, peer, repeat, quick) if given.plot else []
 
@@ -181,6 +191,63 @@ def raw_carry(peer: WorkerInfo, big: Tensor, trips: int) -> float:
     for _ in range(trips):
         rpc.rpc_sync(peer, echo, args=(big,), timeout=0)
     return 2 * trips * big.nbytes / MB / (perf_counter() - start)
+
+
+# ── small calls while a large argument is on its way ────────────────────────────────────────────
+
+
+async def behind_rows(
+    server: RRef[Server], peer: WorkerInfo, repeat: int, larges: int
+) -> list[Row]:
+    """What a small call takes while 128 MB are on their way, to another object of that worker."""
+    other = await aiorpc.create("server", Server)
+    big = torch.rand(LARGE * MB // 4)
+    waits: dict[str, list[tuple[float, float]]] = {"ours": [], "raw": []}
+
+    async def ours() -> float:
+        beside = await beside_large(server, other, big, larges)
+        waits["ours"].append((beside, await lone(server, "on_loop", 100)))
+        return beside
+
+    def raw() -> float:
+        beside = raw_beside_large(peer, big, larges)
+        waits["raw"].append((beside, raw_lone(peer, 100)))
+        return beside
+
+    runs = await take_turns(repeat, ours, raw)
+    factors = [[beside / alone for beside, alone in way[1:]] for way in waits.values()]
+    what = f"lone call beside {LARGE} MB to another object"
+    return [
+        Row(what, "µs", runs),
+        Row("the same, against a lone call by itself", "times", Runs(*factors)),
+    ]
+
+
+async def beside_large(
+    server: RRef[Server], other: RRef[Server], big: Tensor, larges: int
+) -> float:
+    times = []
+    for _ in range(larges):
+        large = asyncio.ensure_future(remote(other).take(big))
+        await asyncio.sleep(0)  # it is on its way
+        while not large.done():
+            start = perf_counter()
+            await remote(server).on_loop(SMALL)
+            times.append(perf_counter() - start)
+        await large
+    return median(times) * 1e6
+
+
+def raw_beside_large(peer: WorkerInfo, big: Tensor, larges: int) -> float:
+    times = []
+    for _ in range(larges):
+        large = rpc.rpc_async(peer, take, args=(big,), timeout=0)
+        while not large.done():
+            start = perf_counter()
+            rpc.rpc_sync(peer, echo, args=(SMALL,), timeout=0)
+            times.append(perf_counter() - start)
+        large.wait()
+    return median(times) * 1e6
 
 
 # ── methods that wait ───────────────────────────────────────────────────────────────────────────

@@ -52,6 +52,7 @@ class System:
 def all_systems() -> list[System]:
     return [
         System("ours", "_peers_ours", "aiorpc_torch", ("aiorpc_torch", "torch")),
+        System("ours-uvloop", "_peers_uvloop", "uvloop", ("aiorpc_torch", "uvloop")),
         System("raw-torch", "_peers_raw", "torch", ("torch",)),
         System("ray", "_peers_ray", "ray", ("ray", "uvloop")),
         System("xoscar", "_peers_xoscar", "xoscar", ("xoscar", "uvloop")),

@@ -32,7 +32,7 @@ from examples import pipeline as ours
 from examples._reference import pipeline as plain
 from examples._textures import Shape, Textures, Uncut, batches
 
-from ._compare import Row, Runs, parse, settle, show
+from ._compare import Row, Runs, freeze, parse, settle, show
 from ._peers_process import process
 from ._plot import OTHER, OURS, RAW, Curve, Panel, present
 
@@ -100,6 +100,7 @@ def uncut(_: list[str], steps: int) -> Times:
 
 
 def _times(step: Callable[[Textures, int], float], steps: int) -> Times:
+    freeze()
     taken: Taken = defaultdict(list)
     for batch, micro in _turns(steps):
         start = time.perf_counter()

@@ -1,9 +1,10 @@
 """How many workers does one machine take, and what do they cost while nobody calls?
 
-Worlds of growing size, over torch's default transports (shared memory first) and over uv alone:
-how long they take to start and to stop, what their processes use while idle, and what a call costs
-there. A round of small calls to every worker shows what idle neighbours take away from those at
-work. Children are started as users' are; `--warm` forks them as aiorpc_torch.testing does.
+Worlds of growing size, with our default transport of torch's RPC (uv alone) and with torch's own
+(shared memory first): how long they take to start and to stop, what their processes use while idle,
+and what a call costs there. A round of small calls to every worker shows what idle neighbours take
+away from those at work. Children are started as users' are; `--warm` forks them as
+aiorpc_torch.testing does.
 
     python -m benchmarks.scale [--quick] [--repeat N] [--sizes N ...] [--warm] [--plot PATH]
 """
@@ -26,15 +27,15 @@ from aiorpc_torch import call, testing
 
 from ._compare import number, parse, processor
 from ._plot import OURS, RAW, Curve, Panel, draw
+from ._process import cpu_seconds
 
-WAYS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # the first is torch's choice
+WAYS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # the first is torch's choice, the second ours
 SIZES, QUICK = [2, 8, 32, 64], [2, 8]
 IDLE = 4.0  # seconds of idleness
 SETTLE = 1.0  # seconds until what the start has left to do is done
 LONE = 50  # calls, one after another
 EACH = 2_000  # calls at once, to all workers in turn
 PATIENCE = 600.0  # seconds for a world to start
-TICK = os.sysconf("SC_CLK_TCK")
 MB = 1_000
 
 
@@ -125,14 +126,9 @@ async def calls_at_once(me: aiorpc.Worker) -> float:
 async def idle_cpu(pids: Sequence[int], seconds: float) -> float:
     """What all these processes together use while nothing happens: percent of a core."""
     await asyncio.sleep(SETTLE)
-    before, begin = sum(map(cpu_time, pids)), time.perf_counter()
+    before, begin = cpu_seconds(pids), time.perf_counter()
     await asyncio.sleep(seconds)
-    return (sum(map(cpu_time, pids)) - before) / (time.perf_counter() - begin) * 100.0
-
-
-def cpu_time(process: int) -> float:
-    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
-    return (int(fields[11]) + int(fields[12])) / TICK  # in user mode, and in the kernel
+    return (cpu_seconds(pids) - before) / (time.perf_counter() - begin) * 100.0
 
 
 def proportional_memory(process: int) -> int:

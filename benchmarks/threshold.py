@@ -1,7 +1,8 @@
-"""Up to which size should a tensor ride in a message's bytes, and from where in torch's table?
+"""Up to which size should a tensor travel on our own connection, and from where by torch RPC?
 
-In the table a tensor is not copied, but costs the same however small it is; as bytes it is copied
-at both ends. Both ways are the library's own, measured by moving its threshold.
+By torch RPC a tensor is not copied, but costs the same however small it is; on the connection it is
+copied at both ends. Both ways are the library's own, there and back, measured by moving its
+threshold (`_tensors.INLINE_BYTES`) in both processes, and the bound of a frame with it.
 
     python -m benchmarks.threshold [--quick] [--repeat N] [--plot PATH]
 """
@@ -9,6 +10,7 @@ at both ends. Both ways are the library's own, measured by moving its threshold.
 import argparse
 import asyncio
 import math
+import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
 from operator import truediv
@@ -25,12 +27,13 @@ from aiorpc_torch import _tensors, call, create, remote
 from ._compare import Row, Runs, arguments, number, settle, show
 from ._plot import OURS, RAW, Curve, Panel, draw
 
-SIZES = [4**power for power in range(3, 11)]  # bytes: 64 to 1 MiB
-NEVER, ALWAYS = 0, 1 << 30
+SIZES = [2**power for power in range(10, 21)]  # bytes: 1 KiB to 1 MiB
+NEVER, ALWAYS = 0, 1 << 30  # thresholds
+FRAME = 8 << 20  # bytes of a frame at most; the library's own bound is below a tensor of 1 MiB
 IN_FLIGHT = 64
-NOW = _tensors.SMALL
+NOW = _tensors.INLINE_BYTES
 
-Way = Callable[[Tensor], Awaitable[float]]
+Way = Callable[[RRef["Server"], Tensor], Awaitable[float]]
 """Times calls with a tensor: µs for each."""
 
 
@@ -40,12 +43,12 @@ class Server:
 
 
 async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
-    sizes = SIZES[::2] if given.quick else SIZES
+    sizes = SIZES[::5] if given.quick else SIZES
     calls = 20 if given.quick else 200
     async with aiorpc.local_world(["server"]):
         server = await create("server", Server)
-        alone = await sweep(given.repeat, partial(lone, server, calls), sizes)
-        many = await sweep(given.repeat, partial(crowd, server, max(3, calls // 20)), sizes)
+        alone = await sweep(given.repeat, server, partial(lone, calls), sizes)
+        many = await sweep(given.repeat, server, partial(crowd, max(3, calls // 20)), sizes)
     rows = [*table("lone call", sizes, alone), *table(f"{IN_FLIGHT} in flight", sizes, many)]
     return rows, [
         panel("A lone call", sizes, alone),
@@ -56,28 +59,32 @@ async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
 # ── the two ways ────────────────────────────────────────────────────────────────────────────────
 
 
-async def sweep(repeat: int, way: Way, sizes: Sequence[int]) -> list[Runs]:
-    return [await both(repeat, way, torch.rand(size // 4)) for size in sizes]
+async def sweep(repeat: int, server: RRef[Server], way: Way, sizes: Sequence[int]) -> list[Runs]:
+    return [await both(repeat, server, way, torch.rand(size // 4)) for size in sizes]
 
 
-async def both(repeat: int, way: Way, x: Tensor) -> Runs:
-    """As bytes and in the table, in turns."""
+async def both(repeat: int, server: RRef[Server], way: Way, x: Tensor) -> Runs:
+    """On the connection and by torch RPC, in turns."""
     found: dict[int, list[float]] = {ALWAYS: [], NEVER: []}
     for turn in range(repeat + 1):
         for threshold in (NEVER, ALWAYS) if turn % 2 else (ALWAYS, NEVER):
-            await pack_up_to(threshold)
-            await call("server", pack_up_to, threshold)
+            await call("server", inline_up_to, threshold)
+            await inline_up_to(threshold)
+            await remote(server).echo(x)  # from its result on, the next ones know their way
             settle()
-            found[threshold].append(await way(x))
+            found[threshold].append(await way(server, x))
     return Runs(found[ALWAYS][1:], found[NEVER][1:])  # the first turn warms up
 
 
-async def pack_up_to(size: int) -> None:
-    """Move the threshold of the process that runs this."""
-    _tensors.SMALL = size
+async def inline_up_to(size: int) -> None:
+    """Move the threshold of the process that runs this, in all modules that have imported it."""
+    for name, value in (("INLINE_BYTES", size), ("MAX_FRAME", FRAME)):
+        for module in [*sys.modules.values()]:
+            if module.__name__.startswith("aiorpc_torch.") and name in vars(module):
+                setattr(module, name, value)
 
 
-async def lone(server: RRef[Server], calls: int, x: Tensor) -> float:
+async def lone(calls: int, server: RRef[Server], x: Tensor) -> float:
     times = []
     for _ in range(min(calls, budget(x))):
         start = perf_counter()
@@ -86,7 +93,7 @@ async def lone(server: RRef[Server], calls: int, x: Tensor) -> float:
     return median(times) * 1e6
 
 
-async def crowd(server: RRef[Server], calls: int, x: Tensor) -> float:
+async def crowd(calls: int, server: RRef[Server], x: Tensor) -> float:
     each = min(calls, max(3, budget(x) // IN_FLIGHT))
 
     async def again_and_again() -> None:
@@ -115,18 +122,18 @@ def table(what: str, sizes: Sequence[int], runs: Sequence[Runs]) -> list[Row]:
 def panel(title: str, sizes: Sequence[int], runs: Sequence[Runs]) -> Panel:
     xs = [float(size) for size in sizes]
     curves = [
-        Curve("as bytes in the message", OURS, xs, [each.ours for each in runs]),
-        Curve("in torch's table", RAW, xs, [each.raw for each in runs]),
+        Curve("on the connection", OURS, xs, [each.ours for each in runs]),
+        Curve("by torch RPC", RAW, xs, [each.raw for each in runs]),
     ]
     mark = (float(NOW), f"threshold: {NOW:,} bytes")
     return Panel(title, "size of the tensor, bytes", "µs a call", curves, log="xy", mark=mark)
 
 
 def crossing(panel: Panel) -> float | None:
-    """The size from which on the table is quicker, between the two that were measured."""
-    packed, tabled = panel.curves
-    sizes = packed.xs
-    ratios = [median(map(truediv, *runs)) for runs in zip(packed.runs, tabled.runs, strict=True)]
+    """The size from which on torch RPC is quicker, between two that were measured."""
+    inline, by_torch = panel.curves
+    sizes = inline.xs
+    ratios = [median(map(truediv, *runs)) for runs in zip(inline.runs, by_torch.runs, strict=True)]
     for at in range(len(sizes) - 1, 0, -1):
         low, high = math.log(ratios[at - 1]), math.log(ratios[at])
         if low <= 0.0 < high:
@@ -137,14 +144,14 @@ def crossing(panel: Panel) -> float | None:
 
 def say_crossing(panel: Panel) -> None:
     size = crossing(panel)
-    where = "no crossing" if size is None else f"the table is quicker from {number(size)} bytes on"
+    where = "no crossing" if size is None else f"torch RPC is quicker from {number(size)} bytes on"
     print(f"{panel.title}: {where}")
 
 
 if __name__ == "__main__":
-    given = arguments("Up to which size a tensor should ride in a message's bytes.")
+    given = arguments("Up to which size a tensor should travel on our own connection.")
     rows, drawn = asyncio.run(main(given))
-    show(rows, other="table")
+    show(rows, ours="connection", other="torch RPC")
     print()
     for each in drawn:
         say_crossing(each)

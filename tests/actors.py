@@ -1,7 +1,6 @@
 """Objects and functions that tests call in other processes: importable from everywhere."""
 
 import asyncio
-import contextlib
 import contextvars
 import itertools
 import os
@@ -13,12 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import rpc
-from torch.distributed.rpc.internal import RemoteException
-from torch.futures import Future
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Round, _doors, async_execution, batched, call, remote
-from aiorpc_torch._message import load
+from aiorpc_torch import Broadcast, Round, async_execution, batched, call, remote
 
 
 class Notes:
@@ -602,51 +598,10 @@ class Anything:
         return Anything(self.answer)
 
 
-# ── hostile peers ───────────────────────────────────────────────────────────────────────────────
+async def _call_back(worker: str) -> int:
+    return await call(worker, pid)
 
 
-def send_junk(to: str, junk: list[Any]) -> int:
-    """Send each as a message, past our own path, and two more; how many were answered."""
-    answers = [rpc.rpc_async(to, _doors.answer, args=(each,)) for each in junk]
-    answers += [rpc.rpc_async(to, _doors.watch, args=(each,)) for each in (5, b"stranger")]
-    answered, end = 0, time.monotonic() + 10.0
-    while answered < len(junk) and time.monotonic() < end:
-        time.sleep(0.01)
-        answered = sum(answer.done() for answer in answers)
-    for answer in answers:
-        if answer.done():
-            with contextlib.suppress(Exception):
-                answer.wait()
-    return answered
-
-
-class Liar:
-    """In place of the server: answers one message with what makes no sense, and is gone."""
-
-    def __init__(self, kind: int) -> None:
-        self._kind = kind
-        self._server = _doors.serving()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._server, name)
-
-    def accept(self, data: bytes, tensors: Any) -> Any:
-        if not load(data).numbers:
-            return self._server.accept(data, tensors)  # type: ignore[union-attr]
-        _doors.serve(self._server)
-        future: Any = Future()
-        answers = [None, b"", (b"", []), ValueError("as a value"), 5]
-        if self._kind < len(answers):
-            self._server.accept(data, tensors)  # type: ignore[union-attr]
-            future.set_result(answers[self._kind])
-        # From here on the message is not taken in: its sender sends an empty one in its place.
-        elif self._kind == 5:
-            future.set_result(RemoteException("as you wish", KeyboardInterrupt))
-        else:
-            raise SystemExit("as you wish")
-        return future
-
-
-def answer_junk(kind: int) -> None:
-    """The next message with calls is answered with junk."""
-    _doors.serve(Liar(kind))  # type: ignore[arg-type]
+def call_back_on_a_new_loop(worker: str) -> int:
+    """Call back from a thread of torch's."""
+    return asyncio.run(_call_back(worker))

@@ -1,4 +1,4 @@
-"""Calls in a distributed autograd context of torch's: each goes by itself, and is recorded."""
+"""Calls in a distributed autograd context of torch's: each goes by torch, and is recorded."""
 
 import asyncio
 from collections.abc import Callable
@@ -9,8 +9,12 @@ import pytest
 import torch
 from torch.distributed import autograd
 
-from aiorpc_torch import _link, create, remote
-from aiorpc_torch._message import Message, load
+from aiorpc_torch import create, remote
+from aiorpc_torch._client import connection
+from aiorpc_torch._message import load_calls, load_payload
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._protocol.frames import CALLS, HEADER
+from aiorpc_torch._protocol.payloads import detach
 from aiorpc_torch.testing import world
 
 pytestmark = pytest.mark.worlds
@@ -32,23 +36,44 @@ def in_one_process(x: torch.Tensor, scale: torch.Tensor) -> list[torch.Tensor]:
     return [leaf.grad for leaf in leaves if leaf.grad is not None]
 
 
-@pytest.fixture
-def sent(monkeypatch: pytest.MonkeyPatch) -> list[Message]:
-    """The messages with calls, as they leave."""
-    found: list[Message] = []
-    send = _link.send
+Sent = list[tuple[int, int]]
+"""Of each frame or payload with calls: its context, -1 for none, and how many calls are in it."""
 
-    def spy(peer: Any, door: Any, data: bytes, tensors: Any) -> Any:
-        message = load(data)
-        if message.numbers:
-            found.append(message)
-        return send(peer, door, data, tensors)
 
-    monkeypatch.setattr(_link, "send", spy)
+def calls_in(data: bytes) -> Sent:
+    """What a write of whole frames adds to the list."""
+    found: Sent = []
+    while data:
+        length, kind = HEADER.unpack_from(data)
+        end = HEADER.size + length
+        if kind == CALLS:
+            found.append((-1, len(load_calls(data[HEADER.size : end]).numbers)))
+        data = data[end:]
     return found
 
 
-async def test_gradients_through_calls(sent: list[Message]) -> None:
+@pytest.fixture
+def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
+    """Frames and payloads with calls, as they leave this process."""
+    found: Sent = []
+    send, write = connection.send, connection.Connection.write
+
+    def spy_send(peer: Any, door: Any, data: bytes, tensors: Any = ()) -> Any:
+        if door is endpoints.payload:
+            _, context, calls = load_payload(detach(data, tensors)[0])
+            found.append((context, len(calls.numbers)))
+        return send(peer, door, data, tensors)
+
+    def spy_write(self: connection.Connection, data: bytes) -> None:
+        found.extend(calls_in(data))
+        write(self, data)
+
+    monkeypatch.setattr(connection, "send", spy_send)
+    monkeypatch.setattr(connection.Connection, "write", spy_write)
+    return found
+
+
+async def test_gradients_through_calls(sent: Sent) -> None:
     """Those of calls in the context are right at both ends; other calls are no part of it."""
     x, scale = torch.randn(4, 3), torch.randn(4, 2)
     expected = in_one_process(x, scale)
@@ -64,18 +89,18 @@ async def check_gradients(
     x: torch.Tensor,
     scale: torch.Tensor,
     expected: list[torch.Tensor],
-    sent: list[Message],
+    sent: Sent,
 ) -> None:
     forward = getattr(remote(net), method)
     mine, weights = x.clone().requires_grad_(), scale.clone().requires_grad_()
     sent.clear()
     with autograd.context() as context:
         y = await forward(mine)
-        assert [(message.context, len(message.numbers)) for message in sent] == [(context, 1)]
+        assert sent == [(context, 1)]
         assert y.grad_fn is not None
         # A thread of its own is in no context, so what its loop calls is not recorded.
         elsewhere = await in_thread(asyncio.run, several(forward, x.clone().requires_grad_()))
-        assert not any(message.context >= 0 for message in sent[1:])
+        assert sent[1:] == [(-1, 1)] * 5
         assert all(torch.equal(z, y) and z.grad_fn is None for z in elsewhere)
 
         await in_thread(autograd.backward, context, [(y * weights).sum()])
@@ -87,11 +112,12 @@ async def check_gradients(
             torch.testing.assert_close(gradient, right)
         assert mine.grad is None, "gradients are the context's"
 
-    # The context is left: other tasks' calls share messages again, and carry no graph.
+    # The context is left: calls of other tasks share frames again, and carry no graph.
     sent.clear()
     after = await several(forward, x.clone().requires_grad_())
-    assert not any(message.context >= 0 for message in sent)
-    assert len(sent) < len(after)
+    assert sent == [(-1, 1)] * 5
+    after += await several(forward, x)
+    assert sent[5:] in ([(-1, 5)], [(-1, 1), (-1, 4)]), "a first call may leave at once"
     assert all(torch.equal(z, y) and z.grad_fn is None for z in after)
 
 

@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, NotServing, RRef, _link, call, remote, stats
+from aiorpc_torch import CallTimeout, NotServing, RRef, call, remote, stats
+from aiorpc_torch._client import connection
 from aiorpc_torch._window import BYTES, CALLS, Window
 
 Bounds = Callable[..., None]
@@ -25,8 +26,8 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
     """Bounds for the links that are made from now on."""
 
     def bound(calls: int = CALLS, size: int = BYTES, trickle: float = 60.0) -> None:
-        monkeypatch.setattr(_link, "Window", partial(Window, calls=calls, size=size))
-        monkeypatch.setattr(_link, "TRICKLE", trickle)
+        monkeypatch.setattr(connection, "Window", partial(Window, calls=calls, size=size))
+        monkeypatch.setattr(connection, "TRICKLE", trickle)
 
     return bound
 
@@ -190,8 +191,7 @@ async def test_cancelled_before_it_was_sent(bounds: Bounds, trickle: float) -> N
     rref = RRef(turnstile)
     inside = start(*(remote(rref).enter(n) for n in range(2)))
     cancelled, behind = start(remote(rref).note(2), remote(rref).note(3))
-    for _ in range(2):  # until the end of the turn in which they are called
-        await asyncio.sleep(0)
+    await turnstile.holds(2)
     assert stats().unsent == 2
     cancelled.cancel()
     with pytest.raises(asyncio.CancelledError):

@@ -16,7 +16,6 @@ from torch import nn
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported, RRef, batched, call, create, fetch, remote
 from aiorpc_torch._exports import Exports
-from aiorpc_torch._handles import Offer
 from aiorpc_torch._wire import Create, Function, Method, TypedMethod, pack
 
 ran: list[Any] = []  # by what is not to be run
@@ -126,7 +125,7 @@ async def test_an_exported_class() -> None:
         assert await remote(shop).inherited() == "inherited"
         assert await asyncio.gather(*(remote(shop).double(n) for n in range(3))) == [0, 2, 4]
         assert [item async for item in remote(shop).items(3)] == [0, 1, 2]
-        for _ in range(3):  # as an RRef, as an offer, as a number
+        for _ in range(3):
             assert await call(shop, Shop.buy, 3) == 3
         assert await call(shop, Shop.inherited) == "inherited"
         assert await call(shop, Shop.double, 4) == 8
@@ -189,7 +188,7 @@ async def test_what_is_not_exported(target: Any) -> None:
 
 
 async def test_methods_of_what_is_not_exported() -> None:
-    """By name, typed, and as a stream; whether its RRef is known by a number or not."""
+    """By name, typed, and as a stream, at the first call as later."""
     async with World(Shop, price) as me:
         closed = RRef(Closed())
         for _ in range(3):
@@ -211,7 +210,7 @@ async def test_refused_beside_answered() -> None:
     """In one message: the others get their own arguments, large tensors too."""
     async with World(Shop) as me:
         shop, closed = await create(me, Shop), RRef(Closed())
-        large = [torch.full((5000,), float(n)) for n in range(6)]
+        large = [torch.full((20_000,), float(n)) for n in range(6)]
         calls = [
             remote(closed if n % 2 else shop).open([large[n], n])
             if n % 2
@@ -323,7 +322,13 @@ HOSTILE = {
     "nothing": (),
     "an extension": (*FUNCTION, pickle.EXT1 + b"\x05", ONE),
     "a persistent id": (pickle.NONE + pickle.BINPERSID,),
-    "an offer": (*name("aiorpc_torch._handles", "Offer"), pickle.EMPTY_TUPLE + pickle.NEWOBJ),
+    "another word of ours": (*name(WIRE, "Packed"), pickle.EMPTY_TUPLE + pickle.NEWOBJ),
+    "an object named by a number": (
+        *name(WIRE, "Method"),
+        pickle.BININT1 + b"\x05",
+        "m",
+        pickle.TUPLE2 + pickle.NEWOBJ,
+    ),
     "deep": (pickle.EMPTY_LIST + pickle.TUPLE1 * 10_000,),
 }
 
@@ -337,21 +342,21 @@ def test_a_target_made_by_hand(what: str) -> None:
         exports.unpack(written(*HOSTILE[what]), ())
     assert before == {"this" in sys.modules, price.__name__, Method.bind}
     assert not hasattr(sys.modules[WIRE].read_rref, "hacked")
-    assert exports.unpack(pack(Method(3, "m")).data, ()) == Method(3, "m")
+    assert exports.unpack(pack(Method((0, 3), "m")).data, ()) == Method((0, 3), "m")
 
 
 @pytest.mark.parametrize(
-    "target", [Function(price), Create(Shop), TypedMethod(3, Shop.buy), Method(3, "buy")]
+    "target", [Function(price), Create(Shop), TypedMethod((0, 3), Shop.buy), Method((0, 3), "buy")]
 )
 def test_what_is_read_is_what_was_packed(target: Any) -> None:
     """With exports as without."""
     exports = Exports([price, Shop])
     packed = pack(target)
     assert exports.unpack(packed.data, packed.tensors) == target
-    assert Offer not in map(type, exports.unpack(packed.data, packed.tensors))
 
 
 def test_exports_say_what_they_are() -> None:
+    """The repr names classes, functions and modules."""
     assert repr(Exports([Shop, price, "actors"])) == "<Exports Shop, price, actors>"
 
 

@@ -1,7 +1,7 @@
-"""Messages and answers that are malformed or hostile, against a real link and a real server.
+"""Frames, payloads and answers that are malformed or hostile, against a real worker.
 
 Whatever comes: nothing is killed, nobody is left waiting, no other call is disturbed, and nothing
-stays behind. Real messages are recorded and then changed, as plain values and as bytes; what is
+stays behind. Real frames are recorded and then changed, as plain values and as bytes; what is
 inside a pickle of a user's is made by hand, so that nothing harmful can be named by chance.
 """
 
@@ -13,32 +13,33 @@ import math
 import pickle
 import pickletools
 import warnings
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from random import Random
-from types import SimpleNamespace
 from typing import Any
 
 import actors
 import pytest
+import strangers
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from test_protocol import Gate, World
+from strangers import LINK, SOON, Stranger, Tap, server
 from torch import Tensor
+from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RpcError, _doors, _exceptions, _wire, call, create, remote
+from aiorpc_torch import NotServing, RpcError, RRef, _exceptions, _outbox, _wire, call, remote
+from aiorpc_torch._client import connection
 from aiorpc_torch._exceptions import Failure
-from aiorpc_torch._link import Link
-from aiorpc_torch._message import Group, dump, load_results
-from aiorpc_torch._pending import Pending
+from aiorpc_torch._message import Group, load_calls, load_payload, load_results
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._protocol.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
+from aiorpc_torch._protocol.payloads import detach
+from aiorpc_torch._server import session
 from aiorpc_torch._tensors import from_bytes
-from aiorpc_torch._wire import Create, Function, Method, pack
-from aiorpc_torch.errors import RemoteError, WorkerLost
-
-PEER: Any = SimpleNamespace(name="callee")
-DEEP = 100_000
+from aiorpc_torch._wire import Function, Method, pack
+from aiorpc_torch.errors import RemoteError
+from aiorpc_torch.testing import Gate
 
 # One seed each: what an answer holds depends on threads, and may not decide what is drawn.
 rolls = st.randoms(use_true_random=True)
@@ -78,7 +79,7 @@ def _quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, "aiorpc_torch")  # thousands of warnings otherwise
 
 
-# ── what is made of a message ───────────────────────────────────────────────────────────────────
+# ── what is made of a frame ─────────────────────────────────────────────────────────────────────
 
 
 class Foreign:
@@ -95,18 +96,20 @@ class Bad:
         return throw, (self.error,)
 
 
-class Noted:
-    """What is noticed when it is unpickled."""
-
-    def __reduce__(self) -> Any:
-        return ran.append, ("unpickled",)
-
-
-ran: list[str] = []
-
-
 def throw(error: type[BaseException]) -> None:
     raise error("while it was unpickled")
+
+
+class Harmful:
+    """What is noticed when it is unpickled: `os.system` is called then."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def __reduce__(self) -> Any:
+        import os
+
+        return os.system, (f"touch {self.path}",)
 
 
 class Odd(Exception):
@@ -128,10 +131,10 @@ RAISED += [MemoryError, RecursionError, ImportError, Odd, BaseException]
 JUNK: list[Any] = [
     None, True, False, 0, 1, 2, -1, 7, 1 << 20, 1 << 31, (1 << 63) - 1, 1 << 63, -(1 << 63), 10**30,
     0.0, -0.5, 1e308, math.inf, math.nan, 1j, "", "quick", "_private", "a.b", "plain", "tensor",
-    "packed", "failed", "ended", "float32", "\udcff", b"", b"\x80", b"\x80\x05N.", (), [],
+    "packed", "failed", "ended", "held", "float32", "\udcff", b"", b"\x80", b"\x80\x05N.", (), [],
     {}, set(), (1, 2), (0, 0, 0), [[]], [(1, 2)], {"a": 1}, ["ab", 1], [b"", 0], ("float32", (2,)),
     ("float32", (0,)), ("float32", (-1, -2)), ("float32", (1 << 40, 1 << 40)),
-    ("uint8", (0, 1 << 62)), ("qint32", (1,)),
+    ("uint8", (0, 1 << 62)), ("qint32", (1,)), ("held", [1 << 40]),
     ("no", ()), bytearray(b"x"), "x" * 5000, pack([1]).data, pack(Bad(SystemExit)).data,
     pack(Method(0, "quick")).data, pack(Function(math.hypot)).data, Foreign(),
     Bad(KeyboardInterrupt),
@@ -193,246 +196,297 @@ def is_bomb(data: bytes) -> bool:
     return False
 
 
-# ── messages ────────────────────────────────────────────────────────────────────────────────────
+def dump(fields: Any) -> bytes:
+    return fields if isinstance(fields, bytes) else pickle.dumps(fields)
 
 
-def record(world: World) -> list[tuple[list[Any], list[Tensor]]]:
-    """The messages of a link: each kind of call, stream, control and none at all."""
-    link = world.run(new_link("fuzz", 1 << 40))
-    small, large = torch.ones(3), torch.ones(3000)
-
-    def ask(name: str, *args: Any, stream: bool = False, due: Any = None, **kwargs: Any) -> None:
-        (link.stream if stream else link.call)(Method(world.ref, name), (args, kwargs), due)
-
-    def many() -> None:
-        for number in range(3):
-            ask("quick", number)
-
-    def mixed() -> None:
-        ask("quick", 1, due=world.clock + 5)
-        ask("doubled", 2, small)
-        ask("doubled", 3, value=large)
-        ask("plain", [1, {"a": small}])
-        ask("gated", 4)
-        ask("doubled", 5, [large, large])
-
-    def functions() -> None:
-        link.call(Function(math.hypot), ((3, 4), {}), None)
-        link.call(Create(Gate), ((), {}), None)
-
-    def streams() -> None:
-        ask("items", 6, 3, False, stream=True)
-        ask("plain_items", 7, 3, True, stream=True)
-
-    def controls() -> None:
-        link.cancel(0)
-        link.cancel(7)
-        link._grant(11, 3)
-
-    steps = [many, mixed, functions, streams, controls, lambda: link._send(())]
-    steps.append(lambda: link._send((), goodbye="it failed"))
-    found = []
-    world.turn()
-    for step in steps:
-        world.loop.call_soon(step)
-        world.turn()
-        for _, data, tensors in world.network.messages:
-            found.append(([*pickle.loads(data)], tensors))
-        world.network.messages.clear()
-    world.network._waiting.clear()
-    link.close()
-    world.turn()
-    return found
+# ── a worker that is sent anything ──────────────────────────────────────────────────────────────
 
 
-async def new_link(caller: str, number: int) -> Link:
-    return Link(caller, number, PEER, lambda _: None, lambda *_: None)
+class Target:
+    """What is called. Nothing of it waits for ever."""
+
+    async def quick(self, number: int) -> int:
+        return number
+
+    async def doubled(self, number: int, value: Tensor) -> Tensor:
+        return value * 2
+
+    async def wrong(self, number: int) -> None:
+        raise ValueError(number)
+
+    def plain(self, number: int) -> int:
+        return number
+
+    async def items(self, number: int, count: int) -> AsyncIterator[int]:
+        for item in range(count):
+            yield item
+
+    def plain_items(self, number: int, count: int) -> Iterator[int]:
+        yield from range(count)
 
 
 class Victim:
-    """A server that is sent anything, and a good caller who must not notice."""
+    """A world of one, its loop, and recorded frames of each kind."""
 
-    def __init__(self) -> None:
-        self.world = World(2)
-        self.world.actor.gates = defaultdict(Gate)
-        self.recorded = record(self.world)
-        self.lines = itertools.count(1)
-        self.replies: list[Any] = []
-        self.good = 0
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.runner = asyncio.Runner()
+        self.patch = patch
+        self.stack = contextlib.AsyncExitStack()
+        self.errors: list[dict[str, Any]] = []
+        self.links = itertools.count(LINK)
+        self.runner.get_loop().set_exception_handler(lambda _, error: self.errors.append(error))
+        self.run(self.stack.enter_async_context(aiorpc.local_world(0)))
+        self.rref = RRef(Target())
+        self.target = remote(self.rref)
+        self.frames: list[tuple[int, Any]] = []
+        self.payloads: list[tuple[Any, list[Tensor]]] = []
+        with pytest.MonkeyPatch.context() as recording:
+            self.run(self.record(recording))
 
-    def hit(self, fields: Any, tensors: Any) -> None:
-        self.hit_bytes(dump(fields), tensors)
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        async def in_time() -> Any:
+            async with asyncio.timeout(2 * SOON):
+                return await work
 
-    def hit_bytes(self, data: Any, tensors: Any) -> None:
-        self.replies.append(self.world.server.accept(data, tensors))
+        return self.runner.run(in_time())
+
+    async def record(self, patch: pytest.MonkeyPatch) -> None:
+        """Each kind of call, stream and control."""
+        tap, send = Tap(patch), connection.send
+
+        def tapped(peer: Any, door: Any, data: bytes, tensors: Any = ()) -> Any:
+            if door is endpoints.payload:
+                self.payloads.append(([*pickle.loads(data)], [*tensors]))
+            return send(peer, door, data, tensors)
+
+        patch.setattr(connection, "send", tapped)
+        target, small, large = self.target, torch.ones(3), torch.ones(30_000)
+        await target.quick(0)
+        await asyncio.gather(*(target.quick(number) for number in range(3)))
+        await asyncio.gather(
+            remote(self.rref, timeout=5).quick(1), target.doubled(2, small),
+            target.doubled(3, value=small), target.plain([1, {"a": small}]), target.wrong(4),
+            call("main", math.hypot, 3, 4), call("main", Gate), return_exceptions=True,
+        )  # fmt: skip
+        await asyncio.gather(target.doubled(5, large), target.plain([large, large, {"a": small}]))
+        await asyncio.gather(taken(target.items(6, 99)), taken(target.plain_items(7, 99)))
+        for kind in (CALLS, SLOT, CONTROL):
+            found = [data for _, each, data in tap.frames if each == kind]
+            self.frames += [(kind, [*pickle.loads(data)]) for data in found]
+        assert {kind for kind, _ in self.frames} == {CALLS, SLOT, CONTROL}
+
+    def calls(self) -> list[Any]:
+        """The fields of recorded frames of calls."""
+        return [fields for kind, fields in self.frames if kind == CALLS]
+
+    async def hit(self, *frames: tuple[int, bytes]) -> list[tuple[Any, Any]]:
+        """Send frames; each call of theirs is answered, or the connection closed. The results."""
+        stranger = await Stranger.proven(link=next(self.links))
+        waiting: set[Any] = set()
+        for kind, data in frames:
+            stranger.send(kind, data)
+            with contextlib.suppress(Exception):
+                waiting |= {*load_calls(data).numbers}
+        stranger.send(CONTROL, ((), [(number, 1 << 20) for number in waiting]))
+        found: list[tuple[Any, Any]] = []
+        while waiting and (said := await stranger.frame(plain=False)) is not None:
+            kind, data = said
+            if kind == CLOSE:
+                assert pickle.loads(data)[0] == "broken"
+                found.append((CLOSE, pickle.loads(data)[1]))
+                break
+            assert kind == RESULTS
+            results = load_results(data)
+            found += results
+            for key, _ in results:
+                if not isinstance(key, tuple) or key[2] == 0:  # no item
+                    waiting.discard(key[0] if isinstance(key, tuple) else key)
+        else:
+            assert not waiting, "the connection was closed without a word"
+        await stranger.leave()
+        return found
 
     def check(self) -> None:
-        """The good caller is answered; the others' calls end when they leave; nothing is left."""
-        world = self.world
-        world.turn()
-        self.good += 1
-        task = world.task(world.call("quick", self.good))
-        stream = world.task(collect(world.call("plain_items", self.good, 3, False)))
-        world.deliver_all(lambda: task.done() and stream.done())
-        assert task.result() == self.good
-        assert stream.result() == [0, 1, 2]
-        self._leave()
-        assert not world.errors, world.errors
+        """Ordinary calls are answered, and nothing of the others is left."""
+        self.run(self.is_well())
+        assert not self.errors, self.errors
 
-    def _leave(self) -> None:
-        world, server = self.world, self.world.server
-        mine = ("caller", 0)
-        for caller in {caller for caller, _ in server._lines} - {"caller"}:
-            world.loop.call_soon(server.lost, caller)
-            goodbye = caller, 1 << 41, 0, -1, (), (), (), (), (), (), ""
-            self.hit(goodbye, ())
-        for gate in world.actor.gates.values():
-            gate.open()
-        world.actor.gates.clear()
-        lines = [line for key, line in server._lines.items() if key != mine]
-        world.deliver_all(lambda: not any(line.jobs for line in lines))
-        world.turn()
-        assert all(reply.done() for reply in self.replies), "everybody is answered"
-        assert all(line.on_loop == 0 for line in lines)
-        tasks = asyncio.all_tasks(world.loop)
-        assert len(tasks) <= 1, f"the host's alone may stay: {tasks}"
-        self.replies.clear()
-        server.peers.goodbyes.clear()
-        server.peers._farewells.clear()
-        server._lines = {mine: server._lines[mine]}
+    async def is_well(self) -> None:
+        assert await self.target.quick(7) == 7
+        assert await taken(self.target.plain_items(0, 3)) == [0, 1, 2]
+        while server().tally()[1]:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert len(server()._sessions) == 1
+        tasks = {task for task in asyncio.all_tasks() if task.get_name() != "aiorpc-connect"}
+        assert len(tasks) == 1, tasks
 
     def close(self) -> None:
         try:
-            self.world.part()
+            self.run(self.stack.aclose())
         finally:
-            self.world.close()
+            self.runner.close()
 
 
-async def collect(stream: Any) -> list[Any]:
+async def taken(stream: Any) -> list[Any]:
     return [item async for item in stream]
 
 
 @pytest.fixture
-def victim() -> Iterator[Victim]:
-    victim = Victim()
+def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
+    victim = Victim(monkeypatch)
     yield victim
     victim.close()
 
 
-def test_messages_that_are_not_as_they_were(victim: Victim) -> None:
+def test_frames_of_calls_that_are_not_as_they_were(victim: Victim) -> None:
     """Each field, at any depth, dropped, repeated, exchanged or of another kind."""
 
     @slow
     @given(rolls)
     def hit(dice: Random) -> None:
-        line = next(victim.lines)
-        for seq in range(dice.randint(1, 2)):
-            fields, tensors = dice.choice(victim.recorded)
-            fields = [fields[0], line, seq, *fields[3:]]
+        frames = []
+        for _ in range(dice.randint(1, 2)):
+            fields = dice.choice(victim.calls())
             for _ in range(dice.randint(1, 3)):
                 fields = changed(dice, fields)
-            few = dice.randint(0, len(tensors))
-            victim.hit(fields, tensors if dice.random() < 0.5 else tensors[:few])
+            frames.append((CALLS, dump(fields)))
+        victim.run(victim.hit(*frames))
         victim.check()
 
     hit()
 
 
-@pytest.mark.parametrize("budget", [1j, "soon", b"", [1.0], object])
-def test_a_budget_that_is_no_number(victim: Victim, budget: Any) -> None:
-    """Is its call's error, not one that the loop meets when it looks at the time."""
-    fields, tensors = next(each for each in victim.recorded if len(each[0][4]) == 1)
-    victim.hit([fields[0], next(victim.lines), 0, *fields[3:7], [budget], *fields[8:]], tensors)
-    victim.check()
-
-
-def test_messages_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
+def test_frames_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
     """Cut, flipped, spliced; and anything at all in place of them."""
 
     @slow
     @given(rolls)
     def hit(dice: Random) -> None:
-        fields, tensors = dice.choice(victim.recorded)
-        raw = dump((fields[0], next(victim.lines), 0, *fields[3:]))
+        kind, fields = dice.choice(victim.frames)
+        data = dump(tuple(fields))
         for _ in range(dice.randint(1, 2)):
-            raw = garbled(dice, raw) or b"\x00"
-        victim.hit_bytes(raw, tensors)
+            data = garbled(dice, data) or b"\x00"
+        victim.run(victim.hit((kind, data)))
         victim.check()
 
     hit()
 
 
-def test_messages_twice_out_of_order_and_after_a_gap(victim: Victim) -> None:
-    """Of one line: what comes again is refused, what is missing delays only that line."""
+def test_slots_and_controls_that_are_not_as_they_were(victim: Victim) -> None:
+    """Among real frames; and with payloads that belong to none of them."""
 
     @slow
-    @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 6)), min_size=1, max_size=8))
-    def hit(arrivals: list[tuple[int, int]]) -> None:
-        line = next(victim.lines)
-        for seq, which in arrivals:
-            fields, tensors = victim.recorded[which]
-            victim.hit(("fuzz", line, seq, *fields[3:]), tensors)
+    @given(rolls)
+    def hit(dice: Random) -> None:
+        victim.run(among(dice))
         victim.check()
+
+    async def among(dice: Random) -> None:
+        stranger = await Stranger.proven(link=next(victim.links))
+        for _ in range(dice.randint(1, 5)):
+            kind, fields = dice.choice(victim.frames)
+            stranger.send(kind, changed(dice, fields) if dice.random() < 0.7 else fields)
+        answers = []
+        for _ in range(dice.randint(0, 3)):
+            fields, tensors = dice.choice(victim.payloads)
+            fields = [stranger.session.key, *fields[1:]]
+            if dice.random() < 0.7:
+                fields = changed(dice, fields)
+            few = dice.randint(0, len(tensors))
+            tensors = tensors if dice.random() < 0.7 else tensors[:few]
+            answers.append(by_torch(endpoints.payload, dump(fields), tensors))
+        await stranger.leave()
+        for answer in answers:
+            await outcome(answer)
 
     hit()
 
 
-NOBODY = ((), (), (), ())
-METHOD = (0, "quick")
+def by_torch(door: Any, *args: Any) -> Any:
+    """A message of torch's to this worker, past our own path."""
+    return rpc.rpc_async("main", door, args=args)
+
+
+async def outcome(answer: Any) -> Any:
+    """What torch says, a value or an error."""
+    async with asyncio.timeout(SOON):
+        try:
+            return await aiorpc.wrap_future(answer)
+        except Exception as exc:
+            return exc
+
+
+async def results_of(answer: Any) -> list[Any]:
+    """The results in torch's answer."""
+    found = await outcome(answer)
+    return load_results(*detach(*((found, ()) if isinstance(found, bytes) else found)))
+
+
+# ── frames that lie ─────────────────────────────────────────────────────────────────────────────
+
+POWER = (pack(Function(math.pow)).data, 0)
 
 
 def calls(*groups: Any, numbers: Any = (0,), order: Any = (), budgets: Any = ()) -> Any:
     return numbers, order, groups, budgets
 
 
+THREE_FOUR = [("plain", [3]), ("plain", [4])]
+
+
+def group(count: int, *columns: Any, names: Any = (), stream: bool = False) -> Any:
+    return POWER, stream, names, count, [*columns]
+
+
 LIES: dict[str, Any] = {
-    "no call": calls(numbers=()),
     "calls without a group": calls(),
-    "a group without calls": calls((METHOD, False, (), 0, [])),
-    "more in the group": calls((METHOD, False, (), 10**12, [])),
-    "ends, by the million": calls((METHOD, False, (), 1, [("ended", 10**12)])),
-    "ends, more than calls": calls((METHOD, False, (), 1, [("ended", 2)])),
-    "tensors that are not there": calls((METHOD, False, (), 1, [("tensor", 1)])),
-    "many tensors": calls((METHOD, False, (), 1, [("tensor", 10**12)])),
-    "fewer than none": calls((METHOD, False, (), 1, [("tensor", -1)])),
-    "empty tensors": calls((METHOD, False, (), 1, [(("uint8", (0,)), (b"", 10**12))])),
-    "a huge shape": calls((METHOD, False, (), 1, [(("uint8", (1 << 40,)), (b"", 1))])),
-    "too few bytes": calls((METHOD, False, (), 1, [(("float64", (2,)), (b"12345678", 1))])),
-    "too many bytes": calls((METHOD, False, (), 1, [(("uint8", (2,)), (b"12345678", 1))])),
-    "names of nothing": calls((METHOD, False, ("a", "b"), 1, [("plain", [1])])),
-    "packed, but not there": calls((METHOD, False, None, 1, [])),
-    "packed, but plain": calls((METHOD, False, None, 1, [("plain", [5])])),
-    "packed, but a Failure": calls((METHOD, False, None, 1, [("failed", [(1, 2, 3, 4)])])),
-    "an order without end": calls((METHOD, False, (), 1, []), order=(0, 0)),
-    "an order beyond": calls((METHOD, False, (), 1, []), order=(7,)),
-    "an order too short": calls((METHOD, False, (), 2, []), numbers=(0, 1), order=(0,)),
-    "numbers twice": calls((METHOD, False, (), 2, []), numbers=(5, 5)),
-    "numbers that are none": calls((METHOD, False, (), 1, []), numbers=("a",)),
-    "a time that is none": calls((METHOD, False, (), 1, []), budgets=("soon",)),
+    "a group without calls": calls(group(0)),
+    "more in the group": calls(group(10**12)),
+    "ends, by the million": calls(group(1, ("ended", 10**12))),
+    "ends, more than calls": calls(group(1, ("ended", 2))),
+    "results that are held": calls(group(1, ("held", [5]))),
+    "tensors that are not there": calls(group(1, ("tensor", 1))),
+    "many tensors": calls(group(1, ("tensor", 10**12))),
+    "fewer than none": calls(group(1, ("tensor", -1))),
+    "empty tensors": calls(group(1, (("uint8", (0,)), (b"", 10**12)))),
+    "a huge shape": calls(group(1, (("uint8", (1 << 40,)), (b"", 1)))),
+    "too few bytes": calls(group(1, (("float64", (2,)), (b"12345678", 1)))),
+    "too many bytes": calls(group(1, (("uint8", (2,)), (b"12345678", 1)))),
+    "names of nothing": calls(group(1, ("plain", [1]), names=("a", "b"))),
+    "packed, but not there": calls(group(1, names=None)),
+    "packed, but plain": calls(group(1, ("plain", [5]), names=None)),
+    "packed, but a Failure": calls(group(1, ("failed", [(1, 2, 3, 4)]), names=None)),
+    "an order without end": calls(group(1), order=(0, 0)),
+    "an order beyond": calls(group(1), order=(7,)),
+    "an order too short": calls(group(2), numbers=(0, 1), order=(0,)),
+    "a time that is none": calls(group(1), budgets=("soon",)),
+    "a complex time": calls(group(1), budgets=(1j,)),
     "a name that is none": calls(((0, 5), False, (), 1, [])),
     "an object that is none": calls((([], "quick"), False, (), 1, [])),
-    "a stream of it": calls((METHOD, True, (), 1, [("ended", 10**9)])),
+    "a stream of it": calls(group(1, ("ended", 10**9), stream=True)),
+}
+
+NO_CALLS: dict[str, Any] = {
+    "no call": calls(numbers=()),
+    "numbers twice": calls(group(2), numbers=(5, 5)),
+    "numbers that are texts": calls(group(1), numbers=("a",)),
+    "numbers that are bools": calls(group(1), numbers=(True,)),
+    "numbers that are fractions": calls(group(1), numbers=(1.0,)),
+    "a field too few": calls(group(1))[:-1],
+    "a field too many": (*calls(group(1)), ()),
+    "a number": 5,
+    "a field that is none": ((0,), None, (), ()),
+    "a field that is a text": ((0,), "", (), ()),
 }
 
 
 @pytest.mark.parametrize("what", LIES)
-def test_a_message_that_lies(victim: Victim, what: str) -> None:
+def test_a_frame_that_lies(victim: Victim, what: str) -> None:
     """About what it holds: its own calls fail, and no room is made for what is only declared."""
-    lie = LIES[what]
-    victim.hit(("fuzz", 1, 0, -1, *lie, (), (), None), ())
-    failed: set[Any] = set()
-    for poll in itertools.count(1):
-        if failed == {*lie[0]}:
-            break
-        victim.world.deliver_all(victim.replies[-1].done)
-        if isinstance(answer := victim.replies[-1].wait(), Failure):
-            break
-        results = load_results(answer)[0]
-        keys = [key for key, value in results if isinstance(value, Failure)]
-        assert keys, f"neither {lie[0]} nor the rest of it: {results}"
-        failed |= {key[0] if isinstance(key, tuple) else key for key in keys}
-        assert failed <= {*lie[0]}
-        victim.hit(("fuzz", 1, poll, -1, *calls(numbers=()), (), (), None), ())
+    found = dict(victim.run(victim.hit((CALLS, dump(LIES[what])))))
+    assert all(isinstance(value, Failure) for value in found.values()), found
+    assert {key[0] if isinstance(key, tuple) else key for key in found} == {*LIES[what][0]}
     victim.check()
 
 
@@ -440,133 +494,7 @@ def test_room_is_made_for_as_many_as_there_are() -> None:
     """And not for as many as are declared."""
     for count in (10**12, 3, 0, -1):
         with pytest.raises(ValueError, match="a group of"):
-            Group((METHOD, False, (), count, []), iter(()), 2)
-
-
-WRONG = ["caller", None, [], 5, True, 1.5, b"x", {}]
-
-
-@pytest.mark.parametrize("field", range(11))
-@pytest.mark.parametrize("wrong", WRONG, ids=repr)
-def test_a_field_of_another_kind(victim: Victim, field: int, wrong: Any) -> None:
-    """No message: its sender is told, and nothing of it is done."""
-    fields: list[Any] = ["fuzz", 1, 0, -1, *NOBODY, [], [], None]
-    kinds = [str, int, int, int, *[list] * 6, type(None)]
-    if type(wrong) in (kinds[field], str if field == 10 else None):
-        return
-    fields[field] = wrong
-    victim.hit(fields, ())
-    with pytest.raises(RemoteError, match="no message"):
-        victim.replies[0].wait().get()
-    assert not victim.world.server.callers() - {"caller"}
-    victim.check()
-
-
-@pytest.mark.parametrize("numbers", [(5, 5), ("a",), (True,), (1.0,), ((1,),)])
-def test_numbers_that_make_no_sense(victim: Victim, numbers: Any) -> None:
-    """Likewise."""
-    group = METHOD, False, (), len(numbers), []
-    victim.hit(("fuzz", 1, 0, -1, *calls(group, numbers=numbers), (), (), None), ())
-    with pytest.raises(RemoteError, match="a number of its own"):
-        victim.replies[0].wait().get()
-    victim.check()
-
-
-def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
-    """Is refused, and the one that runs is answered."""
-    fields, tensors = next(each for each in victim.recorded if b"gated" in dump(each[0]))
-    victim.hit(["fuzz", 1, 0, *fields[3:]], tensors)
-    victim.world.turn()
-    (line,) = (each for key, each in victim.world.server._lines.items() if key[0] == "fuzz")
-    victim.world.deliver_all(lambda: len(line.jobs) == 1)  # the one at its gate
-    (number,) = line.jobs
-    again = calls((METHOD, False, (), 1, []), numbers=(number,))
-    victim.hit(("fuzz", 1, 1, -1, *again, (), (), None), ())
-    with pytest.raises(RemoteError, match="running one's"):
-        victim.replies[1].wait().get()
-    victim.world.actor.gates[4].open()
-    victim.world.deliver_all(lambda: not line.jobs)
-    victim.hit(("fuzz", 1, 1, -1, *NOBODY, (), (), None), ())
-    replies = victim.replies[0], victim.replies[2]
-    victim.world.deliver_all(replies[0].done)
-    victim.world.deliver_all(lambda: replies[1].done() or "0 orphans" in repr(line))
-    replies = tuple(reply for reply in replies if reply.done())
-    found = [each for reply in replies for each in load_results(reply.wait())[0]]
-    assert [value for key, value in found if key == number] == [4]
-    victim.check()
-
-
-CONTROLS = [
-    ([[]], (), None),
-    ([5, None, {}], [(1,)], None),
-    ((), [(1, "x")], None),
-    ((), [5], ""),
-]
-
-
-@pytest.mark.parametrize("controls", CONTROLS)
-def test_controls_that_make_no_sense(victim: Victim, controls: Any) -> None:
-    """They are dropped, and the calls beside them are made."""
-    victim.world.turn()
-    packed = pack(Function(math.hypot))
-    group = (packed.data, 0), False, (), 1, [("plain", [3]), ("plain", [4])]
-    victim.hit(("fuzz", 1, 0, -1, (0,), (), (group,), (), *controls), ())
-    victim.world.deliver_all(victim.replies[0].done)
-    results, _ = pickle.loads(victim.replies[0].wait())
-    assert results == [([0], ("plain", [5.0]))]
-    victim.check()
-
-
-def test_a_stream_is_granted_what_is_no_number(victim: Victim) -> None:
-    """Its credit stays what it was."""
-    fields, tensors = next(each for each in victim.recorded if each[0][6] and each[0][6][0][1])
-    victim.hit(["fuzz", 1, 0, *fields[3:]], tensors)
-    victim.world.turn()
-    number = fields[4][0]
-    for seq, credit in enumerate(["x", [], math.nan, None], 1):
-        victim.hit(("fuzz", 1, seq, -1, *NOBODY, (), [(number, credit)], None), ())
-    victim.check()
-
-
-def test_only_members_call(victim: Victim) -> None:
-    """Whoever else gives a name is refused, and nothing is kept of him."""
-    victim.world.server.peers.members = {"caller", "callee"}
-    for caller in ("stranger", "", "caller\x00"):
-        victim.hit((caller, 0, 0, -1, *NOBODY, (), (), None), ())
-        answer = victim.replies[-1].wait()
-        with pytest.raises(RemoteError, match="no worker"):
-            answer.get()
-    assert [*victim.world.server._lines] in ([], [("caller", 0)])
-    assert victim.world.server.peers.watched(b"stranger").done()
-    victim.world.server.peers.members = None
-    victim.check()
-
-
-@pytest.mark.parametrize("error", RAISED)
-@pytest.mark.parametrize("where", ["argument", "target", "frame"])
-def test_what_unpickling_raises(victim: Victim, where: str, error: type[BaseException]) -> None:
-    """Is the answer of that call, or of that message, and ends neither thread nor loop."""
-    column = "packed", [(pack(((Bad(error),), {})).data, 0)]
-    target = (pack(Function(math.hypot)).data, 0)
-    if where == "target":
-        target = (pack(Bad(error)).data, 0)
-    fields = ["fuzz", 1, 0, -1, *calls((target, False, None, 1, [column])), (), (), None]
-    if where == "frame":
-        fields[0] = Bad(error)
-    victim.hit(fields, ())
-    victim.world.deliver_all(victim.replies[0].done)
-    answer = victim.replies[0].wait()
-    if where != "frame":
-        pending = Pending({0: SimpleNamespace(settle=lambda value: answers.append(value))})  # type: ignore[dict-item]
-        answers: list[Any] = []
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("aiorpc_torch._pending.Wait", SimpleNamespace)
-            pending.take(SimpleNamespace(wait=lambda: answer), "callee", [])  # type: ignore[arg-type]
-        answer = answers[0]
-    with pytest.raises(BaseException) as caught:  # noqa: PT011
-        answer.get()
-    assert not isinstance(caught.value, tuple(RAISED[:5])), "those stay where they are raised"
-    victim.check()
+            Group(group(count), iter(()), 2)
 
 
 def nested(depth: int) -> bytes:
@@ -582,49 +510,107 @@ BYTES = {
     "more bytes than can be": pickle.BINBYTES8 + (1 << 62).to_bytes(8, "little") + b".",
     "a frame that is not there": pickle.FRAME + (1 << 60).to_bytes(8, "little"),
     "a number without end": pickle.LONG4 + b"\xff\xff\xff\x7f" + b"\x01",
-    "deep": nested(DEEP),
+    "deep": nested(100_000),
     "a class": pickle.dumps(Foreign()),
     "a function": pickle.dumps(throw),
     "an error": pickle.dumps(Bad(SystemExit)),
 }
 
 
-def test_frames_run_nothing(victim: Victim) -> None:
-    """Neither a message's nor an answer's: what they name is not even looked up."""
-    ran.clear()
-    victim.hit(["fuzz", 1, 0, -1, *NOBODY, [], [Noted()], None], ())
-    data = pickle.dumps(([([0], ("plain", [Noted()]))], []))
-    with pytest.raises(RemoteError):
-        Pending().take(SimpleNamespace(wait=lambda: data), "callee", [])  # type: ignore[arg-type]
-    assert not ran
+@pytest.mark.parametrize("kind", [CALLS, SLOT, CONTROL, RESULTS, CLOSE])
+@pytest.mark.parametrize("what", [*NO_CALLS, *BYTES])
+def test_a_frame_that_makes_no_sense(victim: Victim, kind: int, what: str) -> None:
+    """Closes its connection: its sender is told why, and nothing of it is done."""
+    data = dump({**NO_CALLS, **BYTES}[what])
+
+    async def hit() -> list[Any]:
+        stranger = await Stranger.proven(link=next(victim.links))
+        stranger.send(kind, data)
+        found = await stranger.frames()
+        await stranger.leave()
+        return found
+
+    ((last, (why, text)),) = victim.run(hit())
+    assert (last, why) == (CLOSE, "broken")
+    assert "cannot read a frame" in text
     victim.check()
 
 
-def test_one_argument_that_ends_processes_beside_others(victim: Victim) -> None:
-    """Of a message's calls only its own fails."""
-    good, bad = pack(((3, 4), {})).data, pack(((Bad(SystemExit),), {})).data
-    group = (
-        (pack(Function(math.hypot)).data, 0),
-        False,
-        None,
-        2,
-        [("packed", [(bad, 0), (good, 0)])],
+@pytest.mark.parametrize("kind", [CALLS, SLOT, CONTROL, RESULTS, CLOSE])
+def test_frames_run_nothing(victim: Victim, kind: int, tmp_path: Any) -> None:
+    """What they name is not even looked up, whoever reads them."""
+    harmful = dump((Harmful(str(tmp_path / "done")), []))
+    with pytest.raises(pickle.UnpicklingError, match="system in a message"):
+        _wire.plain(harmful)
+    for read in (load_calls, load_payload, load_results):
+        with pytest.raises(pickle.UnpicklingError, match="system in a message"):
+            read(harmful)
+    victim.run(victim.hit((kind, harmful)))
+    assert isinstance(victim.run(outcome(by_torch(endpoints.payload, harmful))), Failure)
+    victim.check()
+    assert not [*tmp_path.iterdir()]
+
+
+def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
+    """Closes its connection, and the one that runs is cancelled; a payload is not taken."""
+    gate = Gate()
+
+    async def hit(by: str) -> None:
+        stranger = await Stranger.proven(link=next(victim.links))
+        standing = pack(Method(RRef(gate), "passed"))
+        mine = (CALLS, calls(((standing.data, 0), False, (), 1, []), numbers=(3,)))
+        stranger.send(*mine)
+        await gate.entered()
+        if by == "frame":
+            stranger.send(*mine)
+            ((_, (why, text)),) = await stranger.frames()
+            assert why == "broken"
+            assert "running one" in text
+        else:
+            stranger.send(SLOT, (3, None))
+            fields = stranger.session.key, -1, *mine[1]
+            assert await results_of(by_torch(endpoints.payload, dump(fields))) == []
+        await stranger.leave()
+        await gate.cancelled()
+
+    for by in ("frame", "payload"):
+        victim.run(hit(by))
+        victim.check()
+        gate = Gate()
+
+
+@pytest.mark.parametrize(
+    "controls",
+    [
+        ([99], [(99, 3)]),
+        (["x", None], ()),
+        ((), [("x", 1), (0, "x"), (0, math.nan), (0, -(1 << 70))]),
+    ],
+)
+def test_controls_of_nothing(victim: Victim, controls: Any) -> None:
+    """They are dropped, and the calls behind them are made."""
+    frames = (CONTROL, dump(controls)), (CALLS, dump(calls(group(1, *THREE_FOUR))))
+    assert victim.run(victim.hit(*frames)) == [(0, 81.0)]
+    victim.check()
+
+
+@pytest.mark.parametrize("error", RAISED)
+@pytest.mark.parametrize("where", ["argument", "target"])
+def test_what_unpickling_raises(victim: Victim, where: str, error: type[BaseException]) -> None:
+    """Is the answer of that call, and ends neither thread nor loop."""
+    target = (pack(Bad(error)).data, 0) if where == "target" else POWER
+    good, bad = pack(((3, 4), {})).data, pack(((Bad(error),), {})).data
+    fields = calls(
+        (target, False, None, 1, [("packed", [(bad, 0)])]),
+        (POWER, False, None, 1, [("packed", [(good, 0)])]),
+        numbers=(0, 1),
+        order=(0, 1),
     )
-    victim.hit(("fuzz", 1, 0, -1, *calls(group, numbers=(0, 1)), (), (), None), ())
-    victim.world.deliver_all(victim.replies[0].done)
-    found = dict(load_results(victim.replies[0].wait())[0])
-    assert found[1] == 5.0
-    assert "SystemExit" in found[0].summary
-    victim.check()
-
-
-@pytest.mark.parametrize("what", [*BYTES, "a text", "a number", "a tensor"])
-def test_what_is_no_message(victim: Victim, what: str) -> None:
-    """Its sender is told so."""
-    others = {"a text": "hello", "a number": 5, "a tensor": torch.ones(2)}
-    victim.hit_bytes({**BYTES, **others}[what], ())
-    with pytest.raises(RemoteError, match="cannot take the message in"):
-        victim.replies[0].wait().get()
+    found = dict(victim.run(victim.hit((CALLS, dump(fields)))))
+    assert found[1] == 81.0, "it fails alone"
+    with pytest.raises(BaseException) as caught:  # noqa: PT011
+        found[0].get()
+    assert not isinstance(caught.value, tuple(RAISED[:5])), "those stay where they are raised"
     victim.check()
 
 
@@ -632,25 +618,25 @@ def test_what_is_no_message(victim: Victim, what: str) -> None:
 @pytest.mark.parametrize("where", ["argument", "target", "result", "error"])
 def test_what_is_no_pickle(victim: Victim, where: str, what: str) -> None:
     """In place of one that a user's would be: that call alone fails."""
-    good, bad = (pack(Function(math.hypot)).data, 0), (BYTES[what], 0)
+    bad = (BYTES[what], 0)
     if where in ("argument", "target"):
-        target = bad if where == "target" else good
-        group = target, False, None, 1, [("packed", [bad])]
-        victim.hit(("fuzz", 1, 0, -1, *calls(group), (), (), None), ())
+        target = bad if where == "target" else POWER
+        fields = calls((target, False, None, 1, [("packed", [bad])]))
+        (found,) = victim.run(victim.hit((CALLS, dump(fields))))
     else:
         value = ("failed", [("w", "s", "t", bad[0])]) if where == "error" else ("packed", [bad])
-        data = pickle.dumps(([([0], value)], []))
-        Pending().take(SimpleNamespace(wait=lambda: data), "callee", [])  # type: ignore[arg-type]
-        if where == "error":
-            with pytest.raises(Exception):  # noqa: B017, PT011
-                Failure("w", "s", "t", bad[0]).get()
+        (found,) = load_results(dump([([0], value)]))
+    if isinstance(found[1], Failure):
+        with pytest.raises(Exception):  # noqa: B017, PT011
+            found[1].get()
+    else:  # a pickle of something, after all
+        assert where == "result"
     victim.check()
 
 
-ALL = [dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)]
-
-
-@pytest.mark.parametrize("dtype", ALL, ids=str)
+@pytest.mark.parametrize(
+    "dtype", [each for each in vars(torch).values() if isinstance(each, torch.dtype)], ids=str
+)
 def test_bytes_of_any_dtype(dtype: torch.dtype) -> None:
     """Also of those that cannot be made of bytes, which may end the process: an error at most."""
     warnings.simplefilter("ignore")  # torch warns of what is experimental
@@ -665,202 +651,246 @@ def test_bytes_of_any_dtype(dtype: torch.dtype) -> None:
             assert [tuple(each.shape) for each in found] == [shape] * count
 
 
-# ── answers ─────────────────────────────────────────────────────────────────────────────────────
+# ── through torch's own doors ───────────────────────────────────────────────────────────────────
+
+DOORS = ["payload", "collect", "introduce", "farewell", "rejoin"]
+
+
+@pytest.mark.parametrize("door", DOORS)
+def test_doors_that_are_given_anything(victim: Victim, door: str) -> None:
+    """Each answers, with an error at most, and goes on."""
+    junk = [each for each in JUNK if not isinstance(each, Bad)]
+    junk += [*map(dump, junk), *BYTES.values()]
+    junk += [
+        dump(each) for each in (("main", 0), ("main", "x"), ("nobody", 0), ([], 0, ""), (0, 0))
+    ]
+    junk += [b"{}", b'{"ask": true, "member": {}}', b'{"ask": 1, "member": {"name": []}}']
+    said = [by_torch(getattr(endpoints, door), each) for each in junk]
+    for answer in said:
+        found = victim.run(outcome(answer))
+        assert isinstance(found, Failure | Exception | str | bytes | type(None)), found
+    victim.check()
+
+
+def test_payloads_of_nobody(victim: Victim) -> None:
+    """Of no connection, of no slot, and twice: each is answered, and one at most runs."""
+
+    async def hit() -> None:
+        stranger = await Stranger.proven(link=next(victim.links))
+        key = stranger.session.key
+        one = calls(group(1, *THREE_FOUR), numbers=(5,))
+        fields = dump((key, -1, *one))
+        nobody = dump((("nobody", 1, 2), -1, *one))
+        assert await results_of(by_torch(endpoints.payload, nobody)) == []
+        early = by_torch(endpoints.payload, fields)
+        while "1 payloads early" not in repr(stranger.session.slots):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+        assert await results_of(by_torch(endpoints.payload, fields)) == []
+        stranger.send(SLOT, (5, None))
+        assert await results_of(early) == [(5, 81.0)]
+        assert await results_of(by_torch(endpoints.payload, fields)) == []
+        waits = by_torch(endpoints.payload, dump((key, -1, *calls(group(1), numbers=(9,)))))
+        stranger.send(SLOT, (9, [{}]))  # no object's key
+        assert (await stranger.frame())[1][0] == "broken"  # type: ignore[index]
+        await stranger.leave()
+        assert await results_of(waits) == []
+
+    victim.run(hit())
+    victim.check()
+
+
+# ── a callee that lies ──────────────────────────────────────────────────────────────────────────
 
 
 class Liar:
-    """A caller of a callee that answers anything."""
+    """Changes what a worker answers: the next frame of results, or answer of torch's."""
 
-    def __init__(self) -> None:
-        self.world = World(2)
-        self.world.actor.gates = defaultdict(Gate)
-        self.number = itertools.count(1)
+    def __init__(self, victim: Victim) -> None:
+        self.victim = victim
+        self.gate = Gate()
+        self.gated = remote(RRef(self.gate))
+        self.change: Callable[[Any], Any] | None = None
+        self.base = 0  # number of the first of its calls
+        self._frame = session.frame
+        victim.patch.setattr(session, "frame", self.frame)
 
-    def begin(self) -> list["asyncio.Task[Any]"]:
-        """Calls of each kind, on a link of their own; what can be done of them is done."""
-        world = self.world
-        world.link = world.run(new_link("caller", next(self.number)))
-        tasks = [world.task(world.call("quick", 1)), world.task(world.call("gated", 2))]
-        tensors = torch.ones(3), torch.ones(3000)
-        tasks += [world.task(world.call("doubled", 3, each)) for each in tensors]
-        tasks.append(world.task(world.call("wrong", 4)))
-        tasks.append(world.task(collect(world.call("plain_items", 5, 3, False))))
-        world.turn()
-        while world.network.messages:
-            world.network.deliver(0)
-            world.turn()
-        return tasks
+    def frame(self, kind: int, data: bytes) -> bytes:
+        if kind == RESULTS and self.change is not None:
+            change, self.change = self.change, None
+            data = change(data)
+        return self._frame(kind, data)
 
-    def answer(self, change: Callable[[Any], Any]) -> None:
-        """Give the first answer there is, as it is changed."""
-        network = self.world.network
-        self.world.deliver_all(lambda: bool(network.answers))
-        future, done = network.answers.pop(0)
-        network._waiting.remove(future)
-        future.set_result(change(done.wait()))
-        self.world.turn()
+    async def begin(self, *others: Any) -> list["asyncio.Task[Any]"]:
+        """Calls of each kind, of which the first results are lies."""
+        target = self.victim.target
+        await target.quick(0)
+        self.base = _outbox.current().link("main")._calls
+        tasks = [asyncio.ensure_future(self.gated.passed())]
+        await self.gate.entered()
+        steps = [target.quick(1), target.doubled(2, torch.ones(3)), target.wrong(4)]
+        steps += [taken(target.plain_items(5, 3)), *others]
+        return tasks + [asyncio.ensure_future(each) for each in steps]
 
-    def honest(self) -> None:
-        """From now on every answer is what it should be."""
-        network = self.world.network
-        for _ in range(20):
-            network.deliver(0)
-            network.answer(0)
-            self.world.turn()
-
-    def check(self, tasks: list["asyncio.Task[Any]"]) -> None:
-        """A later call is answered; and when the peer is gone, nobody waits any more."""
-        world = self.world
-        task = world.task(world.call("quick", 9))
-        world.deliver_all(task.done)
-        if not isinstance(task.exception(), ReferenceError):  # it was told of an object
-            assert task.result() == 9
-        world.link.lost(WorkerLost("callee", "it lies"))
-        world.turn()
-        assert all(each.done() for each in tasks), "nobody is left waiting"
-        for each in tasks:
-            each.exception()  # looked at
-        assert not world.link.waiting
-        assert len(world.link._window) == 0
-        for gate in world.actor.gates.values():
-            gate.open()
-        world.actor.gates.clear()
-        world.loop.call_soon(world.server.lost, "caller")
-        world.deliver_all(lambda: world.server.tally()[1] == 0)
-        assert not world.errors, world.errors
-        world.network.messages.clear()
-        world.network.answers.clear()
-        world.network._waiting.clear()
-        world.server._lines.clear()
-
-    def close(self) -> None:
-        self.world.close()
+    async def end(self, tasks: list["asyncio.Task[Any]"]) -> None:
+        """When the connection has gone, nobody waits any more."""
+        self.change = None
+        with contextlib.suppress(RpcError):  # it may be among those that are lied to
+            await self.victim.target.quick(1)
+        assert await self.victim.target.quick(2) == 2
+        _outbox.current().link("main").leave("ended", "", NotServing("it lies"))
+        await asyncio.wait(tasks, timeout=SOON)
+        assert all(task.done() for task in tasks), "nobody is left waiting"
+        for task in tasks:
+            task.cancelled() or task.exception()  # looked at
+        assert aiorpc.stats().in_flight == 0
 
 
 @pytest.fixture
-def liar() -> Iterator[Liar]:
-    liar = Liar()
-    yield liar
-    liar.close()
+def liar(victim: Victim) -> Liar:
+    return Liar(victim)
 
 
-def in_plain(answer: Any) -> tuple[Any, list[Tensor]]:
-    data, tensors = (answer, []) if isinstance(answer, bytes) else answer
-    return pickle.loads(data), [*tensors]
-
-
-def test_answers_that_are_not_as_they_were(liar: Liar) -> None:
-    """Each part of them, dropped, repeated, exchanged or of another kind."""
+def test_results_that_are_not_as_they_were(liar: Liar) -> None:
+    """Each part of them, dropped, repeated, exchanged or of another kind; or their bytes."""
 
     @slow
     @given(rolls)
     def hit(dice: Random) -> None:
-        def change(answer: Any) -> Any:
-            plain, tensors = in_plain(answer)
+        def change(data: bytes) -> bytes:
+            if dice.random() < 0.5:
+                return garbled(dice, data)
+            fields = pickle.loads(data)
             for _ in range(dice.randint(1, 3)):
-                plain = changed(dice, plain)
-            tensors = tensors[: dice.randint(0, len(tensors))]
-            raw = pickle.dumps(plain)
-            return (raw, tensors) if tensors or dice.random() < 0.5 else raw
+                fields = changed(dice, fields)
+            return dump(fields)
 
-        tasks = liar.begin()
-        for _ in range(dice.randint(1, 2)):
-            liar.answer(change)
-        liar.honest()
-        liar.check(tasks)
+        async def lie() -> None:
+            liar.gate = Gate()
+            liar.gated = remote(RRef(liar.gate))
+            tasks = await liar.begin(liar.victim.target.doubled(3, torch.ones(30_000)))
+            liar.change = change
+            await asyncio.wait(tasks[1:], timeout=0.01)
+            await liar.end(tasks)
 
-    hit()
-
-
-def test_answers_whose_bytes_are_not_as_they_were(liar: Liar) -> None:
-    """Cut, flipped, spliced."""
-
-    @slow
-    @given(rolls)
-    def hit(dice: Random) -> None:
-        def change(answer: Any) -> Any:
-            if isinstance(answer, bytes):
-                return garbled(dice, answer)
-            return garbled(dice, answer[0]), answer[1]
-
-        tasks = liar.begin()
-        liar.answer(change)
-        liar.honest()
-        liar.check(tasks)
+        liar.victim.run(lie())
+        liar.victim.check()
 
     hit()
 
 
 NONSENSE: dict[str, Any] = {
+    "nothing": b"",
+    "a number": dump(5),
+    "a text": b"hello",
+    "a class": dump(Foreign()),
+    "raises": dump(Bad(KeyboardInterrupt)),
+    "no columns": dump((5, [])),
+    "ends": dump([([0], ("ended", 10**12))]),
+    "no key": dump([([[]], ("plain", [1]))]),
+    "a long key": dump([([(0, 0, 0, 0)], ("plain", [1]))]),
+    "an item of a call": lambda base: dump([([(base, 0, 1)], ("plain", [1]))]),
+    "an item's price": lambda base: dump([([(base + 4, 0, "x")], ("plain", [1]))]),
+    "a key that is a text": dump([(["abc"], ("plain", [1]))]),
+    "fewer values than keys": dump([([1, 2], ("plain", [1]))]),
+}
+
+
+@pytest.mark.parametrize("what", NONSENSE)
+def test_results_that_make_no_sense(liar: Liar, what: str) -> None:
+    """May have been anybody's: whoever was waiting is told at once, later calls are not."""
+
+    async def lie() -> None:
+        tasks = await liar.begin()
+        junk = NONSENSE[what]
+        liar.change = lambda _: junk(liar.base) if callable(junk) else junk
+        found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), SOON)
+        for error in found:
+            assert isinstance(error, RemoteError), found
+            assert "'main' sent, perhaps this result, cannot be read" in str(error)
+        await liar.gate.cancelled()
+        assert await liar.victim.target.quick(9) == 9
+
+    liar.victim.run(lie())
+    liar.victim.check()
+
+
+def test_an_item_that_costs_nothing(liar: Liar) -> None:
+    """Only the end of a stream is free: who iterates is told, and does not wait for ever."""
+
+    async def lie() -> None:
+        target = liar.victim.target
+        await target.quick(0)
+        number = aiorpc.stats().calls
+        liar.change = lambda _: dump([([(number, 0, 0)], ("plain", [1]))])
+        taking = asyncio.ensure_future(taken(target.items(5, 3)))
+        await asyncio.wait((taking,), timeout=1.0)
+        if not taking.done():
+            taking.cancel()
+            pytest.fail("it waits for ever")
+        assert isinstance(taking.exception(), RemoteError)
+
+    liar.victim.run(lie())
+    liar.victim.check()
+
+
+def test_a_value_in_place_of_a_stream(liar: Liar) -> None:
+    """Whoever iterates is told; what raises is raised."""
+
+    async def lie(column: Any) -> Any:
+        target = liar.victim.target
+        await target.quick(0)
+        number = aiorpc.stats().calls
+        liar.change = lambda _: dump([([number], column)])
+        return (await asyncio.gather(taken(target.items(5, 3)), return_exceptions=True))[0]
+
+    for column in [("plain", [1]), ("failed", [Failure.of(ValueError(1), "w").plain()])]:
+        error = liar.victim.run(lie(column))
+        assert isinstance(error, RemoteError if column[0] == "plain" else ValueError), error
+        liar.victim.check()
+
+
+ANSWERS = {
     "nothing": None,
     "a number": 5,
     "a text": "hello",
     "no bytes": b"",
     "an error": ValueError("as a value"),
     "three": (b"", [], []),
-    "a class": pickle.dumps(Foreign()),
-    "raises": pickle.dumps(Bad(KeyboardInterrupt)),
-    "no columns": pickle.dumps((5, [])),
-    "ends": pickle.dumps(([([0], ("ended", 10**12))], [])),
-    "no key": pickle.dumps(([([[]], ("plain", [1]))], [])),
-    "a long key": pickle.dumps(([([(0, 0, 0, 0)], ("plain", [1]))], [])),
-    "learned": pickle.dumps(([], ["x"])),
-    "learned nothing": pickle.dumps(([], None)),
-    "an item of a call": pickle.dumps(([([(0, 0, 1)], ("plain", [1]))], [])),
-    "an item's price": pickle.dumps(([([(5, 0, "x")], ("plain", [1]))], [])),
-    "an item of far away": pickle.dumps(([([(5, 1 << 40, 1)], ("plain", [1]))], [])),
-    "items twice": pickle.dumps(([([(5, 1, 1), (5, 1, 1)], ("plain", [1, 1]))], [])),
+    "tensors that are not there": (b"", []),
+    "a class": dump(Foreign()),
+    "a key that is none": dump([([[]], ("plain", [1]))]),
+    "another's": dump([([1 << 50, (1, 2)], ("plain", [1, 2]))]),
 }
 
 
-@pytest.mark.parametrize("what", NONSENSE)
-def test_an_answer_that_makes_no_sense(liar: Liar, what: str) -> None:
-    """May have been anybody's: whoever was waiting is told at once, later calls are not."""
-    tasks = liar.begin()
-    liar.answer(lambda _: NONSENSE[what])
-    for task in tasks:
-        with pytest.raises(RemoteError, match=r"an answer of worker 'callee'.*cannot be read"):
-            task.result()
-    liar.honest()
-    assert liar.world.actor.cancelled == {2}, "what still ran is cancelled"
-    liar.check(tasks)
+@pytest.mark.parametrize("what", ANSWERS)
+@pytest.mark.parametrize("door", ["payload", "collect"])
+def test_answers_of_torchs_that_make_no_sense(liar: Liar, door: str, what: str) -> None:
+    """That call fails at once, and nobody else."""
+    victim, answer = liar.victim, session._answer
+    large = torch.ones(30_000)
 
+    def lie(reply: Any, results: Any) -> None:
+        victim.patch.setattr(session, "_answer", answer)
+        reply.set_result(ANSWERS[what])
 
-def test_a_value_in_place_of_a_stream(liar: Liar) -> None:
-    """Whoever iterates is told; what raises is raised."""
-    for column in [("plain", [1]), ("failed", [Failure.of(ValueError(1), "w").plain()])]:
-        tasks = liar.begin()
-        liar.answer(lambda _, column=column: pickle.dumps(([([5], column)], [])))
-        error = tasks[5].exception()
-        assert isinstance(error, RemoteError if column[0] == "plain" else ValueError)
-        liar.check(tasks)
+    async def ask() -> Any:
+        if door == "payload":
+            return await victim.target.doubled(3, large)
+        return await call("main", torch.ones, 30_000)
 
+    async def hit() -> Any:
+        other = asyncio.ensure_future(liar.gated.passed())
+        await liar.gate.entered()
+        victim.patch.setattr(session, "_answer", lie)
+        with pytest.raises(RpcError):
+            await ask()
+        assert torch.equal(await ask(), large * 2 if door == "payload" else large)
+        await liar.gate.open()
+        await other
 
-def test_a_stream_whose_message_makes_no_sense(victim: Victim) -> None:
-    """Its consumer is not left waiting, though the callee knew of no stream."""
-    world = victim.world
-    stream = world.task(collect(world.call("items", 1, 3, False)))
-    world.turn()
-    future, data, tensors = world.network.messages.pop()
-    fields = [*pickle.loads(data)]
-    fields[7] = ("soon",)  # its budget
-    world.network.messages.append((future, dump(fields), tensors))
-    world.deliver_all(stream.done)
-    with pytest.raises(TypeError):
-        stream.result()
+    victim.run(hit())
     victim.check()
-
-
-@pytest.mark.parametrize("error", RAISED)
-def test_what_an_answer_raises(error: type[BaseException]) -> None:
-    """Torch raises whatever class the peer names: it is the transport's error, and no more."""
-
-    def wait() -> None:
-        raise error("named by the peer")
-
-    answer: Any = SimpleNamespace(wait=wait)
-    with pytest.raises(RpcError):
-        Pending().take(answer, "callee", [])
 
 
 @pytest.mark.parametrize("error", RAISED[:5])
@@ -871,181 +901,32 @@ def test_a_failure_that_is_not_for_the_caller(error: type[BaseException]) -> Non
         failure.get()
 
 
-# ── the order, whatever is lost on the way ──────────────────────────────────────────────────────
-
-LOSSES: dict[str, Callable[[bytes], Any]] = {
-    "cut": lambda data: data[:-5],
-    "empty": lambda _: b"",
-    "another": lambda _: pickle.dumps(5),
-    "a class": lambda _: pickle.dumps(Foreign()),
-    "a field too few": lambda data: dump(pickle.loads(data)[:-1]),
-    "a stranger's": lambda data: dump(("stranger", *pickle.loads(data)[1:])),
-}
-
-
-def test_the_order_outlives_messages_that_arrive_broken() -> None:
-    """Their own calls fail; all others are made, in order, and credit and cancels go again."""
-
-    @slow
-    @given(
-        st.lists(st.tuples(st.sampled_from([None, None, *LOSSES]), st.integers(0, 5)), max_size=10)
-    )
-    def hit(plan: list[tuple[str | None, int]]) -> None:
-        world = World(2)
-        try:
-            world.server.peers.members = {"caller"}
-            lossy(world, plan)
-        finally:
-            world.close()
-
-    hit()
-
-
-def lossy(world: World, plan: list[tuple[str | None, int]]) -> None:
-    world.actor.gates = defaultdict(Gate)
-    broken, tasks, streams = set(), [], []
-    for number, (loss, which) in enumerate(plan):
-        tasks.append(world.task(world.call("quick", number)))
-        if which == 0:
-            streams.append(world.task(collect(world.call("plain_items", 1000 + number, 9, False))))
-        if which == 1:
-            gated = world.task(world.call("gated", 1000 + number))
-            world.turn()
-            gated.cancel()
-        world.turn()
-        if loss is not None and world.network.messages:
-            future, data, tensors = world.network.messages.pop()
-            broken |= {n for n in range(number + 1) if not tasks[n].done()}
-            world.network.messages.append((future, LOSSES[loss](data), tensors))
-        if which > 2:
-            world.network.deliver(which)
-            world.network.answer(which)
-            world.turn()
-    world.deliver_all(lambda: world.is_quiet() and not world.network.messages)
-    for number, task in enumerate(tasks):
-        assert task.done()
-        if task.exception() is None:
-            assert task.result() == number
-        else:
-            assert number in broken
-            assert isinstance(task.exception(), RemoteError)
-    for stream in streams:
-        assert stream.exception() is not None or stream.result() == [*range(9)]
-    quick = [number for number in world.actor.started if number < 1000]
-    assert quick == sorted(quick), "in the order in which they were made"
-    last = world.task(world.call("quick", len(plan)))
-    world.deliver_all(last.done)
-    assert last.result() == len(plan)
-    world.part()
-
-
-@pytest.mark.parametrize("loss", LOSSES)
-def test_credit_that_arrives_broken_goes_again(victim: Victim, loss: str) -> None:
-    """Else its stream would wait for ever."""
-    world = victim.world
-    stream = world.task(collect(world.call("plain_items", 1, 99, False)))
-    broken: set[int] = set()
-
-    def spoil() -> bool:
-        for number, (future, data, tensors) in enumerate(world.network.messages):
-            with contextlib.suppress(Exception):  # it is spoilt already
-                fields = pickle.loads(data)
-                if fields[9] and fields[2] not in broken and len(broken) < 3:  # no replacement
-                    world.network.messages[number] = (future, LOSSES[loss](data), tensors)
-                    broken.add(fields[2])
-        return stream.done()
-
-    world.server.peers.members = {"caller"}
-    world.deliver_all(spoil)
-    assert stream.result() == [*range(99)]
-    assert len(broken) == 3
-    world.server.peers.members = None
-    victim.check()
-
-
-def test_a_message_that_was_taken_in_after_all(liar: Liar) -> None:
-    """Only its answer was lost: the replacement is dropped, and others wait on undisturbed."""
-    world = liar.world
-    world.actor.gates[1] = Gate()
-    first = world.task(world.call("gated", 1))
-    world.turn()
-    second = world.task(world.call("quick", 2))
-    world.turn()
-    while world.network.messages:
-        world.network.deliver(0)
-        world.turn()
-    future, _ = world.network.answers.pop()
-    world.network._waiting.remove(future)
-    future.set_exception(RuntimeError("an answer that torch could not read"))
-    world.turn()
-    with pytest.raises(RemoteError, match="torch could not read"):
-        second.result()
-    liar.honest()
-    assert not first.done()
-    world.actor.gates[1].open()
-    world.deliver_all(first.done)
-    assert first.result() == 1
-    liar.check([])
-
-
-def test_a_replacement_that_arrives_broken(victim: Victim) -> None:
-    """Nothing more is tried, and nobody who was waiting is left so."""
-    world = victim.world
-    tasks = [world.task(world.call("quick", n)) for n in range(5)]
-    world.turn()
-    while world.network.messages:
-        future, _, _ = world.network.messages.pop(0)
-        future.set_result(Failure.of(RemoteError("not taken in"), "callee"))
-        world.turn()
-    for task in tasks:
-        with pytest.raises(RemoteError, match="not taken in"):
-            task.result()
-    assert not world.link.waiting
-    world.link = world.run(new_link("caller", 99))
-
-
-# ── the doors, and a real world ─────────────────────────────────────────────────────────────────
-
-
-async def test_doors_that_are_given_anything(world: aiorpc.Worker) -> None:
-    """Each answers with an error, at most, and goes on."""
-    for args in [(5,), (None,), ("x",), (b"",), (b"", 5), (b"x", [torch.ones(1)]), ([], {})]:
-        failure = _doors.answer(*args).wait()
-        with pytest.raises(RemoteError):
-            failure.get()
-    for name in (b"stranger", b"\xff", "text", 5):
-        assert _doors.watch(name).done()
-    assert _doors.ping(None).done()
-    assert await call(world.name, math.hypot, 3, 4) == 5
+# ── between processes ───────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.worlds
 async def test_a_peer_that_sends_junk() -> None:
-    """Through torch's own door: the victim serves on, and nothing of it stays."""
-    junk = [*BYTES.values(), 5, "text", None]
-    junk += [
-        dump(("evil", 70 + n, 0, -1, *lie, (), (), None)) for n, lie in enumerate(LIES.values())
-    ]
-    junk += [dump(("stranger", 1, 0, -1, *NOBODY, (), (), None))]
-    junk += [dump(("evil", 78, 5, -1, *NOBODY, [[]], [5], None))]
+    """The victim serves on, and nothing of it stays."""
+    frames = [(CALLS, each) for each in (*BYTES.values(), *map(dump, LIES.values()))]
+    frames += [(kind, data) for kind in (SLOT, CONTROL, RESULTS) for data in BYTES.values()]
     async with aiorpc.local_world(["evil", "victim"]):
-        counter = await create("victim", actors.Counter, 0)
-        sending = asyncio.create_task(call("evil", actors.send_junk, "victim", junk))
-        for number in range(200):
-            assert await remote(counter).add(1) == number + 1
-        assert await sending >= len(junk), "of two more: all but what is kept open"
-        assert await call("evil", actors.send_junk, "main", junk) >= len(junk)
-        assert await remote(counter).add(1) == 201
-        assert await call("victim", math.hypot, 3, 4) == 5
+        counter = await aiorpc.create("victim", actors.Counter, 0)
+        for to in ("victim", "main"):
+            sending = asyncio.create_task(call("evil", strangers.send_junk, to, frames))
+            for number in range(200):
+                assert await remote(counter).add(1) == number + 1
+            assert await sending == len(frames)
+            assert await remote(counter).add(-200) == 0
+        assert await call("victim", strangers.sessions) == ["main"]
         assert (await call("victim", aiorpc.stats)).running == 1, "that very call"
 
 
 @pytest.mark.worlds
 async def test_a_peer_that_answers_junk() -> None:
-    """Its callers get errors, whatever class it names; all else goes on."""
+    """Its callers get errors, whatever it says; all else goes on."""
     async with aiorpc.local_world(["evil", "good"]):
-        for n in range(7):
-            await call("evil", actors.answer_junk, n)
+        for junk in [each for each in NONSENSE.values() if isinstance(each, bytes)]:
+            await call("evil", strangers.answer_junk, junk)
             with pytest.raises(RpcError):
                 await call("evil", math.hypot, 3, 4)
             assert await call("good", math.hypot, 3, 4) == 5

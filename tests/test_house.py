@@ -20,11 +20,9 @@ FLOORS = [
     ["_devices", "_fences", "_policy"],
     ["_batcher"],
     ["_rounds"],
-    ["_lane", "_desk", "_window", "_pulse", "_living"],
+    ["_window", "_pulse", "_living"],
     ["_exceptions", "_deadline", "_errands", "_rrefs"],
-    ["_handles"],
     ["_inbox", "_threads", "_wait", "_states", "_steps", "_scopes", "_interruption"],
-    ["_eager"],
     ["_agent", "_bridge", "_tensors"],
     ["_passage"],
     ["_recording"],
@@ -32,15 +30,18 @@ FLOORS = [
     ["_wire"],
     ["_columns", "_exports"],
     ["_message"],
-    ["_line"],
-    ["_jobs"],
-    ["_streams"],
-    ["_arrivals", "_runner", "_peers"],
-    ["_server"],
-    ["_doors"],
+    ["_protocol.frames", "_protocol.handshake", "_protocol.connection_state"],
+    ["_protocol.payloads", "_protocol.endpoints", "_protocol.forked"],
+    ["_protocol.channel"],
+    ["_server.listener", "_server.session"],
+    ["_jobs", "_peers"],
     ["_incoming"],
-    ["_pending", "_backlog"],
-    ["_link"],
+    ["_streams", "_pending"],
+    ["_arrivals", "_runner"],
+    ["_server.server"],
+    ["_doors"],
+    ["_client.introduction"],
+    ["_client.connection"],
     ["_outbox"],
     ["_calling"],
     ["_remote"],
@@ -83,18 +84,26 @@ PURE = [
     "_policy",
     "_batcher",
     "_rounds",
-    "_lane",
-    "_desk",
     "_window",
     "_pulse",
     "_living",
     "_exceptions",
     "_deadline",
     "_errands",
+    "_protocol.frames",
+    "_protocol.handshake",
+    "_protocol.connection_state",
 ]
-TIMELESS = ["_policy", "_batcher", "_rounds", "_lane", "_window", "_pulse"]
+TIMELESS = [
+    "_policy",
+    "_batcher",
+    "_rounds",
+    "_window",
+    "_pulse",
+    "_protocol.connection_state",
+]
 
-MOST_LINES = 300  # of a file
+MOST_LINES = 500  # of a file
 MOST_CODE = 45  # lines of a function, its docstring aside
 MEDIAN_CODE = 10  # stays under this
 
@@ -102,21 +111,30 @@ TREES = {
     ".".join(path.relative_to(HOUSE).with_suffix("").parts): ast.parse(path.read_text())
     for path in sorted(HOUSE.rglob("*.py"))
 }
+SHELLS = [room for room in TREES if room.endswith(".__init__")]  # of the packages inside
+for shell in SHELLS:
+    del TREES[shell]
 rooms = pytest.mark.parametrize("room", TREES)
 
 
 def imported(room: str) -> set[str]:
-    """Every module that `room` imports anywhere in it; ours as `.room`."""
+    """Every module that `room` imports anywhere in it; ours as `.room` or `.package.room`."""
     found = set()
+    *package, _ = room.split(".")
     for node in ast.walk(TREES[room]):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            assert node.level <= 1, "the house is flat"
-            if node.level and node.module is None:  # from . import _outbox
-                found |= {f".{alias.name}" for alias in node.names}
-            else:
-                found.add("." * node.level + (node.module or ""))
+            if not node.level:
+                found.add(node.module or "")
+                continue
+            assert node.level <= len(package) + 1, "beyond the house"
+            owner = package[: len(package) + 1 - node.level]
+            owner += (node.module or "").split(".") if node.module else []
+            if ".".join(owner) in TREES:
+                found.add(f".{'.'.join(owner)}")
+            else:  # from . import _outbox; from .._protocol import endpoints
+                found |= {f".{'.'.join((*owner, alias.name))}" for alias in node.names}
     name = f"{HOUSE.name}."
     return {f".{module.removeprefix(name)}" if name in module else module for module in found}
 
@@ -152,7 +170,7 @@ def test_every_room_has_a_floor() -> None:
 def test_the_map_shows_every_room() -> None:
     """The docstring of the package names the rooms in the order of their floors."""
     assert aiorpc_torch.__doc__ is not None
-    lines = re.findall(r"^ {4}(\w+(?:, \w+)*) {2,}\S", aiorpc_torch.__doc__, re.MULTILINE)
+    lines = re.findall(r"^ {4}([\w.]+(?:, [\w.]+)*) {2,}\S", aiorpc_torch.__doc__, re.MULTILINE)
     shown = [room for line in lines for room in line.split(", ")]
     assert shown == [room for floor in FLOORS[:-1] for room in floor]
 
@@ -184,7 +202,8 @@ def test_time_is_an_argument(room: str) -> None:
 @rooms
 def test_a_file_is_read_in_one_sitting(room: str) -> None:
     """No file is longer than it may be."""
-    lines = len((HOUSE / f"{room}.py").read_text().splitlines())
+    path = HOUSE.joinpath(*room.split(".")).with_suffix(".py")
+    lines = len(path.read_text().splitlines())
     assert lines <= MOST_LINES
 
 
@@ -207,6 +226,14 @@ def test_most_functions_are_short() -> None:
 def test_every_room_says_what_it_is(room: str) -> None:
     """A module opens with a docstring."""
     assert ast.get_docstring(TREES[room])
+
+
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_package_inside_is_no_more_than_its_rooms(shell: str) -> None:
+    """Its `__init__` has a docstring and no code: who needs a room names it."""
+    tree = ast.parse(HOUSE.joinpath(*shell.split(".")).with_suffix(".py").read_text())
+    assert ast.get_docstring(tree)
+    assert len(tree.body) == 1
 
 
 def test_the_public_names_are_exactly_those_bound() -> None:

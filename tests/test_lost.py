@@ -6,12 +6,14 @@ from typing import Any
 
 import actors
 import pytest
+import torch
 from actors import Batching, Counter, Sleeper, Streams
 from clocks import SLACK
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import WorkerLost, _doors, _link, call, create, remote
-from aiorpc_torch._message import dump, load
+from aiorpc_torch import WorkerLost, _doors, call, create, remote, wrap_future
+from aiorpc_torch._client import connection
+from aiorpc_torch._message import dump
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 
 pytestmark = pytest.mark.worlds
@@ -177,15 +179,19 @@ async def test_heartbeat_that_cannot_be(heartbeat: float) -> None:
 
 
 async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A worker that has stopped serving answers it at once: nothing runs, and nobody waits."""
-    sent: list[bytes] = []
-    send = _link.send
-    monkeypatch.setattr(_link, "send", lambda *args: sent.append(args[2]) or send(*args))
+    """A worker that has stopped serving answers torch's messages: nothing runs, nobody waits."""
+    sent: list[tuple[Any, ...]] = []
+    send = connection.send
+    monkeypatch.setattr(connection, "send", lambda *args: sent.append(args[2:]) or send(*args))
     async with aiorpc.local_world(0):
         server = _doors.serving()
-        assert await call("main", actors.outcomes) is not None
+        assert await call("main", torch.numel, torch.zeros(1_000_000)) == 1_000_000
     assert server is not None
-    call_again = load(sent[0])._replace(link=99, seq=0)
-    poll = call_again._replace(link=100, numbers=(), order=(), groups=(), budgets=())
-    for message in (call_again, poll):
-        assert server.accept(dump(tuple(message)), ()).done()
+    answers = [
+        server.payload(*sent[0]),
+        server.collect(dump((("main", 0, 0), 0))),
+        server.introduce(dump(("main", 0))),
+    ]
+    async with asyncio.timeout(20.0):
+        for answer in answers:
+            await wrap_future(answer)

@@ -1,5 +1,6 @@
 """Calls and results as they travel: whatever is packed together comes out apart, and the same."""
 
+import functools
 import io
 import itertools
 import math
@@ -8,32 +9,34 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aiorpc_torch._columns import END, ENDED, FAILED, cell
+from aiorpc_torch._columns import END, ENDED, FAILED, HELD, Held, cell
 from aiorpc_torch._exceptions import Failure
 from aiorpc_torch._message import (
+    OVERHEAD,
+    Calls,
     Group,
-    Message,
     Outgoing,
     dump,
+    dump_payload,
     dump_results,
     lay_out,
-    load,
+    load_calls,
+    load_payload,
     load_results,
     outgoing,
     shorten,
 )
-from aiorpc_torch._tensors import SMALL, Table
+from aiorpc_torch._tensors import INLINE_BYTES, Table
 from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod
 
 NOW = 1000.0
 numbers = itertools.count()
 NOTHING: Any = (), {}
-HEAD = "caller", 3, 7, -1
-TAIL = [], [], None
+ONE, OTHER = (0, 1), (0, 2)  # idents of two objects
 
 DTYPES = [
     torch.float32,
@@ -60,12 +63,12 @@ def filled(dtype: torch.dtype, shape: tuple[int, ...], first: int) -> Tensor:
 
 
 @st.composite
-def small_tensors(draw) -> Tensor:
+def small_tensors(draw: st.DrawFn) -> Tensor:
     return filled(draw(st.sampled_from(DTYPES)), draw(st.sampled_from(SHAPES)), draw(NUMBERS))
 
 
 @st.composite
-def odd_tensors(draw) -> Tensor:
+def odd_tensors(draw: st.DrawFn) -> Tensor:
     """Views, what autograd knows, and what is large."""
     return draw(
         st.sampled_from(
@@ -76,10 +79,10 @@ def odd_tensors(draw) -> Tensor:
                 filled(torch.float64, (3,), 1).requires_grad_(),
                 torch.tensor([1 + 2j, 3 - 1j]).conj(),
                 torch.tensor([1 + 2j, 3 - 1j]).conj().imag,
-                filled(torch.float32, (SMALL,), 1),
-                filled(torch.uint8, (SMALL,), 1),
-                filled(torch.uint8, (SMALL + 1,), 1),
-                filled(torch.bfloat16, (SMALL, 2), 1)[:, 0],
+                filled(torch.float32, (INLINE_BYTES,), 1),
+                filled(torch.uint8, (INLINE_BYTES,), 1),
+                filled(torch.uint8, (INLINE_BYTES + 1,), 1),
+                filled(torch.bfloat16, (INLINE_BYTES, 2), 1)[:, 0],
                 torch.eye(3).to_sparse(),
             ]
         )
@@ -96,8 +99,8 @@ ATOMS = (
     | st.complex_numbers()
     | st.text(max_size=20)
     | st.binary(max_size=20)
-    | st.integers(0, 2).map(lambda more: "x" * (SMALL + more))
-    | st.integers(0, 2).map(lambda more: b"x" * (SMALL + more))
+    | st.integers(0, 2).map(lambda more: "x" * (INLINE_BYTES + more))
+    | st.integers(0, 2).map(lambda more: b"x" * (INLINE_BYTES + more))
 )
 LEAVES = ATOMS | small_tensors() | odd_tensors() | ERRORS
 VALUES = LEAVES | st.recursive(
@@ -113,7 +116,9 @@ WORKS = st.tuples(
     st.lists(VALUES, max_size=3).map(tuple),
     st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES, max_size=2),
 )
-TARGETS = st.sampled_from([Method(1, "a"), Method(1, "b"), Method(2, "a"), Function(math.hypot)])
+TARGETS = st.sampled_from(
+    [Method(ONE, "a"), Method(ONE, "b"), Method(OTHER, "a"), Function(math.hypot)]
+)
 
 
 def same(one: Any, other: Any) -> bool:
@@ -135,11 +140,9 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def message_of(calls: list[Outgoing]) -> tuple[Message, list[Tensor]]:
+def message_of(calls: list[Outgoing]) -> tuple[Calls, list[Tensor]]:
     tensors = Table()
-    data = dump((*HEAD, *lay_out(calls, NOW, tensors), *TAIL))
-    assert isinstance(data, bytes)
-    return load(data), tensors
+    return load_calls(dump(tuple(lay_out(calls, NOW, tensors)))), tensors
 
 
 def across(calls: list[Outgoing]) -> list[tuple[int, Any, bool, Any]]:
@@ -158,7 +161,7 @@ def across(calls: list[Outgoing]) -> list[tuple[int, Any, bool, Any]]:
 
 
 def call(*args: Any, **kwargs: Any) -> Outgoing:
-    return outgoing(next(numbers), shorten(Method(1, "m"), 1), False, (args, kwargs), None)
+    return outgoing(next(numbers), shorten(Method(ONE, "m"), ONE), False, (args, kwargs), None)
 
 
 def argument(value: Any) -> Any:
@@ -170,20 +173,19 @@ def argument(value: Any) -> Any:
 
 def result(value: Any) -> Any:
     """What arrives as a result."""
-    found, _ = returned([(0, *cell(value))])
-    return found[0]
+    return returned([(0, *cell(value))])[0]
 
 
-def returned(results: list[Any], learned: Any = ()) -> tuple[dict[Any, Any], Any]:
-    found, told = load_results(dump_results(results, learned))
+def returned(results: list[Any]) -> dict[Any, Any]:
+    found = load_results(*dump_results(results))
     assert len(dict(found)) == len(found)
-    return dict(found), told
+    return dict(found)
 
 
 # ── calls ───────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.lists(st.tuples(TARGETS, st.booleans(), WORKS), max_size=8))
+@given(st.lists(st.tuples(TARGETS, st.booleans(), WORKS), min_size=1, max_size=8))
 def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
     """Any arguments for any methods, interleaved: each call with its own, in their order."""
     sent = [
@@ -201,6 +203,7 @@ def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
 def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
     """One group for each method and kind of arguments, and one column for each argument."""
     calls = [each for each in calls if isinstance(each[0], Method)]
+    assume(calls)
     message, tensors = message_of(
         [
             outgoing(number, shorten(target, target.on), False, ((value,), {}), None)
@@ -218,7 +221,7 @@ def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
 
 def test_what_two_calls_are_given_arrives_twice() -> None:
     """A large tensor that both pass, or a view of it: what one callee writes is not the other's."""
-    large = torch.zeros(SMALL)
+    large = torch.zeros(INLINE_BYTES)
     message, tensors = message_of([call(large), call(large.view(2, -1)), call([large, large])])
     rest = iter(tensors)  # torch keeps one storage one
     groups = [Group(group, rest, len(message.numbers)) for group in message.groups]
@@ -237,7 +240,11 @@ class Net:
 
 
 FUNCTIONS = [Function(math.hypot), Function(torch.add), Function(same)]
-TYPED = [TypedMethod(1, Net.forward), TypedMethod(2, Net.forward), TypedMethod(1, math.hypot)]
+TYPED = [
+    TypedMethod(ONE, Net.forward),
+    TypedMethod(OTHER, Net.forward),
+    TypedMethod(ONE, math.hypot),
+]
 
 
 @pytest.mark.parametrize("target", [*FUNCTIONS, *TYPED])
@@ -272,22 +279,75 @@ def test_to_make_is_not_to_call() -> None:
     assert [type(found) for _, found, _, _ in across(sent)] == [Function, Create, Function]
 
 
-def test_a_message_says_what_it_is() -> None:
-    """Its fields arrive as they were; goodbyes, cancellations and credit are controls."""
-    fields = "me", 1, 2, 7, [], (), [], (), [4], [(5, 6)], None
-    message = load(dump(fields))
-    assert message == fields
-    assert message.controls()
-    assert not load(dump((*HEAD, *lay_out([], NOW, Table()), [], [], None))).controls()
-    assert load(dump((*HEAD, *lay_out([], NOW, Table()), [], [], ""))).controls()
-    assert not message_of([call()])[0].controls()
+CALLS_OF_ONE = Calls([4], [], [((0, 1, "m"), False, (), 1, [])], ())
+
+
+@pytest.mark.parametrize("context", [-1, 7])
+def test_a_payload_says_what_it_is(context: int) -> None:
+    """Session, context and the call arrive as they were written."""
+    session = "me", 1, 2
+    assert load_payload(dump_payload(session, context, CALLS_OF_ONE)) == (
+        session,
+        context,
+        CALLS_OF_ONE,
+    )
+
+
+def test_a_frame_of_calls_says_what_it_is() -> None:
+    """Every field arrives as it was written."""
+    assert load_calls(dump(tuple(CALLS_OF_ONE))) == CALLS_OF_ONE
+
+
+MALFORMED = {
+    "no fields": (),
+    "a field too many": (*CALLS_OF_ONE, []),
+    "a field too few": CALLS_OF_ONE[:3],
+    "no calls": ([], [], [], ()),
+    "one number twice": ([4, 4], [], [], ()),
+    "a number that is a bool": ([True], [], [], ()),
+    "a number that is a text": (["4"], [], [], ()),
+    "a field that is a text": ([4], "", [], ()),
+    "a field that is a dict": ([4], [], {}, ()),
+}
+
+
+@pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED)
+def test_what_is_no_frame_of_calls_is_refused(fields: tuple[Any, ...]) -> None:
+    """A TypeError says so, for a frame as for a payload."""
+    with pytest.raises(TypeError):
+        load_calls(dump(fields))
+    with pytest.raises(TypeError):
+        load_payload(dump((("me", 1, 2), -1, *fields)))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        (("me", 1), -1, *CALLS_OF_ONE),
+        (("me", 1, "2"), -1, *CALLS_OF_ONE),
+        (("me", 1, 2), None, *CALLS_OF_ONE),
+        (("me", 1, 2), -1, *CALLS_OF_ONE._replace(numbers=[4, 5])),
+    ],
+    ids=["a short session", "a wrong session", "no context", "two calls"],
+)
+def test_what_is_no_payload_is_refused(fields: tuple[Any, ...]) -> None:
+    """A payload names its session and its context, and has one call."""
+    with pytest.raises(TypeError):
+        load_payload(dump(fields))
+
+
+@pytest.mark.parametrize("load", [load_calls, load_payload, load_results])
+def test_reading_a_frame_runs_no_code(load: Any) -> None:
+    """A class in the frame itself is refused before it is looked up."""
+    with pytest.raises(pickle.UnpicklingError, match="plain values"):
+        load(pickle.dumps([Unreadable()]))
 
 
 @given(st.lists(st.none() | st.floats(-10, 10), min_size=1, max_size=6))
 def test_budgets(budgets: list[float | None]) -> None:
     """Each call has what is left of its time; if none has a limit, nothing is said of it."""
     calls = [
-        outgoing(number, (1, "m"), False, ((), {}), None if left is None else NOW + left)
+        outgoing(number, (ONE, "m"), False, ((), {}), None if left is None else NOW + left)
         for number, left in enumerate(budgets)
     ]
     message, _ = message_of(calls)
@@ -312,7 +372,7 @@ def test_keywords_keep_their_names() -> None:
 
 @pytest.mark.parametrize(
     "value",
-    [[1], {"key": 1}, torch.zeros(2), torch.zeros(SMALL), torch.ones(2, requires_grad=True)],
+    [[1], {"key": 1}, torch.zeros(2), torch.zeros(INLINE_BYTES), torch.ones(2, requires_grad=True)],
     ids=["list", "dict", "small", "large", "requires_grad"],
 )
 def test_what_is_passed_twice_arrives_as_one(value: Any) -> None:
@@ -358,6 +418,43 @@ def test_size_counts_all_that_is_sent() -> None:
     assert call([torch.zeros(10_000), b"x" * 5000]).size > 45_000
 
 
+@pytest.mark.parametrize(
+    ("value", "by_torch"),
+    [
+        (1, False),
+        ("x" * (INLINE_BYTES - OVERHEAD), False),
+        ("x" * (INLINE_BYTES - OVERHEAD + 1), True),
+        (filled(torch.uint8, (INLINE_BYTES - OVERHEAD,), 1), False),
+        (filled(torch.uint8, (INLINE_BYTES - OVERHEAD + 1,), 1), True),
+        ([b"x" * (INLINE_BYTES // 2)], False),
+        ([b"x" * INLINE_BYTES], True),
+        (torch.ones(2, requires_grad=True), True),
+        ([torch.ones(2, requires_grad=True)], True),
+        (torch.eye(3).to_sparse(), True),
+    ],
+)
+def test_what_travels_by_torch(value: Any, by_torch: bool) -> None:
+    """Calls above the limit and tensors that are no bytes go by torch, the rest does not."""
+    assert call(value).by_torch is by_torch
+
+
+def test_small_arguments_add_up() -> None:
+    """Many small arguments that are large together go by torch."""
+    part = torch.zeros(INLINE_BYTES // 16)
+    assert not call(*(part + n for n in range(3))).by_torch
+    assert call(*(part + n for n in range(4))).by_torch
+
+
+def test_a_large_target_goes_by_torch() -> None:
+    """What a partial holds counts as its arguments do."""
+    for held in (torch.zeros(INLINE_BYTES), b"x" * INLINE_BYTES, torch.ones(1, requires_grad=True)):
+        target = Function(functools.partial(torch.add, held))
+        for work in (((1,), {}), (([1],), {})):
+            assert outgoing(0, shorten(target, None), False, work, None).by_torch
+    small = Function(functools.partial(torch.add, torch.zeros(2)))
+    assert not outgoing(0, shorten(small, None), False, NOTHING, None).by_torch
+
+
 # ── what cannot be read ─────────────────────────────────────────────────────────────────────────
 
 
@@ -374,7 +471,7 @@ def _refuse() -> None:
 
 def test_an_unreadable_argument_fails_alone() -> None:
     """In a group with others that can be read, and that have tensors too."""
-    large = torch.arange(float(SMALL))
+    large = torch.arange(float(INLINE_BYTES))
     values: list[Any] = [[1], Unreadable(), [large], [large, Unreadable()], [large + 1]]
     works = [work for *_, work in across([call(value) for value in values])]
     assert works[0] == (([1],), {})
@@ -389,20 +486,20 @@ def test_an_unreadable_argument_fails_alone() -> None:
 def test_an_unreadable_target_fails_alone() -> None:
     """The other groups of the message are read."""
     calls = [
-        outgoing(0, shorten(Fetch(Unreadable()), Unreadable()), False, ((), {}), None),  # type: ignore[arg-type]
-        call(torch.zeros(SMALL)),
+        outgoing(0, shorten(Fetch(Unreadable()), None), False, NOTHING, None),  # type: ignore[arg-type]
+        call(torch.zeros(INLINE_BYTES)),
     ]
     (_, target, _, _), (_, other, _, work) = across(calls)
     assert isinstance(target, Failure)
-    assert other == Method(1, "m")
-    assert work[0][0].shape == (SMALL,)
+    assert other == Method(ONE, "m")
+    assert work[0][0].shape == (INLINE_BYTES,)
 
 
 def test_an_unreadable_result_fails_alone() -> None:
     """Its caller gets the error, the others their values."""
-    large = torch.arange(float(SMALL))
+    large = torch.arange(float(INLINE_BYTES))
     values = [[large], Unreadable(), [Unreadable(), large], [2 * large], 5]
-    found, _ = returned([(number, *cell(value)) for number, value in enumerate(values)])
+    found = returned([(number, *cell(value)) for number, value in enumerate(values)])
     assert torch.equal(found[0][0], large)
     assert torch.equal(found[3][0], 2 * large)
     assert found[4] == 5
@@ -413,12 +510,10 @@ def test_an_unreadable_result_fails_alone() -> None:
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.lists(VALUES, max_size=8), st.lists(NUMBERS, max_size=3))
-def test_results_arrive_as_they_were(values: list[Any], learned: list[int]) -> None:
+@given(st.lists(VALUES, max_size=8))
+def test_results_arrive_as_they_were(values: list[Any]) -> None:
     """Any values together, each with its key."""
-    results = [(number, *cell(value)) for number, value in enumerate(values)]
-    found, told = returned(results, learned)
-    assert [*told] == learned
+    found = returned([(number, *cell(value)) for number, value in enumerate(values)])
     assert sorted(found) == [*range(len(values))]
     for number, value in enumerate(values):
         assert same(value, found[number])
@@ -427,7 +522,7 @@ def test_results_arrive_as_they_were(values: list[Any], learned: list[int]) -> N
 def test_ends_failures_and_items() -> None:
     """What else an answer carries: errors, items of streams, and their ends."""
     failure = Failure.of(ValueError("v"), "there")
-    found, _ = returned(
+    found = returned(
         [
             ((1, 0, 1), *cell("item")),
             (2, FAILED, failure),
@@ -443,13 +538,44 @@ def test_ends_failures_and_items() -> None:
     assert found[2].plain() == found[3, 0, 0].plain() == failure.plain()
 
 
-def test_an_answer_without_tensors_is_bytes() -> None:
+ITEM_CELLS = st.one_of(
+    NUMBERS.map(cell),
+    NUMBERS.map(lambda number: cell([number])),
+    NUMBERS.map(lambda number: cell(torch.tensor([number]))),
+    NUMBERS.map(lambda number: (HELD, number)),
+    st.just((ENDED, None)),
+    st.just((FAILED, Failure.of(ValueError("v"), "there"))),
+)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), ITEM_CELLS), max_size=20))
+def test_items_of_streams_stay_in_order(results: list[Any]) -> None:
+    """Whatever kinds they are of, and whatever results of calls lie between them."""
+    keys = [(call, index, 1) if item else index for index, (item, call, _) in enumerate(results)]
+    sent = [(key, *content) for key, (_, _, content) in zip(keys, results, strict=True)]
+    found = load_results(*dump_results(sent))
+    assert [key for key, _ in found if type(key) is tuple] == [
+        key for key in keys if type(key) is tuple
+    ]
+    assert sorted(map(repr, keys)) == sorted(repr(key) for key, _ in found)
+
+
+def test_a_result_that_is_held_says_its_size() -> None:
+    """Its place in the frame names no more than the bytes of its value."""
+    found = returned([(1, HELD, 3), ((2, 0, 1), HELD, 1 << 40)])
+    assert {key: type(value) for key, value in found.items()} == {1: Held, (2, 0, 1): Held}
+    assert (found[1].size, found[2, 0, 1].size) == (3, 1 << 40)
+
+
+def test_a_result_of_plain_values_has_no_tensors() -> None:
     """Only what torch must carry itself goes through torch's table."""
-    assert isinstance(dump_results([(0, *cell(torch.zeros(4)))], ()), bytes)
-    assert isinstance(dump_results([], ()), bytes)
-    data, tensors = dump_results([(0, *cell(torch.zeros(SMALL)))], ())
-    assert isinstance(data, bytes)
+    assert dump_results([(0, *cell(torch.zeros(4)))])[1] == []
+    data, tensors = dump_results([])
+    assert tensors == []
+    assert load_results(data) == []
+    data, tensors = dump_results([(0, *cell(torch.zeros(INLINE_BYTES)))])
     assert len(tensors) == 1
+    assert len(data) < 1000
 
 
 # ── tensors ─────────────────────────────────────────────────────────────────────────────────────
@@ -461,7 +587,7 @@ def test_rows_of_a_column(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Each a tensor of its own: equal, contiguous, writable, and of its own extent."""
     values = [filled(dtype, shape, 10 * number) for number in range(3)]
     rows = [args[0] for *_, (args, _) in across([call(value) for value in values])]
-    found, _ = returned([(number, *cell(value)) for number, value in enumerate(values)])
+    found = returned([(number, *cell(value)) for number, value in enumerate(values)])
     for each in (rows, [found[number] for number in range(3)]):
         assert all(map(same, values, each))
         for row in each:
@@ -507,7 +633,7 @@ def test_what_no_column_holds_keeps_what_it_is(arrive: Any) -> None:
     parameter = torch.nn.Parameter(torch.ones(2))
     assert type(arrive(parameter)) is torch.nn.Parameter
     assert arrive(torch.ones(2, requires_grad=True)).requires_grad
-    large = torch.zeros(SMALL)
+    large = torch.zeros(INLINE_BYTES)
     assert arrive(large).data_ptr() == large.data_ptr()
     conj = torch.tensor([1 + 2j]).conj()
     assert torch.equal(arrive(conj), conj)

@@ -9,13 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from actors import Counter, Holder
 from test_worlds import program, started
 from torch.distributed.rpc import api
 
 from aiorpc_torch import NotServing, RRef, create, remote
 from aiorpc_torch._agent import is_running
-from aiorpc_torch._server import Server
+from aiorpc_torch._server.server import Server
 from aiorpc_torch.testing import world
 
 pytestmark = pytest.mark.worlds
@@ -53,7 +54,7 @@ KINDS = pytest.mark.parametrize("kind", [Plain, Slotted])
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
     """Messages, from when it is set on, are taken in when torch has closed its books."""
     waiting, closed = threading.Event(), threading.Event()
-    accept, destroy = Server.accept, api._destroy_rref_context  # type: ignore[attr-defined]
+    accept, destroy = Server.payload, api._destroy_rref_context  # type: ignore[attr-defined]
 
     def accept_late(self: Server, *message: Any) -> Any:
         if waiting.is_set():
@@ -64,7 +65,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
         destroy(*args)
         closed.set()
 
-    monkeypatch.setattr(Server, "accept", accept_late)
+    monkeypatch.setattr(Server, "payload", accept_late)
     monkeypatch.setattr(api, "_destroy_rref_context", destroy_first)
     yield waiting
     closed.set()
@@ -79,7 +80,7 @@ async def test_a_call_that_arrives_too_late(
         async with world():
             rref = await create("main", kind)
             late.set()
-            call = asyncio.create_task(remote(rref).add(1))
+            call = asyncio.create_task(remote(rref).add(torch.zeros(1_000_000)))
             await asyncio.sleep(0)
             raise LookupError("ends the world without waiting for anybody")
     with pytest.raises(NotServing):

@@ -191,7 +191,7 @@ async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
 @kinds
 async def test_item_larger_than_the_credit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes nevertheless, and so does what follows."""
-    monkeypatch.setattr("aiorpc_torch._streams.LARGE", 64)
+    monkeypatch.setattr("aiorpc_torch._incoming.LARGE", 64)
     rref = await streams()
     items = [item async for item in getattr(remote(rref), kind)(5, size=MEGABYTE)]
     assert [int(item[0]) for item in items] == [0, 1, 2, 3, 4]

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import inspect
 import os
 import subprocess
@@ -357,3 +358,36 @@ async def test_one_world_for_all_examples(world: aiorpc.Worker, numbers: list[in
     for number in numbers:
         await remote(counter).aadd(number)
     assert await remote(counter).add(0) == sum(numbers)
+
+
+class TestGarbage:
+    """`freeze_gc`: what is there when a world starts is left out of collections until it ends."""
+
+    async def test_by_default(self) -> None:
+        """It is frozen inside, and thawed afterwards."""
+        assert gc.get_freeze_count() == 0
+        async with testing.world():
+            assert gc.get_freeze_count() > 10_000
+        assert gc.get_freeze_count() == 0
+
+    async def test_on_request_it_is_not(self) -> None:
+        """Nothing is frozen."""
+        async with testing.world(freeze_gc=False):
+            assert gc.get_freeze_count() == 0
+
+    async def test_what_a_program_has_frozen(self) -> None:
+        """It stays frozen: it is the program's to thaw."""
+        gc.freeze()
+        try:
+            before = gc.get_freeze_count()
+            async with testing.world():
+                pass
+            assert gc.get_freeze_count() > before // 2
+        finally:
+            gc.unfreeze()
+
+    @pytest.mark.worlds
+    async def test_in_children(self, workers: Workers) -> None:
+        """Each process of a local world does the same."""
+        await workers(["a"])
+        assert await call("a", gc.get_freeze_count) > 10_000

@@ -219,6 +219,29 @@ def test_what_was_submitted_before_the_end_is_done() -> None:
     assert room.threads.close(SOON) == 0
 
 
+def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in no books: submitting raises, closing does not, and threads that are there go on."""
+    threads = Threads(2, 1)
+
+    def refuse(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            threads.submit([lambda: None])
+    done: queue.SimpleQueue[int] = queue.SimpleQueue()
+    threads.submit([lambda: done.put(1)])
+    assert done.get(timeout=20.0) == 1
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", refuse)
+        gate = threading.Event()
+        threads.submit([gate.wait, lambda: done.put(2)])  # type: ignore[list-item]
+        gate.set()
+        assert done.get(timeout=20.0) == 2
+    assert threads.close(20.0) == 0
+
+
 def test_no_thread_is_started_for_nothing() -> None:
     """Threads are started when they are needed, and end when they are told."""
     before = threading.active_count()

@@ -1,6 +1,9 @@
 """How values are packed: tensors of every kind, and what cannot be read."""
 
+import gc
 import pickle
+import tracemalloc
+from random import Random
 
 import pytest
 import torch
@@ -9,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from aiorpc_torch._exceptions import Failure
-from aiorpc_torch._tensors import SMALL
+from aiorpc_torch._tensors import INLINE_BYTES, from_bytes
 from aiorpc_torch._wire import pack, unpack
 
 DTYPES = [
@@ -47,7 +50,7 @@ def test_small_tensors_ride_in_the_bytes(dtype: torch.dtype, shape: tuple[int, .
 
 
 @given(st.lists(st.integers(1, 4), max_size=4), st.randoms())
-def test_views_arrive_as_what_they_show(shape: list[int], random) -> None:
+def test_views_arrive_as_what_they_show(shape: list[int], random: Random) -> None:
     """Transposed, sliced and expanded views."""
     dims = list(range(len(shape)))
     random.shuffle(dims)
@@ -63,7 +66,7 @@ def test_views_arrive_as_what_they_show(shape: list[int], random) -> None:
 @pytest.mark.parametrize(
     "tensor",
     [
-        torch.zeros(SMALL // 4 + 1),
+        torch.zeros(INLINE_BYTES // 4 + 1),
         torch.ones(2, requires_grad=True),
         torch.ones(2, dtype=torch.complex64).conj(),
         torch.ones(1, dtype=torch.complex64).conj().imag,
@@ -94,6 +97,7 @@ def test_small_tensor_is_copied_at_the_call() -> None:
 def test_size_counts_bytes_and_tensors() -> None:
     """What decides whether a call goes alone."""
     assert pack(torch.zeros(10_000)).size > 40_000
+    assert pack(torch.zeros(INLINE_BYTES)).size > 4 * INLINE_BYTES
     assert pack(b"x" * 50_000).size > 50_000
 
 
@@ -115,10 +119,23 @@ def test_inference_tensors_are_small_too() -> None:
 
 def test_views_are_compacted() -> None:
     """A view does not drag along the part of its storage that it does not show."""
-    base = torch.zeros(100, 100)
-    for view in (base[:60], base[:, :99], base[1:]):
+    base = torch.zeros(200, 200)
+    for view in (base[:160], base[:, :199], base[1:]):
         (sent,) = pack(view).tensors
         assert sent.untyped_storage().nbytes() == view.nbytes
         assert torch.equal(sent, view)
     assert pack(base).tensors[0] is base
     assert pack(base.t()).tensors[0].data_ptr() == base.data_ptr(), "all of it: not copied"
+
+
+def test_a_row_that_is_kept_keeps_no_large_column() -> None:
+    """Rows of a column of more than a page have memory of their own."""
+    tracemalloc.start()
+    try:
+        kept = from_bytes((torch.uint8, (16,)), bytes(16 * 50_000), 50_000)[7]
+        gc.collect()
+        current, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert kept.nbytes == 16
+    assert current < 100_000

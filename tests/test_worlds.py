@@ -18,6 +18,7 @@ import pytest
 import torch
 from actors import Batching, Counter, Sleeper
 from clocks import SLACK
+from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
@@ -516,3 +517,15 @@ def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) ->
     said = "still run on worker main" if how == "blocks" else "did not end when its worker"
     assert said in done.stderr
     assert "Traceback" not in done.stderr
+
+
+async def test_blocking_rpc_on_a_loop_that_is_called_back() -> None:
+    """Ends with torch's timeout: the call back needs the loop that the blocking call holds."""
+    async with world(["a"]):
+        await check_blocking_rpc()
+
+
+async def check_blocking_rpc() -> None:
+    with pytest.raises(RuntimeError, match="RPCErr:1:"):
+        rpc.rpc_sync("a", actors.call_back_on_a_new_loop, args=("main",), timeout=1.0)
+    assert await call("a", actors.pid)

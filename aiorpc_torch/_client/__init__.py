@@ -1,0 +1,1 @@
+"""Calls out: connections of an event loop to its peers."""

@@ -1,0 +1,1 @@
+"""What travels between workers: frames, the handshake, the state of a connection, payloads."""

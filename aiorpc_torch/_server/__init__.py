@@ -1,0 +1,1 @@
+"""Calls in: the listener, sessions of callers, dispatch to the loop and to threads."""

@@ -1,0 +1,165 @@
+"""How much of the library does one call run through? Its modules, functions and lines, counted.
+
+A lone call of a warm connection, with a tensor of four floats, between two processes that trace
+what they execute (`sys.settrace`). A line counts once, however often it runs.
+
+    python -m benchmarks.path [--kind async|def|batched]
+"""
+
+import argparse
+import asyncio
+import sys
+import threading
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import call, create, remote
+
+from ._compare import lay_out
+
+LIBRARY = f"{Path(aiorpc.__file__).parent}/"
+METHODS = {"async": "on_loop", "def": "plain", "batched": "batch"}
+WARM_UP = 10
+BEGIN, END = 0.2, 0.6  # seconds after `record` in which the callee is watched
+MARGIN = 0.1  # seconds before the call, and after its result
+
+Function = tuple[str, str, int]
+"""Its module, its qualified name, and its first line."""
+
+Line = tuple[str, int]
+"""A module, and the number of a line in it."""
+
+Trail = tuple[set[Function], set[Line]]
+
+
+class Server:
+    def plain(self, x: Tensor) -> Tensor:
+        return x
+
+    async def on_loop(self, x: Tensor) -> Tensor:
+        return x
+
+    @aiorpc.batched(max_size=64)
+    async def batch(self, xs: list[Tensor]) -> list[Tensor]:
+        return xs
+
+
+# ── what is executed in a process ───────────────────────────────────────────────────────────────
+
+
+class Tracer:
+    """Notes what the library executes while it is on, in every thread of Python's in which it is
+    installed. Code that began before it was on is noted from there.
+    """
+
+    def __init__(self) -> None:
+        self.on = False
+        self.functions: set[CodeType] = set()
+        self.lines: set[tuple[CodeType, int]] = set()
+
+    def install(self) -> None:
+        """In this thread, and in those that start from now on."""
+        threading.settrace(self._called)
+        sys.settrace(self._called)
+
+    def path(self) -> Trail:
+        """What was noted."""
+        functions = {
+            (_module(each), each.co_qualname, each.co_firstlineno) for each in self.functions
+        }
+        return functions, {(_module(code), line) for code, line in self.lines}
+
+    def _called(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any] | None:
+        if not frame.f_code.co_filename.startswith(LIBRARY):
+            return None
+        if self.on:
+            self.functions.add(frame.f_code)
+        return self._line
+
+    def _line(self, frame: FrameType, event: str, _: Any) -> Callable[..., Any]:
+        if self.on and event == "line":
+            self.functions.add(frame.f_code)
+            self.lines.add((frame.f_code, frame.f_lineno))
+        return self._line
+
+
+def _module(code: CodeType) -> str:
+    return code.co_filename.removeprefix(LIBRARY).removesuffix(".py").replace("/", ".")
+
+
+tracer = Tracer()
+
+
+async def install() -> None:
+    """In the process that runs this."""
+    tracer.install()
+
+
+async def record() -> None:
+    """Watch this process for a while, but not the call that asks for it."""
+    loop = asyncio.get_running_loop()
+    loop.call_later(BEGIN, setattr, tracer, "on", True)
+    loop.call_later(END, setattr, tracer, "on", False)
+
+
+async def recorded() -> Trail:
+    """What was executed meanwhile."""
+    return tracer.path()
+
+
+# ── one call ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def measure(kind: str) -> tuple[Trail, Trail]:
+    """What one call executes at the caller, and at the callee."""
+    tracer.install()
+    async with aiorpc.local_world(["server"]):
+        await call("server", install)
+        server = await create("server", Server)
+        method, x = METHODS[kind], torch.rand(4)
+        for _ in range(WARM_UP):
+            await getattr(remote(server), method)(x)
+        await call("server", record)
+        await asyncio.sleep(BEGIN + MARGIN)
+        tracer.on = True
+        await getattr(remote(server), method)(x)
+        await asyncio.sleep(MARGIN)  # what is left to do
+        tracer.on = False
+        await asyncio.sleep(END - BEGIN)
+        return tracer.path(), await call("server", recorded)
+
+
+def show(kind: str, caller: Trail, callee: Trail) -> None:
+    functions, lines = caller[0] | callee[0], caller[1] | callee[1]
+    modules = {module for module, *_ in functions}
+    print(
+        f"one warm lone call, {kind}: {len(lines)} lines of {len(functions)} functions "
+        f"in {len(modules)} modules\n"
+    )
+    heads = ("module", "lines", "caller", "callee", "functions", "caller", "callee")
+    columns = [_count(each) for each in (lines, caller[1], callee[1])]
+    columns += [_count(each) for each in (functions, caller[0], callee[0])]
+    by_lines = sorted(modules, key=lambda module: (-columns[0][module], module))
+    table = [(module, *(f"{column[module]}" for column in columns)) for module in by_lines]
+    total = ("total", *(f"{column.total()}" for column in columns))
+    lay_out([heads, *table, total])
+    sides = [len({module for module, *_ in path[0]}) for path in (caller, callee)]
+    print(f"\nmodules at the caller: {sides[0]}, at the callee: {sides[1]}")
+
+
+def _count(found: set[Any]) -> Counter[str]:
+    return Counter(module for module, *_ in found)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="How much of the library one call runs through.")
+    parser.add_argument("--kind", choices=METHODS, default="async", help="of the method")
+    given = parser.parse_args()
+    show(given.kind, *asyncio.run(measure(given.kind)))

@@ -1,0 +1,306 @@
+"""Do strangers that connect to a worker keep it from its calls, or make it keep anything?
+
+Thousands of connections to its abstract Unix socket and to a TCP port, none of which proves who it
+is: silent ones, garbage, half a hello, a hello with a wrong proof, and half a hello followed by the
+header of a frame of 2 GiB. Calls go on meanwhile; when all are over, a thousand calls more must be
+answered right, and nothing of the strangers may be left.
+
+    python -m benchmarks.strangers [--count N] [--limit S]
+"""
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import socket
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any, NamedTuple
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import _doors, call, create, remote
+from aiorpc_torch._protocol.frames import CALLS, HEADER
+from aiorpc_torch._protocol.handshake import (
+    HELLO,
+    NONCE,
+    Addresses,
+    Credentials,
+    Party,
+    hello,
+    new_nonce,
+)
+from aiorpc_torch._server.listener import PATIENCE, UNPROVEN, Listener
+
+from ._compare import lay_out, machine, number
+from ._peers_process import process
+from ._process import resident_memory
+
+COUNT = 20_000
+LIMIT = 60.0  # seconds for all of them
+AT_ONCE = 4 * UNPROVEN  # strangers, at most
+CALLS_AFTER = 1_000
+HUGE = 1 << 31  # bytes that a header promises
+MB = 1_000_000
+
+Address = str | tuple[str, int]
+Ends = Counter[tuple[str, str]]
+"""How often a kind of stranger ended in which way."""
+
+
+class Server:
+    async def double(self, x: int) -> int:
+        return 2 * x
+
+
+# ── in the worker ───────────────────────────────────────────────────────────────────────────────
+
+
+class Left(NamedTuple):
+    """What the worker has of strangers."""
+
+    unproven: int
+    memory: int  # bytes
+    files: int
+
+
+_listeners: list[Listener] = []
+
+
+async def listen() -> Addresses:
+    """Where this worker listens, with a TCP port that it opens if it has none."""
+    server = _doors.serving()
+    assert server is not None
+    assert server._listener is not None
+    _listeners.append(server._listener)
+    addresses = server._listener.addresses
+    if addresses.tcp is None:
+        me = Party(server.name, 0)
+        _listeners.append(await Listener.start(me, "127.0.0.1", server._accept))
+        addresses = Addresses(addresses.namespace, addresses.unix, _listeners[-1].addresses.tcp)
+    return addresses
+
+
+async def left() -> Left:
+    unproven = sum(len(each._unproven) for each in _listeners)
+    return Left(unproven, resident_memory(os.getpid()), len(os.listdir("/proc/self/fd")))
+
+
+async def listen_no_more() -> None:
+    """Close what `listen` has opened."""
+    for each in _listeners[1:]:
+        each.close()
+
+
+# ── strangers, in a process of their own ────────────────────────────────────────────────────────
+
+
+def garbage(_: bytes) -> bytes:
+    return random.randbytes(HELLO)
+
+
+def half_hello(nonce: bytes) -> bytes:
+    return wrong_proof(nonce)[: HELLO // 2]
+
+
+def wrong_proof(nonce: bytes) -> bytes:
+    """A hello of somebody who was never introduced."""
+    return hello(Credentials(Party("stranger", 0), Party("server", 1)), 0, nonce, new_nonce())
+
+
+def huge_frame(nonce: bytes) -> bytes:
+    return half_hello(nonce) + HEADER.pack(HUGE, CALLS)
+
+
+KINDS = {
+    "silent": lambda _: b"",
+    "garbage": garbage,
+    "half a hello": half_hello,
+    "a wrong proof": wrong_proof,
+    "a header of 2 GiB": huge_frame,
+}
+
+
+def visit_all(told: Connection, addresses: list[Address], count: int) -> None:
+    """Be so many strangers, kind after kind; tells how they ended."""
+    told.send(asyncio.run(_visit_all(addresses, count)))
+
+
+async def _visit_all(addresses: list[Address], count: int) -> Ends:
+    ends: Ends = Counter()
+
+    async def visit_some(kind: str, turns: Iterator[int]) -> None:
+        for turn in turns:
+            ends[kind, await visit(addresses[turn % len(addresses)], kind)] += 1
+
+    for kind in KINDS:
+        # Whoever is done takes the next turn: those that the worker leaves waiting hold up nobody.
+        turns = iter(range(count // len(KINDS)))
+        await asyncio.gather(*(visit_some(kind, turns) for _ in range(AT_ONCE)))
+    return ends
+
+
+async def visit(address: Address, kind: str) -> str:
+    """One stranger, until the worker closes the connection or long after it should have."""
+    loop = asyncio.get_running_loop()
+    with await connect(address) as visiting:
+        try:
+            async with asyncio.timeout(2 * PATIENCE):
+                nonce = await loop.sock_recv(visiting, NONCE)
+                if not nonce:
+                    return "refused at once"
+                await loop.sock_sendall(visiting, KINDS[kind](nonce))
+                while await loop.sock_recv(visiting, 4096):
+                    pass
+            return "closed"
+        except OSError:
+            return "closed"
+        except TimeoutError:
+            return "STILL OPEN"
+
+
+async def connect(address: Address) -> socket.socket:
+    """Once there is room in the backlog."""
+    loop = asyncio.get_running_loop()
+    family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
+    visiting = socket.socket(family, socket.SOCK_STREAM)
+    visiting.setblocking(False)
+    if not isinstance(address, str):
+        await loop.sock_connect(visiting, address)
+        return visiting
+    while True:  # not by asyncio: where the backlog is full, its connection seems to succeed
+        with contextlib.suppress(BlockingIOError):
+            visiting.connect(f"\0{address}")
+            return visiting
+        await asyncio.sleep(0.001)
+
+
+# ── in the worker that calls ────────────────────────────────────────────────────────────────────
+
+
+@dataclass(slots=True)
+class Visit:
+    """How it went."""
+
+    ends: Ends = field(default_factory=Counter)
+    seconds: float = 0.0
+    before: Left | None = None
+    after: Left | None = None
+    quiet: list[float] = field(default_factory=list)  # µs of a call with no strangers about
+    beside: list[float] = field(default_factory=list)  # µs with them
+    new: list[float] = field(default_factory=list)  # ms of the first call of a new connection
+    failed: list[str] = field(default_factory=list)  # why there was no new connection
+    wrong: int = 0
+
+
+async def measure(count: int, limit: float) -> Visit:
+    found = Visit()
+    async with aiorpc.local_world(["server"]) as me:
+        server = await create("server", Server)
+        where = await call(me.peers[0], listen)
+        addresses: list[Address] = [where.unix]
+        addresses += [where.tcp] if where.tcp is not None else []
+        found.wrong += await many_calls(server, CALLS_AFTER, found.quiet)
+        found.before = await call("server", left)
+        begin = time.perf_counter()
+        with process(visit_all, addresses, count) as strangers:
+            over = asyncio.Event()
+            anew = asyncio.create_task(calls_anew(server, over, found))
+            while not strangers.poll():
+                if time.perf_counter() - begin > limit:
+                    sys.exit(f"the strangers were not done in {limit:g} s")
+                found.wrong += await many_calls(server, 10, found.beside)
+                await asyncio.sleep(0.05)
+            found.ends = strangers.recv()
+        found.seconds = time.perf_counter() - begin
+        over.set()
+        await anew
+        found.wrong += await many_calls(server, CALLS_AFTER, [])
+        found.after = await call("server", left)
+        await call("server", listen_no_more)
+    return found
+
+
+async def many_calls(server: Any, count: int, times: list[float]) -> int:
+    """How many of so many calls had a wrong result; how long each took, in µs, goes to `times`."""
+    wrong = 0
+    for x in range(count):
+        start = time.perf_counter()
+        wrong += await remote(server).double(x) != 2 * x
+        times.append((time.perf_counter() - start) * 1e6)
+    return wrong
+
+
+async def calls_anew(server: Any, over: asyncio.Event, found: Visit) -> None:
+    """Connect again and again, while there are strangers."""
+    while not over.is_set():
+        try:
+            found.new.append(await asyncio.to_thread(call_anew, server))
+        except aiorpc.RpcError as exc:
+            found.failed.append(str(exc))
+        await asyncio.sleep(0.1)
+
+
+def call_anew(server: Any) -> float:
+    """ms of a call by a loop of its own, which so needs a connection of its own."""
+
+    async def first_call() -> float:
+        start = time.perf_counter()
+        await remote(server).double(1)
+        return (time.perf_counter() - start) * 1e3
+
+    return asyncio.run(first_call())
+
+
+def show(found: Visit, count: int) -> bool:
+    """Print it; whether all is well."""
+    before, after = found.before, found.after
+    assert before is not None
+    assert after is not None
+    outcomes = sorted({end for _, end in found.ends})
+    kinds = [(kind, *(f"{found.ends[kind, end]:,}" for end in outcomes)) for kind in KINDS]
+    lay_out([("strangers", *outcomes), *kinds])
+    print(f"\n{count:,} in {found.seconds:.1f} s, at most {AT_ONCE} at once\n")
+    grown = (after.memory - before.memory) / MB
+    lines = [
+        ("", "before", "after"),
+        ("unproven connections", f"{before.unproven}", f"{after.unproven}"),
+        ("memory of the worker, MB", *(f"{each.memory / MB:.1f}" for each in (before, after))),
+        ("its open files", f"{before.files}", f"{after.files}"),
+    ]
+    lay_out(lines)
+    print(f"\nmemory: {grown:+.1f} MB; wrong results: {found.wrong}\n")
+    timed = [
+        ("a call, no strangers about", "µs", found.quiet),
+        ("a call meanwhile", "µs", found.beside),
+        ("a new connection's first call meanwhile", "ms", found.new),
+    ]
+    lay_out(
+        [
+            ("", "unit", "calls", "median", "longest"),
+            *(
+                (what, unit, f"{len(times):,}", number(median(times)), number(max(times)))
+                for what, unit, times in timed
+                if times
+            ),
+        ]
+    )
+    if found.failed:
+        print(f"\n{len(found.failed)} new connections FAILED; the last: {found.failed[-1]}")
+    print(f"\n{machine()}")
+    is_open = any(end == "STILL OPEN" for _, end in found.ends)
+    return not (found.wrong or after.unproven or is_open)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description="What strangers' connections do to a worker.")
+    parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="of strangers")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="S", help="seconds for them")
+    given = parser.parse_args()
+    if not show(asyncio.run(measure(given.count, given.limit)), given.count):
+        sys.exit("not all is well")

@@ -1,0 +1,365 @@
+"""What leaves a connection when, whatever is called, given up, answered and paused."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+
+from aiorpc_torch._protocol.connection_state import (
+    FRAME_BYTES,
+    MAX_CALLS,
+    ReplyState,
+    SendState,
+)
+from aiorpc_torch._window import Window
+
+SIZES = st.sampled_from([0, 1, 100, FRAME_BYTES // 2, FRAME_BYTES, FRAME_BYTES + 1])
+COUNTS = st.sampled_from([1, 2, 3, MAX_CALLS - 1, MAX_CALLS, MAX_CALLS + 1, 3 * MAX_CALLS])
+
+
+@dataclass(frozen=True)
+class Call:
+    """What the state has to know of a call."""
+
+    number: int
+    size: int = 0
+    by_torch: bool = False
+
+
+def batches_of(state: SendState[Call]) -> Iterator[list[Call]]:
+    """The calls of each frame that may leave now."""
+    return iter(state.take, [])
+
+
+# ── calls ───────────────────────────────────────────────────────────────────────────────────────
+
+
+class Sending(RuleBasedStateMachine):
+    """A model that keeps the calls in one list, in the order in which they were submitted."""
+
+    @initialize(
+        calls=st.sampled_from([1, 3, MAX_CALLS + 1, 1 << 20]),
+        size=st.sampled_from([1, FRAME_BYTES, 1 << 40]),
+    )
+    def begin(self, calls: int, size: int) -> None:
+        self.calls, self.bytes = calls, size
+        self.pending: set[int] = set()
+        self.window = Window(calls, size)
+        self.dropped: list[Call] = []
+        self.state: SendState[Call] = SendState(self.pending, self.window, self.dropped.append)
+        self.unsent: list[Call] = []  # the queue, with calls that were given up
+        self.given_up: set[int] = set()  # of those
+        self.open: dict[int, int] = {}  # sent and not answered: their sizes
+        self.cancels: list[int] = []
+        self.credits: list[tuple[int, int]] = []
+        self.number = 0
+        self.forced = False
+
+    def live(self) -> list[Call]:
+        return [call for call in self.unsent if call.number not in self.given_up]
+
+    def left(self, calls: list[Call]) -> None:
+        """Check that those calls are the next ones, each for the first time."""
+        live = self.live()
+        assert calls == live[: len(calls)]
+        gone = self.unsent.index(calls[-1]) + 1
+        self.drop(self.unsent[:gone])
+        del self.unsent[:gone]
+        self.open.update((call.number, call.size) for call in calls)
+
+    def drop(self, calls: list[Call]) -> None:
+        """Check that those of the calls that were given up were dropped, in order, once."""
+        expected = [call for call in calls if call.number in self.given_up]
+        assert self.dropped[: len(expected)] == expected
+        del self.dropped[: len(expected)]
+
+    @rule(count=COUNTS, size=SIZES, by_torch=st.booleans())
+    def submit(self, count: int, size: int, by_torch: bool) -> None:
+        """A lone call is sent at once if one caller was woken; else a frame's worth is."""
+        for _ in range(count):
+            call = Call(self.number, size, by_torch)
+            is_idle = not self.pending
+            self.number += 1
+            self.pending.add(call.number)
+            self.unsent.append(call)
+            is_lone = is_idle and self.state.woken == 1
+            now = self.state.submit(call, is_idle=is_idle)
+            assert now is (is_lone or len(self.unsent) >= MAX_CALLS)
+
+    @rule(count=st.integers(0, 3))
+    def wake(self, count: int) -> None:
+        """So many callers were woken by the last read."""
+        self.state.woken = count
+
+    @rule(which=st.lists(st.integers(0, 1000), min_size=1, max_size=20))
+    def give_up(self, which: list[int]) -> None:
+        """The peer is told of a call that was sent, and of no other."""
+        for index in which:
+            if not self.pending:
+                return
+            number = sorted(self.pending)[index % len(self.pending)]
+            self.pending.discard(number)
+            is_sent = number in self.open
+            assert self.state.cancel(number) is is_sent
+            if is_sent:
+                self.cancels.append(number)
+            else:
+                self.given_up.add(number)
+
+    @rule(number=st.integers(0, 5), credit=st.integers(1, 100))
+    def grant(self, number: int, credit: int) -> None:
+        """Credit for a stream waits for the next frame."""
+        self.state.credits.append((number, credit))
+        self.credits.append((number, credit))
+
+    @rule()
+    def control(self) -> None:
+        """Cancellations and credit leave once, paused or not."""
+        expected = self.cancels, self.credits
+        assert self.state.controls() == (expected if any(expected) else None)
+        assert self.state.controls() is None
+        self.cancels, self.credits = [], []
+
+    @rule()
+    def flush_while_paused(self) -> None:
+        """Nothing leaves, and nothing is dropped."""
+        self.state.is_paused = True
+        assert [*batches_of(self.state)] == []
+
+    @rule(most=st.none() | st.integers(1, 3))
+    def flush(self, most: int | None) -> None:
+        """All that may leave does, in frames as full as they may be, until the socket is full."""
+        self.state.is_paused = False
+        batches = []
+        for batch in batches_of(self.state):
+            batches.append(batch)
+            self.check_frame(batch)
+            self.left(batch)
+            self.state.is_paused = len(batches) == most
+        for one, other in pairwise(batches):
+            size = sum(call.size for call in one) + other[0].size
+            alone = one[-1].by_torch or other[0].by_torch
+            assert alone or len(one) == MAX_CALLS or size > FRAME_BYTES, "they were one frame"
+        if self.state.is_paused:
+            return
+        self.drop(self.unsent if not self.live() else self.unsent[: self.first_live()])
+        self.unsent = self.unsent[self.first_live() :]
+        if self.unsent:
+            assert not self.window.admits(self.unsent[0].size), "it might have left"
+
+    def first_live(self) -> int:
+        live = self.live()
+        return self.unsent.index(live[0]) if live else len(self.unsent)
+
+    def check_frame(self, batch: list[Call]) -> None:
+        assert 0 < len(batch) <= MAX_CALLS
+        assert len(batch) == 1 or sum(call.size for call in batch) <= FRAME_BYTES
+        assert len(batch) == 1 or not any(call.by_torch for call in batch)
+        sizes = [*self.open.values(), *(call.size for call in batch)]
+        if not self.forced:
+            assert len(sizes) <= self.calls
+            assert len(sizes) == 1 or sum(sizes) <= self.bytes
+
+    @rule()
+    def force(self) -> None:
+        """One call leaves though the window is full, the next in order."""
+        self.forced = True
+        live = self.live()
+        found = self.state.force()
+        assert found == live[:1]
+        if found:
+            self.left(found)
+        else:
+            self.drop(self.unsent)
+            self.unsent = []
+
+    @rule(data=st.data(), count=st.integers(1, 300))
+    def answer(self, data: st.DataObject, count: int) -> None:
+        """Answers come, in any order."""
+        for _ in range(min(count, len(self.open))):
+            first, last = next(iter(self.open)), next(reversed(self.open))
+            number = data.draw(st.sampled_from([first, last])) if count < 3 else first
+            del self.open[number]
+            self.pending.discard(number)
+            self.window.answered([number])
+        if not self.open:
+            self.forced = False
+
+    @rule()
+    def clear(self) -> None:
+        """The connection is lost: what was open is told, what had not left is dropped."""
+        assert self.state.clear() == [*self.open]
+        assert self.dropped == self.unsent
+        self.dropped.clear()
+        self.pending.clear()
+        self.open.clear()
+        self.unsent = []
+
+    @invariant()
+    def it_holds_what_has_not_left(self) -> None:
+        """The queue and the window are those of the model; drops are told when they happen."""
+        if not hasattr(self, "state"):
+            return
+        assert len(self.state) == len(self.unsent)
+        assert (self.state.cancels, self.state.credits) == (self.cancels, self.credits)
+        assert len(self.window) == len(self.open)
+        assert self.dropped == []
+
+
+TestSending = Sending.TestCase
+TestSending.settings = settings(stateful_step_count=30)
+
+
+def state_of(*calls: Call, window: Window | None = None) -> SendState[Call]:
+    """An open connection with calls that wait to leave."""
+    state = SendState[Call](range(1000), Window() if window is None else window, pytest.fail)
+    state.is_paused = False
+    for call in calls:
+        state.submit(call, is_idle=False)
+    return state
+
+
+def test_nothing_leaves_before_the_connection_is_open() -> None:
+    """A new state is paused; cancellations and credit are told all the same."""
+    state: SendState[Call] = SendState(range(10), Window(), pytest.fail)
+    assert state.is_paused
+    state.submit(Call(0), is_idle=True)
+    assert [*batches_of(state)] == []
+    state.credits.append((0, 1))
+    assert state.controls() == ([], [(0, 1)])
+    assert repr(state) == "<SendState paused, 1 unsent, <Window 0 calls, 0 bytes>>"
+
+
+@pytest.mark.parametrize("woken", [0, 1, 2, 3])
+@pytest.mark.parametrize("is_idle", [False, True])
+def test_who_leaves_at_once(woken: int, is_idle: bool) -> None:
+    """A call of the only caller that was woken, when nothing else is under way."""
+    state = state_of()
+    state.woken = woken
+    assert state.submit(Call(0), is_idle=is_idle) is (is_idle and woken == 1)
+
+
+def test_a_full_frame_leaves_at_once() -> None:
+    """The call that completes a frame sends it, and no earlier one does."""
+    state = state_of()
+    sent = [state.submit(Call(number), is_idle=False) for number in range(MAX_CALLS)]
+    assert sent == [False] * (MAX_CALLS - 1) + [True]
+    assert [len(batch) for batch in batches_of(state)] == [MAX_CALLS]
+
+
+@given(
+    st.lists(st.tuples(SIZES, st.booleans()), max_size=3 * MAX_CALLS),
+    st.sets(st.integers(0, 3 * MAX_CALLS)),
+)
+def test_what_was_given_up_never_leaves(calls: list[tuple[int, bool]], gone: set[int]) -> None:
+    """It is dropped in its turn; the others leave in order, each once."""
+    pending = {*range(len(calls))} - gone
+    dropped: list[Call] = []
+    state: SendState[Call] = SendState(pending, Window(), dropped.append)
+    sent = [Call(number, *each) for number, each in enumerate(calls)]
+    for call in sent:
+        state.submit(call, is_idle=False)
+    state.is_paused = False
+    left = [call for batch in batches_of(state) for call in batch]
+    assert left == [call for call in sent if call.number in pending]
+    assert dropped == [call for call in sent if call.number in gone]
+    assert len(state) == 0
+
+
+@pytest.mark.parametrize("count", [1, MAX_CALLS, MAX_CALLS + 1, 3 * MAX_CALLS + 1])
+def test_frames_of_many_calls(count: int) -> None:
+    """Each but the last is full."""
+    sizes = [len(each) for each in batches_of(state_of(*map(Call, range(count))))]
+    assert sizes[:-1] == [MAX_CALLS] * ((count - 1) // MAX_CALLS)
+    assert sum(sizes) == count
+    assert sizes[-1] <= MAX_CALLS
+
+
+def test_a_call_by_torch_is_alone() -> None:
+    """Those before and after it have frames of their own, in order."""
+    calls = [Call(number, by_torch=number in (2, 3)) for number in range(6)]
+    batches = [[call.number for call in batch] for batch in batches_of(state_of(*calls))]
+    assert batches == [[0, 1], [2], [3], [4, 5]]
+
+
+def test_a_large_call_is_alone() -> None:
+    """One beyond the bytes of a frame leaves by itself, and holds nothing up."""
+    sizes = [1, FRAME_BYTES + 1, 1, FRAME_BYTES - 1, 1]
+    calls = [Call(number, size) for number, size in enumerate(sizes)]
+    batches = [[call.number for call in batch] for batch in batches_of(state_of(*calls))]
+    assert batches == [[0], [1], [2, 3], [4]]
+
+
+def test_a_full_window_holds_the_rest() -> None:
+    """Calls behind the one that does not fit wait too, however small; answers let them go."""
+    window = Window(10, 100)
+    state = state_of(Call(0, 60), Call(1, 60), Call(2, 0), window=window)
+    assert [*batches_of(state)] == [[Call(0, 60)]]
+    assert [*batches_of(state)] == []
+    window.answered([0])
+    assert [*batches_of(state)] == [[Call(1, 60), Call(2, 0)]]
+
+
+def test_what_joins_while_a_frame_leaves() -> None:
+    """A call that is submitted between two frames leaves behind them."""
+    state = state_of(Call(0, by_torch=True), Call(1))
+    batches = batches_of(state)
+    assert next(batches) == [Call(0, by_torch=True)]
+    state.submit(Call(2), is_idle=False)
+    assert [*batches] == [[Call(1), Call(2)]]
+
+
+# ── results ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(
+    st.lists(
+        st.one_of(
+            st.tuples(COUNTS, SIZES, st.booleans()),
+            st.none(),  # all that there is leaves
+        ),
+        max_size=8,
+    )
+)
+def test_results_leave_in_order(steps: list[tuple[int, int, bool] | None]) -> None:
+    """Each once, in frames that are as full as they may be; a lone one leaves at once."""
+    state = ReplyState()
+    sizes: list[int] = []
+    unsent: list[Any] = []
+    for step in [*steps, None]:
+        if step is not None:
+            count, size, is_last = step
+            for _ in range(count):
+                result = len(sizes), "plain", None
+                sizes.append(size)
+                unsent.append(result)
+                assert state.add(result, size, is_last=is_last) is (is_last and len(unsent) == 1)
+                assert repr(state) == f"<ReplyState {len(unsent)} unsent>"
+            continue
+        batches = [[*batch] for batch in state.batches()]
+        assert [result for batch in batches for result in batch] == unsent
+        unsent.clear()
+        for batch in batches:
+            assert 0 < len(batch) <= MAX_CALLS
+            assert len(batch) == 1 or sum(sizes[number] for number, *_ in batch) <= FRAME_BYTES
+        for one, other in pairwise(batches):
+            size = sum(sizes[number] for number, *_ in (*one, other[0]))
+            assert len(one) == MAX_CALLS or size > FRAME_BYTES, "they were one frame"
+    assert [*state.batches()] == []
+
+
+def test_a_result_that_is_added_meanwhile_leaves_later() -> None:
+    """What is added while frames are written is not lost, and does not leave twice."""
+    state = ReplyState()
+    for number in range(2):
+        state.add((number, "plain", None), FRAME_BYTES, is_last=False)
+    batches = state.batches()
+    assert next(batches) == [(0, "plain", None)]
+    state.add((2, "plain", None), 0, is_last=False)
+    assert [*batches] == [[(1, "plain", None)]]
+    assert [*state.batches()] == [[(2, "plain", None)]]

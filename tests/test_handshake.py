@@ -1,0 +1,226 @@
+"""The handshake: who knows the secret is let in, and nobody else by anything that was ever sent."""
+
+import dataclasses
+import struct
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from aiorpc_torch._protocol.handshake import (
+    HELLO,
+    NONCE,
+    PROOF,
+    Addresses,
+    Credentials,
+    Hello,
+    Party,
+    dump_introduction,
+    hello,
+    is_answered,
+    load_introduction,
+    new_nonce,
+)
+
+LINK = 7
+VERSION = 8  # bytes at the start of a hello
+
+names = st.text(max_size=20)
+numbers = st.integers(0, (1 << 63) - 1)
+links = st.integers(0, (1 << 64) - 1)
+nonces = st.binary(min_size=NONCE, max_size=NONCE)
+parties = st.builds(Party, names, numbers)
+credentials = st.builds(
+    Credentials,
+    parties,
+    parties,
+    st.binary(min_size=16, max_size=16),
+    st.binary(min_size=32, max_size=32),
+)
+addresses = st.builds(
+    Addresses, names, names, st.none() | st.tuples(names, st.integers(1, (1 << 16) - 1))
+)
+
+SHARED = Credentials(Party("caller", 1), Party("callee", 2))
+THEIRS, MINE = new_nonce(), new_nonce()
+GREETING = hello(SHARED, LINK, THEIRS, MINE)
+ANSWER = Hello.load(GREETING).answer(SHARED, THEIRS)
+
+
+def changed(data: bytes, index: int, by: int) -> bytes:
+    """The data with one byte changed."""
+    return data[:index] + bytes([data[index] ^ by]) + data[index + 1 :]
+
+
+def is_let_in(data: bytes, known: Credentials, nonce: bytes) -> bool:
+    """Whether a callee of these credentials, who sent `nonce`, takes those bytes for a hello."""
+    try:
+        found = Hello.load(data)
+    except ValueError:
+        return False
+    return found.key == known.key and found.is_proven(known, nonce)
+
+
+# ── who knows the secret ────────────────────────────────────────────────────────────────────────
+
+
+@given(credentials, links, nonces, nonces)
+def test_both_sides_prove_themselves(
+    shared: Credentials, link: int, theirs: bytes, mine: bytes
+) -> None:
+    """With the same credentials each side accepts the proof of the other."""
+    data = hello(shared, link, theirs, mine)
+    assert len(data) == HELLO
+    found = Hello.load(data)
+    assert (found.key, found.nonce, found.link) == (shared.key, mine, link)
+    assert found.is_proven(shared, theirs)
+    proof = found.answer(shared, theirs)
+    assert len(proof) == PROOF
+    assert is_answered(shared, link, theirs, mine, proof)
+
+
+def test_what_is_sent_is_small() -> None:
+    """A stranger gets memory for one hello and no more."""
+    assert HELLO <= 128
+
+
+def test_secrets_differ() -> None:
+    """Each introduction and each connection has numbers of its own."""
+    one, other = (Credentials(Party("a", 1), Party("b", 2)) for _ in range(2))
+    assert one.key != other.key
+    assert one.secret != other.secret
+    assert new_nonce() != new_nonce()
+    assert len(new_nonce()) == NONCE
+
+
+# ── who does not ────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, HELLO - 1), st.integers(1, 255))
+def test_a_changed_hello_is_refused(index: int, by: int) -> None:
+    """Any byte of it that is changed on its way is noticed."""
+    assert is_let_in(GREETING, SHARED, THEIRS)
+    assert not is_let_in(changed(GREETING, index, by), SHARED, THEIRS)
+
+
+@given(st.integers(0, PROOF - 1), st.integers(1, 255))
+def test_a_changed_proof_is_refused(index: int, by: int) -> None:
+    """Any byte of it that is changed on its way is noticed."""
+    assert is_answered(SHARED, LINK, THEIRS, MINE, ANSWER)
+    assert not is_answered(SHARED, LINK, THEIRS, MINE, changed(ANSWER, index, by))
+
+
+@given(st.binary(max_size=PROOF - 1) | st.binary(min_size=PROOF + 1, max_size=64))
+def test_a_proof_of_another_length_is_refused(proof: bytes) -> None:
+    """A part of a proof, or more than one, is none."""
+    assert not is_answered(SHARED, LINK, THEIRS, MINE, proof)
+    assert not is_answered(SHARED, LINK, THEIRS, MINE, ANSWER[: len(proof)] + proof[PROOF:])
+
+
+def other_credentials() -> list[Credentials]:
+    """Credentials that differ from the shared ones in one thing, but for the key."""
+    caller, callee = SHARED.caller, SHARED.callee
+    return [
+        dataclasses.replace(SHARED, secret=changed(SHARED.secret, 0, 1)),
+        dataclasses.replace(SHARED, caller=Party("other", caller.number)),
+        dataclasses.replace(SHARED, caller=Party(caller.name, 3)),
+        dataclasses.replace(SHARED, callee=Party("other", callee.number)),
+        dataclasses.replace(SHARED, callee=Party(callee.name, 3)),
+        dataclasses.replace(SHARED, caller=callee, callee=caller),
+    ]
+
+
+@pytest.mark.parametrize("other", other_credentials())
+def test_other_credentials_are_refused(other: Credentials) -> None:
+    """The secret and both processes are a part of each proof, in their roles."""
+    assert not is_let_in(hello(other, LINK, THEIRS, MINE), SHARED, THEIRS)
+    assert not is_let_in(GREETING, other, THEIRS)
+    assert not is_answered(other, LINK, THEIRS, MINE, ANSWER)
+    answer = Hello.load(GREETING).answer(other, THEIRS)
+    assert not is_answered(SHARED, LINK, THEIRS, MINE, answer)
+
+
+@given(parties, parties, parties, parties)
+def test_names_do_not_run_into_each_other(
+    one: Party, two: Party, three: Party, four: Party
+) -> None:
+    """A proof of one pair of processes is a proof of no other pair."""
+    first = dataclasses.replace(SHARED, caller=one, callee=two)
+    second = dataclasses.replace(SHARED, caller=three, callee=four)
+    data = hello(first, LINK, THEIRS, MINE)
+    assert is_let_in(data, second, THEIRS) is ((one, two) == (three, four))
+
+
+def test_a_proof_of_the_callee_is_none_of_the_caller() -> None:
+    """What a callee answered cannot be reflected at it, nor at the caller."""
+    reflected = GREETING[:-PROOF] + ANSWER
+    assert Hello.load(reflected).proof == ANSWER
+    assert not is_let_in(reflected, SHARED, THEIRS)
+    assert not is_answered(SHARED, LINK, THEIRS, MINE, GREETING[-PROOF:])
+
+
+@given(nonces, nonces)
+def test_the_order_of_the_nonces_counts(theirs: bytes, mine: bytes) -> None:
+    """A proof for two nonces is none for the same two the other way round."""
+    data = hello(SHARED, LINK, theirs, mine)
+    swapped = Hello.load(hello(SHARED, LINK, mine, theirs))
+    assert Hello.load(data).is_proven(SHARED, theirs)
+    if theirs != mine:
+        assert swapped.proof != Hello.load(data).proof
+        assert not dataclasses.replace(swapped, nonce=mine).is_proven(SHARED, theirs)
+
+
+@given(nonces)
+def test_a_recorded_hello_is_worth_nothing(nonce: bytes) -> None:
+    """On another connection the callee has another nonce."""
+    assert is_let_in(GREETING, SHARED, nonce) is (nonce == THEIRS)
+
+
+@given(nonces, nonces)
+def test_a_recorded_answer_is_worth_nothing(theirs: bytes, mine: bytes) -> None:
+    """On another connection the caller has another nonce, whatever that of the callee is."""
+    same = (theirs, mine) == (THEIRS, MINE)
+    assert is_answered(SHARED, LINK, theirs, mine, ANSWER) is same
+    assert not is_answered(SHARED, LINK, THEIRS, changed(MINE, 0, 1), ANSWER)
+    assert not is_answered(SHARED, LINK, changed(THEIRS, 0, 1), MINE, ANSWER)
+
+
+@given(links)
+def test_a_proof_is_for_one_link(link: int) -> None:
+    """Who passes on a hello cannot make it another link's."""
+    other = dataclasses.replace(Hello.load(GREETING), link=link)
+    assert other.is_proven(SHARED, THEIRS) is (link == LINK)
+    assert is_answered(SHARED, link, THEIRS, MINE, ANSWER) is (link == LINK)
+
+
+@given(st.binary(min_size=VERSION, max_size=VERSION))
+def test_a_hello_of_another_version(version: bytes) -> None:
+    """It says so, whatever follows."""
+    data = version + GREETING[VERSION:]
+    if data == GREETING:
+        return
+    with pytest.raises(ValueError, match="hello starts with"):
+        Hello.load(data)
+
+
+@given(st.binary(max_size=HELLO - 1))
+def test_what_is_too_short_is_no_hello(data: bytes) -> None:
+    """Only HELLO bytes are read."""
+    with pytest.raises(struct.error):
+        Hello.load(data)
+
+
+# ── introductions ───────────────────────────────────────────────────────────────────────────────
+
+
+@given(credentials, addresses)
+def test_introductions_arrive_as_they_were(shared: Credentials, where: Addresses) -> None:
+    """Credentials and addresses come out of the bytes that torch RPC carries."""
+    assert load_introduction(dump_introduction(shared, where)) == (shared, where)
+
+
+def test_secrets_are_not_shown() -> None:
+    """Nothing that is logged has the secret in it."""
+    assert SHARED.secret.hex() not in repr(SHARED)
+    assert repr(SHARED.secret) not in repr(SHARED)
+    assert "secret" not in repr(SHARED)
