@@ -35,6 +35,7 @@ The map of the house, from the ground up; imports point down only.
     _server.server                         the callee: sessions, and calls that run for them
     _doors                                 how torch's own clients call what wants the loop
     _client.introduction                   how a caller gets a proven connection to a peer
+    _client.answers                        answers of torch's, and a peer's last frame
     _client.connection                     one loop's calls to one peer, and their results
     _outbox, _calling, _remote             which connection a call takes; what the user types
     _stacking, _stage                      `@batched`: nests of tensors; on a CUDA device

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from . import _rrefs
+from ._columns import read
 from ._deadline import deadline_after
 from ._errands import BatchId, Errand, received_by
 from ._exceptions import Failure
@@ -20,7 +21,7 @@ from ._jobs import CreateJob, Join, RpcJob, join_of, runs_on_loop
 from ._message import Calls, Group, Work
 from ._server.session import Session
 from ._streams import StreamJob
-from ._wire import Create, order_key
+from ._wire import Create, order_key, public
 
 
 def arrived(
@@ -35,6 +36,10 @@ def arrived(
 
     `reply` answers calls that came by torch RPC; None: their session does.
     """
+    if exports is None and not tensors and len(message.numbers) == 1:
+        lone = _lone(message, session, reply, worker)
+        if lone is not None:
+            return [lone]
     if {*map(type, message.budgets)} - _SECONDS:
         raise TypeError("budgets are seconds")  # or the loop could not compare its deadlines
     jobs = []
@@ -57,6 +62,26 @@ def arrived(
         raise ValueError(f"a message of {most} calls has {len(jobs)}")
     return jobs
 
+
+def _lone(message: Calls, session: Session, reply: Any, worker: str) -> RpcJob | None:
+    """The job of a call by itself, as most are; None for one that takes more, or has a mistake."""
+    try:
+        target, stream, names, _, columns, *batches = message.groups[0]
+        ident, name = target
+        if stream or names != () or batches or message.budgets or type(ident) is not tuple:
+            return None
+        function = public(_rrefs.find(ident), name)
+        args = tuple([read(column, _NO_TENSORS, 1)[0] for column in columns])
+        on_loop, join = runs_on_loop(function), join_of(function)
+    except BaseException:  # it is raised again, for its caller
+        return None
+    (number,) = message.numbers
+    job = RpcJob(session, reply, number, function, (args, {}), None, worker, on_loop, join)
+    job.key = ident
+    return job
+
+
+_NO_TENSORS: Iterator[Tensor] = iter(())
 
 _SECONDS = {float, int, type(None)}
 

@@ -129,6 +129,15 @@ def write(kind: CellKind, cells: Sequence[Any], tensors: Table) -> Column:
     return write_kind(kind), (b"".join(cells), len(cells))
 
 
+def write_lone(kind: CellKind, content: Any, tensors: Table) -> Column:
+    """The column of one cell."""
+    if kind is PLAIN:
+        return PLAIN, [content]
+    if type(kind) is tuple:
+        return write_kind(kind), (content, 1)
+    return write(kind, [content], tensors)
+
+
 class End:
     """What the end of a stream is read as."""
 
@@ -152,6 +161,8 @@ def read(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
         ValueError: if it is not a column of so many; nothing was made then of what it declares.
     """
     kind, cells = column
+    if type(kind) is tuple and cells[1] == count:
+        return from_bytes(read_kind(kind), cells[0], count)
     if _size(kind, cells) != count:
         raise ValueError(f"a column of {_size(kind, cells)!r} cells in place of {count}")
     if kind == PLAIN:
@@ -169,7 +180,7 @@ def read(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
         return [END] * count
     if kind == HELD:
         return [*map(Held, cells)]
-    return from_bytes(read_kind(kind), cells[0], count)
+    raise ValueError(f"no column is of kind {kind!r}")
 
 
 def skip(column: Column, tensors: Iterator[Tensor]) -> None:

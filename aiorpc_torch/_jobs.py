@@ -18,7 +18,7 @@ from torch.distributed.rpc import RRef
 from torch.distributed.rpc.internal import RemoteException
 from torch.futures import Future
 
-from ._columns import FAILED, Shared, cell, loose
+from ._columns import FAILED, PLAIN, Shared, cell, loose
 from ._deadline import adopt
 from ._errands import Errand, set_out
 from ._exceptions import Failure, note
@@ -194,6 +194,8 @@ class RpcJob(Job):
 
     def _cell(self, value: Any) -> tuple[Any, Any]:
         kind, content = value.cell() if type(value) is Shared else cell(value)
+        if kind is PLAIN or type(kind) is tuple:  # mostly
+            return kind, content
         if tensors := loose(kind, content):
             self.session.check(tensors)
         return kind, content

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, skip, write
+from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, skip, write, write_lone
 from ._errands import BatchId
 from ._rrefs import Ident
 from ._tensors import INLINE_BYTES, Table, size_of
@@ -110,6 +110,26 @@ def outgoing(
     return Outgoing(number, header, tuple(cells), due, size, by_torch)
 
 
+_NO_TENSORS = Table()
+
+
+def lone_frame(number: int, target: Short, args: tuple[Any, ...]) -> bytes | None:
+    """The data of a frame with one call and nothing beside it: quickly, as most calls are.
+
+    None for a call that takes more: a target that is packed, arguments that do not travel inline.
+    """
+    if type(target) is not tuple or len(args) > 1:  # one tensor passed twice arrives as one
+        return None
+    columns = []
+    for value in args:
+        found = plain_cell(value)
+        if found is None or found[0] is TENSOR:
+            return None
+        kind, content = found
+        columns.append(write_lone(kind, content, _NO_TENSORS))
+    return dump(((number,), (), ((target, False, (), 1, columns),), ()))
+
+
 def outside(target: Short) -> Sequence[Tensor]:
     """The tensors of a target that do not travel in its bytes: of a partial, say."""
     return target.tensors if type(target) is Packed else ()
@@ -152,7 +172,7 @@ def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
     if len(calls) == 1:  # mostly
         number, header, cells, due, *_ = calls[0]
         budgets = () if due is None else (float(due - now),)
-        return Calls((number,), (), (_write_group(header, [cells], tensors),), budgets)
+        return Calls((number,), (), (_write_lone(header, cells, tensors),), budgets)
     groups: dict[Header, list[tuple[Any, ...]]] = {}
     timed = False
     for call in calls:
@@ -173,11 +193,22 @@ def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
     )
 
 
-def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: Table) -> Any:
+def _write_lone(header: Header, cells: tuple[Any, ...], tensors: Table) -> Any:
     target, stream, names, kinds, *batches = header
+    columns = [write_lone(kind, cell, tensors) for kind, cell in zip(kinds, cells, strict=True)]
+    return _write_target(target, tensors), stream, names, 1, columns, *batches
+
+
+def _write_target(target: Short, tensors: Table) -> Any:
     if type(target) is Packed:
         tensors.put(target.ready())
-        target = (target.data, len(target.tensors))
+        return target.data, len(target.tensors)
+    return target
+
+
+def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: Table) -> Any:
+    target, stream, names, kinds, *batches = header
+    target = _write_target(target, tensors)
     cells = zip(*rows, strict=True)
     columns = [write(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)]
     return target, stream, names, len(rows), columns, *batches
@@ -291,8 +322,8 @@ def dump_results(results: Sequence[Result]) -> tuple[bytes, Table]:
     tensors = Table()
     if len(results) == 1:  # mostly
         key, kind, content = results[0]
-        plain = [([key], write(kind, [content], tensors))]
-        return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL), tensors
+        lone = [([key], write_lone(kind, content, tensors))]
+        return pickle.dumps(lone, pickle.HIGHEST_PROTOCOL), tensors
     columns: list[tuple[CellKind, list[Key], list[Any]]] = []
     open_columns: dict[Any, tuple[CellKind, list[Key], list[Any]]] = {}
     for key, kind, content in results:

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-INLINE_BYTES = 64 * 1024
+INLINE_BYTES = 128 * 1024
 """Bytes up to which a tensor, an argument list or a result travels on the connection. What is
 larger travels by torch RPC (`python -m benchmarks.threshold`)."""
 
@@ -60,13 +60,13 @@ def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
     length = math.prod(shape)
     if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
+    if count == 1 and len(shape) == 1 and length:  # mostly
+        return [torch.frombuffer(bytearray(data), dtype=dtype)]
     if not length:
         return [torch.empty(shape, dtype=dtype) for _ in range(count)]
     # Not unbind(): its rows are views, which autograd forbids to change in place, and each would
     # take the whole column along wherever it is saved.
     buffer, size = bytearray(data), len(data) // count
-    if len(shape) == 1 and count == 1:
-        return [torch.frombuffer(buffer, dtype=dtype)]
     if len(data) <= SHARED:
         flat = [
             torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
@@ -105,8 +105,7 @@ class Table(list[Tensor]):
     results, that were given one tensor get copies of it: what one does with it is not the other's.
     """
 
-    def __init__(self) -> None:
-        self._storages: set[int] = set()
+    _storages: frozenset[int] = frozenset()
 
     def put(self, tensors: Iterable[Tensor]) -> None:
         """Those of one call, or of one result."""

@@ -151,7 +151,7 @@ class Method(NamedTuple):
     name: str
 
     def bind(self, found: Any) -> Callable[..., Any]:
-        return _public(found, self.name)
+        return public(found, self.name)
 
 
 class TypedMethod(NamedTuple):
@@ -163,7 +163,7 @@ class TypedMethod(NamedTuple):
     def bind(self, found: Any) -> Callable[..., Any]:
         name = getattr(self.function, "__name__", "")
         if any(vars(cls).get(name) is self.function for cls in type(found).__mro__):
-            return _public(found, name)
+            return public(found, name)
         return partial(self.function, found)
 
 
@@ -231,7 +231,8 @@ def check_public(name: Any) -> None:
         raise AttributeError(f"{name!r} is no method's name: remote calls reach no parts of parts")
 
 
-def _public(obj: Any, name: str) -> Callable[..., Any]:
+def public(obj: Any, name: str) -> Callable[..., Any]:
+    """The public method `name` of `obj`. Raises if there is none, or it computes a value."""
     check_public(name)
     for cls in type(obj).__mro__:
         if name in cls.__dict__:

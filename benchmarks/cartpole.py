@@ -161,7 +161,7 @@ def main() -> None:
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     parser.add_argument("--steps", type=int, default=500, help="of an environment in a round")
     parser.add_argument("--observers", type=int, nargs="+", help="instead of 1, 5 and 10")
-    parser.add_argument("--transports", nargs="+", help="of TensorPipe; by default torch's choice")
+    parser.add_argument("--transports", nargs="+", help="by default each side's own")
     given = parse(parser)
     few = [1, 2] if given.quick else TABLE
     observers = given.observers or (list(FIGURE) if given.plot and not given.quick else few)

@@ -3,7 +3,7 @@
 One model, cut in two: as coroutines (`examples.pipeline`), in plain torch RPC
 (`examples._reference.pipeline`), and uncut in one process. In each repetition every way has
 processes of its own, one way after the other. Two stages need two cores; the master, and on one
-machine the polling of shared memory, take their part of them.
+machine, for plain torch, the polling of shared memory, take their part of them.
 
     python -m benchmarks.pipeline [--quick] [--repeat N] [--stages N] [--plot PATH]
 """

@@ -41,6 +41,7 @@ FLOORS = [
     ["_server.server"],
     ["_doors"],
     ["_client.introduction"],
+    ["_client.answers"],
     ["_client.connection"],
     ["_outbox"],
     ["_calling"],

@@ -27,11 +27,12 @@ from aiorpc_torch._message import (
     load_calls,
     load_payload,
     load_results,
+    lone_frame,
     outgoing,
     shorten,
 )
 from aiorpc_torch._tensors import INLINE_BYTES, Table
-from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod
+from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod, pack
 
 NOW = 1000.0
 numbers = itertools.count()
@@ -647,3 +648,36 @@ def test_under_inference_mode() -> None:
     row = result(tensor)
     assert torch.equal(row, torch.full((3,), 2.0))
     assert not row.is_inference()
+
+
+@given(
+    value=st.one_of(
+        st.integers(), st.floats(allow_nan=False), st.text(max_size=20), st.binary(max_size=20),
+        st.none(), st.booleans(), st.lists(st.floats(width=32, allow_nan=False), max_size=9),
+    ),
+    number=st.integers(0, 2**40),
+    is_given=st.booleans(),
+)  # fmt: skip
+def test_a_lone_call_is_the_frame_that_any_call_is(value: Any, number: int, is_given: bool) -> None:
+    """The quick way to write a call and the general one write the same."""
+    argument = torch.tensor(value) if isinstance(value, list) else value
+    args = (argument,) if is_given else ()
+    target = ((1, 2), "method")
+    general = lay_out([outgoing(number, target, False, (args, {}), None)], 0.0, Table())
+    quick = lone_frame(number, target, args)
+    assert quick is not None
+    assert load_calls(quick) == load_calls(dump(tuple(general)))
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        (pack(1), ()),
+        (((1, 2), "method"), (1, 2)),
+        (((1, 2), "method"), ([1],)),
+        (((1, 2), "method"), (torch.zeros(1_000_000),)),
+    ],
+)
+def test_a_call_that_takes_more_goes_the_general_way(target: Any, args: tuple[Any, ...]) -> None:
+    """Packed targets and arguments, several arguments, and large tensors."""
+    assert lone_frame(0, target, args) is None

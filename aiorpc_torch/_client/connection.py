@@ -18,7 +18,6 @@ from .. import _devices, _rrefs
 from .._bridge import in_autograd_context, send, transport_error, when_done
 from .._columns import END
 from .._errands import sent_by
-from .._exceptions import Failure
 from .._incoming import Incoming, Item
 from .._message import (
     Outgoing,
@@ -28,6 +27,7 @@ from .._message import (
     dump_payload,
     lay_out,
     load_results,
+    lone_frame,
     outgoing,
     shorten,
 )
@@ -37,8 +37,8 @@ from .._protocol.channel import Channel, describe
 from .._protocol.connection_state import SendState
 from .._protocol.frames import CALLS, CONTROL, MAX_FRAME, RESULTS, SLOT, ProtocolError, frame
 from .._protocol.handshake import Party
-from .._protocol.payloads import EVERY, attach, detach
-from .._recording import Recorded, current, plain_answer
+from .._protocol.payloads import EVERY, attach
+from .._recording import Recorded, current
 from .._rrefs import Ident
 from .._tensors import INLINE_BYTES, Table, size_of
 from .._wait import Wait, wake_all
@@ -49,10 +49,10 @@ from ..errors import (
     CallTimeout,
     NotServing,
     RemoteError,
-    RemoteTraceback,
     RpcError,
     WorkerLost,
 )
+from .answers import error_of, is_inline, read_answer
 from .introduction import Introductions
 
 log = logging.getLogger("aiorpc_torch")
@@ -136,9 +136,30 @@ class Connection(Channel):
 
     def call(self, target: Target, work: Work, due: float | None) -> tuple[int, Wait]:
         """Send a call; its number, and what is to be awaited: its value, `Failure` or `Broken`."""
-        call, wait = self._outgoing(target, False, work, due), Wait(self._loop)
+        wait = Wait(self._loop)
+        is_plain = due is None and not work[1] and not self._pending
+        if is_plain and self._state.may_send_alone() and self._send_alone(target, work[0], wait):
+            return self._calls - 1, wait
+        call = self._outgoing(target, False, work, due)
         self._submit(call, wait, target)
         return call.number, wait
+
+    def _send_alone(self, target: Target, args: tuple[Any, ...], wait: Wait) -> bool:
+        """Send a lone call at once, without the queue; return whether it could be done."""
+        number, short = self._calls, shorten(target, _ident(target))
+        if short in self._large or sent_by(self._me.name) or current() is not None:
+            return False
+        data = lone_frame(number, short, args)
+        if data is None or len(data) > INLINE_BYTES:
+            return False
+        self._calls += 1
+        self._messages += 1
+        self._bytes += len(data)
+        self._state.window.sent(number, len(data))
+        self._pending[number] = wait
+        wait.target = short
+        self.write(frame(CALLS, data))
+        return True
 
     def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
         """Send a call whose items are awaited one by one; its number, and where they arrive."""
@@ -322,7 +343,10 @@ class Connection(Channel):
         self._state.woken = len(wake)
         if len(self._state):
             self.flush()
-        wake_all(wake, self._loop)
+        if len(wake) == 1:
+            wake[0].wake()
+        else:
+            wake_all(wake, self._loop)
 
     def _collect(self, key: Any, sink: Sink, item: Item | None) -> None:
         """Ask for a result that the callee holds."""
@@ -335,7 +359,8 @@ class Connection(Channel):
             self._collected(key, sink, item, transport_error(exc, self.peer.name))
         else:
             when_done(
-                answer, lambda done: self._collected(key, sink, item, self._read_answer(done))
+                answer,
+                lambda done: self._collected(key, sink, item, read_answer(done, self.peer.name)),
             )
 
     def _collected(
@@ -353,7 +378,7 @@ class Connection(Channel):
 
     def _answered(self, number: int, answer: Any, recorded: Recorded | None) -> None:
         """Take the answer to a payload."""
-        outcomes = self._read_answer(answer, recorded is not None)
+        outcomes = read_answer(answer, self.peer.name, recorded=recorded is not None)
         if isinstance(outcomes, RpcError):
             self._payload_failed(number, outcomes, None)
             return
@@ -365,35 +390,15 @@ class Connection(Channel):
         # The end of a stream is behind its items, on the connection.
         ours = [each for each in ours if each[1] is not END]
         sink = self._pending.get(number)
-        if self._large and sink is not None and _is_inline(answer.wait()):
+        if self._large and sink is not None and is_inline(answer.wait()):
             self._large.discard(sink.target)
         self._state.window.answered((number,))  # also if its caller has given it up
         self._settle(ours)
 
     def _settle(self, outcomes: Sequence[Any]) -> None:
+        self._observer.heard(self.peer.name)
         self._state.window.answered(self._pending.settle(outcomes, self._wake, self._collect))
         self._woken()
-
-    def _read_answer(self, answer: Any, recorded: bool = False) -> "list[Any] | RpcError":
-        """Return the results in an answer of torch's, or what came of it."""
-        peer = self.peer.name
-        try:
-            results = answer.wait()
-            if isinstance(results, Failure):  # nobody serves there, or it was not taken in
-                results.get()
-        except RpcError as exc:
-            return exc
-        except BaseException as exc:  # of whatever class the peer names: SystemExit is not ours
-            return transport_error(exc, peer)
-        self._observer.heard(peer)
-        try:
-            if recorded:
-                results = plain_answer(results)
-            parts = (results, ()) if isinstance(results, bytes) else results
-            return load_results(*detach(*parts))
-        except BaseException as exc:
-            log.warning("an answer of worker %r cannot be read: %r", peer, exc)
-            return RemoteError(f"the answer of worker {peer!r} cannot be read: {exc!r}")
 
     # ── its beginning and its end ───────────────────────────────────────────────────────────────
 
@@ -460,7 +465,7 @@ class Connection(Channel):
 
     def on_close(self, what: str, text: str) -> None:
         self._observer.parted(self.peer.name, self.peer.id, what, text)
-        self._over(_error_of(self.peer.name, what, text))
+        self._over(error_of(self.peer.name, what, text))
 
     def on_broken(self, exc: Exception) -> None:
         error = f"what worker {self.peer.name!r} sent, perhaps this result, cannot be read: {exc!r}"
@@ -477,20 +482,3 @@ def _ident(target: Target) -> Ident | None:
     """Return by what the peer finds the object of a call, None if only torch does."""
     on = target.on
     return on if on is None or isinstance(on, tuple) else _rrefs.ident(on)
-
-
-def _error_of(peer: str, what: str, text: str) -> RpcError:
-    """Return what the peer's last frame means for calls that it has not answered."""
-    if what == "failed":
-        summary, _, rest = text.partition("\n")
-        error = WorkerLost(peer, summary)
-        error.__cause__ = RemoteTraceback(peer, rest) if rest else None
-        return error
-    if what == "broken":
-        return RemoteError(f"worker {peer!r} has closed the connection: {text}")
-    return NotServing(text or f"worker {peer!r} has stopped")
-
-
-def _is_inline(results: Any) -> bool:
-    """Return whether an answer of torch's would have travelled on the connection."""
-    return isinstance(results, bytes) or (not results[1] and len(results[0]) <= INLINE_BYTES)

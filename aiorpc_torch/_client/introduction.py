@@ -5,7 +5,7 @@ import contextlib
 import functools
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from torch._C._distributed_rpc import WorkerInfo
 
@@ -146,8 +146,7 @@ class _Handshake(asyncio.Protocol):
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
 
     def data_received(self, data: bytes) -> None:
         self._received += data

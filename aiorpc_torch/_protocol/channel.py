@@ -32,6 +32,7 @@ class Channel(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
+        self.get_buffer = self._reader.buffer  # type: ignore[method-assign]
         self._transport: asyncio.Transport | None = None
         self._paused: set[str] = set()  # why nothing is read
         self._is_closing = False  # whether our last frame has left
@@ -91,9 +92,6 @@ class Channel(asyncio.BufferedProtocol):
         self._transport.write(data)
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────
-
-    def get_buffer(self, sizehint: int) -> memoryview:
-        return self._reader.buffer()
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._is_deaf:

@@ -73,6 +73,11 @@ class SendState(Generic[C]):
         self._queue.append(call)
         return (is_idle and self.woken == 1) or len(self._queue) >= MAX_CALLS
 
+    def may_send_alone(self) -> bool:
+        """Return whether a call on an idle connection may leave at once, without the queue."""
+        is_free = self.woken == 1 and not self.is_paused and not self._queue
+        return is_free and not self.cancels and not self.credits and not len(self.window)
+
     def cancel(self, number: int) -> bool:
         """Return whether the peer has to be told that nobody waits for that call."""
         if number not in self.window:  # it has not left and will not
@@ -140,6 +145,11 @@ class ReplyState:
 
     def __repr__(self) -> str:
         return f"<ReplyState {len(self._results)} unsent>"
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing waits to be sent."""
+        return not self._results
 
     def add(self, result: tuple[Any, Any, Any], size: int, *, is_last: bool) -> bool:
         """Queue a result of `size` bytes; return whether to send now.

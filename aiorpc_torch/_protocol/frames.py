@@ -49,7 +49,7 @@ class FrameReader:
     def __repr__(self) -> str:
         return f"<FrameReader {self._end - self._start} bytes unread>"
 
-    def buffer(self) -> memoryview:
+    def buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes: at least one, and no more than one frame needs."""
         if self._start == self._end:
             self._start = self._end = 0

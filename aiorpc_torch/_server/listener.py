@@ -12,6 +12,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
+from typing import cast
 
 from .._protocol.channel import Channel
 from .._protocol.forked import keep_from_children
@@ -19,7 +20,7 @@ from .._protocol.handshake import HELLO, Addresses, Credentials, Hello, Party, n
 
 log = logging.getLogger("aiorpc_torch")
 
-UNPROVEN = 64  # connections at once whose caller has proven nothing; more are closed
+UNPROVEN = 64  # connections at once whose caller has proven nothing; of more the oldest is closed
 PATIENCE = 5.0  # seconds for the proof
 BACKLOG = 128
 _UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
@@ -48,7 +49,7 @@ class Listener:
         self._servers: list[asyncio.Server] = []
         self._credentials: dict[bytes, Credentials] = {}
         self._introduced: dict[Party, Credentials] = {}
-        self._unproven: set[_Unproven] = set()
+        self._unproven: dict[_Unproven, None] = {}  # the oldest first
         self.addresses = Addresses(network_namespace(), "")
 
     def __repr__(self) -> str:
@@ -107,16 +108,18 @@ class Listener:
         for each in [*self._unproven]:
             each.refuse("the worker leaves")
 
-    def admit(self, unproven: "_Unproven") -> bool:
-        """Return whether one more connection may prove its caller."""
-        if len(self._unproven) >= UNPROVEN:
-            return False
-        self._unproven.add(unproven)
-        return True
+    def admit(self, unproven: "_Unproven") -> None:
+        """Let one more connection prove its caller; the oldest of too many is closed.
+
+        A caller proves itself in milliseconds, so strangers cannot keep its place.
+        """
+        while len(self._unproven) >= UNPROVEN:
+            next(iter(self._unproven)).refuse("too many at once")
+        self._unproven[unproven] = None
 
     def settle(self, unproven: "_Unproven") -> None:
         """Forget a connection that has proven its caller, or has gone."""
-        self._unproven.discard(unproven)
+        self._unproven.pop(unproven, None)
 
     def begin(
         self, transport: asyncio.Transport, credentials: Credentials, hello: Hello, nonce: bytes
@@ -138,14 +141,15 @@ class _Unproven(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
-        if not _is_ours(transport) or not self._listener.admit(self):
-            transport.abort()
+        opened = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = opened
+        if not _is_ours(opened):
+            opened.abort()
             return
-        keep_from_children(transport)
+        self._listener.admit(self)
+        keep_from_children(opened)
         self._timer = asyncio.get_running_loop().call_later(PATIENCE, self.refuse, "no proof")
-        transport.write(self._nonce)
+        opened.write(self._nonce)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)[self._size :]
