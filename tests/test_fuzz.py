@@ -261,7 +261,7 @@ class Victim:
             return send(peer, door, data, tensors)
 
         patch.setattr(connection, "send", tapped)
-        target, small, large = self.target, torch.ones(3), torch.ones(30_000)
+        target, small, large = self.target, torch.ones(3), torch.ones(60_000)
         await target.quick(0)
         await asyncio.gather(*(target.quick(number) for number in range(3)))
         await asyncio.gather(
@@ -767,7 +767,7 @@ def test_results_that_are_not_as_they_were(liar: Liar) -> None:
         async def lie() -> None:
             liar.gate = Gate()
             liar.gated = remote(RRef(liar.gate))
-            tasks = await liar.begin(liar.victim.target.doubled(3, torch.ones(30_000)))
+            tasks = await liar.begin(liar.victim.target.doubled(3, torch.ones(60_000)))
             liar.change = change
             await asyncio.wait(tasks[1:], timeout=0.01)
             await liar.end(tasks)
@@ -868,7 +868,7 @@ ANSWERS = {
 def test_answers_of_torchs_that_make_no_sense(liar: Liar, door: str, what: str) -> None:
     """That call fails at once, and nobody else."""
     victim, answer = liar.victim, session._answer
-    large = torch.ones(30_000)
+    large = torch.ones(60_000)
 
     def lie(reply: Any, results: Any) -> None:
         victim.patch.setattr(session, "_answer", answer)
@@ -877,7 +877,7 @@ def test_answers_of_torchs_that_make_no_sense(liar: Liar, door: str, what: str) 
     async def ask() -> Any:
         if door == "payload":
             return await victim.target.doubled(3, large)
-        return await call("main", torch.ones, 30_000)
+        return await call("main", torch.ones, 60_000)
 
     async def hit() -> Any:
         other = asyncio.ensure_future(liar.gated.passed())

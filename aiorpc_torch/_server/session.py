@@ -219,7 +219,9 @@ class Session(Channel):
         except Exception as exc:  # no memory, say; callers would wait for ever
             log.warning("results for %s cannot be packed: %r", self.caller, exc)
             if len(results) == 1:
-                return self._frames([(results[0][0], FAILED, Failure.of(exc, "the callee"))])
+                key, kind, _ = results[0]
+                failed = key, FAILED, Failure.of(exc, "the callee")
+                return [] if kind == FAILED else self._frames([failed])
             data = b""
         if data and len(data) <= MAX_FRAME:
             return [frame(RESULTS, data)]
