@@ -155,7 +155,8 @@ class Leaving:
         await asyncio.wait((waiting,))
         self._vigil.close()
         together = self._who_leaves_too()
-        await close_queues()
+        if not self._failure:  # else calls that wait for a batch learn the failure, from the server
+            await close_queues()
         what = "failed" if self._failure else "left"
         ended = await asyncio.gather(
             self._outbox.close(what, self._failure),
@@ -165,7 +166,9 @@ class Leaving:
         for exc in ended:
             if isinstance(exc, BaseException):
                 log.error("%s: a connection was not closed", self._outbox.name, exc_info=exc)
-        if not self._failure:
+        if self._failure:
+            await close_queues()
+        else:
             await self._part_from(together)
         if not await self._blocking(STOP, self._agent.stop) and is_running():
             log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, STOP)
