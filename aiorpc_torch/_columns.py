@@ -42,12 +42,18 @@ _ATOMS = frozenset((int, float, bool, complex, type(None)))
 
 def plain_cell(value: Any) -> tuple[CellKind, Any] | None:
     """The kind and the cell of a tensor or a small plain value, or None for all others."""
+    found = inline_cell(value)
+    if found is None and type(value) is Tensor and not value.is_cuda:
+        return TENSOR, compact(value)
+    return found
+
+
+def inline_cell(value: Any) -> tuple[CellKind, Any] | None:
+    """The kind and the cell of a small tensor or plain value, or None for all others."""
     cls = type(value)
     if cls is Tensor:
         data = small_bytes(value)
-        if data is not None:
-            return (value.dtype, value.shape), data
-        return None if value.is_cuda else (TENSOR, compact(value))
+        return None if data is None else ((value.dtype, value.shape), data)
     if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= INLINE_BYTES):
         return PLAIN, value
     return None

@@ -15,7 +15,18 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from ._columns import PACKED, PLAIN, TENSOR, CellKind, plain_cell, read, skip, write, write_lone
+from ._columns import (
+    PACKED,
+    PLAIN,
+    TENSOR,
+    CellKind,
+    inline_cell,
+    plain_cell,
+    read,
+    skip,
+    write,
+    write_lone,
+)
 from ._errands import BatchId
 from ._rrefs import Ident
 from ._tensors import INLINE_BYTES, Table, size_of
@@ -122,8 +133,8 @@ def lone_frame(number: int, target: Short, args: tuple[Any, ...]) -> bytes | Non
         return None
     columns = []
     for value in args:
-        found = plain_cell(value)
-        if found is None or found[0] is TENSOR:
+        found = inline_cell(value)
+        if found is None:
             return None
         kind, content = found
         columns.append(write_lone(kind, content, _NO_TENSORS))

@@ -6,8 +6,9 @@ import weakref
 
 import pytest
 from actors import Counter
+from torch.distributed import rpc
 
-from aiorpc_torch import RRef, create, remote
+from aiorpc_torch import RRef, _wire, create, remote
 
 
 class Slotted:
@@ -35,6 +36,19 @@ async def test_calls_on_every_kind_of_object() -> None:
     await asyncio.gather(*(remote(counter).aadd() for _ in range(50)))
     assert await remote(counter).add(0) == 55
     assert await remote(numbers).total() == 15
+
+
+@pytest.mark.usefixtures("world")
+async def test_a_call_forks_an_rref_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of an object that only torch finds: a fork that nobody receives would keep it alive."""
+    numbers = rpc.remote("main", Slotted)
+    await remote(numbers).push(1)
+    forked = []
+    depart = _wire.depart
+    monkeypatch.setattr(_wire, "depart", lambda rref: forked.append(rref) or depart(rref))
+    for _ in range(3):
+        await remote(numbers).total()
+    assert len(forked) == 3
 
 
 @pytest.mark.usefixtures("world")

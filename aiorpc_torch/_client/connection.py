@@ -43,7 +43,7 @@ from .._rrefs import Ident
 from .._tensors import INLINE_BYTES, Table, size_of
 from .._wait import Wait, wake_all
 from .._window import TRICKLE, Window
-from .._wire import Broken, Target, order_key
+from .._wire import Broken, Method, Target, order_key
 from .._wire import describe as target_name
 from ..errors import (
     CallTimeout,
@@ -146,7 +146,9 @@ class Connection(Channel):
 
     def _send_alone(self, target: Target, args: tuple[Any, ...], wait: Wait) -> bool:
         """Send a lone call at once, without the queue; return whether it could be done."""
-        number, short = self._calls, shorten(target, _ident(target))
+        if type(target) is not Method or (ident := _ident(target)) is None:
+            return False  # to pack what only torch finds is to fork its RRef: once, by who sends it
+        number, short = self._calls, (ident, target.name)
         if short in self._large or sent_by(self._me.name) or current() is not None:
             return False
         data = lone_frame(number, short, args)

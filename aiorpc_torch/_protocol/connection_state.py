@@ -146,11 +146,6 @@ class ReplyState:
     def __repr__(self) -> str:
         return f"<ReplyState {len(self._results)} unsent>"
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing waits to be sent."""
-        return not self._results
-
     def add(self, result: tuple[Any, Any, Any], size: int, *, is_last: bool) -> bool:
         """Queue a result of `size` bytes; return whether to send now.
 

@@ -180,9 +180,7 @@ class Session(Channel):
         size = bulk(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and loose(kind, content)):
             result, size = self._hold(result, size), 0
-        if not self.jobs and self._replies.is_empty and self.is_open:
-            self.write(b"".join(self._frames((result,))))
-        elif self._replies.add(result, size, is_last=not self.jobs):
+        if self._replies.add(result, size, is_last=not self.jobs):
             self.flush()
         else:
             self.flush_soon()
