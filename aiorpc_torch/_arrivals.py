@@ -17,8 +17,9 @@ from ._deadline import deadline_after
 from ._errands import BatchId, Errand, received_by
 from ._exceptions import Failure
 from ._exports import Exports
-from ._jobs import CreateJob, Join, RpcJob, join_of, runs_on_loop
+from ._jobs import CreateJob, Join, RpcJob, join_of
 from ._message import Calls, Group, Work
+from ._protocol.runtime import runs_on_loop
 from ._server.session import Session
 from ._streams import StreamJob
 from ._wire import Create, order_key, public

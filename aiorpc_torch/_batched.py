@@ -17,10 +17,10 @@ from torch._C._distributed_rpc import PyRRef
 from ._admission import admission
 from ._batched_types import ListDecorator, StackDecorator
 from ._body import Body
-from ._doors import answer_torch, on_a_loop, serving
-from ._jobs import wants_loop
 from ._message import Work
 from ._policy import Fill, Policy
+from ._protocol.endpoints import serving
+from ._protocol.runtime import answer_torch, on_a_loop, wants_loop
 from ._queue import Queue, Settle
 from ._stacking import Device
 from ._tally import new_tally

@@ -12,8 +12,8 @@ import torch
 
 from ._admission import Row
 from ._answers import outcomes
-from ._doors import in_thread
 from ._fences import fence_of
+from ._protocol.runtime import in_thread
 from ._stacking import Device, Here, Where, stack
 from ._stage import Stage
 from ._steps import Within

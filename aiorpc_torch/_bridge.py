@@ -22,10 +22,9 @@ from torch._C._distributed_rpc import WorkerInfo, _invoke_rpc_python_udf
 from torch.distributed.rpc.internal import PythonUDF, serialize
 from torch.futures import Future
 
-from ._exceptions import said
 from ._inbox import Inbox
 from ._states import keep_state
-from .errors import RemoteError, RpcError, WorkerLost
+from .errors import RemoteError, RpcError, WorkerLost, said
 
 __all__ = ("wrap_future",)
 

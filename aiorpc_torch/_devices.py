@@ -5,13 +5,11 @@ and checks them itself, once all workers are known: each finds the same, in the 
 names of devices, and no tensor.
 """
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-
-from ._seat import Seat
 
 DeviceMap = Mapping[Any, Any]
 DeviceMaps = Mapping[str, DeviceMap] | Literal["auto"]
@@ -53,52 +51,6 @@ def _name(device: Any) -> str:
 def how_many() -> int:
     """The CUDA devices of this process."""
     return torch.cuda.device_count()
-
-
-def settle(seats: Sequence[Seat]) -> list[Names]:
-    """The device maps of all workers, in their order; "auto" is the same index on both sides.
-
-    Raises:
-        ValueError: if one of them cannot be; it names the worker, the peer and the device.
-    """
-    counts = {seat.name: seat.devices for seat in seats}
-    found = [_automatic(seat, counts) for seat in seats]
-    for seat, maps in zip(seats, found, strict=True):
-        for peer, devices in maps.items():
-            _check(seat.name, peer, devices, counts)
-    return found
-
-
-def _automatic(seat: Seat, counts: Mapping[str, int]) -> Names:
-    if not isinstance(seat.device_maps, str):
-        return seat.device_maps
-    common = {peer: min(seat.devices, count) for peer, count in counts.items()}
-    return {
-        peer: {f"cuda:{index}": f"cuda:{index}" for index in range(count)}
-        for peer, count in common.items()
-        if count
-    }
-
-
-def _check(worker: str, peer: str, devices: Mapping[str, str], counts: Mapping[str, int]) -> None:
-    if peer not in counts:
-        raise ValueError(
-            f"worker {worker!r} has a device map for {peer!r}, and there is no such worker: "
-            f"there are {', '.join(counts)}"
-        )
-    taken: dict[str, str] = {}
-    for own, theirs in devices.items():
-        said = f"worker {worker!r} maps its {own} to {theirs} of {peer!r}"
-        for owner, device in ((worker, own), (peer, theirs)):
-            if torch.device(device).index >= counts[owner]:
-                raise ValueError(f"{said}, but {owner!r} has {_devices(counts[owner])}")
-        if theirs in taken:
-            raise ValueError(f"{said}, and its {taken[theirs]} too: one device for each")
-        taken[theirs] = own
-
-
-def _devices(count: int) -> str:
-    return f"{count or 'no'} CUDA device{'s' * (count != 1)}"
 
 
 @dataclass(frozen=True, slots=True)

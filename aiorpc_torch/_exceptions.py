@@ -72,14 +72,6 @@ def replica(exc: BaseException, doing: str) -> BaseException:
     return _caused(copy, exc)
 
 
-def said(exc: BaseException) -> str:
-    """Its text, if it has one."""
-    try:
-        return str(exc)
-    except BaseException:  # its class may be anybody's
-        return type(exc).__qualname__
-
-
 def note(exc: BaseException, text: str) -> None:
     """Add a note, if the exception takes one: its class may be anybody's."""
     with contextlib.suppress(Exception):

@@ -10,15 +10,8 @@ from typing import Any
 
 from ._columns import END, Held
 from ._exceptions import Failure
+from ._window import CREDIT
 from ._wire import Broken
-
-CREDIT = 64  # what may be on its way to a consumer, or wait for it, in small items
-LARGE = 64 * 1024  # bytes of an item that cost as much as a small item more
-
-
-def price(size: int) -> int:
-    """What an item of so many bytes takes of the credit."""
-    return 1 + size // LARGE
 
 
 class Item:

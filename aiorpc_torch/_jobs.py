@@ -10,7 +10,6 @@ import functools
 import inspect
 import time
 import traceback
-import types
 from collections.abc import Callable
 from typing import Any
 
@@ -261,29 +260,6 @@ class TorchJob(Job):
 
 
 # ── where a job runs ────────────────────────────────────────────────────────────────────────────
-
-_WANTS_LOOP = "_aiorpc_wants_loop"
-
-
-def wants_loop(function: Any) -> None:
-    """Mark a callable that returns an awaitable when it is called on an event loop."""
-    setattr(function, _WANTS_LOOP, True)
-
-
-_ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
-
-
-def runs_on_loop(function: Callable[..., Any]) -> bool:
-    """Whether a call of `function` starts on the loop and not in a thread."""
-    code = getattr(function, "__code__", None)  # a method has its function's
-    if isinstance(code, types.CodeType) and code.co_flags & _ASYNC:
-        return True
-    if getattr(function, _WANTS_LOOP, False) is True:  # a proxy has any attribute
-        return True
-    # A partial, or what `inspect.markcoroutinefunction` has marked.
-    return code is None and (
-        inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
-    )
 
 
 def join_of(function: Callable[..., Any]) -> Join | None:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Sequence
 from . import _interfaces
 from ._agent import Agent, Member, keeps_number
 from ._bridge import send, wrap_future
-from ._devices import Reach, settle
+from ._device_maps import settle
+from ._devices import Reach
 from ._place import Place
 from ._protocol import endpoints
 from ._rendezvous import Location, Meeting

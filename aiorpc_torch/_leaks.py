@@ -14,8 +14,8 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from . import _doors
-from ._server.server import Server
+from ._protocol import endpoints
+from ._protocol.endpoints import Endpoint
 from ._stats import stats
 from ._warm import helpers
 
@@ -58,7 +58,7 @@ def check(left: Iterable[str]) -> None:
 class Stock:
     """What there is now, tasks aside."""
 
-    world: Server | None
+    world: Endpoint | None
     calls: int
     threads: frozenset[threading.Thread]
     processes: frozenset[Process]
@@ -66,7 +66,7 @@ class Stock:
     @classmethod
     def take(cls) -> "Stock":
         """Look around."""
-        return cls(_doors.serving(), stats().in_flight, _threads(), frozenset(_children()))
+        return cls(endpoints.serving(), stats().in_flight, _threads(), frozenset(_children()))
 
     def left(self) -> list[str]:
         """What there is now and was not then, in words."""
@@ -79,11 +79,11 @@ class Stock:
             yield f"{pending} pending call{'s' * (pending > 1)}"
 
     def _world_left(self) -> Iterator[str]:
-        if _doors.serving() not in (None, self.world):
+        if endpoints.serving() not in (None, self.world):
             yield "a world that was not left"
 
     def _threads_left(self) -> Iterator[str]:
-        if _doors.serving() is not None:
+        if endpoints.serving() is not None:
             return  # they are its
         end = time.monotonic() + THREADS
         for thread in _threads() - self.threads:

@@ -16,9 +16,9 @@ from torch.distributed.rpc import RRef
 from torch.optim import Optimizer
 
 from ._contexts import Context, outside
-from ._exceptions import said
 from ._outbox import current as world
 from ._remote import call, create
+from .errors import said
 
 __all__ = ("DistributedOptimizer", "parameter_rrefs")
 

@@ -9,8 +9,8 @@ from ._agent import keeps_number
 from ._devices import DeviceMaps, how_many, named
 from ._exports import Export
 from ._interfaces import Choice
+from ._protocol.handshake import network_namespace
 from ._seat import Seat
-from ._server.listener import network_namespace
 from ._version import __version__
 from ._vigil import Vigil
 from .errors import WorkerLost

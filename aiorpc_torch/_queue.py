@@ -14,10 +14,10 @@ from ._answers import failures
 from ._batcher import Batch, Batcher, FillBatcher, Refusal
 from ._body import Body
 from ._columns import Shared
-from ._doors import start
 from ._errands import Errand, errands, new_batch, set_out, waiting
 from ._living import Living
 from ._policy import Fill, Policy, Round
+from ._protocol.runtime import start
 from ._recording import Recording, enter, entered
 from ._rounds import RoundBatcher
 from ._steps import disown, timed

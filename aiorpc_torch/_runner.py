@@ -23,9 +23,10 @@ from ._errands import set_out
 from ._inbox import Inbox
 from ._jobs import Job, Join
 from ._recording import enter
+from ._states import tune
 from ._steps import timed
 from ._streams import StreamJob, check_streamable, run_in_thread, stream
-from ._threads import Threads, tune
+from ._threads import Threads
 from .errors import CallTimeout
 
 log = logging.getLogger("aiorpc_torch")
@@ -57,7 +58,7 @@ class Runner:
         self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
         self._intra_op = torch.get_num_threads()
         tune(self._intra_op)
-        self._threads = Threads(threads, self._intra_op)
+        self._threads = Threads(threads, functools.partial(tune, self._intra_op))
         self._is_behind = False  # whether cancelled coroutines have yet to see it
 
     def __repr__(self) -> str:

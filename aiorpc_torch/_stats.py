@@ -2,7 +2,8 @@
 
 from dataclasses import dataclass, field
 
-from . import _doors, _outbox
+from . import _outbox
+from ._protocol import endpoints
 from ._tally import BatchStats, batch_stats
 
 __all__ = ("Stats", "stats")
@@ -38,7 +39,7 @@ class Stats:
 def stats() -> Stats:
     """A snapshot of this process's calls, messages and batches."""
     served = running = held = 0
-    if (server := _doors.serving()) is not None:
+    if (server := endpoints.serving()) is not None:
         served, running, held = server.tally()
     outbox = _outbox.find_current()
     sent = outbox.tally() if outbox else {}

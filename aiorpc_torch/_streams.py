@@ -13,9 +13,9 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from ._columns import ENDED, bulk, copied, without_graph
-from ._incoming import CREDIT, price
 from ._jobs import RpcJob
 from ._steps import timed
+from ._window import CREDIT, price
 
 
 class StreamJob(RpcJob):

@@ -1,4 +1,4 @@
-"""Threads for plain `def` methods. Knows of torch only its intra-op thread count.
+"""Threads for plain `def` methods.
 
 Not `concurrent.futures` or anyio's: both join their threads when the interpreter exits, so one
 method that never returns would keep a process alive for ever. These are daemons.
@@ -15,25 +15,9 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-import torch
-
 T = TypeVar("T")
 
 Task = Callable[[], None]
-
-_thread = threading.local()
-
-
-def tune(intra_op: int) -> None:
-    """Tell this thread torch's intra-op thread count, once.
-
-    A thread that was never told opens an OpenMP team of its own for each operator: a 64-row MLP
-    took 18 ms in place of 0.1 (torch 2.13, two cores).
-    """
-    if getattr(_thread, "intra_op", None) != intra_op:
-        torch.set_num_threads(intra_op)
-        _thread.intra_op = intra_op
-
 
 PATIENCE = 0.001  # seconds that a task waits for a thread at work before another one comes
 
@@ -53,9 +37,9 @@ class Threads:
     waits for more than a millisecond gets a thread more, and if none moves, as many as there are.
     """
 
-    def __init__(self, size: int, intra_op: int) -> None:
+    def __init__(self, size: int, initialize: Task) -> None:
         self._size = size
-        self._intra_op = intra_op
+        self._initialize = initialize  # run once in each thread
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
         self._wakes: queue.SimpleQueue[_Wake] = queue.SimpleQueue()
@@ -115,7 +99,7 @@ class Threads:
         return True
 
     def _live(self) -> None:
-        tune(self._intra_op)
+        self._initialize()
         while (what := self._wakes.get()) is not _Wake.END:
             if what is _Wake.WATCH:
                 self._watch()

@@ -57,3 +57,14 @@ class Window:
         self._open.clear()
         self._size = 0
         return numbers
+
+
+# ── items of a stream ───────────────────────────────────────────────────────────────────────────
+
+CREDIT = 64  # small items that may be on their way to a consumer, or wait for it
+LARGE = 64 * 1024  # bytes of an item that cost as much as a small item more
+
+
+def price(size: int) -> int:
+    """Return what an item of `size` bytes takes of the credit."""
+    return 1 + size // LARGE

@@ -12,7 +12,7 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from urllib.parse import urlsplit
 
-from . import _doors, _interfaces, _outbox
+from . import _interfaces, _outbox
 from ._agent import Agent, Member, is_running
 from ._devices import DeviceMaps
 from ._environment import all_are_here, meeting_place, number
@@ -22,6 +22,7 @@ from ._joining import join
 from ._leaving import Leaving, describe
 from ._outbox import Outbox
 from ._place import OnFailure, Place, Worker
+from ._protocol import endpoints
 from ._protocol.handshake import Party
 from ._rendezvous import Meeting
 from ._server.server import Server
@@ -137,7 +138,7 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
         raise RuntimeError("this process is in a world already, and torch knows one at a time")
     exports = None if place.exports is None else Exports(place.exports)
     server = Server(place.name, place.threads, exports)
-    _doors.serve(server)  # before torch starts: a peer that is quicker may call already
+    endpoints.serve(server)  # before torch starts: a peer that is quicker may call already
     meeting = None
     try:
         if place.world_size > 1:
@@ -147,7 +148,7 @@ async def take_place(place: Place) -> AsyncIterator[Worker]:
             async with _live(place, server, meeting, agent, members) as me:
                 yield me
     finally:
-        _doors.serve(None)
+        endpoints.serve(None)
         _outbox.use(None)
         if meeting is not None:
             meeting.close()

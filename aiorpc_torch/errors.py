@@ -157,3 +157,11 @@ def _read_round_timeout(
     exc = cls("", map(_read, present), map(_read, missing))
     exc.args = args
     return exc
+
+
+def said(exc: BaseException) -> str:
+    """Return the exception's text, or its class's name if its `__str__` raises."""
+    try:
+        return str(exc)
+    except BaseException:  # its class may be anybody's
+        return type(exc).__qualname__

@@ -24,7 +24,8 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import _doors, call, create, remote
+from aiorpc_torch import call, create, remote
+from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.frames import CALLS, HEADER
 from aiorpc_torch._protocol.handshake import (
     HELLO,
@@ -35,6 +36,7 @@ from aiorpc_torch._protocol.handshake import (
     hello,
     new_nonce,
 )
+from aiorpc_torch._server import server as servers
 from aiorpc_torch._server.listener import PATIENCE, UNPROVEN, Listener
 
 from ._compare import lay_out, machine, number
@@ -74,8 +76,8 @@ _listeners: list[Listener] = []
 
 async def listen() -> Addresses:
     """Where this worker listens, with a TCP port that it opens if it has none."""
-    server = _doors.serving()
-    assert server is not None
+    server = endpoints.serving()
+    assert isinstance(server, servers.Server)
     assert server._listener is not None
     _listeners.append(server._listener)
     addresses = server._listener.addresses

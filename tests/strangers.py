@@ -8,8 +8,8 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from aiorpc_torch import _doors, _outbox, call
-from aiorpc_torch._protocol import channel
+from aiorpc_torch import _outbox, call
+from aiorpc_torch._protocol import channel, endpoints
 from aiorpc_torch._protocol.frames import HEADER, RESULTS, FrameReader, frame
 from aiorpc_torch._protocol.handshake import (
     NONCE,
@@ -30,7 +30,7 @@ LINK = 1 << 40  # no connection of ours has that number
 
 def server() -> Server:
     """This process's."""
-    found = _doors.serving()
+    found = endpoints.serving()
     assert found is not None
     return found
 

@@ -11,9 +11,10 @@ from actors import Batching, Counter, Sleeper, Streams
 from clocks import SLACK
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import WorkerLost, _doors, call, create, remote, wrap_future
+from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
 from aiorpc_torch._client import connection
 from aiorpc_torch._message import dump
+from aiorpc_torch._protocol import endpoints
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 
 pytestmark = pytest.mark.worlds
@@ -184,7 +185,7 @@ async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) ->
     send = connection.send
     monkeypatch.setattr(connection, "send", lambda *args: sent.append(args[2:]) or send(*args))
     async with aiorpc.local_world(0):
-        server = _doors.serving()
+        server = endpoints.serving()
         assert await call("main", torch.numel, torch.zeros(1_000_000)) == 1_000_000
     assert server is not None
     answers = [

@@ -17,7 +17,8 @@ import torch
 from actors import Counter
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RRef, Stats, _doors, _outbox, batched, call, remote, stats
+from aiorpc_torch import CallTimeout, RRef, Stats, _outbox, batched, call, remote, stats
+from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._steps import SLOW
 from aiorpc_torch._tally import new_tally
 from aiorpc_torch.testing import Gate
@@ -310,7 +311,7 @@ async def test_reprs() -> None:
     link = _outbox.current().link("main")
     assert repr(link).startswith("<Connection to main, open: 3 waiting, <SendState open, 0 ")
     assert repr(_outbox.current()) == f"<Outbox of main: [{link!r}]>"
-    assert repr(_doors.serving()).startswith("<Server main: 3 running, <Runner ")
+    assert repr(endpoints.serving()).startswith("<Server main: 3 running, <Runner ")
     assert repr(stats()).startswith("Stats(calls=4, in_flight=3, unsent=0, messages=")
     stream = aiter(call("main", actors.count, 1))
     assert repr(stream).startswith("<stream of Function(function=<function count at ")

@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from aiorpc_torch._threads import Spare, Threads, daemon, run_blocking, tune
+from aiorpc_torch._states import tune
+from aiorpc_torch._threads import Spare, Threads, daemon, run_blocking
 
 SOON = 10.0  # seconds after which something will never happen
 
@@ -21,7 +22,7 @@ class Room:
     """Some threads and a gate at which their tasks wait."""
 
     def __init__(self, size: int) -> None:
-        self.threads = Threads(size, torch.get_num_threads())
+        self.threads = Threads(size, lambda: tune(torch.get_num_threads()))
         self.gate = threading.Event()
         self.started: queue.SimpleQueue[int] = queue.SimpleQueue()
         self.ended: queue.SimpleQueue[int] = queue.SimpleQueue()
@@ -221,7 +222,7 @@ def test_what_was_submitted_before_the_end_is_done() -> None:
 
 def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is in no books: submitting raises, closing does not, and threads that are there go on."""
-    threads = Threads(2, 1)
+    threads = Threads(2, lambda: tune(1))
 
     def refuse(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
@@ -261,7 +262,7 @@ def test_no_thread_is_started_for_nothing() -> None:
 def test_torch_is_told_its_thread_count(count: int) -> None:
     """Each thread computes with as many of torch's as it was told."""
     counts: queue.SimpleQueue[int] = queue.SimpleQueue()
-    threads = Threads(2, count)
+    threads = Threads(2, lambda: tune(count))
     threads.submit((lambda: counts.put(torch.get_num_threads()),))
     assert counts.get(timeout=SOON) == count
     assert threads.close(SOON) == 0

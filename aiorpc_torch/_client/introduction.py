@@ -22,9 +22,9 @@ from .._protocol.handshake import (
     hello,
     is_answered,
     load_introduction,
+    network_namespace,
     new_nonce,
 )
-from .._server.listener import network_namespace
 from ..errors import NotServing, RpcError
 
 Introduction = tuple[Credentials, Addresses]

@@ -4,7 +4,8 @@ They answer while the event loop is blocked. The process's `Endpoint`, if there 
 work; without one a peer is told that nobody serves.
 """
 
-from collections.abc import Sequence
+import asyncio
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -17,7 +18,12 @@ from ..errors import NotServing
 
 
 class Endpoint(Protocol):
-    """A worker that answers peers. Its methods are called on threads of torch's."""
+    """A worker that answers peers. Its methods may be called in any thread but `start`."""
+
+    @property
+    def name(self) -> str:
+        """The worker's name."""
+        ...
 
     def introduce(self, data: bytes) -> "Future[Any]":
         """Answer with the credentials and addresses for a connection."""
@@ -39,6 +45,24 @@ class Endpoint(Protocol):
         """Answer a worker that has come back with "", or why it is not believed."""
         ...
 
+    def tally(self) -> tuple[int, int, int]:
+        """Return how many calls came in, how many of them run, and the bytes of held results."""
+        ...
+
+    def accept_torch(
+        self, function: Callable[..., Any], *args: Any, **kwargs: Any
+    ) -> "Future[Any]":
+        """Run a function that wants the loop for a plain torch client."""
+        ...
+
+    def lend_thread(self, task: Callable[[], None]) -> None:
+        """Run `task`, which must not raise, in one of the threads for plain `def`s."""
+        ...
+
+    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
+        """Start a coroutine that is no call, on the running loop."""
+        ...
+
 
 _endpoint: Endpoint | None = None
 
@@ -47,6 +71,11 @@ def serve(endpoint: Endpoint | None) -> None:
     """Let `endpoint` answer for this process; None: nobody does."""
     global _endpoint
     _endpoint = endpoint
+
+
+def serving() -> Endpoint | None:
+    """Return what answers for this process, None if nothing does."""
+    return _endpoint
 
 
 def not_serving() -> "Future[Any]":

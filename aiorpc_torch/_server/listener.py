@@ -16,7 +16,15 @@ from typing import cast
 
 from .._protocol.channel import Channel
 from .._protocol.forked import keep_from_children
-from .._protocol.handshake import HELLO, Addresses, Credentials, Hello, Party, new_nonce
+from .._protocol.handshake import (
+    HELLO,
+    Addresses,
+    Credentials,
+    Hello,
+    Party,
+    network_namespace,
+    new_nonce,
+)
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -28,16 +36,6 @@ _OVERFLOW = "/proc/sys/kernel/overflowuid"
 
 Accept = Callable[[Party, int], Channel]
 """Makes the session of a caller's link."""
-
-
-def network_namespace() -> str:
-    """Return what tells this process's network namespace from others, "" if it is not known."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        return f"{boot}:{os.stat('/proc/self/ns/net').st_ino}"
-    except OSError:
-        return ""
 
 
 class Listener:
