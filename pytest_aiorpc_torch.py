@@ -20,13 +20,13 @@ if TYPE_CHECKING:
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
     """The test fails if it leaves a task, a call, a thread of ours, a process or a world behind."""
-    from aiorpc_torch import _leaks
+    from aiorpc_torch.testing import leaks
 
-    before = _leaks.Stock.take()
+    before = leaks.Stock.take()
     if _is_async(request):
         request.getfixturevalue("_aiorpc_tasks")
     yield
-    _leaks.check(before.left())
+    leaks.check(before.left())
 
 
 @pytest.fixture
@@ -62,24 +62,24 @@ async def workers(request: pytest.FixtureRequest) -> "AsyncIterator[Workers]":
 
 @pytest.fixture
 async def _aiorpc_tasks() -> AsyncIterator[None]:
-    from aiorpc_torch import _leaks
+    from aiorpc_torch.testing import leaks
 
     before = asyncio.all_tasks()
     yield
     spared = {task for task in asyncio.all_tasks() if _is_anyios(task)}
-    _leaks.check(await _leaks.tasks_left(before | spared))
+    leaks.check(await leaks.tasks_left(before | spared))
 
 
 @contextlib.asynccontextmanager
 async def _no_call_left(request: pytest.FixtureRequest) -> AsyncIterator[None]:
     """For `no_leaks`: calls are looked for while their world is there."""
-    from aiorpc_torch import _leaks
+    from aiorpc_torch.testing import leaks
 
-    before = _leaks.Stock.take()
+    before = leaks.Stock.take()
     yield
     if "no_leaks" in request.fixturenames:
-        await _leaks.turns()
-        _leaks.check(before.calls_left())
+        await leaks.turns()
+        leaks.check(before.calls_left())
 
 
 def _is_async(request: pytest.FixtureRequest) -> bool:

@@ -2,9 +2,9 @@
 
 from dataclasses import dataclass, field
 
-from . import _outbox
+from ._batching.stats import BatchStats, batch_stats
+from ._client import pool
 from ._protocol import endpoints
-from ._tally import BatchStats, batch_stats
 
 __all__ = ("Stats", "stats")
 
@@ -41,6 +41,6 @@ def stats() -> Stats:
     served = running = held = 0
     if (server := endpoints.serving()) is not None:
         served, running, held = server.tally()
-    outbox = _outbox.find_current()
+    outbox = pool.find_current()
     sent = outbox.tally() if outbox else {}
     return Stats(served=served, running=running, held_bytes=held, batches=batch_stats(), **sent)

@@ -2,7 +2,7 @@
 
 By torch RPC a tensor is not copied, but costs the same however small it is; on the connection it is
 copied at both ends. Both ways are the library's own, there and back, measured by moving its
-threshold (`_tensors.INLINE_BYTES`) in both processes, and the bound of a frame with it.
+threshold (`tensors.INLINE_BYTES`) in both processes, and the bound of a frame with it.
 
     python -m benchmarks.threshold [--quick] [--repeat N] [--plot PATH]
 """
@@ -22,7 +22,8 @@ from torch import Tensor
 from torch.distributed.rpc import RRef
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import _tensors, call, create, remote
+from aiorpc_torch import call, create, remote
+from aiorpc_torch._protocol import tensors
 
 from ._compare import Row, Runs, arguments, number, settle, show
 from ._plot import OURS, RAW, Curve, Panel, draw
@@ -31,7 +32,7 @@ SIZES = [2**power for power in range(10, 21)]  # bytes: 1 KiB to 1 MiB
 NEVER, ALWAYS = 0, 1 << 30  # thresholds
 FRAME = 8 << 20  # bytes of a frame at most; the library's own bound is below a tensor of 1 MiB
 IN_FLIGHT = 64
-NOW = _tensors.INLINE_BYTES
+NOW = tensors.INLINE_BYTES
 
 Way = Callable[[RRef["Server"], Tensor], Awaitable[float]]
 """Times calls with a tensor: µs for each."""

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batcher import Batch, Batcher, FillBatcher, Refusal, Traits
-from aiorpc_torch._rounds import RoundBatcher
+from aiorpc_torch._batching.rounds import RoundBatcher
+from aiorpc_torch._batching.scheduler import Batch, Batcher, FillBatcher, Refusal, Traits
 
 from ._compare import lay_out
 from ._plot import OTHER, OURS, RAW, STYLE

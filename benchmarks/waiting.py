@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import quantiles
 
 from aiorpc_torch import Fill
-from aiorpc_torch._batcher import Batch, FillBatcher
+from aiorpc_torch._batching.scheduler import Batch, FillBatcher
 
 from ._compare import lay_out
 from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, present

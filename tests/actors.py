@@ -289,7 +289,7 @@ def name_of_worker() -> str:
 
 async def remaining() -> float | None:
     """Seconds left of the caller's time, as the callee sees it."""
-    from aiorpc_torch._deadline import budget, deadline_in
+    from aiorpc_torch._aio.deadlines import budget, deadline_in
 
     return budget(deadline_in(None))
 

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 from torch.distributed import autograd, rpc
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch import Broadcast, Round, RRef, batched, call, create, fetch, remote
+from aiorpc_torch._torch.compat import autograd_context
 from aiorpc_torch.testing import Gate
 
 Plan = tuple[Any, ...]
@@ -63,7 +63,7 @@ class Stage:
     @batched(max_size=4)
     def batch_in_thread(self, plans: list[Plan], xs: list[Tensor]) -> Tensor:
         self.sizes.append(len(xs))
-        self.seen.append(aiorpc._bridge.autograd_context())
+        self.seen.append(autograd_context())
         return torch.stack([*map(self.in_thread, plans, xs)])
 
     def by_torch(self, to: str, plan: Plan, x: Tensor) -> Tensor:
@@ -154,10 +154,10 @@ class Stage:
         return [found.get(self.weight), found.get(self.unused)]
 
     async def torchs_context(self) -> int:
-        return aiorpc._bridge.autograd_context()
+        return autograd_context()
 
     def torchs_context_in_thread(self) -> int:
-        return aiorpc._bridge.autograd_context()
+        return autograd_context()
 
     async def batch_sizes(self) -> tuple[list[int], list[int]]:
         return self.sizes, self.seen

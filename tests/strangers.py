@@ -8,7 +8,8 @@ from typing import Any
 
 from torch.distributed import rpc
 
-from aiorpc_torch import _outbox, call
+from aiorpc_torch import call
+from aiorpc_torch._client import pool
 from aiorpc_torch._protocol import channel, endpoints
 from aiorpc_torch._protocol.frames import HEADER, RESULTS, FrameReader, frame
 from aiorpc_torch._protocol.handshake import (
@@ -153,7 +154,7 @@ async def ask(worker: str, number: int) -> int:
 
 async def send_junk(to: str, frames: list[tuple[int, bytes]]) -> int:
     """Send each frame on a connection of its own; how many of those were answered or closed."""
-    outbox = _outbox.current()
+    outbox = pool.current()
     answered = 0
     for number, (kind, data) in enumerate(frames):
         peer = outbox._members[to].info

@@ -18,17 +18,9 @@ from torch import Tensor
 from torch.distributed import autograd as torchs
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    CallTimeout,
-    NotServing,
-    RpcError,
-    WorkerLost,
-    _bridge,
-    call,
-    create,
-    remote,
-)
-from aiorpc_torch._bridge import autograd_context
+from aiorpc_torch import CallTimeout, NotServing, RpcError, WorkerLost, call, create, remote
+from aiorpc_torch._torch import transport
+from aiorpc_torch._torch.compat import autograd_context
 from aiorpc_torch.autograd import Context, DistributedOptimizer, context, parameter_rrefs
 from aiorpc_torch.testing import Gate, frozen, kill, world
 
@@ -716,7 +708,7 @@ async def test_outside_a_world() -> None:
 
 async def test_torch_that_cannot_be_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the symbol of torch's library a context says so as it is opened."""
-    monkeypatch.setattr(_bridge, "_force_context", None)
+    monkeypatch.setattr(transport, "force_context", None)
     with pytest.raises(RuntimeError, match="does not let its contexts be set"):
         async with context():
             pass

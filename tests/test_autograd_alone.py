@@ -11,9 +11,9 @@ from torch.distributed import autograd
 
 from aiorpc_torch import create, remote
 from aiorpc_torch._client import connection
-from aiorpc_torch._message import load_calls, load_payload
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.frames import CALLS, HEADER
+from aiorpc_torch._protocol.messages import load_calls, load_payload
 from aiorpc_torch._protocol.payloads import detach
 from aiorpc_torch.testing import world
 

@@ -37,8 +37,8 @@ from hypothesis.stateful import (
 )
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batcher import Batch, Batcher, FillBatcher, Reason, Traits
-from aiorpc_torch._rounds import RoundBatcher
+from aiorpc_torch._batching.rounds import RoundBatcher
+from aiorpc_torch._batching.scheduler import Batch, Batcher, FillBatcher, Reason, Traits
 
 Policy = Fill | Round
 

@@ -11,7 +11,7 @@ import torch
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._bridge import transport_error
+from aiorpc_torch._torch.transport import transport_error
 from aiorpc_torch.testing import done_future, failed_future, on_a_thread
 
 

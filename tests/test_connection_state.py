@@ -16,7 +16,7 @@ from aiorpc_torch._protocol.connection_state import (
     ReplyState,
     SendState,
 )
-from aiorpc_torch._window import Window
+from aiorpc_torch._protocol.window import Window
 
 SIZES = st.sampled_from([0, 1, 100, FRAME_BYTES // 2, FRAME_BYTES, FRAME_BYTES + 1])
 COUNTS = st.sampled_from([1, 2, 3, MAX_CALLS - 1, MAX_CALLS, MAX_CALLS + 1, 3 * MAX_CALLS])

@@ -21,26 +21,17 @@ from strangers import LINK, SOON, Stranger, Tap, introduction, server
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    RemoteError,
-    RpcError,
-    RRef,
-    WorkerLost,
-    _outbox,
-    _world,
-    call,
-    remote,
-    stats,
-)
-from aiorpc_torch._client import connection
+from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote, stats
+from aiorpc_torch._client import connection, pool
 from aiorpc_torch._client import introduction as introductions
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.connection_state import MAX_CALLS
 from aiorpc_torch._protocol.frames import CALLS, CLOSE, HEADER, MAX_FRAME, RESULTS, SLOT
 from aiorpc_torch._protocol.handshake import HELLO, NONCE, PROOF, Credentials, hello, new_nonce
+from aiorpc_torch._protocol.targets import Function, pack
+from aiorpc_torch._protocol.tensors import INLINE_BYTES
 from aiorpc_torch._server import listener, session
-from aiorpc_torch._tensors import INLINE_BYTES
-from aiorpc_torch._wire import Function, pack
+from aiorpc_torch._world import worker
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate, Workers
 
@@ -55,7 +46,7 @@ def tap(world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> Tap:
 
 def link() -> connection.Connection:
     """The connection of this loop to this worker itself."""
-    return _outbox.current().link("main")
+    return pool.current().link("main")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -450,7 +441,7 @@ async def test_a_call_in_a_context_keeps_its_place(tap: Tap) -> None:
 @pytest.fixture
 async def doors(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[aiorpc.Worker]:
     """A world that listens on a Unix socket and on TCP; strangers have a fifth of a second."""
-    monkeypatch.setattr(_world, "_host_for_others", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(worker, "_host_for_others", lambda *_: "127.0.0.1")
     monkeypatch.setattr(listener, "PATIENCE", 0.2)
     async with aiorpc.local_world(0) as me:
         yield me
@@ -579,7 +570,7 @@ async def test_calls_over_tcp(doors: aiorpc.Worker, monkeypatch: pytest.MonkeyPa
     """A peer of another network namespace is reached by its address and port."""
     monkeypatch.setattr(introductions, "network_namespace", lambda: "elsewhere")
     monkeypatch.setattr(
-        _outbox.current(), "_introductions", introductions.Introductions(_outbox.current().me)
+        pool.current(), "_introductions", introductions.Introductions(pool.current().me)
     )
     await work()
     transport = link()._transport
@@ -605,7 +596,7 @@ async def test_one_link_comes_twice(doors: aiorpc.Worker) -> None:
 async def test_loops_of_threads_leave_nothing(tap: Tap) -> None:
     """A loop that ends says so with a last frame; neither side keeps anything of it."""
     await work()
-    outbox, mine = _outbox.current(), {link()._key}
+    outbox, mine = pool.current(), {link()._key}
     tap.frames.clear()
     for number in range(50):
         assert await asyncio.to_thread(call_on_a_loop, number) == number
@@ -786,7 +777,7 @@ async def test_a_worker_keeps_nothing_of_loops_that_end(workers: Workers) -> Non
     for number in range(10):
         assert await asyncio.to_thread(call_on_a_loop, number, "a") == number
     assert await call("a", strangers.sessions) == ["main"]
-    assert len(_outbox.current()._links) == 1
+    assert len(pool.current()._links) == 1
 
 
 @pytest.mark.worlds
@@ -797,7 +788,7 @@ async def test_a_worker_sees_the_end_though_a_child_lives(workers: Workers) -> N
     (waiting,) = start(gate.passed())
     await gate.entered()
     with child():
-        _outbox.current().link("a").abort()
+        pool.current().link("a").abort()
         assert isinstance((await ends(waiting))[0], WorkerLost)
         async with asyncio.timeout(SOON):
             assert await gate.cancelled() == 1

@@ -11,8 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc_torch import _deadline, timeout
-from aiorpc_torch._deadline import adopt, budget, deadline_after, deadline_in
+from aiorpc_torch import timeout
+from aiorpc_torch._aio import deadlines
+from aiorpc_torch._aio.deadlines import adopt, budget, deadline_after, deadline_in
 
 seconds = st.none() | st.floats(0.0, 1e6) | st.just(math.inf)
 
@@ -21,7 +22,7 @@ seconds = st.none() | st.floats(0.0, 1e6) | st.just(math.inf)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
     """A clock that stands still until a test moves it, and nothing left in force after."""
     now = [1_000.0]
-    monkeypatch.setattr(_deadline, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: now[0]))
     yield now
     monkeypatch.undo()
     assert deadline_in(None) is None

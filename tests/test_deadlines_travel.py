@@ -13,10 +13,10 @@ from actors import Counter, Sleeper, Streams
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, call, create, remote
-from aiorpc_torch._calling import Stream
-from aiorpc_torch._exceptions import Failure
-from aiorpc_torch._incoming import Incoming
-from aiorpc_torch._wire import Fetch
+from aiorpc_torch._client.call import Stream
+from aiorpc_torch._client.stream_reader import Incoming
+from aiorpc_torch._protocol.exceptions import Failure
+from aiorpc_torch._protocol.targets import Fetch
 from aiorpc_torch.testing import Gate, world
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -81,7 +81,7 @@ async def test_a_def_sees_it(scope: Callable[[float], Any]) -> None:
 
 
 def remaining_in_thread() -> float | None:
-    from aiorpc_torch._deadline import budget, deadline_in
+    from aiorpc_torch._aio.deadlines import budget, deadline_in
 
     return budget(deadline_in(None))
 

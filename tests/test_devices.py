@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import create, remote
-from aiorpc_torch._devices import Reach, check, named, settle
-from aiorpc_torch._seat import Seat
+from aiorpc_torch._torch.devices import Reach, check, named
+from aiorpc_torch._world.device_maps import settle
+from aiorpc_torch._world.registration import Seat
 from aiorpc_torch.testing import world
 
 

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, remote
-from aiorpc_torch._errands import (
+from aiorpc_torch._protocol.ancestry import (
     HERE,
     Errand,
     errands,

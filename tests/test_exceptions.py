@@ -25,7 +25,7 @@ from aiorpc_torch import (
     WorkerLost,
     WorldTimeout,
 )
-from aiorpc_torch._exceptions import Failure, raisable, reduce_exception, replica
+from aiorpc_torch._protocol.exceptions import Failure, raisable, reduce_exception, replica
 
 
 def raised(exc: BaseException) -> BaseException:

@@ -15,8 +15,8 @@ from torch import nn
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported, RRef, batched, call, create, fetch, remote
-from aiorpc_torch._exports import Exports
-from aiorpc_torch._wire import Create, Function, Method, TypedMethod, pack
+from aiorpc_torch._protocol.targets import Create, Function, Method, TypedMethod, pack
+from aiorpc_torch._server.exports import Exports
 
 ran: list[Any] = []  # by what is not to be run
 
@@ -278,7 +278,7 @@ def name(module: str, qualname: str) -> tuple[Any, ...]:
     return module, qualname, pickle.STACK_GLOBAL
 
 
-WIRE = "aiorpc_torch._wire"
+WIRE = "aiorpc_torch._protocol.targets"
 FUNCTION = name(WIRE, "Function")
 ONE = pickle.TUPLE1 + pickle.NEWOBJ
 HOSTILE = {

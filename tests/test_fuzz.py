@@ -28,16 +28,16 @@ from torch import Tensor
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotServing, RpcError, RRef, _exceptions, _outbox, _wire, call, remote
-from aiorpc_torch._client import connection
-from aiorpc_torch._exceptions import Failure
-from aiorpc_torch._message import Group, load_calls, load_payload, load_results
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch import NotServing, RpcError, RRef, call, remote
+from aiorpc_torch._client import connection, pool
+from aiorpc_torch._protocol import endpoints, exceptions, targets
+from aiorpc_torch._protocol.exceptions import Failure
 from aiorpc_torch._protocol.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
+from aiorpc_torch._protocol.messages import Group, load_calls, load_payload, load_results
 from aiorpc_torch._protocol.payloads import detach
+from aiorpc_torch._protocol.targets import Function, Method, pack
+from aiorpc_torch._protocol.tensors import from_bytes
 from aiorpc_torch._server import session
-from aiorpc_torch._tensors import from_bytes
-from aiorpc_torch._wire import Function, Method, pack
 from aiorpc_torch.errors import RemoteError
 from aiorpc_torch.testing import Gate
 
@@ -56,9 +56,9 @@ def _only_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
             raise pickle.UnpicklingError(f"{module}.{name} is not for a test")
         return find(self, module, name)
 
-    find = _wire._Unpacker.find_class
-    monkeypatch.setattr(_wire._Unpacker, "find_class", find_class)
-    monkeypatch.setattr(_exceptions, "pickle", Careful)
+    find = targets._Unpacker.find_class
+    monkeypatch.setattr(targets._Unpacker, "find_class", find_class)
+    monkeypatch.setattr(exceptions, "pickle", Careful)
 
 
 class Careful:
@@ -541,7 +541,7 @@ def test_frames_run_nothing(victim: Victim, kind: int, tmp_path: Any) -> None:
     """What they name is not even looked up, whoever reads them."""
     harmful = dump((Harmful(str(tmp_path / "done")), []))
     with pytest.raises(pickle.UnpicklingError, match="system in a message"):
-        _wire.plain(harmful)
+        targets.plain(harmful)
     for read in (load_calls, load_payload, load_results):
         with pytest.raises(pickle.UnpicklingError, match="system in a message"):
             read(harmful)
@@ -724,7 +724,7 @@ class Liar:
         """Calls of each kind, of which the first results are lies."""
         target = self.victim.target
         await target.quick(0)
-        self.base = _outbox.current().link("main")._calls
+        self.base = pool.current().link("main")._calls
         tasks = [asyncio.ensure_future(self.gated.passed())]
         await self.gate.entered()
         steps = [target.quick(1), target.doubled(2, torch.ones(3)), target.wrong(4)]
@@ -737,7 +737,7 @@ class Liar:
         with contextlib.suppress(RpcError):  # it may be among those that are lied to
             await self.victim.target.quick(1)
         assert await self.victim.target.quick(2) == 2
-        _outbox.current().link("main").leave("ended", "", NotServing("it lies"))
+        pool.current().link("main").leave("ended", "", NotServing("it lies"))
         await asyncio.wait(tasks, timeout=SOON)
         assert all(task.done() for task in tasks), "nobody is left waiting"
         for task in tasks:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._inbox import BURST, Inbox
+from aiorpc_torch._aio.entry_queue import BURST, Inbox
 
 
 def on_threads(*functions: Callable[[], object]) -> list[threading.Thread]:

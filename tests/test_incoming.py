@@ -7,10 +7,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc_torch._columns import END, Held
-from aiorpc_torch._exceptions import Failure
-from aiorpc_torch._incoming import CREDIT, LARGE, Incoming, Item, price
-from aiorpc_torch._wire import Broken
+from aiorpc_torch._client.stream_reader import Incoming, Item
+from aiorpc_torch._protocol.columns import END, Held
+from aiorpc_torch._protocol.exceptions import Failure
+from aiorpc_torch._protocol.targets import Broken
+from aiorpc_torch._protocol.window import CREDIT, LARGE, price
 from aiorpc_torch.errors import WorkerLost
 
 FAILURE = Failure.of(ValueError("of the generator"), "there")

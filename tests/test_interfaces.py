@@ -20,16 +20,17 @@ from hypothesis import strategies as st
 from machines import LINK, Machine, pair
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import WorldTimeout, _interfaces
-from aiorpc_torch._environment import all_are_here
+from aiorpc_torch import WorldTimeout
+from aiorpc_torch._world import network
+from aiorpc_torch._world.environment import all_are_here
 
-GLOO, TENSORPIPE = _interfaces.VARIABLES
-LOOPBACK = next(name for name, has in _interfaces.addresses().items() if "127.0.0.1" in has)
+GLOO, TENSORPIPE = network.VARIABLES
+LOOPBACK = next(name for name, has in network.addresses().items() if "127.0.0.1" in has)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("AIORPC_INTERFACE", *_interfaces.VARIABLES):
+    for name in ("AIORPC_INTERFACE", *network.VARIABLES):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -45,23 +46,23 @@ def test_addresses_are_those_that_others_see() -> None:
         for name, of in psutil.net_if_addrs().items()
         if name in up
     }
-    found = {name: sorted(of) for name, of in _interfaces.addresses().items()}
+    found = {name: sorted(of) for name, of in network.addresses().items()}
     assert found == {name: of for name, of in expected.items() if of}
 
 
 def test_who_asks_is_heard_in_this_order(monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument, AIORPC_INTERFACE, the variables; one of these stands in for the other."""
-    monkeypatch.setattr(_interfaces, "addresses", lambda: {name: ["10.0.0.1"] for name in "abcd"})
-    assert _interfaces.asked(None) == {}
+    monkeypatch.setattr(network, "addresses", lambda: {name: ["10.0.0.1"] for name in "abcd"})
+    assert network.asked(None) == {}
     monkeypatch.setenv(TENSORPIPE, "d")
-    assert _interfaces.asked(None) == {GLOO: "d", TENSORPIPE: "d"}
+    assert network.asked(None) == {GLOO: "d", TENSORPIPE: "d"}
     monkeypatch.setenv(GLOO, "c,d")
-    assert _interfaces.asked(None) == {GLOO: "c,d", TENSORPIPE: "d"}
+    assert network.asked(None) == {GLOO: "c,d", TENSORPIPE: "d"}
     monkeypatch.delenv(TENSORPIPE)
-    assert _interfaces.asked(None) == {GLOO: "c,d", TENSORPIPE: "c"}
+    assert network.asked(None) == {GLOO: "c,d", TENSORPIPE: "c"}
     monkeypatch.setenv("AIORPC_INTERFACE", "b")
-    assert _interfaces.asked(None) == {GLOO: "b", TENSORPIPE: "b"}
-    assert _interfaces.asked("a") == {GLOO: "a", TENSORPIPE: "a"}
+    assert network.asked(None) == {GLOO: "b", TENSORPIPE: "b"}
+    assert network.asked("a") == {GLOO: "a", TENSORPIPE: "a"}
 
 
 async def test_a_wrong_one_is_an_error_before_anything_starts(
@@ -89,11 +90,11 @@ choices = st.dictionaries(st.sampled_from([GLOO, TENSORPIPE]), names.filter(bool
 def test_the_environment_is_put_back(before: Any, choice: Any) -> None:
     """Whatever was set and is chosen."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in zip(_interfaces.VARIABLES, before, strict=True):
+        for name, value in zip(network.VARIABLES, before, strict=True):
             if value is not None:
                 patch.setenv(name, value)
         outside = dict(os.environ)
-        with _interfaces.bound(choice):
+        with network.bound(choice):
             assert dict(os.environ) == outside | choice
         assert dict(os.environ) == outside
 
@@ -114,15 +115,15 @@ def test_the_environment_is_put_back(before: Any, choice: Any) -> None:
 )
 def test_what_means_this_machine(host: str, here: bool) -> None:
     """Names and addresses that every machine understands as itself."""
-    assert _interfaces.is_here(host) == here
+    assert network.is_here(host) == here
     if here:
-        assert _interfaces.found(host) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
+        assert network.found(host) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
 
 
 @pytest.mark.parametrize("host", [None, "0.0.0.0", "no such host.invalid", "a" * 70 + ".invalid"])
 def test_where_nothing_is_known_torch_chooses(host: str | None) -> None:
     """No name, no address, no exception."""
-    assert _interfaces.found(host) == {}
+    assert network.found(host) == {}
 
 
 def test_whether_all_are_here(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +162,7 @@ def port() -> int:
 
 
 def listener(host: str, port: int) -> tuple[str, int] | None:
-    descriptor = _interfaces.listener(host, port)
+    descriptor = network.listener(host, port)
     if descriptor is None:
         return None
     with socket.socket(fileno=descriptor) as bound:
@@ -185,19 +186,17 @@ def test_await_listener(port: int) -> None:
     """Until somebody listens, or the time is up, or nobody waits any more."""
     left = threading.Event()
     start = time.monotonic()
-    assert isinstance(
-        _interfaces.await_listener("127.0.0.1", port, 0.2, left), ConnectionRefusedError
-    )
+    assert isinstance(network.await_listener("127.0.0.1", port, 0.2, left), ConnectionRefusedError)
     assert 0.2 <= time.monotonic() - start < 1.0 + SLACK
     opened = threading.Timer(0.2, lambda: server.listen())
     with socket.socket() as server:
         server.bind(("127.0.0.1", 0))
         opened.start()
-        assert _interfaces.await_listener(*server.getsockname(), 10.0, left) is None
+        assert network.await_listener(*server.getsockname(), 10.0, left) is None
         opened.join()
     left.set()
     start = time.monotonic()
-    assert _interfaces.await_listener("127.0.0.1", port, 600.0, left) is not None
+    assert network.await_listener("127.0.0.1", port, 600.0, left) is not None
     assert time.monotonic() - start < 1.0 + SLACK
 
 
@@ -249,7 +248,7 @@ def machine() -> Iterator[Machine]:
 
 def there(machine: Machine, expression: str) -> Any:
     """What the room says on that machine; it is plain Python, so torch is not needed there."""
-    room = Path(_interfaces.__file__)
+    room = Path(network.__file__)
     program = f"""
 import json, socket
 import {room.stem} as room

@@ -13,8 +13,8 @@ from clocks import SLACK
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
 from aiorpc_torch._client import connection
-from aiorpc_torch._message import dump
 from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._protocol.messages import dump
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 
 pytestmark = pytest.mark.worlds

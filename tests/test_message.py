@@ -13,9 +13,9 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aiorpc_torch._columns import END, ENDED, FAILED, HELD, Held, cell
-from aiorpc_torch._exceptions import Failure
-from aiorpc_torch._message import (
+from aiorpc_torch._protocol.columns import END, ENDED, FAILED, HELD, Held, cell
+from aiorpc_torch._protocol.exceptions import Failure
+from aiorpc_torch._protocol.messages import (
     OVERHEAD,
     Calls,
     Group,
@@ -31,8 +31,8 @@ from aiorpc_torch._message import (
     outgoing,
     shorten,
 )
-from aiorpc_torch._tensors import INLINE_BYTES, Table
-from aiorpc_torch._wire import Create, Fetch, Function, Method, TypedMethod, pack
+from aiorpc_torch._protocol.targets import Create, Fetch, Function, Method, TypedMethod, pack
+from aiorpc_torch._protocol.tensors import INLINE_BYTES, Table
 
 NOW = 1000.0
 numbers = itertools.count()

@@ -8,7 +8,8 @@ import pytest
 from actors import Counter
 from torch.distributed import rpc
 
-from aiorpc_torch import RRef, _wire, create, remote
+from aiorpc_torch import RRef, create, remote
+from aiorpc_torch._protocol import targets
 
 
 class Slotted:
@@ -44,8 +45,8 @@ async def test_a_call_forks_an_rref_once(monkeypatch: pytest.MonkeyPatch) -> Non
     numbers = rpc.remote("main", Slotted)
     await remote(numbers).push(1)
     forked = []
-    depart = _wire.depart
-    monkeypatch.setattr(_wire, "depart", lambda rref: forked.append(rref) or depart(rref))
+    depart = targets.depart
+    monkeypatch.setattr(targets, "depart", lambda rref: forked.append(rref) or depart(rref))
     for _ in range(3):
         await remote(numbers).total()
     assert len(forked) == 3

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiorpc_torch._passage import arrive, cut, leave
+from aiorpc_torch._torch.autograd import arrive, cut, leave
 
 
 def send(

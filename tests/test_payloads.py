@@ -13,8 +13,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from strangers import server
 from torch import Tensor
 
-from aiorpc_torch import RRef, _outbox, remote, stats
-from aiorpc_torch._client import connection
+from aiorpc_torch import RRef, remote, stats
+from aiorpc_torch._client import connection, pool
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.payloads import EVERY, Slots, attach, detach
 
@@ -287,7 +287,7 @@ class Held:
 
 def link() -> connection.Connection:
     """The connection of this loop to its own worker."""
-    return _outbox.current().link("main")
+    return pool.current().link("main")
 
 
 def open_slots() -> int:

@@ -51,8 +51,8 @@ from test_batcher import gaps, new, relaxed, starts
 from test_batcher import waits as any_waits
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batcher import Batch, Batcher, FillBatcher, Reason, Refusal, Traits
-from aiorpc_torch._rounds import RoundBatcher
+from aiorpc_torch._batching.rounds import RoundBatcher
+from aiorpc_torch._batching.scheduler import Batch, Batcher, FillBatcher, Reason, Refusal, Traits
 
 Policy = Fill | Round
 Told = tuple[Any, ...]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
-from aiorpc_torch._pulse import Pulse
+from aiorpc_torch._world.heartbeat import Pulse
 
 PATIENCE = 8.0  # seconds: then a look comes every second, and sums are exact
 INTERVAL = 1.0

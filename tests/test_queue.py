@@ -22,7 +22,7 @@ from aiorpc_torch import (
     Round,
     batched,
 )
-from aiorpc_torch._queue import close_queues
+from aiorpc_torch._batching.queue import close_queues
 
 
 async def turns(count: int = 4) -> None:

@@ -2,7 +2,7 @@
 
 import torch
 
-from aiorpc_torch._recording import Recorded, Recording
+from aiorpc_torch._protocol.recording import Recorded, Recording
 
 
 def test_settled_when_all_is_answered() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, remote
-from aiorpc_torch._calling import Calling
-from aiorpc_torch._wire import Method, TypedMethod, check_public
+from aiorpc_torch._client.call import Calling
+from aiorpc_torch._protocol.targets import Method, TypedMethod, check_public
 
 ran: list[str] = []
 

@@ -16,9 +16,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._C._distributed_c10d import TCPStore
 
-from aiorpc_torch import WorldTimeout, _rendezvous
-from aiorpc_torch._rendezvous import Location, Meeting
-from aiorpc_torch._seat import Seat, numbers
+from aiorpc_torch import WorldTimeout
+from aiorpc_torch._world import rendezvous
+from aiorpc_torch._world.registration import Seat, numbers
+from aiorpc_torch._world.rendezvous import Location, Meeting
 
 
 def seat(rank: int, size: int = 3, **changes: Any) -> Seat:
@@ -57,7 +58,7 @@ def hall(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hall]:
             server = serve()
             where = f"tcp://127.0.0.1:{server.port}"
             patch = stack.enter_context(pytest.MonkeyPatch.context())
-            patch.setattr("aiorpc_torch._store.Store._address", as_client)
+            patch.setattr("aiorpc_torch._world.store.Store._address", as_client)
         here = Hall(where)
         stack.callback(here.close)
         yield here
@@ -181,7 +182,7 @@ def test_leaving_ends_the_wait_and_tells(hall: Hall) -> None:
 
 def test_who_waits_says_so(hall: Hall, monkeypatch: Any, caplog: Any) -> None:
     """After a while in the log, where it is seen without being asked for."""
-    monkeypatch.setattr(_rendezvous, "_NEWS", 0.0)
+    monkeypatch.setattr(rendezvous, "_NEWS", 0.0)
     with caplog.at_level(logging.INFO, "aiorpc_torch"):
         assert isinstance(failure(hall.comes(seat(1), timeout=0.7)), WorldTimeout)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
@@ -232,7 +233,7 @@ def await_seat(hall: Hall, rank: int) -> None:
 
 def test_the_seat_of_one_that_died_waiting_is_free(hall: Hall, monkeypatch: Any) -> None:
     """A process that is started again while the others still wait is no second one."""
-    monkeypatch.setattr(_rendezvous, "_BEAT", 0.01)
+    monkeypatch.setattr(rendezvous, "_BEAT", 0.01)
     store = hall.meeting(seat(1))._store
     store.open(threading.Event(), 20.0)
     store.set("seat/1", seat(1, pid=77).dump())  # and no sign of life ever
@@ -376,7 +377,7 @@ class Closing(Hall):
 
 @pytest.fixture
 def closing(monkeypatch: Any) -> Iterator[Closing]:
-    monkeypatch.setattr("aiorpc_torch._store.Store._address", as_client)
+    monkeypatch.setattr("aiorpc_torch._world.store.Store._address", as_client)
     here = Closing()
     yield here
     here.close()

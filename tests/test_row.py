@@ -17,7 +17,7 @@ from terminals import free_port
 from test_worlds import HERE, program, run
 
 from aiorpc_torch import call
-from aiorpc_torch._states import kept_states
+from aiorpc_torch._torch.thread_state import kept_states
 from aiorpc_torch.testing import world
 
 pytestmark = pytest.mark.worlds
@@ -30,7 +30,7 @@ STATES = 16  # of the last world's threads, which Linux may list for a moment af
 ROW = """
     import ctypes, gc, json, threading
     from aiorpc_torch import call, create, remote
-    from aiorpc_torch._states import kept_states
+    from aiorpc_torch._torch.thread_state import kept_states
 
     class Server:
         def plain(self):

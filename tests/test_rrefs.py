@@ -15,8 +15,8 @@ from test_worlds import program, started
 from torch.distributed.rpc import api
 
 from aiorpc_torch import NotServing, RRef, create, remote
-from aiorpc_torch._agent import is_running
 from aiorpc_torch._server.server import Server
+from aiorpc_torch._torch.agent import is_running
 from aiorpc_torch.testing import world
 
 pytestmark = pytest.mark.worlds

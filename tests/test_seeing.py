@@ -17,10 +17,11 @@ import torch
 from actors import Counter
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RRef, Stats, _outbox, batched, call, remote, stats
+from aiorpc_torch import CallTimeout, RRef, Stats, batched, call, remote, stats
+from aiorpc_torch._aio.tasks import SLOW
+from aiorpc_torch._batching.stats import new_tally
+from aiorpc_torch._client import pool
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._steps import SLOW
-from aiorpc_torch._tally import new_tally
 from aiorpc_torch.testing import Gate
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -161,7 +162,7 @@ def count_reason(kept: list[Any]) -> None:
 
 
 def count_link(kept: list[Any]) -> None:
-    outbox = _outbox.current()
+    outbox = pool.current()
     kept.append(asyncio.AbstractEventLoop())
     outbox._links[id(kept[-1])] = weakref.ref(kept[-1]), {}
 
@@ -193,7 +194,7 @@ async def test_stats_in_any_thread(count: Callable[[list[Any]], None]) -> None:
 
     assert isinstance(await asyncio.to_thread(look), Stats)
     for each in kept:  # loops that never ran: nothing of theirs can be closed
-        _outbox.current()._links.pop(id(each), None)
+        pool.current()._links.pop(id(each), None)
     assert steps > 10
 
 
@@ -308,9 +309,9 @@ async def test_reprs() -> None:
     gate = RRef(Gate())
     waiting = [asyncio.create_task(remote(gate).passed()) for _ in range(3)]
     await remote(gate).entered()
-    link = _outbox.current().link("main")
+    link = pool.current().link("main")
     assert repr(link).startswith("<Connection to main, open: 3 waiting, <SendState open, 0 ")
-    assert repr(_outbox.current()) == f"<Outbox of main: [{link!r}]>"
+    assert repr(pool.current()) == f"<Outbox of main: [{link!r}]>"
     assert repr(endpoints.serving()).startswith("<Server main: 3 running, <Runner ")
     assert repr(stats()).startswith("Stats(calls=4, in_flight=3, unsent=0, messages=")
     stream = aiter(call("main", actors.count, 1))

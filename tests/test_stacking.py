@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._stacking import Here, is_structure, kind_of, rows_of, stack
+from aiorpc_torch._batching.collate import Here, is_structure, kind_of, rows_of, stack
 
 
 @dataclass

@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from aiorpc_torch import _states
-from aiorpc_torch._states import give_back, keep_state
+from aiorpc_torch._torch import thread_state
+from aiorpc_torch._torch.thread_state import give_back, keep_state
 
 SOON = 10.0  # seconds after which something will never happen
 
@@ -67,13 +67,13 @@ _others = [0]  # states of threads that other tests have left alive in this proc
 
 
 def kept_states() -> int:
-    return _states.kept_states() - _others[0]
+    return thread_state.kept_states() - _others[0]
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
     give_back()
-    _others[0] = _states.kept_states()
+    _others[0] = thread_state.kept_states()
     yield
     end = time.monotonic() + SOON
     while kept_states() and time.monotonic() < end:  # a joined thread is not quite gone yet

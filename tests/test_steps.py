@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import _steps
-from aiorpc_torch._steps import SLOW, Within, timed
+from aiorpc_torch._aio import tasks
+from aiorpc_torch._aio.tasks import SLOW, Within, timed
 
 
 class Clock:
@@ -26,7 +26,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(_steps, "perf_counter", clock)
+    monkeypatch.setattr(tasks, "perf_counter", clock)
     return clock
 
 

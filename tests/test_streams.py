@@ -26,7 +26,7 @@ from aiorpc_torch import (
     create,
     remote,
 )
-from aiorpc_torch._streams import CREDIT, price
+from aiorpc_torch._server.stream_writer import CREDIT, price
 from aiorpc_torch.testing import Gate, world
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -191,7 +191,7 @@ async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
 @kinds
 async def test_item_larger_than_the_credit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """It goes nevertheless, and so does what follows."""
-    monkeypatch.setattr("aiorpc_torch._incoming.LARGE", 64)
+    monkeypatch.setattr("aiorpc_torch._protocol.window.LARGE", 64)
     rref = await streams()
     items = [item async for item in getattr(remote(rref), kind)(5, size=MEGABYTE)]
     assert [int(item[0]) for item in items] == [0, 1, 2, 3, 4]

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, WorkerLost, _warm, call, create, remote, testing
-from aiorpc_torch.testing import Gate, Workers, frozen, kill, no_leaks
+from aiorpc_torch import RRef, WorkerLost, call, create, remote, testing
+from aiorpc_torch.testing import Gate, Workers, forkserver, frozen, kill, no_leaks
 
 # ── gates ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -173,7 +173,7 @@ async def test_warm_children_come_from_a_process_with_one_thread() -> None:
     async with testing.world(["a"]):
         parent = psutil.Process(await call("a", actors.pid)).parent()
         assert parent is not None
-        assert parent.pid in _warm.helpers()
+        assert parent.pid in forkserver.helpers()
         assert parent.pid != os.getpid()
         assert parent.num_threads() == 1
         assert "libtorch" in "".join(each.path for each in parent.memory_maps()), "it was imported"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from aiorpc_torch._states import tune
-from aiorpc_torch._threads import Spare, Threads, daemon, run_blocking
+from aiorpc_torch._aio.threads import Spare, Threads, daemon, run_blocking
+from aiorpc_torch._torch.thread_state import tune
 
 SOON = 10.0  # seconds after which something will never happen
 

@@ -5,7 +5,7 @@ import contextvars
 
 import pytest
 
-from aiorpc_torch._wait import Wait, wake_all
+from aiorpc_torch._aio.inline_future import Wait, wake_all
 
 TASKS = [asyncio.Task, asyncio.tasks._PyTask]  # type: ignore[attr-defined]
 

@@ -4,7 +4,7 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from aiorpc_torch._window import Window
+from aiorpc_torch._protocol.window import Window
 
 sizes = st.one_of(st.integers(0, 60), st.integers(0, 1000))
 

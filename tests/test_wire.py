@@ -11,9 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from aiorpc_torch._exceptions import Failure
-from aiorpc_torch._tensors import INLINE_BYTES, from_bytes
-from aiorpc_torch._wire import pack, unpack
+from aiorpc_torch._protocol.exceptions import Failure
+from aiorpc_torch._protocol.targets import pack, unpack
+from aiorpc_torch._protocol.tensors import INLINE_BYTES, from_bytes
 
 DTYPES = [
     torch.float32,

@@ -1,1 +1,1 @@
-"""Calls out: connections of an event loop to its peers."""
+"""Calls out: the public functions, the pool of connections, pending calls, streams in."""

@@ -3,12 +3,12 @@
 import logging
 from typing import Any
 
-from .._bridge import transport_error
-from .._exceptions import Failure
-from .._message import load_results
+from .._protocol.exceptions import Failure
+from .._protocol.messages import load_results
 from .._protocol.payloads import detach
-from .._recording import plain_answer
-from .._tensors import INLINE_BYTES
+from .._protocol.recording import plain_answer
+from .._protocol.tensors import INLINE_BYTES
+from .._torch.transport import transport_error
 from ..errors import NotServing, RemoteError, RemoteTraceback, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")

@@ -12,14 +12,16 @@ from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch._C._distributed_rpc import WorkerInfo
 
-from .. import _devices, _rrefs
-from .._bridge import in_autograd_context, send, transport_error, when_done
-from .._columns import END
-from .._errands import sent_by
-from .._incoming import Incoming, Item
-from .._message import (
+from .._aio.inline_future import Wait, wake_all
+from .._protocol import endpoints
+from .._protocol.ancestry import sent_by
+from .._protocol.channel import Channel, describe
+from .._protocol.columns import END
+from .._protocol.connection_state import SendState
+from .._protocol.frames import CALLS, CONTROL, MAX_FRAME, RESULTS, SLOT, ProtocolError, frame
+from .._protocol.handshake import Party
+from .._protocol.messages import (
     Outgoing,
     Short,
     Work,
@@ -31,20 +33,16 @@ from .._message import (
     outgoing,
     shorten,
 )
-from .._pending import Pending, Sink
-from .._protocol import endpoints
-from .._protocol.channel import Channel, describe
-from .._protocol.connection_state import SendState
-from .._protocol.frames import CALLS, CONTROL, MAX_FRAME, RESULTS, SLOT, ProtocolError, frame
-from .._protocol.handshake import Party
 from .._protocol.payloads import EVERY, attach
-from .._recording import Recorded, current
-from .._rrefs import Ident
-from .._tensors import INLINE_BYTES, Table, size_of
-from .._wait import Wait, wake_all
-from .._window import TRICKLE, Window
-from .._wire import Broken, Method, Target, order_key
-from .._wire import describe as target_name
+from .._protocol.recording import Recorded, current
+from .._protocol.targets import Broken, Method, Target, order_key
+from .._protocol.targets import describe as target_name
+from .._protocol.tensors import INLINE_BYTES, Table, size_of
+from .._protocol.window import TRICKLE, Window
+from .._torch import devices, rrefs
+from .._torch.compat import WorkerInfo
+from .._torch.rrefs import Ident
+from .._torch.transport import in_autograd_context, send, transport_error, when_done
 from ..errors import (
     CallTimeout,
     NotServing,
@@ -54,6 +52,8 @@ from ..errors import (
 )
 from .answers import error_of, is_inline, read_answer
 from .introduction import Introductions
+from .pending import Pending, Sink
+from .stream_reader import Incoming, Item
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -189,7 +189,7 @@ class Connection(Channel):
         short = shorten(target, _ident(target))
         call = outgoing(self._calls, short, stream, work, due, sent_by(self._me.name))
         if call.header[2] is None:  # packed as a whole
-            _devices.check(call.cells[0].devices(), self._mapped, self.peer.name)
+            devices.check(call.cells[0].devices(), self._mapped, self.peer.name)
         return call
 
     def _dropped(self, call: Outgoing) -> None:
@@ -483,4 +483,4 @@ class Connection(Channel):
 def _ident(target: Target) -> Ident | None:
     """Return by what the peer finds the object of a call, None if only torch does."""
     on = target.on
-    return on if on is None or isinstance(on, tuple) else _rrefs.ident(on)
+    return on if on is None or isinstance(on, tuple) else rrefs.ident(on)

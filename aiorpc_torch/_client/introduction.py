@@ -7,12 +7,8 @@ import socket
 from collections.abc import Callable
 from typing import Any, cast
 
-from torch._C._distributed_rpc import WorkerInfo
-
-from .._bridge import send, transport_error, wrap_future
-from .._exceptions import Failure
-from .._message import dump
 from .._protocol import endpoints
+from .._protocol.exceptions import Failure
 from .._protocol.handshake import (
     NONCE,
     PROOF,
@@ -25,6 +21,9 @@ from .._protocol.handshake import (
     network_namespace,
     new_nonce,
 )
+from .._protocol.messages import dump
+from .._torch.compat import WorkerInfo
+from .._torch.transport import send, transport_error, wrap_future
 from ..errors import NotServing, RpcError
 
 Introduction = tuple[Credentials, Addresses]

@@ -1,1 +1,1 @@
-"""What travels between workers: frames, the handshake, the state of a connection, payloads."""
+"""What travels between workers: codecs, frames, flow control, entry points for torch RPC."""

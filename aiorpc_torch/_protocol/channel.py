@@ -9,10 +9,10 @@ import logging
 import pickle
 from typing import Any
 
-from .._wire import plain
+from .._aio.fork import keep_from_children
 from .connection_state import MAX_CALLS
-from .forked import keep_from_children
 from .frames import CLOSE, FrameReader, frame
+from .targets import plain
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from .._window import Window
+from .window import Window
 
 MAX_CALLS = 256
 """Calls or results in one frame, and in one callback of the loop."""

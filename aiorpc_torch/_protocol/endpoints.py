@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
-from .._exceptions import Failure
-from .._states import keep_state
+from .._torch.thread_state import keep_state
 from ..errors import NotServing
+from .exceptions import Failure
 
 
 class Endpoint(Protocol):

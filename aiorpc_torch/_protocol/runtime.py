@@ -14,10 +14,10 @@ from typing import Any, TypeVar
 
 from torch.futures import Future
 
-from .._recording import entered
-from .._threads import daemon, run_blocking
+from .._aio.threads import daemon, run_blocking
 from ..errors import NotServing
 from . import endpoints
+from .recording import entered
 
 T = TypeVar("T")
 

@@ -1,1 +1,1 @@
-"""Calls in: the listener, sessions of callers, dispatch to the loop and to threads."""
+"""Calls in: sessions, dispatch, executor, streams out, clients of plain torch."""

@@ -14,8 +14,8 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
+from .._aio.fork import keep_from_children
 from .._protocol.channel import Channel
-from .._protocol.forked import keep_from_children
 from .._protocol.handshake import (
     HELLO,
     Addresses,

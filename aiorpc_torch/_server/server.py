@@ -13,27 +13,27 @@ from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from torch import Tensor
-from torch._C import Future as AnyFuture
 from torch.futures import Future
 
-from .._arrivals import arrived, unreadable
-from .._devices import Reach
-from .._exceptions import Failure
-from .._exports import Exports
-from .._fences import fence, fence_of
-from .._jobs import Job, RpcJob, TorchJob
-from .._message import Calls, dump_results, load_payload
-from .._peers import Peers
+from .._aio.tasks import disown
 from .._protocol.endpoints import completed
+from .._protocol.exceptions import Failure
 from .._protocol.handshake import Party, dump_introduction
+from .._protocol.messages import Calls, dump_results, load_payload
 from .._protocol.payloads import detach
-from .._recording import in_torchs
-from .._reply import recorded
-from .._runner import Runner
-from .._steps import disown
-from .._wire import plain
+from .._protocol.recording import in_torchs
+from .._protocol.targets import plain
+from .._torch.compat import RawFuture
+from .._torch.cuda import fence, fence_of
+from .._torch.devices import Reach
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
+from .calls import Job, RpcJob, TorchJob
+from .dispatch import arrived, unreadable
+from .executor import Runner
+from .exports import Exports
 from .listener import Listener
+from .peers import Peers
+from .reply import recorded
 from .session import Key, Payload, Session
 
 log = logging.getLogger("aiorpc_torch")
@@ -100,7 +100,7 @@ class Server:
 
     def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take the payload of a call. The future completes with its result."""
-        answer: Any = AnyFuture(self._reach.used)  # torch.futures.Future's base: quicker to make
+        answer: Any = RawFuture(self._reach.used)  # torch.futures.Future's base: quicker to make
         try:
             data, tensors = detach(data, tensors)
             key, context, calls = load_payload(data)
@@ -115,7 +115,7 @@ class Server:
 
     def collect(self, data: bytes) -> "Future[Any]":
         """Answer with a result that is held."""
-        reply: Any = AnyFuture(self._reach.used)
+        reply: Any = RawFuture(self._reach.used)
         session = None
         try:
             key, number = plain(data)

@@ -13,17 +13,17 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from .. import _devices
-from .._columns import FAILED, HELD, bulk, loose
-from .._exceptions import Failure
-from .._message import Calls, Result, dump_results, load_calls
 from .._protocol.channel import Channel, describe
+from .._protocol.columns import FAILED, HELD, bulk, loose
 from .._protocol.connection_state import ReplyState
+from .._protocol.exceptions import Failure
 from .._protocol.frames import CALLS, CONTROL, MAX_FRAME, RESULTS, SLOT, ProtocolError, frame
 from .._protocol.handshake import Party
+from .._protocol.messages import Calls, Result, dump_results, load_calls
 from .._protocol.payloads import Slots, attach
-from .._tensors import INLINE_BYTES
-from .._wire import plain
+from .._protocol.targets import plain
+from .._protocol.tensors import INLINE_BYTES
+from .._torch import devices
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -171,7 +171,7 @@ class Session(Channel):
 
     def check(self, tensors: Iterable[Tensor]) -> None:
         """Raise for a tensor that torch would not send back: it would fail its whole message."""
-        _devices.check({tensor.device for tensor in tensors}, self._mapped, self.caller)
+        devices.check({tensor.device for tensor in tensors}, self._mapped, self.caller)
 
     def _send(self, result: Result) -> None:
         if self.ended.is_set() or self._is_closing:

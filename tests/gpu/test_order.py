@@ -8,7 +8,7 @@ import torch
 from devices import GPU, HERE, SIZE, Actor, Layer, late, on_a_stream
 
 from aiorpc_torch import RRef, autograd, create, fetch, remote
-from aiorpc_torch._fences import Fence
+from aiorpc_torch._torch.cuda import Fence
 from aiorpc_torch.testing import world
 
 pytestmark = GPU

@@ -9,8 +9,8 @@ import torch
 from devices import GPU, HERE, SIZE, Actor, late
 
 from aiorpc_torch import create, remote
-from aiorpc_torch._stacking import stack
-from aiorpc_torch._stage import Stage
+from aiorpc_torch._batching.collate import stack
+from aiorpc_torch._batching.cuda_collate import Stage
 from aiorpc_torch.testing import world
 
 pytestmark = GPU

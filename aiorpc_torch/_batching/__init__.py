@@ -1,0 +1,1 @@
+"""`@batched`: policies, scheduler, queue, collation, results. Usable without a worker."""

@@ -1,0 +1,1 @@
+"""The adapter to torch: its RPC agent, futures, RRefs and private interfaces."""

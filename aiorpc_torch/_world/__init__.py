@@ -1,0 +1,1 @@
+"""The life of a worker: rendezvous, startup, failure detection, rejoin, shutdown, children."""
