@@ -291,9 +291,9 @@ def test_who_was_replaced_is_nobody(tmp_path: Path) -> None:
                 assert line(found[0]) == "lost\n"
                 assert line(found[0]) == f"back {second.pid}\n"
                 found[1].send_signal(signal.SIGCONT)
-                assert (
-                    line(found[1])
-                    == "NotServing: worker 'worker1' has a successor: this is not it\n"
+                assert line(found[1]) == (
+                    "NotServing: worker 'worker1' was restarted: a newer process has replaced "
+                    "this one\n"
                 )
         finally:
             found[1].kill()

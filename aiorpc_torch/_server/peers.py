@@ -15,6 +15,11 @@ Meet = Callable[[bytes, "Future[Any]"], None]
 """Answers a worker that has come back."""
 
 
+def replaced(worker: str) -> str:
+    """Return what a process is told whose place a newer process has taken."""
+    return f"worker {worker!r} was restarted: a newer process has replaced this one"
+
+
 class Peers:
     """The peers of one worker, and what they said when they left."""
 
@@ -42,7 +47,7 @@ class Peers:
         if caller.name not in self.numbers:
             raise ValueError(f"no worker {caller.name!r} in this world")
         if caller.number != self.numbers[caller.name]:
-            raise NotServing(f"worker {caller.name!r} has a successor: this is not it")
+            raise NotServing(replaced(caller.name))
 
     def part(self, peer: str, number: int, what: str, text: str) -> None:
         """Note how the connection of a peer has ended: "left" and "failed" are the peer's end."""

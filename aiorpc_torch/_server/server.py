@@ -32,7 +32,7 @@ from .dispatch import arrived, unreadable
 from .executor import Runner
 from .exports import Exports
 from .listener import Listener
-from .peers import Peers
+from .peers import Peers, replaced
 from .reply import recorded
 from .session import Key, Payload, Session
 
@@ -313,7 +313,7 @@ class Server:
             self._listener.forget(caller.name)
         for session in [*self._sessions.values()]:
             if session.caller == caller.name:
-                session.close("replaced", f"worker {caller.name!r} has a successor")
+                session.close("replaced", replaced(caller.name))
 
     # ── its end ─────────────────────────────────────────────────────────────────────────────────
 
