@@ -1,8 +1,8 @@
-"""The pytest plugin: fixtures `world`, `workers` and `no_leaks`, as docs/testing.md describes them.
+"""The pytest plugin: fixtures `world`, `workers` and `no_leaks`. (docs/testing.md)
 
-A module beside the package, since to import anything of the package is to import torch, and pytest
-imports its plugins whether a test needs them or not. Its entry point has the module's own name, so
-that `pytest_plugins = ["pytest_aiorpc_torch"]` and `-p` find it registered already.
+pytest imports every plugin, and an import from the package imports torch; so the plugin is a module
+beside the package. Its entry point has the name of the module: `-p` and `pytest_plugins =
+["pytest_aiorpc_torch"]` then find it registered.
 """
 
 import asyncio
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
 
 @pytest.fixture
 def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
-    """The test fails if it leaves a task, a call, a thread of ours, a process or a world behind."""
+    """Fail the test if it leaks a task, a call, a thread of the library, a process or a world."""
     from aiorpc_torch.testing import leaks
 
-    before = leaks.Stock.take()
+    before = leaks.Snapshot.take()
     if _is_async(request):
         request.getfixturevalue("_aiorpc_tasks")
     yield
-    leaks.check(before.left())
+    leaks.assert_no_leaks(before.leftovers())
 
 
 @pytest.fixture
 async def world(request: pytest.FixtureRequest) -> "AsyncIterator[Worker]":
-    """A world of one: this process, with real pickling and threads, in milliseconds."""
+    """Enter a world of this process alone, with real pickling and threads, in milliseconds."""
     from aiorpc_torch import testing
 
     async with testing.world() as me:
@@ -41,7 +41,7 @@ async def world(request: pytest.FixtureRequest) -> "AsyncIterator[Worker]":
 
 @pytest.fixture
 async def workers(request: pytest.FixtureRequest) -> "AsyncIterator[Workers]":
-    """Starts a world with workers in processes of their own, which ends when the test does."""
+    """Return a function that starts a world with workers in processes; it ends with the test."""
     from aiorpc_torch import testing
 
     here = asyncio.get_running_loop()
@@ -50,7 +50,7 @@ async def workers(request: pytest.FixtureRequest) -> "AsyncIterator[Workers]":
         async def start(workers: Any, **options: Any) -> "Worker":
             if asyncio.get_running_loop() is not here:
                 raise RuntimeError(
-                    "this test does not run on the loop of its fixtures: pytest-asyncio's "
+                    "the test and its fixtures run on different event loops: pytest-asyncio's "
                     "asyncio_default_fixture_loop_scope and the test's loop_scope must agree"
                 )
             me = await stack.enter_async_context(testing.world(workers, **options))
@@ -66,20 +66,20 @@ async def _aiorpc_tasks() -> AsyncIterator[None]:
 
     before = asyncio.all_tasks()
     yield
-    spared = {task for task in asyncio.all_tasks() if _is_anyios(task)}
-    leaks.check(await leaks.tasks_left(before | spared))
+    anyios = {task for task in asyncio.all_tasks() if _is_anyios(task)}
+    leaks.assert_no_leaks(await leaks.leftover_tasks(before | anyios))
 
 
 @contextlib.asynccontextmanager
 async def _no_call_left(request: pytest.FixtureRequest) -> AsyncIterator[None]:
-    """For `no_leaks`: calls are looked for while their world is there."""
+    """Check for pending calls before their world ends, if the test uses `no_leaks`."""
     from aiorpc_torch.testing import leaks
 
-    before = leaks.Stock.take()
+    before = leaks.Snapshot.take()
     yield
     if "no_leaks" in request.fixturenames:
-        await leaks.turns()
-        leaks.check(before.calls_left())
+        await leaks.run_due_callbacks()
+        leaks.assert_no_leaks(before.leftover_calls())
 
 
 def _is_async(request: pytest.FixtureRequest) -> bool:
@@ -94,15 +94,15 @@ def _is_async(request: pytest.FixtureRequest) -> bool:
 def pytest_fixture_setup(
     fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest
 ) -> Iterator[Any]:
-    """Our fixtures run where the test does: with anyio's plugin, or else with pytest-asyncio."""
+    """Run our fixtures with the plugin that runs the test: anyio's or else pytest-asyncio."""
     if getattr(fixturedef.func, "__module__", None) == __name__:
-        # What pytest_asyncio.fixture sets, which strict mode asks for. It cannot be set for good:
-        # then pytest-asyncio would take fixtures of anyio's tests, which run on another loop.
+        # A private mark of pytest-asyncio, required in strict mode. In tests that anyio runs, on
+        # another loop, the mark must not be set. (tests/test_plugin.py)
         mark = "anyio_backend" not in request.fixturenames
         fixturedef.func.__dict__["_force_asyncio_fixture"] = mark
     return (yield)
 
 
 def _is_anyios(task: "asyncio.Task[Any]") -> bool:
-    """Whether anyio's plugin runs a test or a fixture in it."""
+    """Return whether the task is the one in which anyio's plugin runs tests and fixtures."""
     return getattr(task.get_coro(), "__qualname__", "").startswith("TestRunner.")

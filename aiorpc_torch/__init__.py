@@ -33,9 +33,9 @@ from ._stats import Stats as Stats
 from ._stats import stats as stats
 from ._torch.transport import wrap_future as wrap_future
 from ._version import __version__ as __version__
-from ._world.config import Worker as Worker
 from ._world.local import local_world as local_world
 from ._world.local import run_local as run_local
+from ._world.worker import Worker as Worker
 from ._world.worker import worker as worker
 from .errors import BatchContractError as BatchContractError
 from .errors import CallTimeout as CallTimeout

@@ -1,4 +1,4 @@
-"""What this process has done and is doing: a snapshot, gathered from where it is counted."""
+"""Counters of this process."""
 
 from dataclasses import dataclass, field
 
@@ -11,36 +11,35 @@ __all__ = ("Stats", "stats")
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Of this process, since it entered its world."""
+    """Counters of this process since it entered its world."""
 
     calls: int = 0
-    """Calls and streams made from here."""
+    """Calls and streams made by this process."""
     in_flight: int = 0
-    """Of those, how many are awaited now."""
+    """Those of `calls` that are pending."""
     unsent: int = 0
-    """Of those, how many wait for room in their peer's window."""
+    """Those of `in_flight` that wait for flow control to let them be sent."""
     messages: int = 0
-    """Frames of calls sent, and messages of torch's: calls that travel together share one."""
+    """Frames and torch messages sent with calls; coalesced calls share one."""
     bytes_sent: int = 0
-    """Bytes of those messages, large tensors included."""
+    """Bytes of `messages`, large tensors included."""
     late: int = 0
-    """Answers to calls that nobody waited for any more."""
+    """Results that arrived after their calls had been cancelled or had timed out."""
     served: int = 0
-    """Calls and streams that came in from other workers, or from this one."""
+    """Calls and streams received from other workers and from this one."""
     running: int = 0
-    """Of those, how many are not answered yet."""
+    """Those of `served` that are not finished."""
     held_bytes: int = 0
-    """Bytes of large results that are kept until their callers have collected them."""
+    """Bytes of large results that callers have yet to collect."""
     batches: dict[str, BatchStats] = field(default_factory=dict)
-    """Of each `@batched` function that was called here, by its qualified name, since it was made.
-    """
+    """Counters of each `@batched` function called here, by qualified name, since it was made."""
 
 
 def stats() -> Stats:
-    """A snapshot of this process's calls, messages and batches."""
+    """Return a snapshot of the counters of this process."""
     served = running = held = 0
     if (server := endpoints.serving()) is not None:
         served, running, held = server.tally()
-    outbox = pool.find_current()
-    sent = outbox.tally() if outbox else {}
+    connections = pool.find_current()
+    sent = connections.counters() if connections else {}
     return Stats(served=served, running=running, held_bytes=held, batches=batch_stats(), **sent)

@@ -1,3 +1,3 @@
-"""Which version this is. Read by the build, and told to peers."""
+"""The version. The build reads it, and workers compare it."""
 
 __version__ = "0.1.0"

@@ -1,7 +1,7 @@
-"""What can go wrong, and what to do about each.
+"""Exceptions of calls, and the remedy for each.
 
-Whatever the remote code raises arrives as itself, with a `RemoteTraceback` as its cause. The
-classes here are for what happens *to* a call: plain Python, no torch, no event loop.
+An exception that remote code raises arrives as itself, with a `RemoteTraceback` as its cause. The
+classes here are for other failures of a call.
 """
 
 import pickle
@@ -24,56 +24,82 @@ __all__ = (
 
 
 class RpcError(Exception):
-    """Something happened to a call that is not the callee's own exception."""
+    """Base class: the call failed for a reason other than an exception in remote code."""
 
 
 class CallTimeout(RpcError, TimeoutError):
-    """The deadline passed before the answer came.
+    """Call timeout: the deadline passed before the result arrived.
 
-    A coroutine on the callee has been told to stop; a plain `def` runs to its end and its
-    result is dropped. The call may have had its effect: retry only what may run twice.
+    On the callee a coroutine is cancelled; a plain `def` runs to its end, and its result is
+    dropped. The call may have had its effect: retry only what may run twice.
+
+    Attributes:
+        worker: name of the worker, None if unknown.
+        method: name of the method or function, with its class where that is known; None if unknown.
     """
+
+    def __init__(self, *args: object, worker: str | None = None, method: str | None = None) -> None:
+        super().__init__(*args)
+        self.worker = worker
+        self.method = method
 
 
 class WorkerLost(RpcError, ConnectionError):
-    """The worker is gone. The call may or may not have run.
+    """Loss of a worker: it has died or is unreachable. The call may or may not have run.
 
-    `worker` is its name. Finish without it, or let it be started again (`restart=`) and
-    `await me.wait_for(name)`; what it held is to be created anew.
+    Continue without it; or restart it (`restart=`), `await me.wait_for(name)`, and create its
+    objects again.
+
+    Attributes:
+        worker: name of the worker.
+        reason: reason of the loss.
+        method: name of the method or function that was called, with its class where that is known;
+            None if the loss did not end a call.
     """
 
-    def __init__(self, worker: str, reason: str = "the connection broke") -> None:
-        super().__init__(f"worker {worker!r} is lost: {reason}")
+    def __init__(
+        self, worker: str, reason: str = "the connection broke", *, method: str | None = None
+    ) -> None:
+        call = f"; {method} may have run" if method else ""
+        super().__init__(f"worker {worker!r} is lost: {reason}{call}")
         self.worker = worker
+        self.reason = reason
+        self.method = method
+
+    def __reduce__(self) -> Any:
+        return _read_worker_lost, (type(self), self.args), vars(self)
 
 
 class NotServing(RpcError):
-    """There is no serving worker, here or at the other end.
+    """Call without a world: this process or the peer is in none.
 
-    Here: enter `worker()` or `local_world()` first. There: the peer has not entered its world
-    through this library, or has left it already.
+    In this process, enter `worker()` or `local_world()` first. A peer is in no world if it has left
+    it, or has not entered it through this library.
     """
 
 
 class NotExported(RpcError, PermissionError):
-    """The worker does not answer to this call; it has not run, and its arguments were not read.
+    """Call of what the worker does not export. It has not run, and its arguments were not read.
 
-    The worker was entered with `exports=`, and what is called is not among it: name its class, its
-    function or its module there.
+    Add the class, the function or its module to the `exports=` of that worker.
     """
 
 
 class RemoteError(RpcError):
-    """The callee raised something that cannot be raised here; its text is the cause.
+    """Remote exception that cannot be raised here; the cause has its text.
 
-    Either its class or a value in it cannot be pickled or imported here, or it is addressed to
-    the callee's own process or task (`SystemExit`, `KeyboardInterrupt`, `CancelledError`, ...)
-    and would be misunderstood in the caller's.
+    Either the exception cannot be pickled there or read here. Or it would stop the process or task
+    of the caller (`SystemExit`, `KeyboardInterrupt`, `CancelledError`, ...).
     """
 
 
 class RemoteTraceback(Exception):
-    """The traceback on the worker that raised: the `__cause__` of every remote exception."""
+    """The traceback on the worker that raised: the `__cause__` of every remote exception.
+
+    Attributes:
+        worker: name of the worker.
+        text: the formatted traceback.
+    """
 
     def __init__(self, worker: str, text: str) -> None:
         super().__init__(worker, text)
@@ -85,9 +111,12 @@ class RemoteTraceback(Exception):
 
 
 class WorldTimeout(RpcError, TimeoutError):
-    """The world was not complete within `start_timeout`.
+    """Start timeout: the world was not complete within `start_timeout`.
 
-    `missing` holds the ranks that did not come. Start them, or raise `start_timeout`.
+    Start the missing workers, or raise `start_timeout`.
+
+    Attributes:
+        missing: ranks that did not register.
     """
 
     def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
@@ -96,27 +125,30 @@ class WorldTimeout(RpcError, TimeoutError):
 
 
 class BatchContractError(RpcError, TypeError):
-    """A `@batched` body answered something that is not one result for each caller.
+    """Invalid result of a `@batched` function: not one for each caller.
 
-    It may return a list or tuple as long as the batch, a tensor whose first dimension is the
-    batch, or `Broadcast(value)`. The message names the function and what it returned.
+    Return a list or tuple as long as the batch, a tensor whose first dimension is the batch, or
+    `Broadcast(value)`. The message names the function and what it returned.
     """
 
 
 class QueueFull(RpcError):
-    """`max_pending` calls wait for a batch of this function already: this one was not admitted.
+    """Full queue: `max_pending` calls of the function wait already. This call has not run.
 
-    It has not run and will not: wait before the next try, or ask another worker.
+    Retry later, call another worker, or raise `max_pending`.
     """
 
 
 class RoundTimeout(RpcError, TimeoutError):
-    """A round's `timeout` was over, and neither `size` nor `quorum` had contributed.
+    """Round timeout: neither `size` nor `quorum` members contributed within `timeout`.
 
-    The body has not run for it. `present` are those who had contributed, `missing` those who did
-    so before and had not now: what `member` returns for a call or, without it, names of workers. A
-    member that cannot be pickled, or not be read here, arrives as its `repr`. Contribute again once
-    they are back, or give the round a `quorum`.
+    The function has not run for this round. Contribute again once the missing members are back, or
+    give the round a `quorum`. Members are the values of `member`, or else names of workers. A
+    member that cannot be pickled there, or read here, arrives as its `repr`.
+
+    Attributes:
+        present: members that had contributed.
+        missing: the most recent past contributors, up to the number needed.
     """
 
     def __init__(
@@ -128,40 +160,46 @@ class RoundTimeout(RpcError, TimeoutError):
 
     def __reduce__(self) -> Any:
         rest = {**vars(self)}
-        members = [[*map(_packed, rest.pop(each))] for each in ("present", "missing")]
+        members = [[*map(_dump_member, rest.pop(each))] for each in ("present", "missing")]
         return _read_round_timeout, (type(self), self.args, *members), rest or None
 
 
-def _packed(member: Hashable) -> tuple[bytes | None, str]:
+def _dump_member(member: Hashable) -> tuple[bytes | None, str]:
     try:
         text = repr(member)
-    except Exception:  # of the user's own class
+    except Exception:  # raised by the user's class
         text = object.__repr__(member)
     try:
         return pickle.dumps(member), text
-    except BaseException:  # whatever pickling a user's object raises
+    except BaseException:  # raised by the user's class
         return None, text
 
 
-def _read(packed: tuple[bytes | None, str]) -> Any:
+def _load_member(packed: tuple[bytes | None, str]) -> Any:
     data, text = packed
     try:
         return text if data is None else pickle.loads(data)
-    except Exception:  # its class is not importable here, or does not come back from its pickle
+    except Exception:  # the class cannot be imported here, or its unpickling fails
         return text
 
 
 def _read_round_timeout(
     cls: type[RoundTimeout], args: tuple[Any, ...], present: list[Any], missing: list[Any]
 ) -> RoundTimeout:
-    exc = cls("", map(_read, present), map(_read, missing))
+    exc = cls("", map(_load_member, present), map(_load_member, missing))
     exc.args = args
     return exc
 
 
-def said(exc: BaseException) -> str:
+def _read_worker_lost(cls: type[WorkerLost], args: tuple[Any, ...]) -> WorkerLost:
+    exc = cls.__new__(cls)  # a subclass may have another `__init__`
+    ConnectionError.__init__(exc, *args)
+    return exc
+
+
+def safe_str(exc: BaseException) -> str:
     """Return the exception's text, or its class's name if its `__str__` raises."""
     try:
         return str(exc)
-    except BaseException:  # its class may be anybody's
+    except BaseException:  # raised by the user's class
         return type(exc).__qualname__

@@ -155,9 +155,9 @@ class Member:
     async def _farewells(self) -> None:
         """Until the others wait for this worker to leave."""
         assert self._me is not None
-        assert self._me._vigil is not None
+        assert self._me._failure_detector is not None
         for peer in ("main", "b"):
-            while not await self._me._vigil.has_left(peer):  # noqa: ASYNC110  it is a question
+            while not await self._me._failure_detector.has_left(peer):  # noqa: ASYNC110  it is a question
                 await asyncio.sleep(0.01)
 
 

@@ -33,11 +33,11 @@ from aiorpc_torch._protocol.handshake import (
     Addresses,
     Credentials,
     Party,
-    hello,
+    encode_hello,
     new_nonce,
 )
 from aiorpc_torch._server import server as servers
-from aiorpc_torch._server.listener import PATIENCE, UNPROVEN, Listener
+from aiorpc_torch._server.listener import MAX_UNPROVEN, PROOF_TIMEOUT, Listener
 
 from ._compare import lay_out, machine, number
 from ._peers_process import process
@@ -45,7 +45,7 @@ from ._process import resident_memory
 
 COUNT = 20_000
 LIMIT = 60.0  # seconds for all of them
-AT_ONCE = 4 * UNPROVEN  # strangers, at most
+AT_ONCE = 4 * MAX_UNPROVEN  # strangers, at most
 CALLS_AFTER = 1_000
 HUGE = 1 << 31  # bytes that a header promises
 MB = 1_000_000
@@ -112,7 +112,9 @@ def half_hello(nonce: bytes) -> bytes:
 
 def wrong_proof(nonce: bytes) -> bytes:
     """A hello of somebody who was never introduced."""
-    return hello(Credentials(Party("stranger", 0), Party("server", 1)), 0, nonce, new_nonce())
+    return encode_hello(
+        Credentials(Party("stranger", 0), Party("server", 1)), 0, nonce, new_nonce()
+    )
 
 
 def huge_frame(nonce: bytes) -> bytes:
@@ -152,7 +154,7 @@ async def visit(address: Address, kind: str) -> str:
     loop = asyncio.get_running_loop()
     with await connect(address) as visiting:
         try:
-            async with asyncio.timeout(2 * PATIENCE):
+            async with asyncio.timeout(2 * PROOF_TIMEOUT):
                 nonce = await loop.sock_recv(visiting, NONCE)
                 if not nonce:
                     return "refused at once"

@@ -12,8 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batching.rounds import RoundBatcher
-from aiorpc_torch._batching.scheduler import Batch, Batcher, FillBatcher, Refusal, Traits
+from aiorpc_torch._batching.rounds import RoundScheduler
+from aiorpc_torch._batching.scheduler import (
+    Batch,
+    CallTraits,
+    FillScheduler,
+    Scheduler,
+    TimedOutRound,
+)
 
 from ._compare import lay_out
 from ._plot import OTHER, OURS, RAW, STYLE
@@ -38,24 +44,24 @@ class Story:
 
 def tell(policy: Fill | Round) -> Story:
     """Let the calls come, and do what the state machine says."""
-    batcher: Batcher[int]
-    batcher = FillBatcher(policy) if isinstance(policy, Fill) else RoundBatcher(policy)
+    scheduler: Scheduler[int]
+    scheduler = FillScheduler(policy) if isinstance(policy, Fill) else RoundScheduler(policy)
     story = Story({}, [])
     ends: list[float] = []
     events = sorted(
         [(at, "comes", item) for item, at in enumerate(ARRIVALS)]
         + [(at, "gives up", item) for item, at in GIVES_UP.items()]
     )
-    while events or ends or batcher.deadline() is not None:
-        now, what, item = _next(events, ends, batcher.deadline())
+    while events or ends or scheduler.deadline() is not None:
+        now, what, item = _next(events, ends, scheduler.deadline())
         if what == "comes":
-            batcher.add(item, now, Traits(member=item))
+            scheduler.add(item, now, CallTraits(member=item))
         elif what == "gives up":
-            if batcher.discard(item):
+            if scheduler.discard(item):
                 story.left[item] = now, what
         elif what == "ends":
-            batcher.finished(now)
-        for batch in _taken(batcher, now):
+            scheduler.finish_batch(now)
+        for batch in _taken(scheduler, now):
             reason = batch.reason.value if isinstance(batch, Batch) else "timeout"
             story.left.update(dict.fromkeys(batch.items, (now, reason)))
             if isinstance(batch, Batch):
@@ -77,8 +83,8 @@ def _next(
     return now, what, -1
 
 
-def _taken(batcher: Batcher[int], now: float) -> Iterator[Batch[int] | Refusal[int]]:
-    while (batch := batcher.take(now)) is not None:
+def _taken(scheduler: Scheduler[int], now: float) -> Iterator[Batch[int] | TimedOutRound[int]]:
+    while (batch := scheduler.next_batch(now)) is not None:
         yield batch
 
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import quantiles
 
 from aiorpc_torch import Fill
-from aiorpc_torch._batching.scheduler import Batch, FillBatcher
+from aiorpc_torch._batching.scheduler import Batch, FillScheduler
 
 from ._compare import lay_out
 from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, present
@@ -76,26 +76,26 @@ def arrivals() -> Iterator[float]:
 
 def run(wait: float | None) -> Course:
     """The whole course with one wait; None: with one that adapts."""
-    batcher: FillBatcher[float] = FillBatcher(Fill(SIZE, wait or 0.0))
+    scheduler: FillScheduler[float] = FillScheduler(Fill(SIZE, wait or 0.0))
     adaptive = Adaptive() if wait is None else None
     course = Course()
     coming = arrivals()
     comes: float | None = next(coming)
     ends: tuple[float, Batch[float]] | None = None
-    while comes is not None or ends is not None or len(batcher):
-        due = [at for at in (comes, ends and ends[0], batcher.deadline()) if at is not None]
+    while comes is not None or ends is not None or len(scheduler):
+        due = [at for at in (comes, ends and ends[0], scheduler.deadline()) if at is not None]
         now = min(due)
         if ends is not None and ends[0] == now:
-            batcher.finished(now)
+            scheduler.finish_batch(now)
             course.calls += [(at, now) for at in ends[1].items]
             if adaptive is not None:
                 adaptive.ended(now, [now - at for at in ends[1].items])
-                batcher._policy = replace(batcher._policy, max_wait=adaptive.wait)
+                scheduler._policy = replace(scheduler._policy, max_wait=adaptive.wait)
             ends = None
         elif comes == now:
-            batcher.add(comes, now)
+            scheduler.add(comes, now)
             comes = next(coming, None)
-        if isinstance(left := batcher.take(now), Batch):
+        if isinstance(left := scheduler.next_batch(now), Batch):
             course.batches.append((now, len(left.items)))
             ends = now + FIXED + EACH * len(left.items), left
     return course

@@ -289,9 +289,9 @@ def name_of_worker() -> str:
 
 async def remaining() -> float | None:
     """Seconds left of the caller's time, as the callee sees it."""
-    from aiorpc_torch._aio.deadlines import budget, deadline_in
+    from aiorpc_torch._aio.deadlines import deadline_in, time_left
 
-    return budget(deadline_in(None))
+    return time_left(deadline_in(None))
 
 
 def address() -> str:

@@ -10,7 +10,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, batched, remote
 
 
-class Door:
+class Gated:
     """Notes each batch, lets it stand at the gate if that is shut, and answers as it is told."""
 
     def __init__(self, answer: Callable[[list[Any]], Any] = list) -> None:
@@ -28,12 +28,12 @@ class Door:
         return self.answer(items)
 
 
-def new_door(
+def new_gated(
     *policy: Any, answer: Callable[[list[Any]], Any] = list, **fill: Any
 ) -> tuple[Any, Any]:
     """An object with a batched `ask`, and the same as a caller elsewhere has it."""
 
-    class Made(Door):
+    class Made(Gated):
         @batched(*policy, **fill)
         async def ask(self, items: Any, scale: Any = 1) -> Any:
             return await self.pass_(items)
@@ -43,9 +43,9 @@ def new_door(
 
 
 @pytest.fixture
-def door(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
-    """`new_door`, in a world of one."""
-    return new_door
+def gated(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
+    """`new_gated`, in a world of one."""
+    return new_gated
 
 
 async def outcome(awaitable: Awaitable[Any]) -> Any:

@@ -1,4 +1,4 @@
-"""A connection whose bytes tests write by hand, and what leaves on the connections of ours."""
+"""A connection whose bytes tests write by hand, and a recorder of the frames that are sent."""
 
 import asyncio
 import contextlib
@@ -18,15 +18,15 @@ from aiorpc_torch._protocol.handshake import (
     Addresses,
     Credentials,
     Party,
-    hello,
-    is_answered,
+    encode_hello,
+    is_callee_proven,
     new_nonce,
 )
 from aiorpc_torch._server import session
 from aiorpc_torch._server.server import Server
 
 SOON = 10.0  # seconds after which something will never happen
-LINK = 1 << 40  # no connection of ours has that number
+CONNECTION = 1 << 40  # no connection of ours has that number
 
 
 def server() -> Server:
@@ -60,15 +60,15 @@ class Stranger:
         return cls(*await asyncio.open_connection(*addresses.tcp))
 
     @classmethod
-    async def proven(cls, kind: str = "unix", link: int = LINK) -> "Stranger":
+    async def proven(cls, kind: str = "unix", number: int = CONNECTION) -> "Stranger":
         """Connect as an honest caller does."""
         stranger = await cls.come(kind)
         credentials, _ = introduction()
         theirs, mine = await stranger.nonce(), new_nonce()
-        stranger.writer.write(hello(credentials, link, theirs, mine))
+        stranger.writer.write(encode_hello(credentials, number, theirs, mine))
         proof = await stranger.reader.readexactly(PROOF)
-        assert is_answered(credentials, link, theirs, mine, proof)
-        stranger.session = server()._sessions[(*astuple(credentials.caller), link)]
+        assert is_callee_proven(credentials, number, theirs, mine, proof)
+        stranger.session = server()._sessions[(*astuple(credentials.caller), number)]
         return stranger
 
     async def nonce(self) -> bytes:
@@ -154,11 +154,11 @@ async def ask(worker: str, number: int) -> int:
 
 async def send_junk(to: str, frames: list[tuple[int, bytes]]) -> int:
     """Send each frame on a connection of its own; how many of those were answered or closed."""
-    outbox = pool.current()
+    connections = pool.current()
     answered = 0
     for number, (kind, data) in enumerate(frames):
-        peer = outbox._members[to].info
-        transport = await outbox._introductions.connect(peer, LINK + number)
+        peer = connections._members[to].info
+        transport = await connections._introductions.connect(peer, CONNECTION + number)
         junk = Junk()
         transport.set_protocol(junk)
         transport.write(frame(kind, data))
@@ -182,14 +182,19 @@ class Junk(asyncio.Protocol):
         self.answered.set()
 
 
+def _in_groups(*_: object) -> None:
+    """Let every result travel in a frame of groups."""
+
+
 async def answer_junk(junk: bytes) -> None:
     """The result after this one is junk."""
     real, left = session.frame, [junk, None]
+    alone = session.encode_result
 
     def lying(kind: int, data: bytes) -> bytes:
         if kind == RESULTS and (lie := left.pop()) is not None:
-            session.frame = real
+            session.frame, session.encode_result = real, alone
             data = lie
         return real(kind, data)
 
-    session.frame = lying
+    session.frame, session.encode_result = lying, _in_groups

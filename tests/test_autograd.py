@@ -20,7 +20,7 @@ from torch.distributed import autograd as torchs
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotServing, RpcError, WorkerLost, call, create, remote
 from aiorpc_torch._torch import transport
-from aiorpc_torch._torch.compat import autograd_context
+from aiorpc_torch._torch.compat import current_context_id
 from aiorpc_torch.autograd import Context, DistributedOptimizer, context, parameter_rrefs
 from aiorpc_torch.testing import Gate, frozen, kill, world
 
@@ -71,7 +71,7 @@ async def stages(**options: Any) -> AsyncIterator[Stages]:
         graphs.gates.append(Gate())
         yield found
         await found.released()
-        assert autograd_context() == -1, "nothing is left open in this thread"
+        assert current_context_id() == -1, "nothing is left open in this thread"
 
 
 def same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
@@ -221,7 +221,7 @@ async def test_contexts_follow_tasks() -> None:
             await asyncio.gather(*(every["c"].on_loop(WEIGH, vector()) for _ in range(2)))
             await done.wait()
             assert recorded(ctx) == 5
-            assert autograd_context() == -1
+            assert current_context_id() == -1
         await other
         assert (await every["b"].on_loop(WEIGH, vector())).grad_fn is None
 
@@ -562,14 +562,14 @@ async def test_a_backward_that_torch_never_ends(tmp_path: Path) -> None:
     async with asyncio.timeout(40.0):
         out, _ = await process.communicate()
     first, second, third = out.decode().splitlines()
-    assert first.startswith("CallTimeout backward did not end in time, of by_torch_in_vain")
-    assert second.startswith("RpcError this autograd context is of no more use")
+    assert first.startswith("CallTimeout backward() did not finish in time, after by_torch_in_vain")
+    assert second.startswith("RpcError autograd context unusable: an earlier backward")
     assert third == "left"
     assert process.returncode == 0
 
 
 @pytest.mark.worlds
-async def test_a_slow_backward_holds_nobody_up() -> None:
+async def test_a_slow_backward_does_not_block_others() -> None:
     """Neither the loop nor other contexts; cancelled, it is released once it has ended."""
     async with stages() as every:
         await every["b"].hold()
@@ -582,7 +582,7 @@ async def test_a_slow_backward_holds_nobody_up() -> None:
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            with pytest.raises(RpcError, match="of no more use"):
+            with pytest.raises(RpcError, match="context unusable"):
                 await ctx.backward(y.sum())
         assert await call("b", graphs.contexts_here) == 1
         await every["b"].let_go()
@@ -590,7 +590,7 @@ async def test_a_slow_backward_holds_nobody_up() -> None:
 
 @pytest.mark.worlds
 async def test_a_worker_that_dies_in_backward() -> None:
-    """Who it was is said at once, whether or not a timeout was given."""
+    """The error names the worker at once, with a timeout or without."""
     async with stages() as every:
         await every["c"].hold()
         entered = asyncio.create_task(every["c"].wait_for_backward())  # in no context
@@ -601,7 +601,7 @@ async def test_a_worker_that_dies_in_backward() -> None:
             kill("c")
             with pytest.raises(WorkerLost, match="worker 'c' is lost"):
                 await task
-            with pytest.raises(RpcError, match="of no more use"):
+            with pytest.raises(RpcError, match="context unusable"):
                 await ctx.backward(y.sum())
         every.released = _nothing  # type: ignore[method-assign]  # c is not there to be asked
 
@@ -630,7 +630,7 @@ async def test_errors_in_backward() -> None:
             y = await every["b"].fails_backward(vector())
             with pytest.raises(RuntimeError, match="no way back"):
                 await ctx.backward(y.sum(), timeout=TIMEOUT)
-            with pytest.raises(RpcError, match=r"its backward raised .*no way back"):
+            with pytest.raises(RpcError, match=r"backward\(\) raised .*no way back"):
                 await ctx.backward(y.sum(), timeout=TIMEOUT)
         await every["b"].hold()
         async with context() as ctx:
@@ -677,7 +677,7 @@ async def test_contexts_are_released() -> None:
 
 
 async def test_bad_input(world: Any) -> None:
-    """It is refused where it is given."""
+    """It raises where it is given."""
     with pytest.raises(RuntimeError, match="is not open"):
         _ = context().id
     async with context() as ctx:
@@ -706,10 +706,10 @@ async def test_outside_a_world() -> None:
         await parameter_rrefs(torch.nn.Linear(1, 1))
 
 
-async def test_torch_that_cannot_be_told(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the symbol of torch's library a context says so as it is opened."""
+async def test_torch_without_context_symbols(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the C++ symbol, to open a context raises."""
     monkeypatch.setattr(transport, "force_context", None)
-    with pytest.raises(RuntimeError, match="does not let its contexts be set"):
+    with pytest.raises(RuntimeError, match="cannot set the autograd context"):
         async with context():
             pass
 
@@ -778,17 +778,17 @@ async def test_optimizers_raise_as_themselves() -> None:
             await create(torch.optim.SGD, params, lr=-1.0)
         with pytest.raises(TypeError, match="momentumm"):
             await create(torch.optim.SGD, params, momentumm=1)
-        with pytest.raises(TypeError, match="RRefs of tensors, and one is of a Stage"):
+        with pytest.raises(TypeError, match="RRefs of tensors, got one of a Stage"):
             await create(torch.optim.SGD, [every.rrefs["b"]])
-        with pytest.raises(TypeError, match="takes RRefs"):
+        with pytest.raises(TypeError, match="must be RRefs"):
             await create(torch.optim.SGD, [torch.zeros(1)])  # type: ignore[list-item]
-        with pytest.raises(ValueError, match="needs a parameter"):
+        with pytest.raises(ValueError, match="params must not be empty"):
             await create(torch.optim.SGD, [])
-        with pytest.raises(TypeError, match="it is no module"):
+        with pytest.raises(TypeError, match=r"must have parameters\(\), got a dict"):
             await parameter_rrefs(await aiorpc.create("b", dict))
         opt = await create(torch.optim.SGD, params, lr=0.5)
         assert "SGD on b" in repr(opt)
-        with pytest.raises(ValueError, match="SGD has no rate; there are: lr"):
+        with pytest.raises(ValueError, match="SGD has no option rate; its options are lr"):
             await opt.set(rate=1)
         async with context() as ctx:
             pass

@@ -12,9 +12,9 @@ from torch.distributed import autograd
 from aiorpc_torch import create, remote
 from aiorpc_torch._client import connection
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.frames import CALLS, HEADER
+from aiorpc_torch._protocol.frames import CALL, CALLS, HEADER
 from aiorpc_torch._protocol.messages import load_calls, load_payload
-from aiorpc_torch._protocol.payloads import detach
+from aiorpc_torch._protocol.payloads import detach_data
 from aiorpc_torch.testing import world
 
 pytestmark = pytest.mark.worlds
@@ -48,6 +48,8 @@ def calls_in(data: bytes) -> Sent:
         end = HEADER.size + length
         if kind == CALLS:
             found.append((-1, len(load_calls(data[HEADER.size : end]).numbers)))
+        elif kind == CALL:
+            found.append((-1, 1))
         data = data[end:]
     return found
 
@@ -60,7 +62,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
     def spy_send(peer: Any, door: Any, data: bytes, tensors: Any = ()) -> Any:
         if door is endpoints.payload:
-            _, context, calls = load_payload(detach(data, tensors)[0])
+            _, context, calls = load_payload(detach_data(data, tensors)[0])
             found.append((context, len(calls.numbers)))
         return send(peer, door, data, tensors)
 
@@ -122,7 +124,7 @@ async def check_gradients(
 
 
 async def several(forward: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
-    """Calls of several tasks in one turn."""
+    """Make calls of several tasks in one loop iteration."""
     async with asyncio.timeout(20.0), asyncio.TaskGroup() as group:
         tasks = [group.create_task(forward(x)) for _ in range(5)]
     return [task.result() for task in tasks]

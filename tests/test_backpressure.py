@@ -16,18 +16,20 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotServing, RRef, call, remote, stats
 from aiorpc_torch._client import connection
-from aiorpc_torch._protocol.window import BYTES, CALLS, Window
+from aiorpc_torch._protocol.window import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
 
 Bounds = Callable[..., None]
 
 
 @pytest.fixture
 def bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
-    """Bounds for the links that are made from now on."""
+    """Bounds for the connections that are made from now on."""
 
-    def bound(calls: int = CALLS, size: int = BYTES, trickle: float = 60.0) -> None:
-        monkeypatch.setattr(connection, "Window", partial(Window, calls=calls, size=size))
-        monkeypatch.setattr(connection, "TRICKLE", trickle)
+    def bound(
+        calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES, trickle: float = 60.0
+    ) -> None:
+        monkeypatch.setattr(connection, "FlowWindow", partial(FlowWindow, calls=calls, size=size))
+        monkeypatch.setattr(connection, "TRICKLE_INTERVAL", trickle)
 
     return bound
 
@@ -217,7 +219,7 @@ async def test_expired_before_it_was_sent(bounds: Bounds, trickle: float) -> Non
     await turnstile.holds(2)
 
     async def call_late() -> None:
-        with pytest.raises(CallTimeout, match="worker 'main' within"):
+        with pytest.raises(CallTimeout, match=r"^note on worker 'main' timed out"):
             await remote(rref, timeout=0.02).note(2)
 
     async def stream_late() -> None:

@@ -19,7 +19,7 @@ PATIENCE = 10.0
 
 
 async def all_of(*awaitables: Any) -> list[Any]:
-    """Their outcomes; nobody hangs."""
+    """Their outcomes; no call hangs."""
     async with asyncio.timeout(PATIENCE):
         return await asyncio.gather(*awaitables, return_exceptions=True)
 
@@ -118,7 +118,7 @@ class Checked:
 
 
 async def test_values_that_hardly_stack() -> None:
-    """Whoever cannot is told so; nobody else notices."""
+    """A caller that cannot gets the error; the others get their results."""
     found = await all_of(*(asked(echo, value) for value in (1, 2**70, "x", 2)))
     assert [type(each) for each in found] == [Tensor, TypeError, TypeError, Tensor]
 
@@ -155,7 +155,7 @@ async def test_a_stacked_round_of_one_kind() -> None:
 
 @pytest.mark.skipif(sys.version_info < (3, 12), reason="eager tasks came with Python 3.12")
 async def test_tasks_that_start_at_once() -> None:
-    """A body that never waits has ended before its task is known."""
+    """A function that never waits has ended before its task is known."""
     asyncio.get_running_loop().set_task_factory(asyncio.eager_task_factory)  # type: ignore[attr-defined]
     for _ in range(3):
         assert await all_of(*(echo(torch.ones(1)) for _ in range(3))) == [torch.ones(1)] * 3
@@ -209,7 +209,7 @@ async def test_a_call_that_has_ended_holds_nothing(ends: str) -> None:
 
 
 async def test_a_chain_of_batches_does_not_grow() -> None:
-    """Each call is made by a task that a body started: the batches before it are forgotten."""
+    """Each call is made by a task that a function started: the batches before it are forgotten."""
     gone: list[weakref.ref[Big]] = []
     ended = asyncio.Event()
     tasks = set()

@@ -1,23 +1,23 @@
-"""The decision when a batch leaves, in virtual time: no clock, no loop, no threads.
+"""The decision when a batch starts, in virtual time: no clock, no loop, no threads.
 
-`_batcher.Batcher` is held against a naive model, a plain list and the rules written out, and each
-rule of the batching once more by its name.
+`scheduler.Scheduler` is held against a naive model, a plain list and the rules written out, and
+each rule of the batching once more by its name.
 
-Each of these changes to `_batcher.py`, one at a time, makes tests of this file fail:
+Each of these changes to `scheduler.py`, one at a time, makes tests of this file fail:
 
 1.  `_reason`: `now >= oldest + max_wait` becomes `now > oldest + max_wait`
 2.  `_reason`: the same comparison as `now - oldest >= max_wait`, which rounds differently
 3.  `_reason`: a queue of exactly the size is not full (`>` for `>=`)
-4.  `take`: a running batch does not hold the next one back
+4.  `next_batch`: a running batch does not hold the next one back
 5.  `_oldest`: the time of the newest item
 6.  `add`: an item inherits the time of the oldest one, so a cancelled head still owns the timer
 7.  `discard`: only asks whether the item waits, and leaves it there
-8.  `_start`: one item too many
+8.  `_next_size`: one item too many
 9.  `close`: hands the items out and keeps them
 10. `Fill`: `max_wait < 0` in place of the closed range, so inf and nan pass
-11. `_leave`: only looks at the oldest line, or at full ones first; `_first` believes what was so
-12. `add`, `_remove`: a line that has become full, or a new oldest, is not put into its heap
-13. `_put`: never tidies, or drops what still holds
+11. `_select_batch`: only looks at the oldest key, or at full ones first; `_peek`: outdated entries
+12. `add`, `_remove`: a key that has become full, or a new oldest, is not in its heap
+13. `_push`: never tidies, or drops valid entries
 """
 
 import math
@@ -37,8 +37,8 @@ from hypothesis.stateful import (
 )
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batching.rounds import RoundBatcher
-from aiorpc_torch._batching.scheduler import Batch, Batcher, FillBatcher, Reason, Traits
+from aiorpc_torch._batching.rounds import RoundScheduler
+from aiorpc_torch._batching.scheduler import Batch, CallTraits, FillScheduler, Reason, Scheduler
 
 Policy = Fill | Round
 
@@ -57,8 +57,8 @@ policies: st.SearchStrategy[Policy] = st.one_of(fills, st.builds(Round, sizes))
 relaxed = settings(suppress_health_check=[HealthCheck.too_slow])
 
 
-def new(policy: Policy) -> Batcher[int]:
-    return FillBatcher(policy) if isinstance(policy, Fill) else RoundBatcher(policy)
+def new(policy: Policy) -> Scheduler[int]:
+    return FillScheduler(policy) if isinstance(policy, Fill) else RoundScheduler(policy)
 
 
 def size_of(policy: Policy) -> int:
@@ -92,7 +92,7 @@ class Model:
             return Reason.SLOT
         return Reason.WAITED if now >= self.line[0][1] + self.policy.max_wait else None
 
-    def take(self, now: float) -> tuple[tuple[int, ...], Reason] | None:
+    def next_batch(self, now: float) -> tuple[tuple[int, ...], Reason] | None:
         reason = self.reason(now)
         if reason is None:
             return None
@@ -106,12 +106,12 @@ class Model:
         return bool(here)
 
 
-class BatcherMachine(RuleBasedStateMachine):
+class SchedulerMachine(RuleBasedStateMachine):
     """Any order of arrivals, cancellations, ends, looks and closes, at any times."""
 
     @initialize(policy=policies, start=starts)
     def begin(self, policy: Policy, start: float) -> None:
-        self.batcher: Batcher[int] = new(policy)
+        self.scheduler: Scheduler[int] = new(policy)
         self.model = Model(policy)
         self.now = start
         self.added = 0
@@ -120,7 +120,7 @@ class BatcherMachine(RuleBasedStateMachine):
     @rule(gap=gaps)
     def add(self, gap: float) -> None:
         self.now += gap
-        self.batcher.add(self.added, self.now)
+        self.scheduler.add(self.added, self.now)
         self.model.line.append((self.added, self.now))
         self.added += 1
 
@@ -130,7 +130,7 @@ class BatcherMachine(RuleBasedStateMachine):
         """Of somebody who waits, who has left already, or who never came."""
         item = pick % (self.added + 1)
         known = self.model.discard(item)
-        assert self.batcher.discard(item) is known
+        assert self.scheduler.discard(item) is known
         if known:
             self.gone.append(item)
 
@@ -139,14 +139,14 @@ class BatcherMachine(RuleBasedStateMachine):
     def discard_oldest(self) -> None:
         """The one who owns the timer."""
         oldest = self.model.line[0][0]
-        assert self.batcher.discard(oldest)
+        assert self.scheduler.discard(oldest)
         self.model.discard(oldest)
         self.gone.append(oldest)
 
     @rule(gap=gaps)
     def look(self, gap: float) -> None:
         self.now += gap
-        self.take()
+        self.next_batch()
 
     @precondition(lambda self: self.model.deadline() is not None)
     @rule(nudge=st.sampled_from([-1, 0, 1]))
@@ -156,11 +156,11 @@ class BatcherMachine(RuleBasedStateMachine):
         assert deadline is not None
         when = math.nextafter(deadline, math.inf * nudge) if nudge else deadline
         self.now = max(self.now, when)
-        self.take()
+        self.next_batch()
 
-    def take(self) -> None:
-        expected = self.model.take(self.now)
-        batch = self.batcher.take(self.now)
+    def next_batch(self) -> None:
+        expected = self.model.next_batch(self.now)
+        batch = self.scheduler.next_batch(self.now)
         assert (batch and (batch.items, batch.reason)) == expected
         if batch is not None:
             self.gone += batch.items
@@ -168,39 +168,39 @@ class BatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.model.busy)
     @rule()
     def finish(self) -> None:
-        self.batcher.finished(self.now)
+        self.scheduler.finish_batch(self.now)
         self.model.busy = False
 
     @precondition(lambda self: not self.model.busy)
     @rule()
     def finish_nothing(self) -> None:
         with pytest.raises(ValueError, match="no batch is running"):
-            self.batcher.finished(self.now)
+            self.scheduler.finish_batch(self.now)
 
     @rule()
     def close(self) -> None:
         rest = tuple(item for item, _ in self.model.line)
-        assert self.batcher.close() == rest
+        assert self.scheduler.close() == rest
         self.model.line.clear()
         self.gone += rest
 
     @invariant()
     def deadline_agrees(self) -> None:
-        assert self.batcher.deadline() == self.model.deadline()
+        assert self.scheduler.deadline() == self.model.deadline()
 
     @invariant()
     def state_agrees(self) -> None:
-        assert self.batcher.idle is (not self.model.line and not self.model.busy)
+        assert self.scheduler.is_idle is (not self.model.line and not self.model.busy)
         shown = f"{len(self.model.line)} waiting, {int(self.model.busy)} running"
-        assert repr(self.batcher) == f"<{self.model.policy}: {shown}>"
+        assert repr(self.scheduler) == f"<{self.model.policy}: {shown}>"
 
     @invariant()
-    def nobody_leaves_twice_or_gets_lost(self) -> None:
+    def no_item_starts_twice_or_is_lost(self) -> None:
         here = [item for item, _ in self.model.line]
         assert sorted(self.gone + here) == list(range(self.added))
 
 
-TestAgainstTheModel = BatcherMachine.TestCase
+TestAgainstTheModel = SchedulerMachine.TestCase
 TestAgainstTheModel.settings = settings(
     stateful_step_count=40, suppress_health_check=list(HealthCheck)
 )
@@ -229,26 +229,26 @@ class Story:
 
 
 def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
-    """Drive a batcher: `take` after every event and at every deadline, bodies as long as told."""
-    batcher: Batcher[int] = new(policy)
+    """Drive a scheduler: `next_batch` after every event and at every deadline."""
+    scheduler: Scheduler[int] = new(policy)
     story = Story()
     ends: list[float] = []  # of the batch that runs
     now = -math.inf
 
     def settle() -> None:
-        while (batch := batcher.take(now)) is not None:
+        while (batch := scheduler.next_batch(now)) is not None:
             assert not ends, "two batches run at once"
             ends.append(now + durations[len(story.batches) % len(durations)])
             story.batches.append((now, batch.items, batch.reason))
-            assert batcher.take(math.inf) is None
+            assert scheduler.next_batch(math.inf) is None
 
     def run_until(limit: float) -> None:
         nonlocal now
-        while (due := ends[0] if ends else batcher.deadline()) is not None and due <= limit:
+        while (due := ends[0] if ends else scheduler.deadline()) is not None and due <= limit:
             now = max(now, due)
             if ends:
                 story.ended.append(ends.pop())
-                batcher.finished(now)
+                scheduler.finish_batch(now)
                 settle()
             else:
                 settle()
@@ -258,12 +258,12 @@ def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
         run_until(event.at)
         now = event.at
         if event.comes:
-            batcher.add(event.item, now)
-        elif batcher.discard(event.item):
+            scheduler.add(event.item, now)
+        elif scheduler.discard(event.item):
             story.discarded.append(event.item)
         settle()
     run_until(math.inf)
-    story.closed = batcher.close()
+    story.closed = scheduler.close()
     return story
 
 
@@ -326,7 +326,7 @@ def test_one_batch_at_a_time(policy: Policy, events: list[Event], durations: lis
 
 @relaxed
 @given(fills, scripts(), durations)
-def test_a_fill_forgets_nobody(fill: Fill, events: list[Event], durations: list[float]) -> None:
+def test_a_fill_loses_no_item(fill: Fill, events: list[Event], durations: list[float]) -> None:
     """Without a close, everybody who does not give up is served in the end."""
     assert play(fill, events, durations).closed == ()
 
@@ -376,15 +376,15 @@ def test_too_late_to_give_up(policy: Policy, events: list[Event], durations: lis
 # ── each rule by its name ───────────────────────────────────────────────────────────────────────
 
 
-def filled(policy: Policy, arrivals: list[float]) -> Batcher[int]:
-    batcher: Batcher[int] = new(policy)
+def filled(policy: Policy, arrivals: list[float]) -> Scheduler[int]:
+    scheduler: Scheduler[int] = new(policy)
     for item, at in enumerate(arrivals):
-        batcher.add(item, at)
-    return batcher
+        scheduler.add(item, at)
+    return scheduler
 
 
-def leave(batcher: Batcher[int], now: float) -> Batch[int]:
-    batch = batcher.take(now)
+def leave(scheduler: Scheduler[int], now: float) -> Batch[int]:
+    batch = scheduler.next_batch(now)
     assert batch is not None
     return batch
 
@@ -397,11 +397,11 @@ def leave(batcher: Batcher[int], now: float) -> Batch[int]:
 def test_the_deadline_is_the_moment(fill: Fill, start: float, gap: float) -> None:
     """At `deadline()` a batch leaves, and just before it none does, however times round."""
     arrivals = [start, start + gap][: fill.max_size - 1]
-    batcher = filled(fill, arrivals)
-    deadline = batcher.deadline()
+    scheduler = filled(fill, arrivals)
+    deadline = scheduler.deadline()
     assert deadline == start + fill.max_wait
-    assert batcher.take(math.nextafter(deadline, -math.inf)) is None
-    batch = leave(batcher, deadline)
+    assert scheduler.next_batch(math.nextafter(deadline, -math.inf)) is None
+    batch = leave(scheduler, deadline)
     assert batch.items == tuple(range(len(arrivals)))
     assert batch.reason is Reason.WAITED
 
@@ -412,49 +412,49 @@ def test_who_asks_at_the_deadline_never_asks_in_vain(
     fill: Fill, start: float, gap: float, late: float
 ) -> None:
     """Nor any time after it: a timer that was set for `deadline()` never spins."""
-    batcher = filled(fill, [start])
-    deadline = batcher.deadline()
+    scheduler = filled(fill, [start])
+    deadline = scheduler.deadline()
     assert deadline is not None
-    assert batcher.take(deadline + late) is not None
+    assert scheduler.next_batch(deadline + late) is not None
 
 
 @given(starts, gaps)
 def test_the_timer_belongs_to_the_oldest_who_still_waits(start: float, gap: float) -> None:
     """When the oldest gives up, the wait of the next one counts, from its own arrival."""
-    batcher = filled(Fill(5, 0.5), [start, start + gap, start + 2 * gap])
-    assert batcher.deadline() == start + 0.5
-    batcher.discard(1)
-    assert batcher.deadline() == start + 0.5
-    batcher.discard(0)
-    assert batcher.deadline() == start + 2 * gap + 0.5
-    batcher.discard(2)
-    assert batcher.deadline() is None
+    scheduler = filled(Fill(5, 0.5), [start, start + gap, start + 2 * gap])
+    assert scheduler.deadline() == start + 0.5
+    scheduler.discard(1)
+    assert scheduler.deadline() == start + 0.5
+    scheduler.discard(0)
+    assert scheduler.deadline() == start + 2 * gap + 0.5
+    scheduler.discard(2)
+    assert scheduler.deadline() is None
 
 
 @given(sizes, st.integers(0, 12))
 def test_no_wait_means_leave_when_a_slot_is_free(size: int, waiting: int) -> None:
     """With `max_wait=0.0` a batch leaves with whoever is there, as soon as none runs."""
-    batcher = filled(Fill(size), [0.0] * waiting)
+    scheduler = filled(Fill(size), [0.0] * waiting)
     sizes = []
-    while (batch := batcher.take(0.0)) is not None:
+    while (batch := scheduler.next_batch(0.0)) is not None:
         sizes.append(len(batch.items))
         assert batch.reason is (Reason.FULL if len(batch.items) == size else Reason.SLOT)
-        assert batcher.take(1e9) is None
-        batcher.finished(0.0)
+        assert scheduler.next_batch(1e9) is None
+        scheduler.finish_batch(0.0)
     assert sizes == [size] * (waiting // size) + [waiting % size] * (waiting % size > 0)
-    assert batcher.idle
+    assert scheduler.is_idle
 
 
-def test_no_timer_while_a_batch_runs_or_nobody_waits() -> None:
+def test_no_timer_while_a_batch_runs_or_nothing_waits() -> None:
     """`deadline()` is None where time alone changes nothing."""
-    batcher: Batcher[int] = FillBatcher(Fill(2, 0.5))
-    assert batcher.deadline() is None
-    batcher.add(0, 1.0)
-    leave(batcher, 1.5)
-    batcher.add(1, 2.0)
-    assert batcher.deadline() is None
-    batcher.finished(0.0)
-    assert batcher.deadline() == 2.5
+    scheduler: Scheduler[int] = FillScheduler(Fill(2, 0.5))
+    assert scheduler.deadline() is None
+    scheduler.add(0, 1.0)
+    leave(scheduler, 1.5)
+    scheduler.add(1, 2.0)
+    assert scheduler.deadline() is None
+    scheduler.finish_batch(0.0)
+    assert scheduler.deadline() == 2.5
 
 
 @given(st.integers(1, 4), st.integers(0, 9), st.sets(st.integers(0, 8)))
@@ -462,29 +462,29 @@ def test_members_are_chosen_when_the_slot_is_free(
     size: int, coming: int, leaving: set[int]
 ) -> None:
     """The next batch is the longest start of the queue at the moment the last one ends."""
-    batcher: Batcher[int] = FillBatcher(Fill(size))
-    batcher.add(-1, 0.0)
-    leave(batcher, 0.0)
+    scheduler: Scheduler[int] = FillScheduler(Fill(size))
+    scheduler.add(-1, 0.0)
+    leave(scheduler, 0.0)
     for item in range(coming):
-        batcher.add(item, 1.0)
-        assert batcher.take(100.0) is None
+        scheduler.add(item, 1.0)
+        assert scheduler.next_batch(100.0) is None
     for item in leaving:
-        batcher.discard(item)
-        assert batcher.take(100.0) is None
-    batcher.finished(0.0)
+        scheduler.discard(item)
+        assert scheduler.next_batch(100.0) is None
+    scheduler.finish_batch(0.0)
     present = tuple(item for item in range(coming) if item not in leaving)
-    batch = batcher.take(2.0)
+    batch = scheduler.next_batch(2.0)
     assert (batch.items if batch else ()) == present[:size]
 
 
 def test_expired_while_the_slot_was_busy_leaves_with_those_who_came_since() -> None:
     """A batch whose time came while another ran takes the latecomers along."""
-    batcher = filled(Fill(4, 0.1), [0.0])
-    leave(batcher, 0.1)
-    batcher.add(1, 0.2)
-    batcher.add(2, 5.0)
-    batcher.finished(0.0)
-    batch = leave(batcher, 5.0)
+    scheduler = filled(Fill(4, 0.1), [0.0])
+    leave(scheduler, 0.1)
+    scheduler.add(1, 0.2)
+    scheduler.add(2, 5.0)
+    scheduler.finish_batch(0.0)
+    batch = leave(scheduler, 5.0)
     assert (batch.items, batch.reason) == ((1, 2), Reason.WAITED)
 
 
@@ -510,37 +510,37 @@ def test_a_batch_says_why_it_left(
 
 @given(st.integers(1, 5), st.integers(0, 14))
 def test_a_round_is_exactly_its_size(size: int, coming: int) -> None:
-    """No time makes a round leave short, and nobody gets into two."""
-    batcher = filled(Round(size), [0.0] * coming)
+    """No time makes a round leave short, and no item is in two."""
+    scheduler = filled(Round(size), [0.0] * coming)
     members: list[int] = []
-    while (batch := batcher.take(math.inf)) is not None:
+    while (batch := scheduler.next_batch(math.inf)) is not None:
         assert len(batch.items) == size
         members += batch.items
-        batcher.finished(0.0)
-    assert batcher.deadline() is None
-    assert members + list(batcher.close()) == list(range(coming))
+        scheduler.finish_batch(0.0)
+    assert scheduler.deadline() is None
+    assert members + list(scheduler.close()) == list(range(coming))
 
 
 def test_closing_hands_back_who_waits_and_not_who_runs() -> None:
     """`close` returns the queue in order, once; the running batch still ends as it does."""
-    batcher = filled(Fill(2), [0.0] * 5)
-    leave(batcher, 0.0)
-    assert batcher.close() == (2, 3, 4)
-    assert batcher.close() == ()
-    assert not batcher.idle
-    batcher.finished(0.0)
-    assert batcher.idle
-    assert batcher.take(math.inf) is None
+    scheduler = filled(Fill(2), [0.0] * 5)
+    leave(scheduler, 0.0)
+    assert scheduler.close() == (2, 3, 4)
+    assert scheduler.close() == ()
+    assert not scheduler.is_idle
+    scheduler.finish_batch(0.0)
+    assert scheduler.is_idle
+    assert scheduler.next_batch(math.inf) is None
 
 
 def test_discarding_a_stranger_is_harmless() -> None:
     """It says False for one that never came, has left in a batch or was discarded before."""
-    batcher = filled(Fill(1), [0.0, 0.0])
-    leave(batcher, 0.0)
-    assert not batcher.discard(0)
-    assert not batcher.discard(7)
-    assert batcher.discard(1)
-    assert not batcher.discard(1)
+    scheduler = filled(Fill(1), [0.0, 0.0])
+    leave(scheduler, 0.0)
+    assert not scheduler.discard(0)
+    assert not scheduler.discard(7)
+    assert scheduler.discard(1)
+    assert not scheduler.discard(1)
 
 
 def test_batches_are_told_apart_by_identity() -> None:
@@ -554,22 +554,22 @@ def test_batches_are_told_apart_by_identity() -> None:
 def test_a_size_is_an_int(make: Callable[[object], Policy], count: object) -> None:
     """Nor is a bool one, though Python says so; the message names the parameter and the value."""
     name = "max_size" if make is Fill else "size"
-    with pytest.raises(TypeError, match=f"^{name} is a number of callers, not {count!r}"):
+    with pytest.raises(TypeError, match=f"^{name} must be an int, got {count!r}"):
         make(count)
 
 
 @pytest.mark.parametrize("make", [Fill, Round])
 @pytest.mark.parametrize("count", [0, -1, -(2**70)])
 def test_a_size_is_at_least_one(make: Callable[[object], Policy], count: int) -> None:
-    """A batch of nobody is none."""
-    with pytest.raises(ValueError, match=rf"size is at least 1, not {count}$"):
+    """An empty batch is none."""
+    with pytest.raises(ValueError, match=rf"size must be at least 1, got {count}$"):
         make(count)
 
 
 @pytest.mark.parametrize("wait", [-1.0, -5e-324, math.inf, -math.inf, math.nan])
 def test_a_wait_is_finite_and_not_negative(wait: float) -> None:
     """An infinite wait would be a queue that never leaves; nan compares false with everything."""
-    with pytest.raises(ValueError, match="max_wait is seconds, at least 0 and finite"):
+    with pytest.raises(ValueError, match="max_wait must be seconds, at least 0 and finite"):
         Fill(2, wait)
 
 
@@ -590,23 +590,23 @@ def test_policies_are_values() -> None:
 @pytest.mark.parametrize("key", [None, 1])
 def test_who_comes_and_goes_while_a_batch_runs_leaves_nothing(key: int | None) -> None:
     """However many they are, and however long the batch takes."""
-    batcher = filled(Fill(2), [0.0])
-    leave(batcher, 0.0)
-    size = len(pickle.dumps(batcher))
+    scheduler = filled(Fill(2), [0.0])
+    leave(scheduler, 0.0)
+    size = len(pickle.dumps(scheduler))
     for item in range(1, 2_000):
-        batcher.add(item, 1.0, Traits(key=key))
-        batcher.discard(item)
-    assert len(pickle.dumps(batcher)) < size + 1_000
+        scheduler.add(item, 1.0, CallTraits(key=key))
+        scheduler.discard(item)
+    assert len(pickle.dumps(scheduler)) < size + 1_000
 
 
-def lined_up(keys: str) -> FillBatcher[int]:
+def lined_up(keys: str) -> FillScheduler[int]:
     """Lines of two at most, that wait long; a batch runs, and these have come since."""
-    batcher: FillBatcher[int] = FillBatcher(Fill(2, 9.0))
-    batcher.add(-1, 0.0)
-    leave(batcher, 9.0)
+    scheduler: FillScheduler[int] = FillScheduler(Fill(2, 9.0))
+    scheduler.add(-1, 0.0)
+    leave(scheduler, 9.0)
     for item, key in enumerate(keys):
-        batcher.add(item, 9.0, Traits(key=key))
-    return batcher
+        scheduler.add(item, 9.0, CallTraits(key=key))
+    return scheduler
 
 
 @pytest.mark.parametrize(
@@ -621,16 +621,16 @@ def lined_up(keys: str) -> FillBatcher[int]:
         ("a" + 40 * "b", [], [(item, item + 1) for item in range(1, 41, 2)]),
     ],
 )
-def test_a_full_line_does_not_wait_for_an_older_one(
+def test_a_full_key_does_not_wait_for_an_older_one(
     keys: str, gone: list[int], leaving: list[tuple[int, ...]]
 ) -> None:
     """Nor for one that was full, and is not any more."""
-    batcher = lined_up(keys)
+    scheduler = lined_up(keys)
     for item in gone:
-        batcher.discard(item)
+        scheduler.discard(item)
     for items in leaving:
-        batcher.finished(9.0)
-        batch = leave(batcher, 9.0)
+        scheduler.finish_batch(9.0)
+        batch = leave(scheduler, 9.0)
         assert (batch.items, batch.reason) == (items, Reason.FULL)
-    batcher.finished(9.0)
-    assert batcher.take(9.0) is None
+    scheduler.finish_batch(9.0)
+    assert scheduler.next_batch(9.0) is None

@@ -1,4 +1,4 @@
-"""A torch Future as an awaitable: futures completed by hand, no RPC."""
+"""The adapter to torch: futures as awaitables, errors by name, symbols that may be absent."""
 
 import asyncio
 import gc
@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed import autograd
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._torch.transport import transport_error
+from aiorpc_torch._torch import compat, transport
+from aiorpc_torch._torch.transport import classify_error
 from aiorpc_torch.testing import done_future, failed_future, on_a_thread
 
 
@@ -23,14 +25,14 @@ class Odd(Exception):
         self.code = code
 
 
-async def turns(count: int = 3) -> None:
-    """Let the loop turn: whatever is due has happened after."""
+async def iterations(count: int = 3) -> None:
+    """Let the event loop run what is due."""
     for _ in range(count):
         await asyncio.sleep(0)
 
 
 async def test_a_done_future() -> None:
-    """What is done already is there at once, without a turn of the loop."""
+    """What is done already is there at once, without a loop iteration."""
     awaited = aiorpc.wrap_future(done_future([1, 2]))
     assert awaited.done()
     assert await awaited == [1, 2]
@@ -40,7 +42,7 @@ async def test_a_pending_future() -> None:
     """It is awaited until it completes."""
     future: Future[int] = Future()
     awaited = aiorpc.wrap_future(future)
-    await turns()
+    await iterations()
     assert not awaited.done()
     future.set_result(7)
     assert await awaited == 7
@@ -197,7 +199,7 @@ async def test_a_cancelled_task_does_not_hear_of_it(
         future.set_exception(ValueError("nobody hears this"))
     else:
         future.set_result(1)
-    await turns()
+    await iterations()
     assert task.cancelled()
     assert capfd.readouterr().err == ""
 
@@ -219,7 +221,7 @@ async def test_a_timeout_around_it() -> None:
         async with asyncio.timeout(0):
             await aiorpc.wrap_future(future)
     future.set_result(1)
-    await turns()
+    await iterations()
 
 
 @pytest.mark.parametrize("fails", [True, False])
@@ -294,7 +296,7 @@ async def test_thousands_leave_nothing_behind() -> None:
         if number % 3 == 1:
             assert await awaited is value
     del future, awaited, value, thing
-    await turns(3_000 // 256 + 3)
+    await iterations(3_000 // 256 + 3)
     gc.collect()
     assert len(watched) == 0
 
@@ -320,13 +322,13 @@ def test_loops_are_not_kept() -> None:
 @pytest.mark.parametrize("thing", [None, 1, "future", object(), threading.Event()])
 async def test_only_torch_futures(thing: Any) -> None:
     """A TypeError that says what is wanted and shows what came."""
-    with pytest.raises(TypeError, match=r"torch\.futures\.Future, not "):
+    with pytest.raises(TypeError, match=r"torch\.futures\.Future, got "):
         aiorpc.wrap_future(thing)
 
 
 async def test_an_asyncio_future_is_none_of_torchs() -> None:
     """Nor is a coroutine; both are awaited as they are."""
-    with pytest.raises(TypeError, match=r"torch\.futures\.Future, not <Future pending"):
+    with pytest.raises(TypeError, match=r"torch\.futures\.Future, got <Future pending"):
         aiorpc.wrap_future(asyncio.get_running_loop().create_future())  # type: ignore[arg-type]
 
 
@@ -355,10 +357,32 @@ async def test_what_rpc_async_returns_is_taken_too() -> None:
 )
 def test_transport_errors_by_name(text: str, lost: bool) -> None:
     """A broken pipe is a lost worker, with its name and torch's first line; all else its text."""
-    error = transport_error(RuntimeError(text), "ps")
+    error = classify_error(RuntimeError(text), "ps")
     assert isinstance(error, aiorpc.WorkerLost if lost else aiorpc.RemoteError)
     assert "'ps'" in str(error)
     assert text.splitlines()[0] in str(error)
     assert "more" not in str(error)
     if isinstance(error, aiorpc.WorkerLost):
         assert error.worker == "ps"
+
+
+@pytest.mark.usefixtures("world")
+def test_torch_without_context_symbols() -> None:
+    """A warning; the context id comes from torch's Python interface, and cannot be set."""
+    with pytest.warns(RuntimeWarning, match="does not export its autograd contexts"):
+        get, put = compat.find_context_functions("/no/such/library.so")
+    assert put is None
+    assert get() == compat.current_context_id() == -1
+    with autograd.context() as context_id:
+        assert get() == compat.current_context_id() == context_id
+    assert get() == -1
+
+
+@pytest.mark.usefixtures("world")
+async def test_calls_in_a_context_that_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They raise: to leave them unrecorded would give wrong gradients. Others are made."""
+    monkeypatch.setattr(transport, "force_context", None)
+    assert await aiorpc.call("main", torch.neg, torch.ones(1)) == -1
+    with autograd.context():
+        with pytest.raises(aiorpc.RpcError, match="cannot set the autograd context"):
+            await aiorpc.call("main", torch.neg, torch.ones(1, requires_grad=True))

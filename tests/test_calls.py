@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import re
 import sys
 import time
 import weakref
@@ -128,7 +129,7 @@ async def test_calls_start_in_order() -> None:
     assert await remote(notes).noted() == list(range(500))
 
 
-async def test_slow_call_delays_nobody() -> None:
+async def test_a_slow_call_delays_no_other() -> None:
     """While one waits others are answered."""
     gate = await create("main", Gate)
     waiting = asyncio.create_task(remote(gate).passed())
@@ -164,9 +165,12 @@ async def test_cancelled_caller_leaves_a_forming_round() -> None:
 async def test_timeout_of_a_call() -> None:
     """`remote(..., timeout=)` raises CallTimeout, a TimeoutError, and cancels the callee."""
     gate = await create("main", Gate)
-    with pytest.raises(CallTimeout, match="no answer from worker 'main'") as raised:
+    with pytest.raises(CallTimeout) as raised:
         await remote(gate, timeout=0.05).passed()
     assert isinstance(raised.value, TimeoutError)
+    expected = r"passed on worker 'main' timed out after 0\.0\d+ s; it may have run"
+    assert re.fullmatch(expected, str(raised.value))
+    assert (raised.value.worker, raised.value.method) == ("main", "passed")
     assert await remote(gate).cancelled(0) == 1
 
 
@@ -181,8 +185,20 @@ async def test_timeout_of_a_block_travels() -> None:
 
 async def test_expired_deadline_sends_nothing() -> None:
     """A call after the deadline raises at once."""
-    with aiorpc.timeout(0.0), pytest.raises(CallTimeout, match="before the call"):
+    with aiorpc.timeout(0.0), pytest.raises(CallTimeout, match="before the call") as raised:
         await call("main", actors.pid)
+    assert (raised.value.worker, raised.value.method) == ("main", "pid")
+
+
+async def test_timeout_of_a_typed_call_names_the_class() -> None:
+    """The error of `call(rref, Class.method)` names the class, also for a stream."""
+    gate = await create("main", Gate)
+    with aiorpc.timeout(0.05), pytest.raises(CallTimeout, match=r"^Gate\.passed on") as raised:
+        await call(gate, Gate.passed)
+    assert raised.value.method == "Gate.passed"
+    streams = await create("main", actors.Streams)
+    with aiorpc.timeout(0.05), pytest.raises(CallTimeout, match=r"^Streams\.follow on worker"):
+        _ = [item async for item in call(streams, actors.Streams.follow)]
 
 
 async def test_threads_start_tuned() -> None:
@@ -215,7 +231,7 @@ async def test_many_concurrent_sleeps() -> None:
 
 
 async def test_batched_method() -> None:
-    """Each caller gets its own answer, and the body sees many callers at once."""
+    """Each caller gets its own answer, and the function sees many callers at once."""
     batching = await create("main", Batching)
     results = await asyncio.gather(*(remote(batching).double(n) for n in range(100)))
     assert results == [2 * n for n in range(100)]
@@ -225,7 +241,7 @@ async def test_batched_method() -> None:
 
 
 async def test_batched_in_thread_with_defaults() -> None:
-    """A plain def body runs in a thread; defaults are filled in for each caller."""
+    """A batched plain def runs in a thread; defaults are filled in for each caller."""
     batching = await create("main", Batching)
     calls = [remote(batching).double_in_thread(1), remote(batching).double_in_thread(2, offsets=5)]
     assert await asyncio.gather(*calls) == [2, 9]
@@ -241,7 +257,7 @@ async def test_batched_rows_static_and_typed() -> None:
 
 
 async def test_batched_body_raises_for_each() -> None:
-    """The class and arguments of a body's exception reach every caller."""
+    """The class and arguments of a batched function's exception reach every caller."""
     batching = await create("main", Batching)
     results = await asyncio.gather(
         *(remote(batching).broken(n) for n in range(3)), return_exceptions=True
@@ -289,7 +305,7 @@ async def test_bad_arguments_raise_at_the_call() -> None:
         await call("nobody", actors.pid)
     with pytest.raises(TypeError, match="RRef"):
         remote("main")  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="can be called"):
+    with pytest.raises(TypeError, match="must be callable"):
         await call("main", 3)  # type: ignore[call-overload]
     with pytest.raises(TypeError, match=r"missing|unexpected"):
         await remote(counter).add(nonsense=1)
@@ -350,7 +366,7 @@ class TestOutside:
 
 
 async def test_a_turn_of_calls_is_one_message() -> None:
-    """What one turn of the loop calls travels together, and so do its answers."""
+    """Calls made in one loop iteration travel in one message, and so do their results."""
     counter = await create("main", Counter)
     before = stats().messages
     results = await asyncio.gather(*(remote(counter).aadd() for _ in range(100)))

@@ -1,4 +1,4 @@
-"""Workers that come back: what those who called them see, and what stays as it was."""
+"""Rejoins: the callers of a restarted worker, and the workers beside it."""
 
 import asyncio
 import contextlib
@@ -28,14 +28,14 @@ async def lost(awaitable: Any) -> WorkerLost:
     return raised.value
 
 
-async def test_a_child_comes_back() -> None:
-    """Twice: its callers are told and may wait for it; objects of others are as they were."""
+async def test_a_child_rejoins() -> None:
+    """It rejoins twice. Its callers get WorkerLost and may wait; other objects stay."""
     async with world(["a", "b"], restart=2) as me:
         gone, kept = await create("a", Counter, start=1), await create("b", Counter, start=2)
         far = await create("b", Batching)
         assert await call("b", actors.call_on, gone, "add", 0) == 1  # b knows a, and the object
         for count in (1, 2):
-            # One that is killed while it connects would take its peer's listener along.
+            # A worker that is killed while it connects would end its peer's listener.
             assert await call("a", actors.ask_back, "b") == "b"
             pending = asyncio.create_task(call("a", asyncio.sleep, 600))
             old = await call("a", actors.pid)
@@ -45,19 +45,19 @@ async def test_a_child_comes_back() -> None:
             async with asyncio.timeout(30.0):
                 await me.wait_for("a")
             assert await call("a", actors.pid) != old
-            # From each to each, in both directions.
+            # Each calls each, in both directions.
             assert await call("a", actors.ask_back, "b") == "b"
             assert await call("b", actors.ask_back, "a") == "a"
-            # What the old process held is gone, also for those to whom it was passed.
-            assert "has a successor" in str(await lost(remote(gone).add(1)))
+            # The old process's objects are gone, also for workers that got an RRef.
+            assert "this RRef belongs to its old process" in str(await lost(remote(gone).add(1)))
             assert "WorkerLost" in await call("b", actors.try_on, gone, "add", 1)
-            # What others hold is not, and can be passed to the newcomer.
+            # Other workers' objects stay, and can be passed to the new process.
             assert await remote(kept).add(1) == 2 + count
             assert await call("a", actors.call_on, kept, "add", 0) == 2 + count
             gone = await create("a", Counter, start=10)
             assert await call("b", actors.call_on, gone, "add", 1) == 11
             assert (await fetch(gone)).value == 11
-            # Batches of three, one of them from the newcomer.
+            # A batch of three takes one call of the new process.
             sums = await asyncio.gather(
                 remote(far).total(1),
                 call("a", actors.call_on, far, "total", 2),
@@ -67,8 +67,8 @@ async def test_a_child_comes_back() -> None:
         assert aiorpc.stats().in_flight == 0
 
 
-async def test_nobody_comes_back_without_end() -> None:
-    """After the last restart `wait_for` says that there is nobody to wait for."""
+async def test_restarts_are_limited() -> None:
+    """After the last restart `wait_for` raises WorkerLost."""
     async with world(["a"], restart=1) as me:
         await me.wait_for("a")  # it is here
         for _ in range(2):
@@ -78,7 +78,7 @@ async def test_nobody_comes_back_without_end() -> None:
                 error = await wait_for(me, "a")
         assert isinstance(error, WorkerLost)
         assert error.worker == "a"
-        with pytest.raises(ValueError, match="no worker 'nobody' beside this one: a"):
+        with pytest.raises(ValueError, match="peer must be one of a, got 'nobody'"):
             await me.wait_for("nobody")
 
 
@@ -89,8 +89,8 @@ async def wait_for(me: aiorpc.Worker, name: str) -> WorkerLost | None:
         return error
 
 
-async def test_waiting_for_one_that_is_cut_off() -> None:
-    """It is back when it is heard of again, with all that it held."""
+async def test_waiting_for_an_unreachable_worker() -> None:
+    """The wait ends with its next sign of life, and its objects are still there."""
     async with world(["a"], heartbeat=0.5, transports=["uv"]) as me:
         counter, gate = await create("a", Counter, start=7), await create("a", Gate)
         pending = asyncio.create_task(remote(gate).passed())
@@ -106,8 +106,8 @@ async def test_waiting_for_one_that_is_cut_off() -> None:
             assert await asking == 8
 
 
-async def test_who_comes_back_is_called_while_others_work() -> None:
-    """Calls between those who stayed go on all the while, each answered once."""
+async def test_a_rejoin_while_others_work() -> None:
+    """Calls between the other workers go on, each answered once."""
     async with world(["a", "b"], restart=1) as me:
         sleeper, counter = await create("b", Sleeper), await create("b", Counter, start=0)
         done, stop = 0, asyncio.Event()
@@ -130,7 +130,7 @@ async def test_who_comes_back_is_called_while_others_work() -> None:
 
 
 def test_run_local_restarts_main(tmp_path: Path) -> None:
-    """What `main` raises and what kills it alike; it knows that it came back."""
+    """It restarts after an exception and after a death, with `me.comeback` above 0."""
     path = program(
         tmp_path,
         """
@@ -161,7 +161,7 @@ def test_run_local_restarts_main(tmp_path: Path) -> None:
     assert "ended with code 9" in done.stderr
 
 
-def test_run_local_goes_on_without_one(tmp_path: Path) -> None:
+def test_run_local_goes_on_without_a_worker(tmp_path: Path) -> None:
     """With `on_failure="continue"` the others finish, and then the failure is raised."""
     path = program(
         tmp_path,
@@ -187,7 +187,7 @@ def test_run_local_goes_on_without_one(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("how", ["raise", "die"])
 def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
-    """`worker(on_failure="stop")`, in processes that nobody supervises."""
+    """`worker(on_failure="stop")`, in processes without a supervisor."""
     path = program(
         tmp_path,
         """
@@ -195,7 +195,7 @@ def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
             async with aiorpc.worker(
                 rank=rank, world_size=3, init_method=where, on_failure="stop"
             ) as me:
-                # Everybody is there before one fails.
+                # All have started before one fails.
                 await asyncio.gather(*(aiorpc.call(peer, os.getpid) for peer in me.peers))
                 if rank == 1:
                     if how == "die":
@@ -215,7 +215,7 @@ def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
     for rank in (0, 2):
         assert ends[rank].returncode == 1
         last = ends[rank].stderr.splitlines()[-1]
-        # Or of the other, which was quicker to end because of it.
+        # Or the other worker, which ended first because of it.
         assert last.startswith("aiorpc_torch.errors.WorkerLost: worker '"), last
         assert "worker 'worker1' is lost: " in last
         if how == "raise":
@@ -224,11 +224,11 @@ def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
     assert ends[1].returncode == (1 if how == "raise" else 9)
 
 
-# ── processes that nobody supervises ────────────────────────────────────────────────────────────
+# ── processes without a supervisor ──────────────────────────────────────────────────────────────
 
 ALONE = """
     async def main(rank, where):
-        # Nobody is given up for silence, however long a second process takes to start.
+        # No peer is lost for silence while a second process starts.
         async with aiorpc.worker(
             rank=rank, world_size=3, init_method=where, heartbeat=60
         ) as me:
@@ -252,7 +252,7 @@ ALONE = """
 
 @contextlib.contextmanager
 def three(tmp_path: Path) -> Iterator[tuple[Path, str, list["subprocess.Popen[str]"]]]:
-    """A world of processes that only a shell started, all of them in it."""
+    """Start a world of three processes as a shell would."""
     path, where = program(tmp_path, ALONE), f"file://{tmp_path}/store"
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(started(path, str(rank), where)) for rank in range(3)]
@@ -266,14 +266,14 @@ def line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline()
 
 
-def test_whoever_is_started_again_comes_back(tmp_path: Path) -> None:
-    """In the place of one that died, and only of such a one."""
+def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
+    """It replaces a dead process only."""
     with three(tmp_path) as (path, where, found):
         with started(path, "1", where) as second:
             _, errors = second.communicate(timeout=30)
         assert second.returncode == 1
         last = errors.splitlines()[-1]
-        assert last == "ValueError: two workers are called 'worker1': the first one lives"
+        assert last == "ValueError: two workers are called 'worker1': the first one is alive"
         found[1].kill()
         assert line(found[0]) == "lost\n"
         with started(path, "1", where) as third:
@@ -281,8 +281,8 @@ def test_whoever_is_started_again_comes_back(tmp_path: Path) -> None:
             assert line(found[0]) == f"back {third.pid}\n"
 
 
-def test_who_was_replaced_is_nobody(tmp_path: Path) -> None:
-    """A frozen process that has a successor is told so, by all, when it thaws."""
+def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
+    """A frozen process that was replaced gets NotServing from all peers when it thaws."""
     with three(tmp_path) as (path, where, found):
         found[1].send_signal(signal.SIGSTOP)
         try:
@@ -299,11 +299,11 @@ def test_who_was_replaced_is_nobody(tmp_path: Path) -> None:
             found[1].kill()
 
 
-async def test_a_stranger_ends_a_listener() -> None:
-    """Who knocks at a worker's port and goes away again locks out all who are not there yet."""
+async def test_a_foreign_connection_ends_a_listener() -> None:
+    """A foreign connection to torch's port locks out peers without a connection."""
     async with world(["a", "b"], transports=["uv"], stop_timeout=1.0):
         host, _, port = (await call("a", actors.address)).removeprefix("uv://").rpartition(":")
         socket.create_connection((host, int(port)), 5.0).close()
-        assert await call("a", actors.pid), "the connection that is there goes on"
+        assert await call("a", actors.pid), "the existing connection goes on"
         with pytest.raises((aiorpc.CallTimeout, WorkerLost)), aiorpc.timeout(1.0):
             await call("b", actors.ask_back, "a")

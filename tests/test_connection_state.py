@@ -1,4 +1,4 @@
-"""What leaves a connection when, whatever is called, given up, answered and paused."""
+"""When calls and results are sent, in any order of calls, cancellations, answers and pauses."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from aiorpc_torch._protocol.connection_state import (
     ReplyState,
     SendState,
 )
-from aiorpc_torch._protocol.window import Window
+from aiorpc_torch._protocol.window import FlowWindow
 
 SIZES = st.sampled_from([0, 1, 100, FRAME_BYTES // 2, FRAME_BYTES, FRAME_BYTES + 1])
 COUNTS = st.sampled_from([1, 2, 3, MAX_CALLS - 1, MAX_CALLS, MAX_CALLS + 1, 3 * MAX_CALLS])
@@ -24,7 +24,7 @@ COUNTS = st.sampled_from([1, 2, 3, MAX_CALLS - 1, MAX_CALLS, MAX_CALLS + 1, 3 * 
 
 @dataclass(frozen=True)
 class Call:
-    """What the state has to know of a call."""
+    """A call as the queue sees it."""
 
     number: int
     size: int = 0
@@ -49,7 +49,7 @@ class Sending(RuleBasedStateMachine):
     def begin(self, calls: int, size: int) -> None:
         self.calls, self.bytes = calls, size
         self.pending: set[int] = set()
-        self.window = Window(calls, size)
+        self.window = FlowWindow(calls, size)
         self.dropped: list[Call] = []
         self.state: SendState[Call] = SendState(self.pending, self.window, self.dropped.append)
         self.unsent: list[Call] = []  # the queue, with calls that were given up
@@ -215,9 +215,9 @@ TestSending = Sending.TestCase
 TestSending.settings = settings(stateful_step_count=30)
 
 
-def state_of(*calls: Call, window: Window | None = None) -> SendState[Call]:
+def state_of(*calls: Call, window: FlowWindow | None = None) -> SendState[Call]:
     """An open connection with calls that wait to leave."""
-    state = SendState[Call](range(1000), Window() if window is None else window, pytest.fail)
+    state = SendState[Call](range(1000), FlowWindow() if window is None else window, pytest.fail)
     state.is_paused = False
     for call in calls:
         state.submit(call, is_idle=False)
@@ -226,7 +226,7 @@ def state_of(*calls: Call, window: Window | None = None) -> SendState[Call]:
 
 def test_nothing_leaves_before_the_connection_is_open() -> None:
     """A new state is paused; cancellations and credit are told all the same."""
-    state: SendState[Call] = SendState(range(10), Window(), pytest.fail)
+    state: SendState[Call] = SendState(range(10), FlowWindow(), pytest.fail)
     assert state.is_paused
     state.submit(Call(0), is_idle=True)
     assert [*batches_of(state)] == []
@@ -237,7 +237,7 @@ def test_nothing_leaves_before_the_connection_is_open() -> None:
 
 @pytest.mark.parametrize("woken", [0, 1, 2, 3])
 @pytest.mark.parametrize("is_idle", [False, True])
-def test_who_leaves_at_once(woken: int, is_idle: bool) -> None:
+def test_calls_that_are_sent_at_once(woken: int, is_idle: bool) -> None:
     """A call of the only caller that was woken, when nothing else is under way."""
     state = state_of()
     state.woken = woken
@@ -256,11 +256,11 @@ def test_a_full_frame_leaves_at_once() -> None:
     st.lists(st.tuples(SIZES, st.booleans()), max_size=3 * MAX_CALLS),
     st.sets(st.integers(0, 3 * MAX_CALLS)),
 )
-def test_what_was_given_up_never_leaves(calls: list[tuple[int, bool]], gone: set[int]) -> None:
+def test_cancelled_calls_are_never_sent(calls: list[tuple[int, bool]], gone: set[int]) -> None:
     """It is dropped in its turn; the others leave in order, each once."""
     pending = {*range(len(calls))} - gone
     dropped: list[Call] = []
-    state: SendState[Call] = SendState(pending, Window(), dropped.append)
+    state: SendState[Call] = SendState(pending, FlowWindow(), dropped.append)
     sent = [Call(number, *each) for number, each in enumerate(calls)]
     for call in sent:
         state.submit(call, is_idle=False)
@@ -297,7 +297,7 @@ def test_a_large_call_is_alone() -> None:
 
 def test_a_full_window_holds_the_rest() -> None:
     """Calls behind the one that does not fit wait too, however small; answers let them go."""
-    window = Window(10, 100)
+    window = FlowWindow(10, 100)
     state = state_of(Call(0, 60), Call(1, 60), Call(2, 0), window=window)
     assert [*batches_of(state)] == [[Call(0, 60)]]
     assert [*batches_of(state)] == []

@@ -17,7 +17,7 @@ import pytest
 import strangers
 import torch
 from actors import Counter, Notes
-from strangers import LINK, SOON, Stranger, Tap, introduction, server
+from strangers import CONNECTION, SOON, Stranger, Tap, introduction, server
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
@@ -26,9 +26,26 @@ from aiorpc_torch._client import connection, pool
 from aiorpc_torch._client import introduction as introductions
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.connection_state import MAX_CALLS
-from aiorpc_torch._protocol.frames import CALLS, CLOSE, HEADER, MAX_FRAME, RESULTS, SLOT
-from aiorpc_torch._protocol.handshake import HELLO, NONCE, PROOF, Credentials, hello, new_nonce
-from aiorpc_torch._protocol.targets import Function, pack
+from aiorpc_torch._protocol.frames import (
+    CALL,
+    CALLS,
+    CLOSE,
+    HEADER,
+    MAX_FRAME,
+    RESULT,
+    RESULTS,
+    SLOT,
+)
+from aiorpc_torch._protocol.handshake import (
+    HELLO,
+    NONCE,
+    PROOF,
+    Credentials,
+    encode_hello,
+    new_nonce,
+)
+from aiorpc_torch._protocol.pickling import pack
+from aiorpc_torch._protocol.targets import FunctionTarget
 from aiorpc_torch._protocol.tensors import INLINE_BYTES
 from aiorpc_torch._server import listener, session
 from aiorpc_torch._world import worker
@@ -44,9 +61,9 @@ def tap(world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> Tap:
     return Tap(monkeypatch)
 
 
-def link() -> connection.Connection:
+def own_connection() -> connection.Connection:
     """The connection of this loop to this worker itself."""
-    return pool.current().link("main")
+    return pool.current().connection("main")
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -82,7 +99,7 @@ async def test_a_lone_call_is_one_frame_and_one_result(tap: Tap) -> None:
     tap.frames.clear()
     for number in range(5):
         assert await counter.aadd() == number + 2
-    assert [kind for _, kind, _ in tap.frames] == [CALLS, RESULTS] * 5
+    assert [kind for _, kind, _ in tap.frames] == [CALL, RESULT] * 5
 
 
 async def test_calls_of_one_iteration_share_a_frame(tap: Tap) -> None:
@@ -96,8 +113,8 @@ async def test_calls_of_one_iteration_share_a_frame(tap: Tap) -> None:
 
 
 @pytest.mark.parametrize("callers", [2, 7, 40])
-async def test_who_call_again_together_share_frames(tap: Tap, callers: int) -> None:
-    """Callers that one frame has woken make one frame again, turn after turn."""
+async def test_callers_resumed_together_share_frames(tap: Tap, callers: int) -> None:
+    """Callers that one frame has woken make one frame again, iteration after iteration."""
     counter, turns = remote(RRef(Counter())), 20
 
     async def caller() -> None:
@@ -110,7 +127,7 @@ async def test_who_call_again_together_share_frames(tap: Tap, callers: int) -> N
     assert await counter.aadd() == callers * turns + 1
 
 
-async def test_a_slow_call_delays_nobody_of_its_frame(tap: Tap) -> None:
+async def test_a_slow_call_delays_no_other_call_of_its_frame(tap: Tap) -> None:
     """The rest of its frame is answered while it waits."""
     gate, counter = Gate(), remote(RRef(Counter()))
     slow = remote(RRef(gate))
@@ -191,6 +208,10 @@ class Results:
     async def number(self) -> int:
         return 7
 
+    async def number_once(self, is_open: asyncio.Event) -> int:
+        await is_open.wait()
+        return 7
+
     async def large(self, size: int = LARGE) -> bytes:
         return bytes(size)
 
@@ -218,17 +239,17 @@ async def test_a_result_that_cannot_be_sent_fails_alone(world: aiorpc.Worker, ba
 
 
 def fail_once(
-    patch: pytest.MonkeyPatch, room: Any, name: str, error: Exception
+    patch: pytest.MonkeyPatch, module: Any, name: str, error: Exception
 ) -> Callable[..., Any]:
     """That function raises once, and then does what it did."""
-    function, errors = getattr(room, name), [error]
+    function, errors = getattr(module, name), [error]
 
     def failing(*args: Any, **kwargs: Any) -> Any:
         if errors:
             raise errors.pop()
         return function(*args, **kwargs)
 
-    patch.setattr(room, name, failing)
+    patch.setattr(module, name, failing)
     return failing
 
 
@@ -236,16 +257,16 @@ def fail_once(
 async def test_no_memory_for_a_frame_loses_no_call(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
-    """Its calls fail, those that come later are answered, and nobody waits for ever."""
+    """Its calls fail, those that come later are answered, and no caller waits for ever."""
     notes = remote(RRef(Notes()))
     await asyncio.gather(notes.note(0), notes.note(0))  # after a lone call the next leaves at once
-    fail_once(monkeypatch, connection, "lay_out", MemoryError("no room"))
+    fail_once(monkeypatch, connection, "encode_calls", MemoryError("no memory"))
     found = await ends(*start(*(notes.note(bytes(size)) for _ in range(1 if size else 5))))
-    assert all(isinstance(each, RpcError) and "no room" in str(each) for each in found), found
+    assert all(isinstance(each, RpcError) and "no memory" in str(each) for each in found), found
     assert await notes.note(1) is None
     assert await notes.noted() == [0, 0, 1]
-    assert len(link()._state.window) == stats().in_flight == stats().unsent == 0
-    assert not link()._slot_keys
+    assert len(own_connection()._state.window) == stats().in_flight == stats().unsent == 0
+    assert not own_connection()._slot_keys
 
 
 @pytest.mark.parametrize("calls", [1, 5])
@@ -253,10 +274,17 @@ async def test_no_memory_for_results_loses_no_call(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """Results are packed one by one then; a single one fails."""
-    results = remote(RRef(Results()))
-    await results.number()
-    fail_once(monkeypatch, session, "dump_results", MemoryError("no room"))
-    found = await ends(*start(*(results.number() for _ in range(calls))))
+    results = Results()
+    is_open = asyncio.Event()
+    monkeypatch.setattr(results, "number", functools.partial(results.number_once, is_open))
+    number = remote(RRef(results)).number
+    fail_once(monkeypatch, session, "encode_reply", MemoryError("no memory"))
+    monkeypatch.setattr(session, "encode_result", lambda *_: None)  # all results in groups
+    calling = start(*(number() for _ in range(calls)))
+    while stats().running < calls:  # noqa: ASYNC110 - the event would be set in the worker
+        await asyncio.sleep(0)
+    is_open.set()
+    found = await ends(*calling)
     if calls == 1:
         assert isinstance(found[0], MemoryError)
     else:
@@ -268,21 +296,21 @@ async def test_no_memory_for_results_loses_no_call(
 
 
 class Sending:
-    """`send` of a connection: messages through one door leave when the test says so."""
+    """`send` of a connection: messages to one endpoint leave when the test says so."""
 
-    def __init__(self, patch: pytest.MonkeyPatch, door: Any) -> None:
+    def __init__(self, patch: pytest.MonkeyPatch, endpoint: Any) -> None:
         self.gated: list[Callable[[], None]] = []
         self._send = connection.send
-        self._door = door
+        self._endpoint = endpoint
         patch.setattr(connection, "send", self.send)
 
-    def send(self, peer: Any, door: Any, *args: Any) -> "Future[Any]":
-        if door is not self._door:
-            return self._send(peer, door, *args)
+    def send(self, peer: Any, endpoint: Any, *args: Any) -> "Future[Any]":
+        if endpoint is not self._endpoint:
+            return self._send(peer, endpoint, *args)
         answer: Future[Any] = Future()
 
         def leave() -> None:
-            sent = self._send(peer, door, *args)
+            sent = self._send(peer, endpoint, *args)
             sent.add_done_callback(lambda done: answer.set_result(done.wait()))
 
         self.gated.append(leave)
@@ -317,14 +345,14 @@ async def test_nothing_of_a_collected_result_is_held(world: aiorpc.Worker, name:
     for _ in range(3):
         assert await getattr(results, name)() is not None
         assert stats().held_bytes == 0
-        link()._large.clear()
+        own_connection()._large_results.clear()
 
 
 @pytest.mark.parametrize("kind", ["call", "stream"])
 async def test_a_held_result_is_released_when_its_caller_leaves(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """Cancelled before it was collected, it takes no room at the callee."""
+    """Cancelled before it was collected, the callee does not keep it."""
     results = remote(RRef(Results()))
     sending = Sending(monkeypatch, endpoints.collect)
 
@@ -364,7 +392,7 @@ async def test_a_payload_on_its_way_delays_its_own_object_only(
     assert own.order == [0, bytes(LARGE), 2]
 
 
-async def test_a_payload_that_is_given_up_releases_what_is_behind(
+async def test_a_cancelled_payload_releases_later_calls(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its object's other calls go on, and the payload that comes after all is not taken."""
@@ -385,7 +413,7 @@ async def test_a_payload_that_is_given_up_releases_what_is_behind(
 
 def server_session() -> session.Session:
     """Of the connection of this loop."""
-    return server()._sessions[link()._key]
+    return server()._sessions[own_connection()._key]
 
 
 async def test_a_payload_that_torch_refuses_withdraws_its_slot(
@@ -402,23 +430,23 @@ async def test_a_payload_that_torch_refuses_withdraws_its_slot(
     assert small is None
     assert notes.order == [0, 2]
     assert not server_session().slots
-    assert len(link()._state.window) == 0
+    assert len(own_connection()._state.window) == 0
 
 
 async def test_a_large_call_that_never_left_is_forgotten(world: aiorpc.Worker) -> None:
     """Cancelled in the queue, nothing is kept of it."""
     notes = remote(RRef(Notes()))
     await notes.note(0)
-    link().pause_writing()
+    own_connection().pause_writing()
     tasks = start(*(notes.note(bytes(LARGE)) for _ in range(3)))
     await until(lambda: stats().unsent == 3)
     for task in tasks:
         task.cancel()
     await asyncio.wait(tasks)
-    link().resume_writing()
+    own_connection().resume_writing()
     await notes.note(1)
     assert await notes.noted() == [0, 1]
-    assert not link()._slot_keys
+    assert not own_connection()._slot_keys
 
 
 async def test_a_call_in_a_context_keeps_its_place(tap: Tap) -> None:
@@ -435,14 +463,14 @@ async def test_a_call_in_a_context_keeps_its_place(tap: Tap) -> None:
     assert tap.count(SLOT) == 2
 
 
-# ── strangers at the door ───────────────────────────────────────────────────────────────────────
+# ── strangers ───────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
-async def doors(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[aiorpc.Worker]:
+async def listening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[aiorpc.Worker]:
     """A world that listens on a Unix socket and on TCP; strangers have a fifth of a second."""
     monkeypatch.setattr(worker, "_host_for_others", lambda *_: "127.0.0.1")
-    monkeypatch.setattr(listener, "PATIENCE", 0.2)
+    monkeypatch.setattr(listener, "PROOF_TIMEOUT", 0.2)
     async with aiorpc.local_world(0) as me:
         yield me
 
@@ -459,17 +487,17 @@ async def lie(stranger: Stranger, what: str) -> None:
     credentials, _ = introduction()
     theirs = await stranger.nonce()
     mine = new_nonce()
-    good = hello(credentials, LINK, theirs, mine)
+    good = encode_hello(credentials, CONNECTION, theirs, mine)
     other = Credentials(credentials.caller, credentials.callee, credentials.key)
     unknown = replace(credentials, key=secrets.token_bytes(16))
     said = {
         "nothing": b"",
         "garbage": secrets.token_bytes(1000),
         "half a hello": good[: HELLO // 2],
-        "a wrong proof": hello(other, LINK, theirs, mine),
-        "a wrong key": hello(unknown, LINK, theirs, mine),
-        "another link's proof": good[:40] + (5).to_bytes(8, "little") + good[48:],
-        "a hello that was heard elsewhere": hello(credentials, LINK, new_nonce(), mine),
+        "a wrong proof": encode_hello(other, CONNECTION, theirs, mine),
+        "a wrong key": encode_hello(unknown, CONNECTION, theirs, mine),
+        "another connection's proof": good[:40] + (5).to_bytes(8, "little") + good[48:],
+        "a hello sent elsewhere": encode_hello(credentials, CONNECTION, new_nonce(), mine),
         "a long frame": HEADER.pack(1 << 31, CALLS) + bytes(HELLO),
         "a proof with one bit changed": good[:-1] + bytes([good[-1] ^ 1]),
     }
@@ -477,15 +505,16 @@ async def lie(stranger: Stranger, what: str) -> None:
 
 
 LIES = [
-    "nothing", "garbage", "half a hello", "a wrong proof", "a wrong key", "another link's proof",
-    "a hello that was heard elsewhere", "a long frame", "a proof with one bit changed",
+    "nothing", "garbage", "half a hello", "a wrong proof", "a wrong key",
+    "another connection's proof", "a hello sent elsewhere", "a long frame",
+    "a proof with one bit changed",
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("what", LIES)
-async def test_who_proves_nothing_is_refused(doors: aiorpc.Worker, kind: str, what: str) -> None:
-    """Its connection is closed, no session is made for it, and others are served."""
+async def test_wrong_proofs_are_refused(listening: aiorpc.Worker, kind: str, what: str) -> None:
+    """The connection is closed without a session, and other callers are served."""
     strangers = [await Stranger.come(kind) for _ in range(20)]
     for stranger in strangers:
         await lie(stranger, what)
@@ -494,53 +523,53 @@ async def test_who_proves_nothing_is_refused(doors: aiorpc.Worker, kind: str, wh
     for stranger in strangers:
         await stranger.is_refused()
     assert not unproven()
-    assert {*server()._sessions} == sessions == {link()._key}
+    assert {*server()._sessions} == sessions == {own_connection()._key}
     await work()
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-async def test_a_hello_is_good_once(doors: aiorpc.Worker, kind: str) -> None:
+async def test_a_hello_is_good_once(listening: aiorpc.Worker, kind: str) -> None:
     """What an honest caller said on its connection proves nothing on another."""
     credentials, _ = introduction()
     honest, thief = await Stranger.come(kind), await Stranger.come(kind)
     theirs = await honest.nonce()
     await thief.nonce()
-    said = hello(credentials, LINK, theirs, new_nonce())
+    said = encode_hello(credentials, CONNECTION, theirs, new_nonce())
     thief.writer.write(said)
     await thief.is_refused()
     honest.writer.write(said)
     await honest.reader.readexactly(PROOF)
-    assert [*server()._sessions] == [("stranger", credentials.caller.number, LINK)]
+    assert [*server()._sessions] == [("stranger", credentials.caller.number, CONNECTION)]
     await honest.leave()
     assert not unproven()
 
 
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 async def test_there_are_only_so_many_strangers(
-    doors: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
+    listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Of two hundred at once the oldest are closed."""
-    monkeypatch.setattr(listener, "PATIENCE", SOON)
+    monkeypatch.setattr(listener, "PROOF_TIMEOUT", SOON)
     strangers = [await Stranger.come(kind) for _ in range(200)]
     await asyncio.gather(*(each.reader.read(NONCE) for each in strangers))
 
     def closed() -> list[bool]:
         return [each.reader.at_eof() or bool(each.reader.exception()) for each in strangers]
 
-    oldest = 200 - listener.UNPROVEN
+    oldest = 200 - listener.MAX_UNPROVEN
     await until(lambda: sum(closed()) >= oldest)
     assert closed()[:oldest] == [True] * oldest
-    assert len(unproven()) <= listener.UNPROVEN
+    assert len(unproven()) <= listener.MAX_UNPROVEN
     for stranger in strangers:
         await stranger.leave()
     await until(lambda: not unproven())
     await work()
 
 
-async def test_an_honest_caller_among_strangers(doors: aiorpc.Worker) -> None:
-    """It takes the place of the oldest stranger, and need not wait until they have gone."""
-    strangers = [await Stranger.come() for _ in range(listener.UNPROVEN)]
-    await until(lambda: len(unproven()) == listener.UNPROVEN)
+async def test_an_honest_caller_among_strangers(listening: aiorpc.Worker) -> None:
+    """It replaces the oldest stranger, and need not wait until they have gone."""
+    strangers = [await Stranger.come() for _ in range(listener.MAX_UNPROVEN)]
+    await until(lambda: len(unproven()) == listener.MAX_UNPROVEN)
     await work()
     await strangers[0].reader.read(NONCE)
     assert await strangers[0].reader.read(1) == b""
@@ -552,40 +581,40 @@ async def test_an_honest_caller_among_strangers(doors: aiorpc.Worker) -> None:
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("count", [1, 300_000])
 async def test_a_frame_that_is_too_long(
-    doors: aiorpc.Worker, caplog: pytest.LogCaptureFixture, kind: str, count: int
+    listening: aiorpc.Worker, caplog: pytest.LogCaptureFixture, kind: str, count: int
 ) -> None:
-    """Who has proven itself is told, once; no room is made for what it announces."""
+    """Who has proven itself is told, once; no memory is allocated for what it announces."""
     stranger = await Stranger.proven(kind)
     stranger.writer.write(HEADER.pack(1 << 31, CALLS) + bytes(count))
     ((kind_, said),) = await stranger.frames()
     assert (kind_, said[0]) == (CLOSE, "broken")
     assert len(stranger.session._reader._view) <= MAX_FRAME + HEADER.size
     await stranger.leave()
-    assert len([each for each in caplog.records if "cannot read" in each.message]) == 1
+    assert len([each for each in caplog.records if "unreadable frame" in each.message]) == 1
     assert not server()._sessions
     await work()
 
 
-async def test_calls_over_tcp(doors: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_over_tcp(listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer of another network namespace is reached by its address and port."""
     monkeypatch.setattr(introductions, "network_namespace", lambda: "elsewhere")
     monkeypatch.setattr(
         pool.current(), "_introductions", introductions.Introductions(pool.current().me)
     )
     await work()
-    transport = link()._transport
+    transport = own_connection()._transport
     assert transport is not None
     assert transport.get_extra_info("socket").family == socket.AF_INET
 
 
-async def test_one_link_comes_twice(doors: aiorpc.Worker) -> None:
+async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:
     """The end of the former connection, which its caller gave up, is not that of the latter."""
     first = await Stranger.proven()
     second = await Stranger.proven()
     assert second.session is not first.session
     await first.is_refused()
     assert second.session in server()._sessions.values()
-    second.send(CALLS, ((0,), (), [((pack(Function(int)).data, 0), False, (), 1, [])], ()))
+    second.send(CALLS, ((0,), (), [((pack(FunctionTarget(int)).data, 0), False, (), 1, [])], ()))
     assert await second.frame() == (RESULTS, [([0], ("plain", [0]))])
     await second.leave()
 
@@ -596,12 +625,12 @@ async def test_one_link_comes_twice(doors: aiorpc.Worker) -> None:
 async def test_loops_of_threads_leave_nothing(tap: Tap) -> None:
     """A loop that ends says so with a last frame; neither side keeps anything of it."""
     await work()
-    outbox, mine = pool.current(), {link()._key}
+    connections, mine = pool.current(), {own_connection()._key}
     tap.frames.clear()
     for number in range(50):
         assert await asyncio.to_thread(call_on_a_loop, number) == number
     assert server()._sessions.keys() == mine
-    assert len(outbox._links) == len(outbox._holders) == 1
+    assert len(connections._by_loop) == len(connections._closers) == 1
     ends_ = [data for end, kind, data in tap.frames if kind == CLOSE and end == "Connection"]
     assert len(ends_) == 50
     assert all(b"ended" in data for data in ends_)
@@ -616,7 +645,7 @@ def call_on_a_loop(number: int, worker: str = "main") -> int:
     return asyncio.run(ask())
 
 
-async def test_a_loop_that_ends_cancels_what_runs_for_it(world: aiorpc.Worker) -> None:
+async def test_the_end_of_a_loop_cancels_its_calls(world: aiorpc.Worker) -> None:
     """Nobody waits for that any more."""
     gate = Gate()
     rref = RRef(gate)
@@ -644,15 +673,15 @@ async def test_an_aborted_connection(world: aiorpc.Worker) -> None:
     gate = Gate()
     (waiting,) = start(remote(RRef(gate)).passed())
     await gate.entered()
-    former = link()
+    former = own_connection()
     former.abort()
     (lost,) = await ends(waiting)
     assert isinstance(lost, WorkerLost)
     async with asyncio.timeout(SOON):
         assert await gate.cancelled() == 1
     await work()
-    assert link() is not former
-    assert server()._sessions.keys() == {link()._key}
+    assert own_connection() is not former
+    assert server()._sessions.keys() == {own_connection()._key}
 
 
 async def test_a_payload_whose_connection_has_ended(
@@ -663,7 +692,7 @@ async def test_a_payload_whose_connection_has_ended(
     sending = Sending(monkeypatch, endpoints.payload)
     (large,) = start(remote(RRef(notes)).note(bytes(LARGE)))
     await until(lambda: bool(sending.gated))
-    link().abort()
+    own_connection().abort()
     (lost,) = await ends(large)
     assert isinstance(lost, WorkerLost)
     await until(lambda: not server()._sessions)
@@ -697,11 +726,11 @@ def child() -> Iterator[None]:
             os.close(each)
 
 
-async def test_a_forked_child_keeps_no_connection_open(doors: aiorpc.Worker) -> None:
+async def test_a_forked_child_keeps_no_connection_open(listening: aiorpc.Worker) -> None:
     """While it lives each end sees the other's end, and strangers see theirs."""
     for end in range(2):
         await work()
-        both = link(), server_session()
+        both = own_connection(), server_session()
         with child():
             both[end].abort()
             async with asyncio.timeout(SOON):
@@ -714,7 +743,7 @@ async def test_a_forked_child_keeps_no_connection_open(doors: aiorpc.Worker) -> 
         await work()
 
 
-async def test_a_forked_child_listens_for_nobody() -> None:
+async def test_a_forked_child_does_not_listen() -> None:
     """The addresses of a world that is over are free, though a child lives."""
     async with aiorpc.local_world(0):
         _, addresses = introduction()
@@ -728,7 +757,7 @@ async def test_a_forked_child_listens_for_nobody() -> None:
 # ── a caller that does not read ─────────────────────────────────────────────────────────────────
 
 
-async def test_who_does_not_read_is_not_read_from(world: aiorpc.Worker) -> None:
+async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) -> None:
     """Only while more than 8 MiB of results wait for it; afterwards everything arrives."""
     echoed: list[int] = []
 
@@ -740,7 +769,7 @@ async def test_who_does_not_read_is_not_read_from(world: aiorpc.Worker) -> None:
     stranger = await Stranger.proven()
     end = stranger.session
     count, data = 500, bytes(60_000)
-    target = pack(Function(functools.partial(echo, len(echoes))))
+    target = pack(FunctionTarget(functools.partial(echo, len(echoes))))
     echoes.append(Echo().echo)
     for number in range(count):
         columns = [("plain", [number]), ("plain", [data])]
@@ -777,7 +806,7 @@ async def test_a_worker_keeps_nothing_of_loops_that_end(workers: Workers) -> Non
     for number in range(10):
         assert await asyncio.to_thread(call_on_a_loop, number, "a") == number
     assert await call("a", strangers.sessions) == ["main"]
-    assert len(pool.current()._links) == 1
+    assert len(pool.current()._by_loop) == 1
 
 
 @pytest.mark.worlds
@@ -788,7 +817,7 @@ async def test_a_worker_sees_the_end_though_a_child_lives(workers: Workers) -> N
     (waiting,) = start(gate.passed())
     await gate.entered()
     with child():
-        pool.current().link("a").abort()
+        pool.current().connection("a").abort()
         assert isinstance((await ends(waiting))[0], WorkerLost)
         async with asyncio.timeout(SOON):
             assert await gate.cancelled() == 1
@@ -832,11 +861,11 @@ async def test_a_loop_that_is_closed_while_a_call_waits(world: aiorpc.Worker) ->
         del waiting
         loop.close()
 
-    await asyncio.to_thread(run)
-    await asyncio.to_thread(lambda: asyncio.run(_entered(gate)))  # another loop sees that one over
-    assert stats().in_flight == 0
     with warnings.catch_warnings():  # such a loop leaves its sockets to the garbage collector
         warnings.simplefilter("ignore", ResourceWarning)
+        await asyncio.to_thread(run)
+        await asyncio.to_thread(lambda: asyncio.run(_entered(gate)))  # a loop that sees it closed
+        assert stats().in_flight == 0
         gc.collect()
 
 

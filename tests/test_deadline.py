@@ -1,4 +1,4 @@
-"""How long a call may take: `timeout` blocks nest, never lengthen, and travel as seconds left."""
+"""Deadlines: `timeout` blocks nest, never lengthen, and travel as seconds left."""
 
 import asyncio
 import contextvars
@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from aiorpc_torch import timeout
 from aiorpc_torch._aio import deadlines
-from aiorpc_torch._aio.deadlines import adopt, budget, deadline_after, deadline_in
+from aiorpc_torch._aio.deadlines import deadline_after, deadline_in, set_deadline, time_left
 
 seconds = st.none() | st.floats(0.0, 1e6) | st.just(math.inf)
 
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
-    """A clock that stands still until a test moves it, and nothing left in force after."""
+    """A clock that a test moves; no deadline is left afterwards."""
     now = [1_000.0]
     monkeypatch.setattr(deadlines, "time", SimpleNamespace(monotonic=lambda: now[0]))
     yield now
@@ -30,13 +30,13 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[float]]:
 
 def left() -> float | None:
     """What a call made here would travel with."""
-    return budget(deadline_in(None))
+    return time_left(deadline_in(None))
 
 
 def test_without_any_there_is_no_end() -> None:
     """No block, no deadline; a call's own `timeout=` is the only one."""
     assert left() is None
-    assert budget(deadline_in(5.0)) == 5.0
+    assert time_left(deadline_in(5.0)) == 5.0
 
 
 def test_a_block_bounds_all_calls_in_it_together(clock: list[float]) -> None:
@@ -68,7 +68,7 @@ def test_a_calls_own_timeout_only_shortens(block: float | None, own: float | Non
     """`remote(r, timeout=...)` inside a block is bounded by both."""
     given_ = [n for n in (block, own) if n is not None]
     with timeout(block):
-        left = budget(deadline_in(own))
+        left = time_left(deadline_in(own))
     assert left == pytest.approx(min(given_)) if given_ else left is None
 
 
@@ -97,7 +97,7 @@ def test_it_travels_as_seconds_left(clock: list[float]) -> None:
 
     def callee() -> list[float | None]:
         clock[0] = 77.0
-        adopt(deadline_after(travels))
+        set_deadline(deadline_after(travels))
         seen = [left()]
         clock[0] += 2.0
         with timeout(60.0):
@@ -111,11 +111,11 @@ def test_it_travels_as_seconds_left(clock: list[float]) -> None:
 
 
 def test_a_caller_without_a_deadline_gives_none(clock: list[float]) -> None:
-    """And a callee that was in somebody's deadline is in none for this call."""
+    """The callee has no deadline for this call, even if it had one before."""
 
     def callee() -> float | None:
-        adopt(deadline_after(2.0))
-        adopt(deadline_after(None))
+        set_deadline(deadline_after(2.0))
+        set_deadline(deadline_after(None))
         return left()
 
     assert contextvars.Context().run(callee) is None

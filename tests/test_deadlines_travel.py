@@ -13,17 +13,17 @@ from actors import Counter, Sleeper, Streams
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, call, create, remote
-from aiorpc_torch._client.call import Stream
-from aiorpc_torch._client.stream_reader import Incoming
-from aiorpc_torch._protocol.exceptions import Failure
-from aiorpc_torch._protocol.targets import Fetch
+from aiorpc_torch._client.call import RemoteStream
+from aiorpc_torch._client.stream_reader import StreamReader
+from aiorpc_torch._protocol.exceptions import RemoteFailure
+from aiorpc_torch._protocol.targets import FetchTarget
 from aiorpc_torch.testing import Gate, world
 
 pytestmark = pytest.mark.usefixtures("world")
 
 
 def scope_until(seconds: float) -> anyio.CancelScope:
-    """A scope with a deadline that nobody gave it at its start."""
+    """A scope whose deadline is set after its start."""
     scope = anyio.CancelScope()
     scope.deadline = anyio.current_time() + seconds
     return scope
@@ -81,9 +81,9 @@ async def test_a_def_sees_it(scope: Callable[[float], Any]) -> None:
 
 
 def remaining_in_thread() -> float | None:
-    from aiorpc_torch._aio.deadlines import budget, deadline_in
+    from aiorpc_torch._aio.deadlines import deadline_in, time_left
 
-    return budget(deadline_in(None))
+    return time_left(deadline_in(None))
 
 
 async def test_scope_without_a_deadline() -> None:
@@ -180,7 +180,7 @@ async def test_own_deadline_within_a_scope() -> None:
     assert scope.cancelled_caught
 
 
-async def test_a_scope_speaks_before_what_ended_with_it() -> None:
+async def test_a_scope_is_reported_before_an_error_at_its_deadline() -> None:
     """The stream's error is here when a loop that was held comes to look: still the scope ends."""
 
     class Elsewhere:
@@ -190,19 +190,19 @@ async def test_a_scope_speaks_before_what_ended_with_it() -> None:
     def fail_late() -> None:
         while anyio.current_time() <= scope.deadline:
             """Hold the loop."""
-        incoming.arrived(0, Failure.of(CallTimeout("a nested call"), "b"), 0)
+        reader.add(0, RemoteFailure.of(CallTimeout("a nested call"), "b"), 0)
 
-    incoming = Incoming(lambda credit: None)
+    reader = StreamReader("f", lambda credit: None)
     with anyio.move_on_after(0.02) as scope:
         bound = time.monotonic() + 0.02
-        stream = Stream(Elsewhere(), 0, incoming, bound, None, Fetch(0))  # type: ignore[arg-type]
+        stream = RemoteStream(Elsewhere(), 0, reader, bound, None, FetchTarget(0))  # type: ignore[arg-type]
         asyncio.get_running_loop().call_soon(fail_late)
         await anext(stream)
     assert scope.cancelled_caught
 
 
 async def test_a_hop_ends_with_the_first_callers_time() -> None:
-    """A nested call that nobody bounded is bounded, and its coroutine is cancelled."""
+    """A nested call without a timeout is bounded, and its coroutine is cancelled."""
     gate = await create("main", Gate)
     with anyio.move_on_after(0.1) as scope:
         await call("main", actors.call_on, gate, "passed")

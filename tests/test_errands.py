@@ -1,4 +1,4 @@
-"""Bodies that wait for their own batch, wherever their calls go on their way back to it."""
+"""Batch functions that wait for their own batch, through any chain of calls."""
 
 import asyncio
 import contextvars
@@ -16,13 +16,13 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, remote
 from aiorpc_torch._protocol.ancestry import (
     HERE,
-    Errand,
-    errands,
+    BatchScope,
+    ancestor_batches,
+    current_scopes,
+    enter_scopes,
+    from_wire,
     new_batch,
-    received_by,
-    sent_by,
-    set_out,
-    waiting,
+    to_wire,
 )
 
 # ── which batches wait ──────────────────────────────────────────────────────────────────────────
@@ -31,31 +31,31 @@ BATCHES = st.frozensets(st.tuples(st.sampled_from([HERE, "b", "c"]), st.integers
 
 
 @given(st.lists(st.tuples(BATCHES, st.booleans()), max_size=5))
-def test_what_nobody_waits_for_counts_no_more(found: list[Any]) -> None:
-    """Those of open errands count, and what a context sends and hands on is theirs alone."""
-    on = {Errand(batches, lambda is_open=is_open: is_open) for batches, is_open in found}  # type: ignore[misc]
+def test_only_open_scopes_count(found: list[Any]) -> None:
+    """A context has the batches of its open scopes, and sends and passes on no others."""
+    on = {BatchScope(batches, lambda is_open=is_open: is_open) for batches, is_open in found}  # type: ignore[misc]
     wait = {batch for batches, is_open in found if is_open for batch in batches}
 
     def look() -> None:
-        set_out(on)
-        assert waiting() == wait
-        assert errands() == {errand for errand in on if errand.is_open()}
-        assert sent_by("a") == tuple(sorted((where or "a", number) for where, number in wait))
+        enter_scopes(on)
+        assert ancestor_batches() == wait
+        assert current_scopes() == {scope for scope in on if scope.is_open()}
+        assert to_wire("a") == tuple(sorted((where or "a", number) for where, number in wait))
 
     contextvars.Context().run(look)
-    assert (waiting(), errands(), sent_by("a")) == (frozenset(), frozenset(), ())
+    assert (ancestor_batches(), current_scopes(), to_wire("a")) == (frozenset(), frozenset(), ())
 
 
 @given(BATCHES)
 def test_a_batch_is_the_same_on_every_worker(batches: frozenset[Any]) -> None:
-    """Whatever way its name takes; nobody takes another's batch for one of its own."""
+    """A batch keeps its identity over any path; no worker takes it for one of its own."""
 
     def pass_on(by: str, to: str, known: frozenset[Any]) -> frozenset[Any]:
         def send() -> tuple[Any, ...]:
-            set_out([Errand(known, lambda: True)])
-            return sent_by(by)
+            enter_scopes([BatchScope(known, lambda: True)])
+            return to_wire(by)
 
-        return received_by(to, contextvars.Context().run(send))
+        return from_wire(to, contextvars.Context().run(send))
 
     at_b = pass_on("a", "b", batches)
     assert len(at_b) == len(batches)
@@ -78,7 +78,7 @@ HOPS = st.sampled_from([*QUEUES, *OTHERS])
 
 
 def is_knotted(route: list[Any]) -> bool:
-    """Whether a call goes to a queue whose body it came from."""
+    """Return whether a call goes to a queue whose batch function it came from."""
     queues = [(QUEUES[name], id(rref)) for name, rref in route if name in QUEUES]
     return len({*queues}) < len(queues)
 
@@ -131,17 +131,17 @@ async def test_a_task_that_a_callee_leaves_behind() -> None:
     rref = RRef(knot)
     far = remote(rref)
     knot.gate.clear()
-    body = asyncio.create_task(outcome(far.ask([("leave", rref), ("ask", rref)])))
+    batch = asyncio.create_task(outcome(far.ask([("leave", rref), ("ask", rref)])))
     await arrived(far)
     assert len(knot.left) == 1
-    assert not body.done(), "the batch runs still"
+    assert not batch.done(), "the batch runs still"
     knot.gate.set()
-    assert await settled(body, far.what_was_left()) == ["left", ["end"]]
+    assert await settled(batch, far.what_was_left()) == ["left", ["end"]]
 
 
 @pytest.mark.usefixtures("world")
-async def test_a_call_that_its_body_gave_up() -> None:
-    """Nobody waits for it any more: what it goes on with in its thread may join the queue."""
+async def test_a_call_that_its_batch_function_cancelled() -> None:
+    """The batch no longer waits for the call, so its thread may join the queue."""
     entered, release, done = (threading.Event() for _ in range(3))
     found: list[Any] = []
 

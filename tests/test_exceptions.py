@@ -1,6 +1,7 @@
 """How exceptions cross: as themselves, with all they carry; or as `RemoteError`, with the text."""
 
 import asyncio
+import copy
 import copyreg
 import dataclasses
 import errno
@@ -25,7 +26,12 @@ from aiorpc_torch import (
     WorkerLost,
     WorldTimeout,
 )
-from aiorpc_torch._protocol.exceptions import Failure, raisable, reduce_exception, replica
+from aiorpc_torch._protocol.exceptions import (
+    RemoteFailure,
+    copy_exception,
+    ensure_raisable,
+    reduce_exception,
+)
 
 
 def raised(exc: BaseException) -> BaseException:
@@ -36,13 +42,13 @@ def raised(exc: BaseException) -> BaseException:
         return caught
 
 
-def travel(failure: Failure) -> BaseException:
+def travel(failure: RemoteFailure) -> BaseException:
     """What a caller gets: the failure is pickled, and opened elsewhere."""
     return pickle.loads(pickle.dumps(failure)).exception()
 
 
 def cross(exc: BaseException) -> BaseException:
-    return travel(Failure.of(raised(exc), "ps"))
+    return travel(RemoteFailure.of(raised(exc), "ps"))
 
 
 class Packer(pickle.Pickler):
@@ -59,7 +65,7 @@ def as_a_value(exc: BaseException) -> BaseException:
 
 
 def as_a_replica(exc: BaseException) -> BaseException:
-    return replica(exc, "f")
+    return copy_exception(exc, "f")
 
 
 ways = pytest.mark.parametrize("way", [cross, as_a_value, as_a_replica])
@@ -277,7 +283,9 @@ INTACT: dict[str, Callable[[], BaseException]] = {
     "exception as an argument": lambda: ValueError(Formatted(1, "inner")),
     "exception as an attribute": lambda: with_attributes(ValueError(), inner=Formatted(1, "x")),
     "WorkerLost": lambda: WorkerLost("ps", "it was killed"),
+    "WorkerLost by a call": lambda: WorkerLost("ps", "it was killed", method="PS.update"),
     "CallTimeout": lambda: CallTimeout("no answer in 3 s"),
+    "CallTimeout of a call": lambda: CallTimeout("too late", worker="ps", method="PS.update"),
     "WorldTimeout": lambda: WorldTimeout("ranks 1 and 2 are missing", [1, 2]),
     "NotServing": lambda: NotServing("nobody"),
     "RemoteError": lambda: RemoteError("worker 'a' raised X"),
@@ -316,6 +324,19 @@ def test_arrives_as_itself(
     assert repr(got) == repr(sent)
 
 
+def test_errors_of_calls_pickle_plainly() -> None:
+    """They keep their text and attributes through `pickle` and `copy`."""
+    late = CallTimeout("too late", worker="ps", method="PS.update")
+    lost = WorkerLost("ps", "it was killed", method="PS.update")
+    for sent in (late, lost, CallTimeout("too late"), CallTimeout(), WorkerLost("ps")):
+        for got in (pickle.loads(pickle.dumps(sent)), copy.copy(sent)):
+            assert look(got) == look(sent)
+            assert str(got) == str(sent)
+    assert (late.worker, late.method) == (lost.worker, lost.method) == ("ps", "PS.update")
+    assert str(lost) == "worker 'ps' is lost: it was killed; PS.update may have run"
+    assert CallTimeout("too late").method is WorkerLost("ps").method is None
+
+
 @ways
 def test_no_constructor_runs_at_the_other_end(
     way: Callable[[BaseException], BaseException],
@@ -335,7 +356,7 @@ class ExitsWhenPickled(Exception):
 @pytest.mark.parametrize("make", [ExitsWhenPickled, lambda: ValueError(ExitsWhenPickled())])
 def test_an_exception_that_exits_when_it_is_pickled(make: Callable[[], Exception]) -> None:
     """Its text crosses, and the worker that tells of it goes on."""
-    got = travel(Failure.of(raised(make()), "ps"))
+    got = travel(RemoteFailure.of(raised(make()), "ps"))
     assert type(got) is RemoteError
     assert "raised" in str(got)
 
@@ -417,7 +438,7 @@ def test_what_cannot_cross_arrives_as_text(make: Callable[[], BaseException]) ->
 def test_a_replica_of_it_is_a_text_too(make: Callable[[], BaseException]) -> None:
     """It names the function that was running, and its cause is the exception itself."""
     sent = make()
-    got = replica(sent, "Agent.select")
+    got = copy_exception(sent, "Agent.select")
     assert type(got) is RemoteError
     assert str(got).startswith("Agent.select raised ")
     assert type(sent).__qualname__ in str(got)
@@ -435,7 +456,7 @@ def test_half_a_group_is_named_in_full() -> None:
 
 def test_an_exception_that_cannot_be_printed() -> None:
     """A raising `__str__` stops nothing: the class crosses, and the text says what failed."""
-    failure = Failure.of(raised(BadStr("arg")), "ps")
+    failure = RemoteFailure.of(raised(BadStr("arg")), "ps")
     got = travel(failure)
     assert type(got) is BadStr
     assert got.args == ("arg",)
@@ -466,17 +487,17 @@ def with_itself(exc: BaseException) -> BaseException:
 @pytest.mark.parametrize("make", UNPRINTABLE.values(), ids=UNPRINTABLE)
 def test_describing_never_raises(make: Callable[[], BaseException]) -> None:
     """Python's own printing fails for some exceptions; the caller still hears of them."""
-    failure = Failure.of(raised(make()), "ps")
+    failure = RemoteFailure.of(raised(make()), "ps")
     assert "raise exc  # the raising line" in failure.text
     assert failure.summary
     got = travel(failure)
     assert isinstance(got.__cause__, RemoteTraceback)
-    assert isinstance(replica(make(), "f"), Exception)
+    assert isinstance(copy_exception(make(), "f"), Exception)
 
 
 def test_a_class_that_is_not_here_arrives_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the callee can import and the caller cannot."""
-    sent = pickle.dumps(Failure.of(raised(Formatted(1, "far away")), "ps"))
+    sent = pickle.dumps(RemoteFailure.of(raised(Formatted(1, "far away")), "ps"))
     monkeypatch.delitem(globals(), "Formatted")
     got = pickle.loads(sent).exception()
     assert type(got) is RemoteError
@@ -499,7 +520,7 @@ def test_the_cause_tells_where_it_was_raised() -> None:
     try:
         library_frame()
     except KeyError as exc:
-        got = travel(Failure.of(exc, "trainer0"))
+        got = travel(RemoteFailure.of(exc, "trainer0"))
     cause = got.__cause__
     assert isinstance(cause, RemoteTraceback)
     assert cause.worker == "trainer0"
@@ -526,7 +547,7 @@ def test_the_chain_on_the_worker_is_in_the_text() -> None:
         except KeyError as first:
             raise Formatted(2, "second") from first
     except Formatted as exc:
-        got = travel(Failure.of(exc, "ps"))
+        got = travel(RemoteFailure.of(exc, "ps"))
     assert isinstance(got.__cause__, RemoteTraceback)
     assert "value 1" in got.__cause__.text
     assert "direct cause" in got.__cause__.text
@@ -534,25 +555,25 @@ def test_the_chain_on_the_worker_is_in_the_text() -> None:
 
 def test_never_raised_and_without_a_traceback() -> None:
     """An exception that was made and not raised crosses all the same."""
-    got = travel(Failure.of(Formatted(1, "x"), "ps"))
+    got = travel(RemoteFailure.of(Formatted(1, "x"), "ps"))
     assert look(got) == look(Formatted(1, "x"))
     assert isinstance(got.__cause__, RemoteTraceback)
 
 
 def test_each_look_makes_a_new_exception() -> None:
     """Two who raise the same failure do not write into one traceback."""
-    failure = Failure.of(raised(ValueError("x")), "ps")
+    failure = RemoteFailure.of(raised(ValueError("x")), "ps")
     assert failure.exception() is not failure.exception()
     with pytest.raises(ValueError, match="x") as caught:
         raise failure.exception()
     assert isinstance(caught.value.__cause__, RemoteTraceback)
-    assert repr(failure) == "<Failure on ps: ValueError: x>"
+    assert repr(failure) == "<RemoteFailure on ps: ValueError: x>"
 
 
 def test_a_second_hop_keeps_the_class() -> None:
     """What a worker passes on from another worker arrives as itself once more."""
     once = cross(Formatted(1, "x"))
-    twice = travel(Failure.of(raised(once), "relay"))
+    twice = travel(RemoteFailure.of(raised(once), "relay"))
     assert look(twice) == look(once)
     assert isinstance(twice.__cause__, RemoteTraceback)
     assert twice.__cause__.worker == "relay"
@@ -562,11 +583,11 @@ def test_a_second_hop_keeps_the_class() -> None:
 def test_replicas_are_distinct_with_a_common_cause() -> None:
     """One for each caller: each its own object, like the original, which is the cause of all."""
     original = raised(with_notes(Formatted(1, "x"), "a note"))
-    copies = [replica(original, "f") for _ in range(5)]
-    assert len({id(copy) for copy in (original, *copies)}) == 6
-    for copy in copies:
-        assert copy.__cause__ is original
-        assert look(copy) == look(original)
+    copies = [copy_exception(original, "f") for _ in range(5)]
+    assert len({id(each) for each in (original, *copies)}) == 6
+    for each in copies:
+        assert each.__cause__ is original
+        assert look(each) == look(original)
     copies[0].add_note("of the first caller")
     assert original.__notes__ == copies[1].__notes__ == ["a note"]
 
@@ -574,10 +595,10 @@ def test_replicas_are_distinct_with_a_common_cause() -> None:
 def test_only_what_must_not_be_raised_is_changed() -> None:
     """`raisable` hands an exception back as it is, unless it would mean the caller's own task."""
     exc = ValueError("x")
-    assert raisable(exc, "f") is exc
+    assert ensure_raisable(exc, "f") is exc
     assert exc.__cause__ is None
     stop = asyncio.CancelledError()
-    changed = raisable(stop, "f")
+    changed = ensure_raisable(stop, "f")
     assert type(changed) is RemoteError
     assert changed.__cause__ is stop
 

@@ -1,4 +1,4 @@
-"""What a worker with `exports=` answers to, and that it reads nothing of what it refuses."""
+"""Calls to a worker with `exports=`: refused calls are not even unpickled."""
 
 import asyncio
 import functools
@@ -15,8 +15,9 @@ from torch import nn
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported, RRef, batched, call, create, fetch, remote
-from aiorpc_torch._protocol.targets import Create, Function, Method, TypedMethod, pack
-from aiorpc_torch._server.exports import Exports
+from aiorpc_torch._protocol.pickling import pack
+from aiorpc_torch._protocol.targets import BoundTarget, CreateTarget, FunctionTarget, MethodTarget
+from aiorpc_torch._server.exports import ExportPolicy
 
 ran: list[Any] = []  # by what is not to be run
 
@@ -88,7 +89,7 @@ def make_closed() -> Closed:
 
 
 class Mine:
-    """Noticed when it is unpickled."""
+    """An argument that records its unpickling."""
 
     def __reduce__(self) -> Any:
         return ran.append, ("unpickled",)
@@ -116,7 +117,7 @@ class World:
 
 
 async def test_an_exported_class() -> None:
-    """It is created, and every kind of its public methods is called, by name and typed."""
+    """Create an object; call every kind of public method, by name and typed."""
     async with World(Shop) as me:
         shop = await create(me, Shop)
         assert await remote(shop).buy([1]) == [1]
@@ -137,7 +138,7 @@ async def test_an_exported_class() -> None:
 
 
 async def test_an_object_of_a_subclass() -> None:
-    """Has its own public methods too; to create one is another matter."""
+    """Allow the public methods of the subclass, but not its creation."""
     async with World(Shop) as me:
         branch = RRef(Branch())
         assert await remote(branch).local() == "local"
@@ -148,7 +149,7 @@ async def test_an_object_of_a_subclass() -> None:
 
 
 async def test_exported_functions() -> None:
-    """Of one's own, of torch, and one that makes an object."""
+    """Call own functions and torch's; a factory does not export its class."""
     async with World(price, torch.add, make_closed) as me:
         assert await call(me, price, 3) == 3
         assert await call(me, torch.add, torch.ones(2), 1) == pytest.approx([2, 2])
@@ -162,7 +163,7 @@ async def test_exported_functions() -> None:
 
 
 async def test_an_exported_module() -> None:
-    """What it defines and is public, also in modules inside; not what it imports."""
+    """Export the public names defined in a module and its submodules, not its imports."""
     async with World("actors", "torch.nn") as me:
         counter = await create(me, Counter, 5)
         assert await remote(counter).add(1) == 6
@@ -178,7 +179,7 @@ async def test_an_exported_module() -> None:
 
 @pytest.mark.parametrize("target", [Closed, other, os.getpid, torch.sub, Shop, Shop.static])
 async def test_what_is_not_exported(target: Any) -> None:
-    """Is neither called nor made, its arguments are not read, and the error says what it was."""
+    """Neither call nor create it, and do not unpickle its arguments; the error names it."""
     async with World(price) as me:
         for asked in (call(me, target, Mine()), create(me, target, Mine())):
             with pytest.raises(NotExported, match=target.__qualname__) as caught:
@@ -188,7 +189,7 @@ async def test_what_is_not_exported(target: Any) -> None:
 
 
 async def test_methods_of_what_is_not_exported() -> None:
-    """By name, typed, and as a stream, at the first call as later."""
+    """Refuse them by name, typed and as a stream, at the first call and later."""
     async with World(Shop, price) as me:
         closed = RRef(Closed())
         for _ in range(3):
@@ -207,7 +208,7 @@ async def test_methods_of_what_is_not_exported() -> None:
 
 
 async def test_refused_beside_answered() -> None:
-    """In one message: the others get their own arguments, large tensors too."""
+    """Calls of the same message keep their own arguments, large tensors too."""
     async with World(Shop) as me:
         shop, closed = await create(me, Shop), RRef(Closed())
         large = [torch.full((20_000,), float(n)) for n in range(6)]
@@ -225,7 +226,7 @@ async def test_refused_beside_answered() -> None:
 
 
 async def test_private_names_and_data_stay_so() -> None:
-    """What `exports` names is no way around."""
+    """An export does not open private names, data or properties."""
     async with World(Shop, "test_exports") as me:
         shop = await create(me, Shop)
         with pytest.raises(AttributeError, match="private"):
@@ -239,7 +240,7 @@ async def test_private_names_and_data_stay_so() -> None:
 
 
 async def test_more_than_a_name() -> None:
-    """A target that must be made to be called is not: nothing of it is unpickled."""
+    """A target that is not pickled by name is refused without unpickling."""
     async with World(price, Shop) as me:
         for target in (functools.partial(price, Mine()), Shop().buy, [].append):
             with pytest.raises(NotExported):
@@ -247,15 +248,15 @@ async def test_more_than_a_name() -> None:
 
 
 @pytest.mark.parametrize("exports", [Shop, "actors", [3], [functools.partial(price)]])
-async def test_exports_that_cannot_be(exports: Any) -> None:
-    """Said before anything is started."""
+async def test_invalid_exports(exports: Any) -> None:
+    """Invalid exports raise before anything is started."""
     with pytest.raises(TypeError, match="exports"):
         async with aiorpc.local_world(0, exports=exports):
             pass
 
 
-async def test_a_module_that_is_not_there() -> None:
-    """Likewise."""
+async def test_a_missing_module() -> None:
+    """A missing module raises before anything is started."""
     with pytest.raises(ImportError, match="no_such_module"):
         async with aiorpc.local_world(["never"], exports=["no_such_module"]):
             pass
@@ -265,7 +266,7 @@ async def test_a_module_that_is_not_there() -> None:
 
 
 def written(*parts: Any) -> bytes:
-    """A pickle, of opcodes as they are and of short texts."""
+    """Return a pickle made of opcodes and of short strings."""
     short = pickle.SHORT_BINUNICODE
     texts = (
         short + bytes([len(part)]) + part.encode() if isinstance(part, str) else part
@@ -279,7 +280,8 @@ def name(module: str, qualname: str) -> tuple[Any, ...]:
 
 
 WIRE = "aiorpc_torch._protocol.targets"
-FUNCTION = name(WIRE, "Function")
+PICKLING = "aiorpc_torch._protocol.pickling"
+FUNCTION = name(WIRE, "FunctionTarget")
 ONE = pickle.TUPLE1 + pickle.NEWOBJ
 HOSTILE = {
     "system": (*FUNCTION, *name("os", "system"), ONE),
@@ -305,13 +307,13 @@ HOSTILE = {
         pickle.SETITEM + pickle.TUPLE2 + pickle.BUILD + ONE,
     ),
     "our own class changed": (
-        *name(WIRE, "Method"),
+        *name(WIRE, "MethodTarget"),
         pickle.NONE + pickle.EMPTY_DICT,
         "kind",
         pickle.NONE + pickle.SETITEM + pickle.TUPLE2 + pickle.BUILD,
     ),
     "our own function changed": (
-        *name(WIRE, "read_rref"),
+        *name(PICKLING, "read_rref"),
         pickle.EMPTY_DICT,
         "hacked",
         pickle.NONE + pickle.SETITEM + pickle.BUILD,
@@ -322,9 +324,9 @@ HOSTILE = {
     "nothing": (),
     "an extension": (*FUNCTION, pickle.EXT1 + b"\x05", ONE),
     "a persistent id": (pickle.NONE + pickle.BINPERSID,),
-    "another word of ours": (*name(WIRE, "Packed"), pickle.EMPTY_TUPLE + pickle.NEWOBJ),
+    "another word of ours": (*name(PICKLING, "PickledValue"), pickle.EMPTY_TUPLE + pickle.NEWOBJ),
     "an object named by a number": (
-        *name(WIRE, "Method"),
+        *name(WIRE, "MethodTarget"),
         pickle.BININT1 + b"\x05",
         "m",
         pickle.TUPLE2 + pickle.NEWOBJ,
@@ -335,29 +337,36 @@ HOSTILE = {
 
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_target_made_by_hand(what: str) -> None:
-    """Is refused, and nothing has been run, imported or changed by reading it."""
-    exports = Exports([price, "test_exports"])
-    before = {"this" in sys.modules, price.__name__, Method.bind}
+    """A hostile target is refused; reading it runs, imports and changes nothing."""
+    exports = ExportPolicy([price, "test_exports"])
+    before = {"this" in sys.modules, price.__name__, MethodTarget.bind}
     with pytest.raises(NotExported):
-        exports.unpack(written(*HOSTILE[what]), ())
-    assert before == {"this" in sys.modules, price.__name__, Method.bind}
-    assert not hasattr(sys.modules[WIRE].read_rref, "hacked")
-    assert exports.unpack(pack(Method((0, 3), "m")).data, ()) == Method((0, 3), "m")
+        exports.load_target(written(*HOSTILE[what]), ())
+    assert before == {"this" in sys.modules, price.__name__, MethodTarget.bind}
+    assert not hasattr(sys.modules[PICKLING].read_rref, "hacked")
+    target = MethodTarget((0, 3), "m")
+    assert exports.load_target(pack(target).data, ()) == target
 
 
 @pytest.mark.parametrize(
-    "target", [Function(price), Create(Shop), TypedMethod((0, 3), Shop.buy), Method((0, 3), "buy")]
+    "target",
+    [
+        FunctionTarget(price),
+        CreateTarget(Shop),
+        BoundTarget((0, 3), Shop.buy),
+        MethodTarget((0, 3), "buy"),
+    ],
 )
 def test_what_is_read_is_what_was_packed(target: Any) -> None:
-    """With exports as without."""
-    exports = Exports([price, Shop])
+    """`load_target` returns the target that was pickled."""
+    exports = ExportPolicy([price, Shop])
     packed = pack(target)
-    assert exports.unpack(packed.data, packed.tensors) == target
+    assert exports.load_target(packed.data, packed.tensors) == target
 
 
 def test_exports_say_what_they_are() -> None:
     """The repr names classes, functions and modules."""
-    assert repr(Exports([Shop, price, "actors"])) == "<Exports Shop, price, actors>"
+    assert repr(ExportPolicy([Shop, price, "actors"])) == "<ExportPolicy Shop, price, actors>"
 
 
 # ── in several processes ────────────────────────────────────────────────────────────────────────
@@ -365,7 +374,7 @@ def test_exports_say_what_they_are() -> None:
 
 @pytest.mark.worlds
 async def test_every_process_of_a_world() -> None:
-    """Answers to the same."""
+    """Every process of a world has the same exports."""
     async with aiorpc.local_world(["other"], exports=[Counter, "operator"]):
         counter = await create("other", Counter, 1)
         assert await remote(counter).add(1) == 2

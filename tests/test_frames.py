@@ -109,7 +109,7 @@ def test_a_part_of_a_frame_is_none(kind: int, content: bytes, data: st.DataObjec
     assert feed(reader, whole[cut:]) == [(kind, content)]
 
 
-def test_what_was_read_does_not_change() -> None:
+def test_frames_that_were_read_do_not_change() -> None:
     """The data of a frame is a copy: the buffer is written again."""
     reader = FrameReader()
     (first,) = feed(reader, frame(CALLS, b"first"))
@@ -193,7 +193,7 @@ def test_the_buffer_shrinks_after_a_large_frame() -> None:
     reader = FrameReader()
     large = frame(CALLS, bytes(MAX_FRAME))
     put(reader, large[:100])
-    assert capacity(reader) == len(large), "room for the rest of it at once"
+    assert capacity(reader) == len(large), "memory for the rest of it at once"
     assert feed(reader, large[100:]) == [(CALLS, bytes(MAX_FRAME))]
     assert capacity(reader) == IDLE
 

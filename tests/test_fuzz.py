@@ -1,8 +1,8 @@
 """Frames, payloads and answers that are malformed or hostile, against a real worker.
 
-Whatever comes: nothing is killed, nobody is left waiting, no other call is disturbed, and nothing
-stays behind. Real frames are recorded and then changed, as plain values and as bytes; what is
-inside a pickle of a user's is made by hand, so that nothing harmful can be named by chance.
+No input ends a process, leaves a caller waiting, disturbs another call or leaks. Real frames are
+recorded and then changed, as plain values and as bytes. The content of user pickles is made by
+hand, so that no harmful global can be named by chance.
 """
 
 import asyncio
@@ -23,19 +23,21 @@ import strangers
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from strangers import LINK, SOON, Stranger, Tap, server
+from strangers import CONNECTION, SOON, Stranger, Tap, server
 from torch import Tensor
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotServing, RpcError, RRef, call, remote
 from aiorpc_torch._client import connection, pool
-from aiorpc_torch._protocol import endpoints, exceptions, targets
-from aiorpc_torch._protocol.exceptions import Failure
-from aiorpc_torch._protocol.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
-from aiorpc_torch._protocol.messages import Group, load_calls, load_payload, load_results
-from aiorpc_torch._protocol.payloads import detach
-from aiorpc_torch._protocol.targets import Function, Method, pack
+from aiorpc_torch._protocol import endpoints, exceptions, pickling
+from aiorpc_torch._protocol.exceptions import RemoteFailure
+from aiorpc_torch._protocol.frames import CALL, CALLS, CLOSE, CONTROL, RESULT, RESULTS, SLOT
+from aiorpc_torch._protocol.lone import decode_call, decode_method, decode_result
+from aiorpc_torch._protocol.messages import CallGroup, decode_reply, load_calls, load_payload
+from aiorpc_torch._protocol.payloads import detach_data
+from aiorpc_torch._protocol.pickling import pack
+from aiorpc_torch._protocol.targets import FunctionTarget, MethodTarget
 from aiorpc_torch._protocol.tensors import from_bytes
 from aiorpc_torch._server import session
 from aiorpc_torch.errors import RemoteError
@@ -56,8 +58,8 @@ def _only_what_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
             raise pickle.UnpicklingError(f"{module}.{name} is not for a test")
         return find(self, module, name)
 
-    find = targets._Unpacker.find_class
-    monkeypatch.setattr(targets._Unpacker, "find_class", find_class)
+    find = pickling._ValueUnpickler.find_class
+    monkeypatch.setattr(pickling._ValueUnpickler, "find_class", find_class)
     monkeypatch.setattr(exceptions, "pickle", Careful)
 
 
@@ -136,7 +138,7 @@ JUNK: list[Any] = [
     ("float32", (0,)), ("float32", (-1, -2)), ("float32", (1 << 40, 1 << 40)),
     ("uint8", (0, 1 << 62)), ("qint32", (1,)), ("held", [1 << 40]),
     ("no", ()), bytearray(b"x"), "x" * 5000, pack([1]).data, pack(Bad(SystemExit)).data,
-    pack(Method(0, "quick")).data, pack(Function(math.hypot)).data, Foreign(),
+    pack(MethodTarget(0, "quick")).data, pack(FunctionTarget(math.hypot)).data, Foreign(),
     Bad(KeyboardInterrupt),
 ]  # fmt: skip
 
@@ -186,7 +188,7 @@ def garbled(dice: Random, data: bytes) -> bytes:
 
 
 def is_bomb(data: bytes) -> bool:
-    """Whether the interpreter's own unpickler would make room for millions of memos."""
+    """Whether the interpreter's own unpickler would allocate memory for millions of memos."""
     try:
         for opcode, arg, _ in pickletools.genops(data):
             if "PUT" in opcode.name and isinstance(arg, int) and arg > 1 << 16:
@@ -234,7 +236,7 @@ class Victim:
         self.patch = patch
         self.stack = contextlib.AsyncExitStack()
         self.errors: list[dict[str, Any]] = []
-        self.links = itertools.count(LINK)
+        self.numbers = itertools.count(CONNECTION)
         self.runner.get_loop().set_exception_handler(lambda _, error: self.errors.append(error))
         self.run(self.stack.enter_async_context(aiorpc.local_world(0)))
         self.rref = RRef(Target())
@@ -255,14 +257,15 @@ class Victim:
         """Each kind of call, stream and control."""
         tap, send = Tap(patch), connection.send
 
-        def tapped(peer: Any, door: Any, data: bytes, tensors: Any = ()) -> Any:
-            if door is endpoints.payload:
+        def tapped(peer: Any, endpoint: Any, data: bytes, tensors: Any = ()) -> Any:
+            if endpoint is endpoints.payload:
                 self.payloads.append(([*pickle.loads(data)], [*tensors]))
-            return send(peer, door, data, tensors)
+            return send(peer, endpoint, data, tensors)
 
         patch.setattr(connection, "send", tapped)
         target, small, large = self.target, torch.ones(3), torch.ones(60_000)
-        await target.quick(0)
+        for value in (0, 2.5, "text", b"bytes", None, True, small):
+            await target.quick(value)
         await asyncio.gather(*(target.quick(number) for number in range(3)))
         await asyncio.gather(
             remote(self.rref, timeout=5).quick(1), target.doubled(2, small),
@@ -271,23 +274,31 @@ class Victim:
         )  # fmt: skip
         await asyncio.gather(target.doubled(5, large), target.plain([large, large, {"a": small}]))
         await asyncio.gather(taken(target.items(6, 99)), taken(target.plain_items(7, 99)))
-        for kind in (CALLS, SLOT, CONTROL):
+        for kind in (CALL, CALLS, SLOT, CONTROL):
             found = [data for _, each, data in tap.frames if each == kind]
-            self.frames += [(kind, [*pickle.loads(data)]) for data in found]
-        assert {kind for kind, _ in self.frames} == {CALLS, SLOT, CONTROL}
+            fields = found if kind == CALL else [[*pickle.loads(data)] for data in found]
+            self.frames += [(kind, each) for each in fields]
+        assert {kind for kind, _ in self.frames} == {CALL, CALLS, SLOT, CONTROL}
 
-    def calls(self) -> list[Any]:
-        """The fields of recorded frames of calls."""
-        return [fields for kind, fields in self.frames if kind == CALLS]
+    def calls(self, kind: int) -> list[Any]:
+        """Return the fields of recorded frames of that kind; the bytes of lone calls."""
+        return [fields for each, fields in self.frames if each == kind]
 
     async def hit(self, *frames: tuple[int, bytes]) -> list[tuple[Any, Any]]:
         """Send frames; each call of theirs is answered, or the connection closed. The results."""
-        stranger = await Stranger.proven(link=next(self.links))
+        stranger = await Stranger.proven(number=next(self.numbers))
+        try:
+            return await self.answers(stranger, frames)
+        finally:
+            await stranger.leave()
+
+    async def answers(self, stranger: Stranger, frames: Any) -> list[tuple[Any, Any]]:
+        """Send frames; return what comes back."""
         waiting: set[Any] = set()
         for kind, data in frames:
             stranger.send(kind, data)
             with contextlib.suppress(Exception):
-                waiting |= {*load_calls(data).numbers}
+                waiting |= numbers_of(kind, data)
         stranger.send(CONTROL, ((), [(number, 1 << 20) for number in waiting]))
         found: list[tuple[Any, Any]] = []
         while waiting and (said := await stranger.frame(plain=False)) is not None:
@@ -296,15 +307,14 @@ class Victim:
                 assert pickle.loads(data)[0] == "broken"
                 found.append((CLOSE, pickle.loads(data)[1]))
                 break
-            assert kind == RESULTS
-            results = load_results(data)
+            assert kind in (RESULT, RESULTS)
+            results = decode_reply(data) if kind == RESULTS else [decode_result(data)]
             found += results
             for key, _ in results:
                 if not isinstance(key, tuple) or key[2] == 0:  # no item
                     waiting.discard(key[0] if isinstance(key, tuple) else key)
         else:
             assert not waiting, "the connection was closed without a word"
-        await stranger.leave()
         return found
 
     def check(self) -> None:
@@ -328,6 +338,15 @@ class Victim:
             self.runner.close()
 
 
+def numbers_of(kind: int, data: bytes) -> set[int]:
+    """Return the numbers of the calls in a frame. Raises if it is malformed."""
+    if kind != CALL:
+        return {*load_calls(data).numbers}
+    number, target, _ = decode_call(data)
+    decode_method(target)
+    return {number}
+
+
 async def taken(stream: Any) -> list[Any]:
     return [item async for item in stream]
 
@@ -339,7 +358,8 @@ def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
     victim.close()
 
 
-def test_frames_of_calls_that_are_not_as_they_were(victim: Victim) -> None:
+@pytest.mark.parametrize("kinds", [(CALLS,), (CALL,), (CALL, CALLS)])
+def test_changed_frames_of_calls(victim: Victim, kinds: tuple[int, ...]) -> None:
     """Each field, at any depth, dropped, repeated, exchanged or of another kind."""
 
     @slow
@@ -347,10 +367,11 @@ def test_frames_of_calls_that_are_not_as_they_were(victim: Victim) -> None:
     def hit(dice: Random) -> None:
         frames = []
         for _ in range(dice.randint(1, 2)):
-            fields = dice.choice(victim.calls())
+            kind = dice.choice(kinds)
+            fields = dice.choice(victim.calls(kind))
             for _ in range(dice.randint(1, 3)):
                 fields = changed(dice, fields)
-            frames.append((CALLS, dump(fields)))
+            frames.append((kind, dump(fields)))
         victim.run(victim.hit(*frames))
         victim.check()
 
@@ -364,7 +385,7 @@ def test_frames_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
     @given(rolls)
     def hit(dice: Random) -> None:
         kind, fields = dice.choice(victim.frames)
-        data = dump(tuple(fields))
+        data = fields if kind == CALL else dump(tuple(fields))
         for _ in range(dice.randint(1, 2)):
             data = garbled(dice, data) or b"\x00"
         victim.run(victim.hit((kind, data)))
@@ -383,7 +404,7 @@ def test_slots_and_controls_that_are_not_as_they_were(victim: Victim) -> None:
         victim.check()
 
     async def among(dice: Random) -> None:
-        stranger = await Stranger.proven(link=next(victim.links))
+        stranger = await Stranger.proven(number=next(victim.numbers))
         for _ in range(dice.randint(1, 5)):
             kind, fields = dice.choice(victim.frames)
             stranger.send(kind, changed(dice, fields) if dice.random() < 0.7 else fields)
@@ -403,9 +424,9 @@ def test_slots_and_controls_that_are_not_as_they_were(victim: Victim) -> None:
     hit()
 
 
-def by_torch(door: Any, *args: Any) -> Any:
+def by_torch(endpoint: Any, *args: Any) -> Any:
     """A message of torch's to this worker, past our own path."""
-    return rpc.rpc_async("main", door, args=args)
+    return rpc.rpc_async("main", endpoint, args=args)
 
 
 async def outcome(answer: Any) -> Any:
@@ -420,12 +441,12 @@ async def outcome(answer: Any) -> Any:
 async def results_of(answer: Any) -> list[Any]:
     """The results in torch's answer."""
     found = await outcome(answer)
-    return load_results(*detach(*((found, ()) if isinstance(found, bytes) else found)))
+    return decode_reply(*detach_data(*((found, ()) if isinstance(found, bytes) else found)))
 
 
 # ── frames that lie ─────────────────────────────────────────────────────────────────────────────
 
-POWER = (pack(Function(math.pow)).data, 0)
+POWER = (pack(FunctionTarget(math.pow)).data, 0)
 
 
 def calls(*groups: Any, numbers: Any = (0,), order: Any = (), budgets: Any = ()) -> Any:
@@ -456,7 +477,7 @@ LIES: dict[str, Any] = {
     "names of nothing": calls(group(1, ("plain", [1]), names=("a", "b"))),
     "packed, but not there": calls(group(1, names=None)),
     "packed, but plain": calls(group(1, ("plain", [5]), names=None)),
-    "packed, but a Failure": calls(group(1, ("failed", [(1, 2, 3, 4)]), names=None)),
+    "pickled, but a RemoteFailure": calls(group(1, ("failed", [(1, 2, 3, 4)]), names=None)),
     "an order without end": calls(group(1), order=(0, 0)),
     "an order beyond": calls(group(1), order=(7,)),
     "an order too short": calls(group(2), numbers=(0, 1), order=(0,)),
@@ -470,6 +491,8 @@ LIES: dict[str, Any] = {
 NO_CALLS: dict[str, Any] = {
     "no call": calls(numbers=()),
     "numbers twice": calls(group(2), numbers=(5, 5)),
+    "a negative number": calls(group(1), numbers=(-1,)),
+    "a number of 65 bits": calls(group(1), numbers=(1 << 64,)),
     "numbers that are texts": calls(group(1), numbers=("a",)),
     "numbers that are bools": calls(group(1), numbers=(True,)),
     "numbers that are fractions": calls(group(1), numbers=(1.0,)),
@@ -483,18 +506,18 @@ NO_CALLS: dict[str, Any] = {
 
 @pytest.mark.parametrize("what", LIES)
 def test_a_frame_that_lies(victim: Victim, what: str) -> None:
-    """About what it holds: its own calls fail, and no room is made for what is only declared."""
+    """Only its own calls fail, and no memory is allocated for declared sizes."""
     found = dict(victim.run(victim.hit((CALLS, dump(LIES[what])))))
-    assert all(isinstance(value, Failure) for value in found.values()), found
+    assert all(isinstance(value, RemoteFailure) for value in found.values()), found
     assert {key[0] if isinstance(key, tuple) else key for key in found} == {*LIES[what][0]}
     victim.check()
 
 
-def test_room_is_made_for_as_many_as_there_are() -> None:
-    """And not for as many as are declared."""
+def test_memory_is_not_allocated_for_declared_counts() -> None:
+    """A group with an impossible count is rejected."""
     for count in (10**12, 3, 0, -1):
-        with pytest.raises(ValueError, match="a group of"):
-            Group(group(count), iter(()), 2)
+        with pytest.raises(ValueError, match="a group must have"):
+            CallGroup(group(count), iter(()), 2)
 
 
 def nested(depth: int) -> bytes:
@@ -524,7 +547,7 @@ def test_a_frame_that_makes_no_sense(victim: Victim, kind: int, what: str) -> No
     data = dump({**NO_CALLS, **BYTES}[what])
 
     async def hit() -> list[Any]:
-        stranger = await Stranger.proven(link=next(victim.links))
+        stranger = await Stranger.proven(number=next(victim.numbers))
         stranger.send(kind, data)
         found = await stranger.frames()
         await stranger.leave()
@@ -541,12 +564,12 @@ def test_frames_run_nothing(victim: Victim, kind: int, tmp_path: Any) -> None:
     """What they name is not even looked up, whoever reads them."""
     harmful = dump((Harmful(str(tmp_path / "done")), []))
     with pytest.raises(pickle.UnpicklingError, match="system in a message"):
-        targets.plain(harmful)
-    for read in (load_calls, load_payload, load_results):
+        pickling.load_plain(harmful)
+    for read in (load_calls, load_payload, decode_reply):
         with pytest.raises(pickle.UnpicklingError, match="system in a message"):
             read(harmful)
     victim.run(victim.hit((kind, harmful)))
-    assert isinstance(victim.run(outcome(by_torch(endpoints.payload, harmful))), Failure)
+    assert isinstance(victim.run(outcome(by_torch(endpoints.payload, harmful))), RemoteFailure)
     victim.check()
     assert not [*tmp_path.iterdir()]
 
@@ -556,8 +579,8 @@ def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
     gate = Gate()
 
     async def hit(by: str) -> None:
-        stranger = await Stranger.proven(link=next(victim.links))
-        standing = pack(Method(RRef(gate), "passed"))
+        stranger = await Stranger.proven(number=next(victim.numbers))
+        standing = pack(MethodTarget(RRef(gate), "passed"))
         mine = (CALLS, calls(((standing.data, 0), False, (), 1, []), numbers=(3,)))
         stranger.send(*mine)
         await gate.entered()
@@ -565,7 +588,7 @@ def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
             stranger.send(*mine)
             ((_, (why, text)),) = await stranger.frames()
             assert why == "broken"
-            assert "running one" in text
+            assert "already running" in text
         else:
             stranger.send(SLOT, (3, None))
             fields = stranger.session.key, -1, *mine[1]
@@ -609,7 +632,7 @@ def test_what_unpickling_raises(victim: Victim, where: str, error: type[BaseExce
     found = dict(victim.run(victim.hit((CALLS, dump(fields)))))
     assert found[1] == 81.0, "it fails alone"
     with pytest.raises(BaseException) as caught:  # noqa: PT011
-        found[0].get()
+        found[0].raise_()
     assert not isinstance(caught.value, tuple(RAISED[:5])), "those stay where they are raised"
     victim.check()
 
@@ -625,10 +648,10 @@ def test_what_is_no_pickle(victim: Victim, where: str, what: str) -> None:
         (found,) = victim.run(victim.hit((CALLS, dump(fields))))
     else:
         value = ("failed", [("w", "s", "t", bad[0])]) if where == "error" else ("packed", [bad])
-        (found,) = load_results(dump([([0], value)]))
-    if isinstance(found[1], Failure):
+        (found,) = decode_reply(dump([([0], value)]))
+    if isinstance(found[1], RemoteFailure):
         with pytest.raises(Exception):  # noqa: B017, PT011
-            found[1].get()
+            found[1].raise_()
     else:  # a pickle of something, after all
         assert where == "result"
     victim.check()
@@ -651,13 +674,13 @@ def test_bytes_of_any_dtype(dtype: torch.dtype) -> None:
             assert [tuple(each.shape) for each in found] == [shape] * count
 
 
-# ── through torch's own doors ───────────────────────────────────────────────────────────────────
+# ── torch endpoints ─────────────────────────────────────────────────────────────────────────────
 
-DOORS = ["payload", "collect", "introduce", "farewell", "rejoin"]
+ENDPOINTS = ["payload", "collect", "introduce", "leave_message", "rejoin"]
 
 
-@pytest.mark.parametrize("door", DOORS)
-def test_doors_that_are_given_anything(victim: Victim, door: str) -> None:
+@pytest.mark.parametrize("endpoint", ENDPOINTS)
+def test_endpoints_that_are_given_anything(victim: Victim, endpoint: str) -> None:
     """Each answers, with an error at most, and goes on."""
     junk = [each for each in JUNK if not isinstance(each, Bad)]
     junk += [*map(dump, junk), *BYTES.values()]
@@ -665,23 +688,23 @@ def test_doors_that_are_given_anything(victim: Victim, door: str) -> None:
         dump(each) for each in (("main", 0), ("main", "x"), ("nobody", 0), ([], 0, ""), (0, 0))
     ]
     junk += [b"{}", b'{"ask": true, "member": {}}', b'{"ask": 1, "member": {"name": []}}']
-    said = [by_torch(getattr(endpoints, door), each) for each in junk]
+    said = [by_torch(getattr(endpoints, endpoint), each) for each in junk]
     for answer in said:
         found = victim.run(outcome(answer))
-        assert isinstance(found, Failure | Exception | str | bytes | type(None)), found
+        assert isinstance(found, RemoteFailure | Exception | str | bytes | type(None)), found
     victim.check()
 
 
-def test_payloads_of_nobody(victim: Victim) -> None:
+def test_payloads_without_a_slot(victim: Victim) -> None:
     """Of no connection, of no slot, and twice: each is answered, and one at most runs."""
 
     async def hit() -> None:
-        stranger = await Stranger.proven(link=next(victim.links))
+        stranger = await Stranger.proven(number=next(victim.numbers))
         key = stranger.session.key
         one = calls(group(1, *THREE_FOUR), numbers=(5,))
         fields = dump((key, -1, *one))
-        nobody = dump((("nobody", 1, 2), -1, *one))
-        assert await results_of(by_torch(endpoints.payload, nobody)) == []
+        unknown = dump((("nobody", 1, 2), -1, *one))
+        assert await results_of(by_torch(endpoints.payload, unknown)) == []
         early = by_torch(endpoints.payload, fields)
         while "1 payloads early" not in repr(stranger.session.slots):  # noqa: ASYNC110
             await asyncio.sleep(0)
@@ -724,7 +747,7 @@ class Liar:
         """Calls of each kind, of which the first results are lies."""
         target = self.victim.target
         await target.quick(0)
-        self.base = pool.current().link("main")._calls
+        self.base = pool.current().connection("main")._calls
         tasks = [asyncio.ensure_future(self.gated.passed())]
         await self.gate.entered()
         steps = [target.quick(1), target.doubled(2, torch.ones(3)), target.wrong(4)]
@@ -732,14 +755,14 @@ class Liar:
         return tasks + [asyncio.ensure_future(each) for each in steps]
 
     async def end(self, tasks: list["asyncio.Task[Any]"]) -> None:
-        """When the connection has gone, nobody waits any more."""
+        """When the connection has gone, no caller waits any more."""
         self.change = None
         with contextlib.suppress(RpcError):  # it may be among those that are lied to
             await self.victim.target.quick(1)
         assert await self.victim.target.quick(2) == 2
-        pool.current().link("main").leave("ended", "", NotServing("it lies"))
+        pool.current().connection("main").leave("ended", "", NotServing("it lies"))
         await asyncio.wait(tasks, timeout=SOON)
-        assert all(task.done() for task in tasks), "nobody is left waiting"
+        assert all(task.done() for task in tasks), "no caller is left waiting"
         for task in tasks:
             task.cancelled() or task.exception()  # looked at
         assert aiorpc.stats().in_flight == 0
@@ -806,7 +829,7 @@ def test_results_that_make_no_sense(liar: Liar, what: str) -> None:
         found = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), SOON)
         for error in found:
             assert isinstance(error, RemoteError), found
-            assert "'main' sent, perhaps this result, cannot be read" in str(error)
+            assert "'main' sent a frame, perhaps this result, that cannot be read" in str(error)
         await liar.gate.cancelled()
         assert await liar.victim.target.quick(9) == 9
 
@@ -843,7 +866,7 @@ def test_a_value_in_place_of_a_stream(liar: Liar) -> None:
         liar.change = lambda _: dump([([number], column)])
         return (await asyncio.gather(taken(target.items(5, 3)), return_exceptions=True))[0]
 
-    for column in [("plain", [1]), ("failed", [Failure.of(ValueError(1), "w").plain()])]:
+    for column in [("plain", [1]), ("failed", [RemoteFailure.of(ValueError(1), "w").astuple()])]:
         error = liar.victim.run(lie(column))
         assert isinstance(error, RemoteError if column[0] == "plain" else ValueError), error
         liar.victim.check()
@@ -864,28 +887,28 @@ ANSWERS = {
 
 
 @pytest.mark.parametrize("what", ANSWERS)
-@pytest.mark.parametrize("door", ["payload", "collect"])
-def test_answers_of_torchs_that_make_no_sense(liar: Liar, door: str, what: str) -> None:
-    """That call fails at once, and nobody else."""
-    victim, answer = liar.victim, session._answer
+@pytest.mark.parametrize("endpoint", ["payload", "collect"])
+def test_answers_of_torchs_that_make_no_sense(liar: Liar, endpoint: str, what: str) -> None:
+    """That call alone fails, at once."""
+    victim, answer = liar.victim, session._complete_reply
     large = torch.ones(60_000)
 
     def lie(reply: Any, results: Any) -> None:
-        victim.patch.setattr(session, "_answer", answer)
+        victim.patch.setattr(session, "_complete_reply", answer)
         reply.set_result(ANSWERS[what])
 
     async def ask() -> Any:
-        if door == "payload":
+        if endpoint == "payload":
             return await victim.target.doubled(3, large)
         return await call("main", torch.ones, 60_000)
 
     async def hit() -> Any:
         other = asyncio.ensure_future(liar.gated.passed())
         await liar.gate.entered()
-        victim.patch.setattr(session, "_answer", lie)
+        victim.patch.setattr(session, "_complete_reply", lie)
         with pytest.raises(RpcError):
             await ask()
-        assert torch.equal(await ask(), large * 2 if door == "payload" else large)
+        assert torch.equal(await ask(), large * 2 if endpoint == "payload" else large)
         await liar.gate.open()
         await other
 
@@ -896,9 +919,9 @@ def test_answers_of_torchs_that_make_no_sense(liar: Liar, door: str, what: str) 
 @pytest.mark.parametrize("error", RAISED[:5])
 def test_a_failure_that_is_not_for_the_caller(error: type[BaseException]) -> None:
     """Written by hand, since none of ours would be."""
-    failure = Failure("callee", "it stops", "text", pickle.dumps(error("stop")))
+    failure = RemoteFailure("callee", "it stops", "text", pickle.dumps(error("stop")))
     with pytest.raises(RemoteError, match="it stops"):
-        failure.get()
+        failure.raise_()
 
 
 # ── between processes ───────────────────────────────────────────────────────────────────────────

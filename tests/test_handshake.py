@@ -1,4 +1,4 @@
-"""The handshake: who knows the secret is let in, and nobody else by anything that was ever sent."""
+"""The handshake accepts a peer that knows the secret, and rejects every replay and change."""
 
 import dataclasses
 import struct
@@ -16,8 +16,8 @@ from aiorpc_torch._protocol.handshake import (
     Hello,
     Party,
     dump_introduction,
-    hello,
-    is_answered,
+    encode_hello,
+    is_callee_proven,
     load_introduction,
     new_nonce,
 )
@@ -43,8 +43,8 @@ addresses = st.builds(
 
 SHARED = Credentials(Party("caller", 1), Party("callee", 2))
 THEIRS, MINE = new_nonce(), new_nonce()
-GREETING = hello(SHARED, LINK, THEIRS, MINE)
-ANSWER = Hello.load(GREETING).answer(SHARED, THEIRS)
+GREETING = encode_hello(SHARED, LINK, THEIRS, MINE)
+ANSWER = Hello.load(GREETING).callee_proof(SHARED, THEIRS)
 
 
 def changed(data: bytes, index: int, by: int) -> bytes:
@@ -69,17 +69,17 @@ def test_both_sides_prove_themselves(
     shared: Credentials, link: int, theirs: bytes, mine: bytes
 ) -> None:
     """With the same credentials each side accepts the proof of the other."""
-    data = hello(shared, link, theirs, mine)
+    data = encode_hello(shared, link, theirs, mine)
     assert len(data) == HELLO
     found = Hello.load(data)
-    assert (found.key, found.nonce, found.link) == (shared.key, mine, link)
+    assert (found.key, found.nonce, found.connection) == (shared.key, mine, link)
     assert found.is_proven(shared, theirs)
-    proof = found.answer(shared, theirs)
+    proof = found.callee_proof(shared, theirs)
     assert len(proof) == PROOF
-    assert is_answered(shared, link, theirs, mine, proof)
+    assert is_callee_proven(shared, link, theirs, mine, proof)
 
 
-def test_what_is_sent_is_small() -> None:
+def test_a_hello_is_small() -> None:
     """A stranger gets memory for one hello and no more."""
     assert HELLO <= 128
 
@@ -106,15 +106,15 @@ def test_a_changed_hello_is_refused(index: int, by: int) -> None:
 @given(st.integers(0, PROOF - 1), st.integers(1, 255))
 def test_a_changed_proof_is_refused(index: int, by: int) -> None:
     """Any byte of it that is changed on its way is noticed."""
-    assert is_answered(SHARED, LINK, THEIRS, MINE, ANSWER)
-    assert not is_answered(SHARED, LINK, THEIRS, MINE, changed(ANSWER, index, by))
+    assert is_callee_proven(SHARED, LINK, THEIRS, MINE, ANSWER)
+    assert not is_callee_proven(SHARED, LINK, THEIRS, MINE, changed(ANSWER, index, by))
 
 
 @given(st.binary(max_size=PROOF - 1) | st.binary(min_size=PROOF + 1, max_size=64))
 def test_a_proof_of_another_length_is_refused(proof: bytes) -> None:
     """A part of a proof, or more than one, is none."""
-    assert not is_answered(SHARED, LINK, THEIRS, MINE, proof)
-    assert not is_answered(SHARED, LINK, THEIRS, MINE, ANSWER[: len(proof)] + proof[PROOF:])
+    assert not is_callee_proven(SHARED, LINK, THEIRS, MINE, proof)
+    assert not is_callee_proven(SHARED, LINK, THEIRS, MINE, ANSWER[: len(proof)] + proof[PROOF:])
 
 
 def other_credentials() -> list[Credentials]:
@@ -133,11 +133,11 @@ def other_credentials() -> list[Credentials]:
 @pytest.mark.parametrize("other", other_credentials())
 def test_other_credentials_are_refused(other: Credentials) -> None:
     """The secret and both processes are a part of each proof, in their roles."""
-    assert not is_let_in(hello(other, LINK, THEIRS, MINE), SHARED, THEIRS)
+    assert not is_let_in(encode_hello(other, LINK, THEIRS, MINE), SHARED, THEIRS)
     assert not is_let_in(GREETING, other, THEIRS)
-    assert not is_answered(other, LINK, THEIRS, MINE, ANSWER)
-    answer = Hello.load(GREETING).answer(other, THEIRS)
-    assert not is_answered(SHARED, LINK, THEIRS, MINE, answer)
+    assert not is_callee_proven(other, LINK, THEIRS, MINE, ANSWER)
+    answer = Hello.load(GREETING).callee_proof(other, THEIRS)
+    assert not is_callee_proven(SHARED, LINK, THEIRS, MINE, answer)
 
 
 @given(parties, parties, parties, parties)
@@ -147,7 +147,7 @@ def test_names_do_not_run_into_each_other(
     """A proof of one pair of processes is a proof of no other pair."""
     first = dataclasses.replace(SHARED, caller=one, callee=two)
     second = dataclasses.replace(SHARED, caller=three, callee=four)
-    data = hello(first, LINK, THEIRS, MINE)
+    data = encode_hello(first, LINK, THEIRS, MINE)
     assert is_let_in(data, second, THEIRS) is ((one, two) == (three, four))
 
 
@@ -156,14 +156,14 @@ def test_a_proof_of_the_callee_is_none_of_the_caller() -> None:
     reflected = GREETING[:-PROOF] + ANSWER
     assert Hello.load(reflected).proof == ANSWER
     assert not is_let_in(reflected, SHARED, THEIRS)
-    assert not is_answered(SHARED, LINK, THEIRS, MINE, GREETING[-PROOF:])
+    assert not is_callee_proven(SHARED, LINK, THEIRS, MINE, GREETING[-PROOF:])
 
 
 @given(nonces, nonces)
 def test_the_order_of_the_nonces_counts(theirs: bytes, mine: bytes) -> None:
     """A proof for two nonces is none for the same two the other way round."""
-    data = hello(SHARED, LINK, theirs, mine)
-    swapped = Hello.load(hello(SHARED, LINK, mine, theirs))
+    data = encode_hello(SHARED, LINK, theirs, mine)
+    swapped = Hello.load(encode_hello(SHARED, LINK, mine, theirs))
     assert Hello.load(data).is_proven(SHARED, theirs)
     if theirs != mine:
         assert swapped.proof != Hello.load(data).proof
@@ -180,17 +180,17 @@ def test_a_recorded_hello_is_worth_nothing(nonce: bytes) -> None:
 def test_a_recorded_answer_is_worth_nothing(theirs: bytes, mine: bytes) -> None:
     """On another connection the caller has another nonce, whatever that of the callee is."""
     same = (theirs, mine) == (THEIRS, MINE)
-    assert is_answered(SHARED, LINK, theirs, mine, ANSWER) is same
-    assert not is_answered(SHARED, LINK, THEIRS, changed(MINE, 0, 1), ANSWER)
-    assert not is_answered(SHARED, LINK, changed(THEIRS, 0, 1), MINE, ANSWER)
+    assert is_callee_proven(SHARED, LINK, theirs, mine, ANSWER) is same
+    assert not is_callee_proven(SHARED, LINK, THEIRS, changed(MINE, 0, 1), ANSWER)
+    assert not is_callee_proven(SHARED, LINK, changed(THEIRS, 0, 1), MINE, ANSWER)
 
 
 @given(links)
-def test_a_proof_is_for_one_link(link: int) -> None:
-    """Who passes on a hello cannot make it another link's."""
-    other = dataclasses.replace(Hello.load(GREETING), link=link)
+def test_a_proof_is_for_one_connection(link: int) -> None:
+    """A hello that is passed on is invalid for another connection."""
+    other = dataclasses.replace(Hello.load(GREETING), connection=link)
     assert other.is_proven(SHARED, THEIRS) is (link == LINK)
-    assert is_answered(SHARED, link, THEIRS, MINE, ANSWER) is (link == LINK)
+    assert is_callee_proven(SHARED, link, THEIRS, MINE, ANSWER) is (link == LINK)
 
 
 @given(st.binary(min_size=VERSION, max_size=VERSION))
@@ -199,12 +199,12 @@ def test_a_hello_of_another_version(version: bytes) -> None:
     data = version + GREETING[VERSION:]
     if data == GREETING:
         return
-    with pytest.raises(ValueError, match="hello starts with"):
+    with pytest.raises(ValueError, match="hello must start with"):
         Hello.load(data)
 
 
 @given(st.binary(max_size=HELLO - 1))
-def test_what_is_too_short_is_no_hello(data: bytes) -> None:
+def test_data_that_is_too_short_is_rejected(data: bytes) -> None:
     """Only HELLO bytes are read."""
     with pytest.raises(struct.error):
         Hello.load(data)

@@ -1,4 +1,4 @@
-"""From any thread into one event loop: in order, nothing lost, few wake-ups, no torch."""
+"""`EntryQueue`: items in order, none lost, few wake-ups of the loop."""
 
 import asyncio
 import gc
@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._aio.entry_queue import BURST, Inbox
+from aiorpc_torch._aio.entry_queue import MAX_PER_ITERATION, EntryQueue
 
 
 def on_threads(*functions: Callable[[], object]) -> list[threading.Thread]:
@@ -27,7 +27,7 @@ def join(threads: list[threading.Thread]) -> None:
 
 @pytest.fixture
 async def wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
-    """Every `call_soon_threadsafe` of the running loop."""
+    """Record every `call_soon_threadsafe` of the running loop."""
     loop, seen = asyncio.get_running_loop(), []
     original = loop.call_soon_threadsafe
 
@@ -39,57 +39,63 @@ async def wake_ups(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     return seen
 
 
-async def test_items_are_taken_on_the_loops_thread() -> None:
-    """Wherever they were pushed; and not by the push itself."""
+async def test_items_are_handled_on_the_loops_thread() -> None:
+    """Items are handled on the loop's thread, whichever put them, and never inside `put`."""
     taken: list[tuple[int, threading.Thread]] = []
-    inbox: Inbox[int] = Inbox(
+    entries: EntryQueue[int] = EntryQueue(
         asyncio.get_running_loop(), lambda item: taken.append((item, threading.current_thread()))
     )
-    inbox.push(1)
-    join(on_threads(lambda: inbox.push(2)))
+    entries.put(1)
+    join(on_threads(lambda: entries.put(2)))
     assert taken == []
     await asyncio.sleep(0)
     assert taken == [(1, threading.current_thread()), (2, threading.current_thread())]
 
 
-async def test_many_pushes_are_one_wake_up(wake_ups: list[Any]) -> None:
-    """The first to lie there wakes the loop; the next, after it was emptied, wakes it again."""
+async def test_many_puts_are_one_wake_up(wake_ups: list[Any]) -> None:
+    """The first item wakes the loop; after a drain, the next one wakes it again."""
     taken: list[int] = []
-    inbox: Inbox[int] = Inbox(asyncio.get_running_loop(), taken.append)
+    entries: EntryQueue[int] = EntryQueue(asyncio.get_running_loop(), taken.append)
     for start in (0, 100):
-        join(on_threads(lambda start=start: [inbox.push(start + n) for n in range(100)]))
+        join(on_threads(lambda start=start: [entries.put(start + n) for n in range(100)]))
         await asyncio.sleep(0)
     assert taken == list(range(200))
     assert len(wake_ups) == 2
 
 
-async def test_a_thousand_items_leave_room_for_others(wake_ups: list[Any]) -> None:
-    """No more than BURST are taken in a turn: other callbacks of the loop run in between."""
+async def test_a_thousand_items_do_not_starve_other_callbacks(wake_ups: list[Any]) -> None:
+    """At most MAX_PER_ITERATION are handled in an iteration: other callbacks run in between."""
     taken: list[int] = []
     seen: list[int] = []
-    inbox: Inbox[int] = Inbox(asyncio.get_running_loop(), taken.append)
-    total = 4 * BURST + 1
+    entries: EntryQueue[int] = EntryQueue(asyncio.get_running_loop(), taken.append)
+    total = 4 * MAX_PER_ITERATION + 1
     for n in range(total):
-        inbox.push(n)
+        entries.put(n)
     while len(taken) < total:
         await asyncio.sleep(0)
         seen.append(len(taken))
-    assert seen == [BURST, 2 * BURST, 3 * BURST, 4 * BURST, total]
+    assert seen == [
+        MAX_PER_ITERATION,
+        2 * MAX_PER_ITERATION,
+        3 * MAX_PER_ITERATION,
+        4 * MAX_PER_ITERATION,
+        total,
+    ]
     assert taken == list(range(total))
     assert len(wake_ups) == 5
 
 
-async def test_what_is_pushed_while_it_is_emptied_comes_next() -> None:
-    """A `take` that pushes starves nobody: what it pushed is for the next turn."""
+async def test_items_put_during_a_drain_come_next() -> None:
+    """A handler that puts items starves no callback: they wait for the next iteration."""
     taken: list[int] = []
 
     def take(item: int) -> None:
         taken.append(item)
         if item < 5:
-            inbox.push(item + 1)
+            entries.put(item + 1)
 
-    inbox: Inbox[int] = Inbox(asyncio.get_running_loop(), take)
-    inbox.push(0)
+    entries: EntryQueue[int] = EntryQueue(asyncio.get_running_loop(), take)
+    entries.put(0)
     lengths = []
     for _ in range(7):
         await asyncio.sleep(0)
@@ -97,8 +103,8 @@ async def test_what_is_pushed_while_it_is_emptied_comes_next() -> None:
     assert lengths == [1, 2, 3, 4, 5, 6, 6]
 
 
-async def test_nothing_is_lost_while_threads_push() -> None:
-    """Every item arrives once, and those of one thread in the order in which it pushed them."""
+async def test_nothing_is_lost_while_threads_put() -> None:
+    """Every item arrives once, those of one thread in the order of its puts."""
     each, count = 5_000, 6
     taken: defaultdict[int, list[int]] = defaultdict(list)
     done = asyncio.Event()
@@ -111,13 +117,13 @@ async def test_nothing_is_lost_while_threads_push() -> None:
         if total == each * count:
             done.set()
 
-    inbox: Inbox[tuple[int, int]] = Inbox(asyncio.get_running_loop(), take)
+    entries: EntryQueue[tuple[int, int]] = EntryQueue(asyncio.get_running_loop(), take)
     start = threading.Barrier(count)
 
     def push(thread: int) -> None:
         start.wait()
         for n in range(each):
-            inbox.push((thread, n))
+            entries.put((thread, n))
 
     threads = on_threads(*(lambda thread=thread: push(thread) for thread in range(count)))
     async with asyncio.timeout(30.0):
@@ -127,16 +133,16 @@ async def test_nothing_is_lost_while_threads_push() -> None:
     assert dict(taken) == {thread: list(range(each)) for thread in range(count)}
 
 
-async def test_each_single_push_is_noticed() -> None:
-    """One at a time, each waited for: the race of the last look and the next push, many times."""
+async def test_each_single_put_is_noticed() -> None:
+    """Put one item at a time and wait for it: many races of a drain's end and the next put."""
     taken = asyncio.Event()
     go, stop = threading.Semaphore(0), 2_000
-    inbox: Inbox[int] = Inbox(asyncio.get_running_loop(), lambda _: taken.set())
+    entries: EntryQueue[int] = EntryQueue(asyncio.get_running_loop(), lambda _: taken.set())
 
     def push() -> None:
         for n in range(stop):
             go.acquire()
-            inbox.push(n)
+            entries.put(n)
 
     threads = on_threads(push)
     async with asyncio.timeout(30.0):
@@ -152,10 +158,10 @@ class Item:
 
 
 def test_after_the_loop_is_closed_items_are_dropped() -> None:
-    """On any thread, in silence, and without keeping them: each push, not the first alone."""
+    """Every put drops its item silently, on any thread, and keeps no reference."""
     loop = asyncio.new_event_loop()
     taken: list[Item] = []
-    inbox: Inbox[Item] = Inbox(loop, taken.append)
+    entries: EntryQueue[Item] = EntryQueue(loop, taken.append)
     loop.close()
     watched: weakref.WeakSet[Item] = weakref.WeakSet()
 
@@ -163,28 +169,28 @@ def test_after_the_loop_is_closed_items_are_dropped() -> None:
         for _ in range(3):
             item = Item()
             watched.add(item)
-            inbox.push(item)
+            entries.put(item)
 
     push()
     join(on_threads(push))
     gc.collect()
     assert taken == []
     assert len(watched) == 0
-    assert "0 waiting" in repr(inbox)
+    assert "0 waiting" in repr(entries)
 
 
-def test_a_loop_that_is_closed_with_items_in_the_inbox() -> None:
-    """What comes after does not heap up on what the loop never took."""
+def test_a_loop_that_is_closed_with_items_in_the_queue() -> None:
+    """Later items are not collected behind those that the loop never handled."""
     loop = asyncio.new_event_loop()
     taken: list[Item] = []
-    inbox: Inbox[Item] = Inbox(loop, taken.append)
-    inbox.push(Item())
+    entries: EntryQueue[Item] = EntryQueue(loop, taken.append)
+    entries.put(Item())
     loop.close()
     watched: weakref.WeakSet[Item] = weakref.WeakSet()
     for _ in range(3):
         item = Item()
         watched.add(item)
-        inbox.push(item)
+        entries.put(item)
     del item
     gc.collect()
     assert taken == []
@@ -192,31 +198,31 @@ def test_a_loop_that_is_closed_with_items_in_the_inbox() -> None:
 
 
 def test_a_closed_loop_is_not_kept_alive() -> None:
-    """An inbox outlives its loop without holding it, and takes pushes all the same."""
+    """A queue outlives its loop without a reference to it, and still accepts items."""
     loop = asyncio.new_event_loop()
-    inbox: Inbox[int] = Inbox(loop, lambda _: None)
-    inbox.push(1)
+    entries: EntryQueue[int] = EntryQueue(loop, lambda _: None)
+    entries.put(1)
     loop.run_until_complete(asyncio.sleep(0))
     loop.close()
     gone = weakref.ref(loop)
     del loop
     gc.collect()
     assert gone() is None
-    inbox.push(2)
+    entries.put(2)
 
 
 async def test_it_shows_its_state() -> None:
-    """How many wait, and whether the loop has been woken for them."""
-    inbox: Inbox[int] = Inbox(asyncio.get_running_loop(), lambda _: None)
-    assert repr(inbox) == "<Inbox 0 waiting>"
-    inbox.push(1)
-    assert repr(inbox) == "<Inbox 1 waiting, armed>"
+    """The repr has the number of items and whether a drain is scheduled."""
+    entries: EntryQueue[int] = EntryQueue(asyncio.get_running_loop(), lambda _: None)
+    assert repr(entries) == "<EntryQueue 0 waiting>"
+    entries.put(1)
+    assert repr(entries) == "<EntryQueue 1 waiting, scheduled>"
     await asyncio.sleep(0)
-    assert repr(inbox) == "<Inbox 0 waiting>"
+    assert repr(entries) == "<EntryQueue 0 waiting>"
 
 
 async def test_an_item_that_raises_forgets_no_other() -> None:
-    """The loop reports it, and what came with it is still handed over."""
+    """The loop reports the exception; the other items are still handled."""
     loop, taken, reported = asyncio.get_running_loop(), [], asyncio.Event()
     loop.set_exception_handler(lambda _, context: reported.set())
 
@@ -225,9 +231,9 @@ async def test_an_item_that_raises_forgets_no_other() -> None:
             raise ValueError(item)
         taken.append(item)
 
-    inbox = Inbox(loop, take)
+    entries = EntryQueue(loop, take)
     for item in range(4):
-        inbox.push(item)
+        entries.put(item)
     await asyncio.wait_for(reported.wait(), 5)
     await asyncio.sleep(0)
     await asyncio.sleep(0)

@@ -1,4 +1,4 @@
-"""The consumer's end of a stream: items in order, credit for what was taken, and how it ends."""
+"""The reader of a stream: order of items, credit and ends."""
 
 import asyncio
 from typing import Any
@@ -7,27 +7,27 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from aiorpc_torch._client.stream_reader import Incoming, Item
-from aiorpc_torch._protocol.columns import END, Held
-from aiorpc_torch._protocol.exceptions import Failure
-from aiorpc_torch._protocol.targets import Broken
-from aiorpc_torch._protocol.window import CREDIT, LARGE, price
+from aiorpc_torch._client.stream_reader import Item, StreamReader
+from aiorpc_torch._protocol.columns import STREAM_END, HeldResult
+from aiorpc_torch._protocol.exceptions import RemoteFailure
+from aiorpc_torch._protocol.pickling import CallAborted
+from aiorpc_torch._protocol.window import BYTES_PER_CREDIT, INITIAL_CREDIT, credit_cost
 from aiorpc_torch.errors import WorkerLost
 
-FAILURE = Failure.of(ValueError("of the generator"), "there")
-LOST = Broken(WorkerLost("there"))
+FAILURE = RemoteFailure.of(ValueError("of the generator"), "there")
+LOST = CallAborted(WorkerLost("there"))
 
 
 class Consumer:
-    """Somebody who takes items, and the credit that is granted meanwhile."""
+    """A consumer of items, and the credit that is granted meanwhile."""
 
     def __init__(self) -> None:
         self.granted: list[int] = []
-        self.incoming = Incoming(self.granted.append)
+        self.reader = StreamReader("f", self.granted.append)
 
     def take(self) -> Any:
-        """The next item; AssertionError if there is none yet."""
-        step = self.incoming.next()
+        """Return the next item; raise AssertionError if there is none yet."""
+        step = self.reader.next()
         try:
             step.send(None)
         except StopIteration as stop:
@@ -36,7 +36,7 @@ class Consumer:
         raise AssertionError("it would wait")
 
     def take_all(self) -> list[Any]:
-        """What there is until the end."""
+        """Return the items until the end."""
         items = []
         while True:
             try:
@@ -51,28 +51,28 @@ class Consumer:
 
 @given(st.integers(0, 30))
 def test_items_come_in_order(count: int) -> None:
-    """They are taken as they were yielded, each once, and then comes the end."""
+    """Each item is taken once, in the order of its yield, before the end."""
     consumer = Consumer()
     for index in range(count):
-        assert consumer.incoming.arrived(-index, 1) is None
-    assert consumer.incoming.arrived(END, 0) is None
+        assert consumer.reader.add(-index, 1) is None
+    assert consumer.reader.add(STREAM_END, 0) is None
     assert consumer.take_all() == [-index for index in range(count)]
     assert consumer.take_all() == []
 
 
 @st.composite
 def arrivals(draw: st.DrawFn) -> tuple[list[bool], list[int]]:
-    """Of each item whether it is held, and in which order the held ones are filled."""
+    """Draw which items are held, and the order in which they are filled."""
     held = draw(st.lists(st.booleans(), max_size=20))
     return held, draw(st.permutations([index for index, is_held in enumerate(held) if is_held]))
 
 
 @given(arrivals(), st.data())
 def test_held_items_filled_in_any_order(case: tuple[list[bool], list[int]], data: Any) -> None:
-    """What was taken is always the longest run of items that are there, in order."""
+    """Items can be taken, in order, up to the first one that is held."""
     held, fills = case
     consumer, taken = Consumer(), []
-    places: dict[int, Item] = {}
+    held_items: dict[int, Item] = {}
     arrived = 0  # items so far
     missing = set(fills)
 
@@ -86,106 +86,110 @@ def test_held_items_filled_in_any_order(case: tuple[list[bool], list[int]], data
     def arrive() -> None:
         nonlocal arrived
         index = arrived
-        place = consumer.incoming.arrived(Held(index) if held[index] else index, 1)
-        assert (place is not None) is held[index]
-        if place is not None:
-            places[index] = place
+        item = consumer.reader.add(HeldResult(index) if held[index] else index, 1)
+        assert (item is not None) is held[index]
+        if item is not None:
+            held_items[index] = item
         arrived += 1
 
     for index in fills:
-        while index not in places or (arrived < len(held) and data.draw(st.booleans())):
+        while index not in held_items or (arrived < len(held) and data.draw(st.booleans())):
             arrive()
             take_what_is_there()
-        consumer.incoming.fill(places[index], index)
+        consumer.reader.fill(held_items[index], index)
         missing.remove(index)
         take_what_is_there()
     while arrived < len(held):
         arrive()
-    consumer.incoming.arrived(END, 0)
+    consumer.reader.add(STREAM_END, 0)
     assert taken + consumer.take_all() == [*range(len(held))]
 
 
 @pytest.mark.parametrize("item", [None, False, StopAsyncIteration(), ValueError("yielded"), []])
 def test_whatever_is_an_item_is_not_an_end(item: Any) -> None:
-    """Nor is an exception raised that was yielded."""
+    """A yielded exception is an item, and is not raised."""
     consumer = Consumer()
-    assert consumer.incoming.arrived(item, 1) is None
+    assert consumer.reader.add(item, 1) is None
     assert consumer.take() is item
-    place = consumer.incoming.arrived(Held(1), 1)
-    assert place is not None
-    consumer.incoming.fill(place, item)
+    held = consumer.reader.add(HeldResult(1), 1)
+    assert held is not None
+    consumer.reader.fill(held, item)
     assert consumer.take() is item
 
 
 # ── credit ──────────────────────────────────────────────────────────────────────────────────────
 
 
-@given(st.lists(st.integers(1, 3 * CREDIT), min_size=1, max_size=100))
+@given(st.lists(st.integers(1, 3 * INITIAL_CREDIT), min_size=1, max_size=100))
 def test_all_that_was_taken_is_granted(prices: list[int]) -> None:
-    """In few messages, and early enough that the producer need not wait for the last item."""
+    """Credit goes in few messages, before the producer has to wait for it."""
     consumer, taken = Consumer(), 0
     for index, cost in enumerate(prices):
-        consumer.incoming.arrived(index, cost)
+        consumer.reader.add(index, cost)
     assert consumer.granted == [], "what only lies there is not granted"
     for cost in prices:
         consumer.take()
         taken += cost
-        assert 0 <= taken - sum(consumer.granted) < CREDIT // 2
-    assert all(credit >= CREDIT // 2 for credit in consumer.granted)
+        assert 0 <= taken - sum(consumer.granted) < INITIAL_CREDIT // 2
+    assert all(credit >= INITIAL_CREDIT // 2 for credit in consumer.granted)
 
 
-def test_what_is_held_is_granted_when_it_was_taken() -> None:
-    """To collect an item is not to take it."""
+def test_held_items_are_granted_when_taken() -> None:
+    """An item that is only collected grants no credit."""
     consumer = Consumer()
-    place = consumer.incoming.arrived(Held(1), CREDIT)
-    assert place is not None
-    consumer.incoming.fill(place, "a")
+    item = consumer.reader.add(HeldResult(1), INITIAL_CREDIT)
+    assert item is not None
+    consumer.reader.fill(item, "a")
     assert consumer.granted == []
     assert consumer.take() == "a"
-    assert consumer.granted == [CREDIT]
+    assert consumer.granted == [INITIAL_CREDIT]
 
 
-@given(st.integers(0, 3 * CREDIT))
+@given(st.integers(0, 3 * INITIAL_CREDIT))
 def test_nothing_is_granted_after_the_end(count: int) -> None:
-    """Nobody waits for it."""
+    """The producer has ended, so it needs no credit."""
     consumer = Consumer()
     for index in range(count):
-        consumer.incoming.arrived(index, 1)
-    consumer.incoming.arrived(END, 0)
+        consumer.reader.add(index, 1)
+    consumer.reader.add(STREAM_END, 0)
     assert len(consumer.take_all()) == count
     assert consumer.granted == []
 
 
-@given(st.integers(0, 100 * LARGE), st.integers(0, 100 * LARGE))
+@given(st.integers(0, 100 * BYTES_PER_CREDIT), st.integers(0, 100 * BYTES_PER_CREDIT))
 def test_the_price_of_an_item(one: int, other: int) -> None:
-    """Every item costs something, and large ones about as much as their bytes."""
-    assert price(0) == 1
-    assert price(one) + price(other) - 2 <= price(one + other) <= price(one) + price(other)
+    """Every item has a price; that of large items follows their bytes."""
+    assert credit_cost(0) == 1
+    assert (
+        credit_cost(one) + credit_cost(other) - 2
+        <= credit_cost(one + other)
+        <= credit_cost(one) + credit_cost(other)
+    )
 
 
 # ── how it ends ─────────────────────────────────────────────────────────────────────────────────
 
 
 def test_an_error_comes_after_the_items() -> None:
-    """Those that were yielded before it; then it is raised, once."""
+    """The error is raised once, after the items that were yielded before it."""
     consumer = Consumer()
-    place = consumer.incoming.arrived(Held(1), 1)
-    assert place is not None
-    assert consumer.incoming.arrived("b", 1) is None
-    assert consumer.incoming.arrived(FAILURE, 0) is None
-    consumer.incoming.fill(place, "a")
+    item = consumer.reader.add(HeldResult(1), 1)
+    assert item is not None
+    assert consumer.reader.add("b", 1) is None
+    assert consumer.reader.add(FAILURE, 0) is None
+    consumer.reader.fill(item, "a")
     assert [consumer.take(), consumer.take()] == ["a", "b"]
     with pytest.raises(ValueError, match="of the generator"):
         consumer.take()
     assert consumer.take_all() == []
 
 
-def test_what_breaks_it_comes_after_the_items() -> None:
-    """Those that have arrived; what comes later comes for nobody."""
+def test_a_failure_comes_after_the_items() -> None:
+    """Items that come after the failure are dropped."""
     consumer = Consumer()
-    consumer.incoming.arrived("a", 1)
-    consumer.incoming.fail(LOST)
-    assert consumer.incoming.arrived("b", 1) is None
+    consumer.reader.add("a", 1)
+    consumer.reader.fail(LOST)
+    assert consumer.reader.add("b", 1) is None
     assert consumer.take() == "a"
     with pytest.raises(WorkerLost) as one:
         consumer.take()
@@ -194,24 +198,26 @@ def test_what_breaks_it_comes_after_the_items() -> None:
 
 
 @given(arrivals())
-def test_what_breaks_it_ends_it_at_the_first_gap(case: tuple[list[bool], list[int]]) -> None:
-    """Items before the first one that is still held are taken, then the error is raised."""
+def test_a_failure_ends_the_stream_at_the_first_held_item(
+    case: tuple[list[bool], list[int]],
+) -> None:
+    """Items before the first held one can be taken, then the error is raised."""
     held, fills = case
     consumer = Consumer()
-    places = [
-        consumer.incoming.arrived(Held(index) if is_held else index, 1)
+    held_items = [
+        consumer.reader.add(HeldResult(index) if is_held else index, 1)
         for index, is_held in enumerate(held)
     ]
     filled, gaps = fills[: len(fills) // 2], fills[len(fills) // 2 :]
     for index in filled:
-        place = places[index]
-        assert place is not None
-        consumer.incoming.fill(place, index)
-    consumer.incoming.fail(LOST)
+        item = held_items[index]
+        assert item is not None
+        consumer.reader.fill(item, index)
+    consumer.reader.fail(LOST)
     for index in gaps:  # its value comes too late
-        place = places[index]
-        assert place is not None
-        consumer.incoming.fill(place, index)
+        item = held_items[index]
+        assert item is not None
+        consumer.reader.fill(item, index)
     for index in range(min(gaps, default=len(held))):
         assert consumer.take() == index
     with pytest.raises(WorkerLost):
@@ -221,13 +227,13 @@ def test_what_breaks_it_ends_it_at_the_first_gap(case: tuple[list[bool], list[in
 
 @pytest.mark.parametrize("value", [FAILURE, LOST], ids=["failure", "lost"])
 def test_a_held_item_that_is_not_to_be_had(value: Any) -> None:
-    """Its error is raised in its place, and nothing comes after it."""
+    """Its error is raised in place of the item, and the stream ends."""
     consumer = Consumer()
-    consumer.incoming.arrived("a", 1)
-    place = consumer.incoming.arrived(Held(1), 1)
-    assert place is not None
-    consumer.incoming.arrived("c", 1)
-    consumer.incoming.fill(place, value)
+    consumer.reader.add("a", 1)
+    item = consumer.reader.add(HeldResult(1), 1)
+    assert item is not None
+    consumer.reader.add("c", 1)
+    consumer.reader.fill(item, value)
     assert consumer.take() == "a"
     with pytest.raises((ValueError, WorkerLost)):
         consumer.take()
@@ -235,25 +241,25 @@ def test_a_held_item_that_is_not_to_be_had(value: Any) -> None:
 
 
 def test_the_first_end_counts() -> None:
-    """A peer that is lost after the stream has ended takes nothing from it."""
+    """The loss of a peer after the end drops no item."""
     consumer = Consumer()
-    consumer.incoming.arrived("a", 1)
-    consumer.incoming.arrived(END, 0)
-    consumer.incoming.fail(LOST)
+    consumer.reader.add("a", 1)
+    consumer.reader.add(STREAM_END, 0)
+    consumer.reader.fail(LOST)
     assert consumer.take_all() == ["a"]
 
 
 def test_after_it_was_left() -> None:
-    """There is only the end, whatever lay there and whatever still comes."""
+    """A closed reader has only the end; later items are dropped."""
     consumer = Consumer()
-    consumer.incoming.arrived("a", 1)
-    place = consumer.incoming.arrived(Held(1), 1)
-    assert place is not None
-    consumer.incoming.close()
-    consumer.incoming.fill(place, "b")
-    assert consumer.incoming.arrived("c", 1) is None
-    assert consumer.incoming.arrived(Held(1), 1) is None, "nobody collects it"
-    consumer.incoming.fail(LOST)
+    consumer.reader.add("a", 1)
+    item = consumer.reader.add(HeldResult(1), 1)
+    assert item is not None
+    consumer.reader.close()
+    consumer.reader.fill(item, "b")
+    assert consumer.reader.add("c", 1) is None
+    assert consumer.reader.add(HeldResult(1), 1) is None, "it is not collected"
+    consumer.reader.fail(LOST)
     assert consumer.take_all() == []
 
 
@@ -261,65 +267,67 @@ def test_after_it_was_left() -> None:
 
 
 async def waiting(consumer: Consumer) -> "asyncio.Task[Any]":
-    task = asyncio.create_task(consumer.incoming.next())
+    task = asyncio.create_task(consumer.reader.next())
     await asyncio.sleep(0)
     assert not task.done()
     return task
 
 
-async def test_an_item_wakes_who_waits_for_it() -> None:
-    """At once, and where it is held when its value is there."""
+async def test_an_item_wakes_its_waiter() -> None:
+    """A held item wakes the waiter when it is filled."""
     consumer = Consumer()
     task = await waiting(consumer)
-    consumer.incoming.arrived("a", 1)
+    consumer.reader.add("a", 1)
     assert await task == "a"
     task = await waiting(consumer)
-    places = [consumer.incoming.arrived(Held(1), 1) for _ in range(2)]
-    for place, value in zip(reversed(places), ("c", "b"), strict=True):
+    held_items = [consumer.reader.add(HeldResult(1), 1) for _ in range(2)]
+    for item, value in zip(reversed(held_items), ("c", "b"), strict=True):
         await asyncio.sleep(0)
         assert not task.done()
-        assert place is not None
-        consumer.incoming.fill(place, value)
+        assert item is not None
+        consumer.reader.fill(item, value)
     assert await task == "b"
-    assert await consumer.incoming.next() == "c"
+    assert await consumer.reader.next() == "c"
 
 
 async def test_it_says_whether_somebody_waits() -> None:
-    """From the first step of `next` until there is an item."""
+    """A reader is awaited from the first step of `next` until an item comes."""
     consumer = Consumer()
-    assert not consumer.incoming.is_awaited()
+    assert not consumer.reader.is_awaited()
     task = await waiting(consumer)
-    assert consumer.incoming.is_awaited()
-    consumer.incoming.arrived("a", 1)
-    assert not consumer.incoming.is_awaited()
+    assert consumer.reader.is_awaited()
+    consumer.reader.add("a", 1)
+    assert not consumer.reader.is_awaited()
     assert await task == "a"
 
 
-@pytest.mark.parametrize("end", [END, FAILURE, LOST, None], ids=["end", "failure", "lost", "left"])
-async def test_every_end_wakes_who_waits(end: Any) -> None:
-    """Nobody waits for what does not come."""
+@pytest.mark.parametrize(
+    "end", [STREAM_END, FAILURE, LOST, None], ids=["end", "failure", "lost", "left"]
+)
+async def test_every_end_wakes_the_waiter(end: Any) -> None:
+    """No waiter is left behind."""
     consumer = Consumer()
     task = await waiting(consumer)
     if end is None:
-        consumer.incoming.close()
+        consumer.reader.close()
     elif end is LOST:
-        consumer.incoming.fail(end)
+        consumer.reader.fail(end)
     else:
-        assert consumer.incoming.arrived(end, 0) is None
+        assert consumer.reader.add(end, 0) is None
     error = {LOST: WorkerLost, FAILURE: ValueError}.get(end, StopAsyncIteration)
     with pytest.raises(error):
         await task
 
 
 async def test_a_cancelled_wait_loses_nothing() -> None:
-    """Even if the item came in the same turn."""
+    """The item is kept, also if it came in the loop iteration of the cancellation."""
     consumer = Consumer()
     for index in range(3):
         task = await waiting(consumer)
         if index:
-            consumer.incoming.arrived(index - 1, 1)
+            consumer.reader.add(index - 1, 1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
         if index:
-            assert await consumer.incoming.next() == index - 1
+            assert await consumer.reader.next() == index - 1

@@ -16,7 +16,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """As a torch program does it: blocking, in a thread without a loop."""
+    """Run `function` like a torch program: blocking, in a thread without a loop."""
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
@@ -26,21 +26,21 @@ async def test_rpc_sync_of_an_async_execution_function() -> None:
 
 
 async def test_rpc_async_future_is_awaitable() -> None:
-    """A future of torch's own `rpc_async`, awaited."""
+    """A future of torch's `rpc_async` can be awaited."""
     future = rpc.rpc_async("main", torch.add, args=(torch.ones(2), 1))
     assert torch.equal(await wrap_future(future), torch.full((2,), 2.0))
 
 
 @pytest.mark.parametrize("text", ["plain", "größer als π", r"C:\users\xyz", "two\nlines"])
 async def test_async_execution_errors_reach_torch_clients(text: str) -> None:
-    """As torch raises them, though torch's own channel garbles all but the first of these."""
+    """Errors raise as in torch, though torch itself garbles all but the first text."""
     with pytest.raises(ValueError, match="ValueError") as raised:
         await in_thread(rpc.rpc_sync, "main", actors.fail_slowly, args=(text,))
     assert repr(ValueError(text)) in str(raised.value)
 
 
 async def test_batched_through_an_rref() -> None:
-    """`rref.rpc_sync().method(x)` and `rpc_async`: per item, together in one batch."""
+    """`rref.rpc_sync().method(x)` and `rpc_async` share one batch."""
     batching = Batching()
     rref = RRef(batching)
     assert await in_thread(lambda: rref.rpc_sync().double(4)) == 8
@@ -49,7 +49,7 @@ async def test_batched_through_an_rref() -> None:
 
 
 async def test_batched_by_function() -> None:
-    """`rpc_sync(owner, PS.update, args=(rref, x))`, as the PyTorch tutorials call it."""
+    """Call `rpc_sync(owner, PS.update, args=(rref, x))`, as in the PyTorch tutorials."""
     rref = RRef(Batching())
     assert await in_thread(rpc.rpc_sync, "main", Batching.double, args=(rref, 5)) == 10
     assert await in_thread(rpc.rpc_sync, "main", Batching.static_double, args=(6,)) == 12
@@ -64,14 +64,14 @@ async def test_a_round_of_torch_clients_and_ours() -> None:
 
 
 async def test_batched_errors_reach_torch_clients() -> None:
-    """As torch raises them: all but ValueError and TypeError as RuntimeError, with the text."""
+    """Errors raise as in torch: ValueError, TypeError, or RuntimeError with the text."""
     rref = RRef(Batching())
     with pytest.raises(RuntimeError, match=r"LookupError: .'the body', 1"):
         await in_thread(rpc.rpc_sync, "main", Batching.broken, args=(rref, 1))
 
 
 async def test_set_exception_returns_a_value_in_torch() -> None:
-    """The reason why we never use it: torch hands the exception over as a result."""
+    """Torch returns the exception as a result, so `TorchCall` never uses it."""
     result = await wrap_future(rpc.rpc_async("main", set_exception))
     assert isinstance(result, LookupError)
 

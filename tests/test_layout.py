@@ -67,6 +67,62 @@ def test_every_module_has_a_docstring(module: str) -> None:
     assert ast.get_docstring(TREES[module])
 
 
+FIRST_WORDS = {
+    "By",
+    "How",
+    "Of",
+    "That",
+    "Those",
+    "What",
+    "Where",
+    "Whether",
+    "Which",
+    "Who",
+    "Whose",
+}
+METAPHORS = re.compile(
+    r"\b(house|rooms?|doors?|floors?|seats?|errands?|vigil|crew|nobody|goodbyes?|farewell|"
+    r"successor|comes? back|nest|desk|lane)\b",
+    re.IGNORECASE,
+)
+LONGEST_SENTENCE = 25  # words
+
+
+def docstrings(tree: ast.Module) -> list[str]:
+    """Return every docstring, without what stands in backticks and without indented examples."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    found = [ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds)]
+    texts = [re.sub(r"(?m)^ {4,}.*$", "", text) for text in found if text]
+    return [re.sub(r"`[^`]*`", "X", text) for text in texts]
+
+
+def sentences(text: str) -> list[str]:
+    paragraphs = re.split(r"\n\s*\n", re.sub(r"\([^)]*\)", "", text))
+    return [each for one in paragraphs for each in re.split(r"(?<=[.!?:;])\s+", one)]
+
+
+@modules
+def test_docstrings_open_with_a_verb_or_a_noun(module: str) -> None:
+    """Not with a relative clause, which has to be decoded."""
+    firsts = {text.split()[0].strip(",.:") for text in docstrings(TREES[module])}
+    assert not firsts & FIRST_WORDS
+
+
+@modules
+def test_docstrings_use_the_standard_terms(module: str) -> None:
+    """One term for a concept, the field's own."""
+    assert not [
+        match[0] for text in docstrings(TREES[module]) for match in METAPHORS.finditer(text)
+    ]
+
+
+@modules
+def test_sentences_are_short(module: str) -> None:
+    """No sentence of a docstring is longer than it may be."""
+    every = [each for text in docstrings(TREES[module]) for each in sentences(text)]
+    assert not [each for each in every if len(each.split()) > LONGEST_SENTENCE]
+
+
 def test_the_public_names_are_exactly_those_bound() -> None:
     """`__all__` is sorted as it is read, and is what `__init__` imports by name."""
     bound = {

@@ -13,31 +13,36 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from aiorpc_torch._protocol.columns import END, ENDED, FAILED, HELD, Held, cell
-from aiorpc_torch._protocol.exceptions import Failure
+from aiorpc_torch._protocol.columns import ENDED, FAILED, HELD, STREAM_END, HeldResult, encode_cell
+from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.messages import (
-    OVERHEAD,
+    CALL_OVERHEAD,
+    CallGroup,
     Calls,
-    Group,
-    Outgoing,
-    dump,
+    EncodedCall,
+    decode_reply,
     dump_payload,
-    dump_results,
-    lay_out,
+    dump_plain,
+    encode_calls,
+    encode_grouped_call,
+    encode_reply,
+    encode_target,
     load_calls,
     load_payload,
-    load_results,
-    lone_frame,
-    outgoing,
-    shorten,
 )
-from aiorpc_torch._protocol.targets import Create, Fetch, Function, Method, TypedMethod, pack
-from aiorpc_torch._protocol.tensors import INLINE_BYTES, Table
+from aiorpc_torch._protocol.targets import (
+    BoundTarget,
+    CreateTarget,
+    FetchTarget,
+    FunctionTarget,
+    MethodTarget,
+)
+from aiorpc_torch._protocol.tensors import INLINE_BYTES, TensorTable
 
 NOW = 1000.0
 numbers = itertools.count()
 NOTHING: Any = (), {}
-ONE, OTHER = (0, 1), (0, 2)  # idents of two objects
+ONE, OTHER = (0, 1), (0, 2)  # RRef ids of two objects
 
 DTYPES = [
     torch.float32,
@@ -118,7 +123,12 @@ WORKS = st.tuples(
     st.dictionaries(st.sampled_from(["a", "b", "c"]), VALUES, max_size=2),
 )
 TARGETS = st.sampled_from(
-    [Method(ONE, "a"), Method(ONE, "b"), Method(OTHER, "a"), Function(math.hypot)]
+    [
+        MethodTarget(ONE, "a"),
+        MethodTarget(ONE, "b"),
+        MethodTarget(OTHER, "a"),
+        FunctionTarget(math.hypot),
+    ]
 )
 
 
@@ -141,16 +151,16 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def message_of(calls: list[Outgoing]) -> tuple[Calls, list[Tensor]]:
-    tensors = Table()
-    return load_calls(dump(tuple(lay_out(calls, NOW, tensors)))), tensors
+def message_of(calls: list[EncodedCall]) -> tuple[Calls, list[Tensor]]:
+    tensors = TensorTable()
+    return load_calls(dump_plain(tuple(encode_calls(calls, NOW, tensors)))), tensors
 
 
-def across(calls: list[Outgoing]) -> list[tuple[int, Any, bool, Any]]:
+def across(calls: list[EncodedCall]) -> list[tuple[int, Any, bool, Any]]:
     """Of each call the number, the target, whether it is a stream, and the arguments."""
     message, tensors = message_of(calls)
     rest = iter(tensors)
-    groups = [Group(group, rest, len(message.numbers)) for group in message.groups]
+    groups = [CallGroup(group, rest, len(message.numbers)) for group in message.groups]
     read = [(group.target(), group.stream, group.calls()) for group in groups]
     calls_of = [iter(calls) for _, _, calls in read]
     order = message.order or [0] * len(message.numbers)
@@ -161,24 +171,26 @@ def across(calls: list[Outgoing]) -> list[tuple[int, Any, bool, Any]]:
     ]
 
 
-def call(*args: Any, **kwargs: Any) -> Outgoing:
-    return outgoing(next(numbers), shorten(Method(ONE, "m"), ONE), False, (args, kwargs), None)
+def call(*args: Any, **kwargs: Any) -> EncodedCall:
+    return encode_grouped_call(
+        next(numbers), encode_target(MethodTarget(ONE, "m"), ONE), False, (args, kwargs), None
+    )
 
 
 def argument(value: Any) -> Any:
     """What arrives as the only argument."""
     ((_, _, _, work),) = across([call(value)])
-    assert not isinstance(work, Failure), work
+    assert not isinstance(work, RemoteFailure), work
     return work[0][0]
 
 
 def result(value: Any) -> Any:
     """What arrives as a result."""
-    return returned([(0, *cell(value))])[0]
+    return returned([(0, *encode_cell(value))])[0]
 
 
 def returned(results: list[Any]) -> dict[Any, Any]:
-    found = load_results(*dump_results(results))
+    found = decode_reply(*encode_reply(results))
     assert len(dict(found)) == len(found)
     return dict(found)
 
@@ -190,7 +202,7 @@ def returned(results: list[Any]) -> dict[Any, Any]:
 def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
     """Any arguments for any methods, interleaved: each call with its own, in their order."""
     sent = [
-        outgoing(5 * number, shorten(target, target.on), stream, work, None)
+        encode_grouped_call(5 * number, encode_target(target, target.on), stream, work, None)
         for number, (target, stream, work) in enumerate(calls)
     ]
     arrived = across(sent)
@@ -203,11 +215,13 @@ def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
 @given(st.lists(st.tuples(TARGETS, st.integers() | small_tensors()), min_size=2, max_size=12))
 def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
     """One group for each method and kind of arguments, and one column for each argument."""
-    calls = [each for each in calls if isinstance(each[0], Method)]
+    calls = [each for each in calls if isinstance(each[0], MethodTarget)]
     assume(calls)
     message, tensors = message_of(
         [
-            outgoing(number, shorten(target, target.on), False, ((value,), {}), None)
+            encode_grouped_call(
+                number, encode_target(target, target.on), False, ((value,), {}), None
+            )
             for number, (target, value) in enumerate(calls)
         ]
     )
@@ -225,7 +239,7 @@ def test_what_two_calls_are_given_arrives_twice() -> None:
     large = torch.zeros(INLINE_BYTES)
     message, tensors = message_of([call(large), call(large.view(2, -1)), call([large, large])])
     rest = iter(tensors)  # torch keeps one storage one
-    groups = [Group(group, rest, len(message.numbers)) for group in message.groups]
+    groups = [CallGroup(group, rest, len(message.numbers)) for group in message.groups]
     one, other, both = (
         work[0][0] for group in groups for _ in (group.target(),) for work in group.calls()
     )
@@ -240,11 +254,11 @@ class Net:
         return x
 
 
-FUNCTIONS = [Function(math.hypot), Function(torch.add), Function(same)]
+FUNCTIONS = [FunctionTarget(math.hypot), FunctionTarget(torch.add), FunctionTarget(same)]
 TYPED = [
-    TypedMethod(ONE, Net.forward),
-    TypedMethod(OTHER, Net.forward),
-    TypedMethod(ONE, math.hypot),
+    BoundTarget(ONE, Net.forward),
+    BoundTarget(OTHER, Net.forward),
+    BoundTarget(ONE, math.hypot),
 ]
 
 
@@ -252,7 +266,7 @@ TYPED = [
 def test_calls_of_a_function_share_a_group(target: Any) -> None:
     """It is pickled by its name, so once for all."""
     sent = [
-        outgoing(number, shorten(target, target.on), False, ((number,), {}), None)
+        encode_grouped_call(number, encode_target(target, target.on), False, ((number,), {}), None)
         for number in range(3)
     ]
     assert len(message_of(sent)[0].groups) == 1
@@ -264,8 +278,10 @@ def test_what_a_function_is_bound_to_is_pickled_as_it_is() -> None:
     grows: list[int] = []
     found = []
     for number in range(3):
-        target = Function(grows.index)
-        sent = outgoing(number, shorten(target, None), False, ((number,), {}), None)
+        target = FunctionTarget(grows.index)
+        sent = encode_grouped_call(
+            number, encode_target(target, None), False, ((number,), {}), None
+        )
         found += [each.function.__self__ for _, each, _, _ in across([sent])]
         grows.append(number)
     assert found == [[], [0], [0, 1]]
@@ -273,11 +289,20 @@ def test_what_a_function_is_bound_to_is_pickled_as_it_is() -> None:
 
 def test_to_make_is_not_to_call() -> None:
     """Though both name the same function."""
-    targets: list[Any] = [Function(math.hypot), Create(math.hypot), Function(math.hypot)]
-    sent = [
-        outgoing(next(numbers), shorten(target, None), False, NOTHING, None) for target in targets
+    targets: list[Any] = [
+        FunctionTarget(math.hypot),
+        CreateTarget(math.hypot),
+        FunctionTarget(math.hypot),
     ]
-    assert [type(found) for _, found, _, _ in across(sent)] == [Function, Create, Function]
+    sent = [
+        encode_grouped_call(next(numbers), encode_target(target, None), False, NOTHING, None)
+        for target in targets
+    ]
+    assert [type(found) for _, found, _, _ in across(sent)] == [
+        FunctionTarget,
+        CreateTarget,
+        FunctionTarget,
+    ]
 
 
 CALLS_OF_ONE = Calls([4], [], [((0, 1, "m"), False, (), 1, [])], ())
@@ -296,7 +321,7 @@ def test_a_payload_says_what_it_is(context: int) -> None:
 
 def test_a_frame_of_calls_says_what_it_is() -> None:
     """Every field arrives as it was written."""
-    assert load_calls(dump(tuple(CALLS_OF_ONE))) == CALLS_OF_ONE
+    assert load_calls(dump_plain(tuple(CALLS_OF_ONE))) == CALLS_OF_ONE
 
 
 MALFORMED = {
@@ -316,9 +341,9 @@ MALFORMED = {
 def test_what_is_no_frame_of_calls_is_refused(fields: tuple[Any, ...]) -> None:
     """A TypeError says so, for a frame as for a payload."""
     with pytest.raises(TypeError):
-        load_calls(dump(fields))
+        load_calls(dump_plain(fields))
     with pytest.raises(TypeError):
-        load_payload(dump((("me", 1, 2), -1, *fields)))
+        load_payload(dump_plain((("me", 1, 2), -1, *fields)))
 
 
 @pytest.mark.parametrize(
@@ -334,10 +359,10 @@ def test_what_is_no_frame_of_calls_is_refused(fields: tuple[Any, ...]) -> None:
 def test_what_is_no_payload_is_refused(fields: tuple[Any, ...]) -> None:
     """A payload names its session and its context, and has one call."""
     with pytest.raises(TypeError):
-        load_payload(dump(fields))
+        load_payload(dump_plain(fields))
 
 
-@pytest.mark.parametrize("load", [load_calls, load_payload, load_results])
+@pytest.mark.parametrize("load", [load_calls, load_payload, decode_reply])
 def test_reading_a_frame_runs_no_code(load: Any) -> None:
     """A class in the frame itself is refused before it is looked up."""
     with pytest.raises(pickle.UnpicklingError, match="plain values"):
@@ -348,7 +373,9 @@ def test_reading_a_frame_runs_no_code(load: Any) -> None:
 def test_budgets(budgets: list[float | None]) -> None:
     """Each call has what is left of its time; if none has a limit, nothing is said of it."""
     calls = [
-        outgoing(number, (ONE, "m"), False, ((), {}), None if left is None else NOW + left)
+        encode_grouped_call(
+            number, (ONE, "m"), False, ((), {}), None if left is None else NOW + left
+        )
         for number, left in enumerate(budgets)
     ]
     message, _ = message_of(calls)
@@ -405,11 +432,11 @@ def test_small_arguments_are_copied_at_the_call() -> None:
 
 @pytest.mark.parametrize("value", [(n for n in "ab"), lambda: 0], ids=["generator", "lambda"])
 def test_what_cannot_be_sent_fails_at_the_call(value: Any) -> None:
-    """Its caller learns it, and nobody else."""
+    """Only its caller gets the error."""
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
         call(1, value)
     with pytest.raises((TypeError, AttributeError, pickle.PicklingError)):
-        cell(value)
+        encode_cell(value)
 
 
 def test_size_counts_all_that_is_sent() -> None:
@@ -423,10 +450,10 @@ def test_size_counts_all_that_is_sent() -> None:
     ("value", "by_torch"),
     [
         (1, False),
-        ("x" * (INLINE_BYTES - OVERHEAD), False),
-        ("x" * (INLINE_BYTES - OVERHEAD + 1), True),
-        (filled(torch.uint8, (INLINE_BYTES - OVERHEAD,), 1), False),
-        (filled(torch.uint8, (INLINE_BYTES - OVERHEAD + 1,), 1), True),
+        ("x" * (INLINE_BYTES - CALL_OVERHEAD), False),
+        ("x" * (INLINE_BYTES - CALL_OVERHEAD + 1), True),
+        (filled(torch.uint8, (INLINE_BYTES - CALL_OVERHEAD,), 1), False),
+        (filled(torch.uint8, (INLINE_BYTES - CALL_OVERHEAD + 1,), 1), True),
         ([b"x" * (INLINE_BYTES // 2)], False),
         ([b"x" * INLINE_BYTES], True),
         (torch.ones(2, requires_grad=True), True),
@@ -449,11 +476,11 @@ def test_small_arguments_add_up() -> None:
 def test_a_large_target_goes_by_torch() -> None:
     """What a partial holds counts as its arguments do."""
     for held in (torch.zeros(INLINE_BYTES), b"x" * INLINE_BYTES, torch.ones(1, requires_grad=True)):
-        target = Function(functools.partial(torch.add, held))
+        target = FunctionTarget(functools.partial(torch.add, held))
         for work in (((1,), {}), (([1],), {})):
-            assert outgoing(0, shorten(target, None), False, work, None).by_torch
-    small = Function(functools.partial(torch.add, torch.zeros(2)))
-    assert not outgoing(0, shorten(small, None), False, NOTHING, None).by_torch
+            assert encode_grouped_call(0, encode_target(target, None), False, work, None).by_torch
+    small = FunctionTarget(functools.partial(torch.add, torch.zeros(2)))
+    assert not encode_grouped_call(0, encode_target(small, None), False, NOTHING, None).by_torch
 
 
 # ── what cannot be read ─────────────────────────────────────────────────────────────────────────
@@ -479,20 +506,22 @@ def test_an_unreadable_argument_fails_alone() -> None:
     assert torch.equal(works[2][0][0][0], large)
     assert torch.equal(works[4][0][0][0], large + 1)
     for failed in (works[1], works[3]):
-        assert isinstance(failed, Failure)
+        assert isinstance(failed, RemoteFailure)
         with pytest.raises(LookupError, match="unreadable"):
-            failed.get()
+            failed.raise_()
 
 
 def test_an_unreadable_target_fails_alone() -> None:
     """The other groups of the message are read."""
     calls = [
-        outgoing(0, shorten(Fetch(Unreadable()), None), False, NOTHING, None),  # type: ignore[arg-type]
+        encode_grouped_call(
+            0, encode_target(FetchTarget(Unreadable()), None), False, NOTHING, None
+        ),  # type: ignore[arg-type]
         call(torch.zeros(INLINE_BYTES)),
     ]
     (_, target, _, _), (_, other, _, work) = across(calls)
-    assert isinstance(target, Failure)
-    assert other == Method(ONE, "m")
+    assert isinstance(target, RemoteFailure)
+    assert other == MethodTarget(ONE, "m")
     assert work[0][0].shape == (INLINE_BYTES,)
 
 
@@ -500,12 +529,12 @@ def test_an_unreadable_result_fails_alone() -> None:
     """Its caller gets the error, the others their values."""
     large = torch.arange(float(INLINE_BYTES))
     values = [[large], Unreadable(), [Unreadable(), large], [2 * large], 5]
-    found = returned([(number, *cell(value)) for number, value in enumerate(values)])
+    found = returned([(number, *encode_cell(value)) for number, value in enumerate(values)])
     assert torch.equal(found[0][0], large)
     assert torch.equal(found[3][0], 2 * large)
     assert found[4] == 5
     for number in (1, 2):
-        assert isinstance(found[number], Failure)
+        assert isinstance(found[number], RemoteFailure)
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
@@ -514,7 +543,7 @@ def test_an_unreadable_result_fails_alone() -> None:
 @given(st.lists(VALUES, max_size=8))
 def test_results_arrive_as_they_were(values: list[Any]) -> None:
     """Any values together, each with its key."""
-    found = returned([(number, *cell(value)) for number, value in enumerate(values)])
+    found = returned([(number, *encode_cell(value)) for number, value in enumerate(values)])
     assert sorted(found) == [*range(len(values))]
     for number, value in enumerate(values):
         assert same(value, found[number])
@@ -522,30 +551,30 @@ def test_results_arrive_as_they_were(values: list[Any]) -> None:
 
 def test_ends_failures_and_items() -> None:
     """What else an answer carries: errors, items of streams, and their ends."""
-    failure = Failure.of(ValueError("v"), "there")
+    failure = RemoteFailure.of(ValueError("v"), "there")
     found = returned(
         [
-            ((1, 0, 1), *cell("item")),
+            ((1, 0, 1), *encode_cell("item")),
             (2, FAILED, failure),
             ((1, 2, 0), ENDED, None),
             ((3, 0, 0), FAILED, failure),
-            ((1, 1, 2), *cell([1])),
+            ((1, 1, 2), *encode_cell([1])),
             ((4, 0, 0), ENDED, None),
         ]
     )
     assert found[1, 0, 1] == "item"
     assert found[1, 1, 2] == [1]
-    assert found[1, 2, 0] is END is found[4, 0, 0]
-    assert found[2].plain() == found[3, 0, 0].plain() == failure.plain()
+    assert found[1, 2, 0] is STREAM_END is found[4, 0, 0]
+    assert found[2].astuple() == found[3, 0, 0].astuple() == failure.astuple()
 
 
 ITEM_CELLS = st.one_of(
-    NUMBERS.map(cell),
-    NUMBERS.map(lambda number: cell([number])),
-    NUMBERS.map(lambda number: cell(torch.tensor([number]))),
+    NUMBERS.map(encode_cell),
+    NUMBERS.map(lambda number: encode_cell([number])),
+    NUMBERS.map(lambda number: encode_cell(torch.tensor([number]))),
     NUMBERS.map(lambda number: (HELD, number)),
     st.just((ENDED, None)),
-    st.just((FAILED, Failure.of(ValueError("v"), "there"))),
+    st.just((FAILED, RemoteFailure.of(ValueError("v"), "there"))),
 )
 
 
@@ -554,7 +583,7 @@ def test_items_of_streams_stay_in_order(results: list[Any]) -> None:
     """Whatever kinds they are of, and whatever results of calls lie between them."""
     keys = [(call, index, 1) if item else index for index, (item, call, _) in enumerate(results)]
     sent = [(key, *content) for key, (_, _, content) in zip(keys, results, strict=True)]
-    found = load_results(*dump_results(sent))
+    found = decode_reply(*encode_reply(sent))
     assert [key for key, _ in found if type(key) is tuple] == [
         key for key in keys if type(key) is tuple
     ]
@@ -564,17 +593,20 @@ def test_items_of_streams_stay_in_order(results: list[Any]) -> None:
 def test_a_result_that_is_held_says_its_size() -> None:
     """Its place in the frame names no more than the bytes of its value."""
     found = returned([(1, HELD, 3), ((2, 0, 1), HELD, 1 << 40)])
-    assert {key: type(value) for key, value in found.items()} == {1: Held, (2, 0, 1): Held}
+    assert {key: type(value) for key, value in found.items()} == {
+        1: HeldResult,
+        (2, 0, 1): HeldResult,
+    }
     assert (found[1].size, found[2, 0, 1].size) == (3, 1 << 40)
 
 
 def test_a_result_of_plain_values_has_no_tensors() -> None:
     """Only what torch must carry itself goes through torch's table."""
-    assert dump_results([(0, *cell(torch.zeros(4)))])[1] == []
-    data, tensors = dump_results([])
+    assert encode_reply([(0, *encode_cell(torch.zeros(4)))])[1] == []
+    data, tensors = encode_reply([])
     assert tensors == []
-    assert load_results(data) == []
-    data, tensors = dump_results([(0, *cell(torch.zeros(INLINE_BYTES)))])
+    assert decode_reply(data) == []
+    data, tensors = encode_reply([(0, *encode_cell(torch.zeros(INLINE_BYTES)))])
     assert len(tensors) == 1
     assert len(data) < 1000
 
@@ -588,7 +620,7 @@ def test_rows_of_a_column(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
     """Each a tensor of its own: equal, contiguous, writable, and of its own extent."""
     values = [filled(dtype, shape, 10 * number) for number in range(3)]
     rows = [args[0] for *_, (args, _) in across([call(value) for value in values])]
-    found = returned([(number, *cell(value)) for number, value in enumerate(values)])
+    found = returned([(number, *encode_cell(value)) for number, value in enumerate(values)])
     for each in (rows, [found[number] for number in range(3)]):
         assert all(map(same, values, each))
         for row in each:
@@ -648,36 +680,3 @@ def test_under_inference_mode() -> None:
     row = result(tensor)
     assert torch.equal(row, torch.full((3,), 2.0))
     assert not row.is_inference()
-
-
-@given(
-    value=st.one_of(
-        st.integers(), st.floats(allow_nan=False), st.text(max_size=20), st.binary(max_size=20),
-        st.none(), st.booleans(), st.lists(st.floats(width=32, allow_nan=False), max_size=9),
-    ),
-    number=st.integers(0, 2**40),
-    is_given=st.booleans(),
-)  # fmt: skip
-def test_a_lone_call_is_the_frame_that_any_call_is(value: Any, number: int, is_given: bool) -> None:
-    """The quick way to write a call and the general one write the same."""
-    argument = torch.tensor(value) if isinstance(value, list) else value
-    args = (argument,) if is_given else ()
-    target = ((1, 2), "method")
-    general = lay_out([outgoing(number, target, False, (args, {}), None)], 0.0, Table())
-    quick = lone_frame(number, target, args)
-    assert quick is not None
-    assert load_calls(quick) == load_calls(dump(tuple(general)))
-
-
-@pytest.mark.parametrize(
-    ("target", "args"),
-    [
-        (pack(1), ()),
-        (((1, 2), "method"), (1, 2)),
-        (((1, 2), "method"), ([1],)),
-        (((1, 2), "method"), (torch.zeros(1_000_000),)),
-    ],
-)
-def test_a_call_that_takes_more_goes_the_general_way(target: Any, args: tuple[Any, ...]) -> None:
-    """Packed targets and arguments, several arguments, and large tensors."""
-    assert lone_frame(0, target, args) is None

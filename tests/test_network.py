@@ -1,4 +1,4 @@
-"""Worlds over two machines: how they start, what cut and poor lines do to them, how they end."""
+"""Worlds over two machines: start, lossy and cut links, end."""
 
 import contextlib
 import time
@@ -17,7 +17,7 @@ PATIENCE = 1.5  # seconds: start_timeout where it is to fail
 
 
 async def test_torchrun_on_two_machines(machines: tuple[Machine, Machine]) -> None:
-    """Nobody says which interface: it is the one that leads to rank 0, and nothing else listens."""
+    """Without a request, workers use and listen on the interface towards rank 0 only."""
     command = [
         "-m",
         "torch.distributed.run",
@@ -48,7 +48,7 @@ async def test_torchrun_on_two_machines(machines: tuple[Machine, Machine]) -> No
             assert await node.hears("left") == rank
             code, errors = await node.end()
             assert code == 0, errors
-            assert f"speaks through {LINK} ({ADDRESSES[rank]}" in errors
+            assert f"uses {LINK} ({ADDRESSES[rank]}" in errors
 
 
 async def test_poor_and_cut_lines() -> None:
@@ -107,7 +107,7 @@ async def check_leaving(nodes: tuple[Node, Node], way: Line) -> None:
 
 
 async def check_lost(node: Node) -> None:
-    """What waits, and what is called while the line is cut."""
+    """Pending calls and new calls while the link is cut fail in time."""
     node.tell()
     ends: dict[str, tuple[str, float]] = {}
     for _ in range(5):
@@ -130,14 +130,14 @@ async def check_resumed(node: Node, cut: float) -> None:
     print(f"works again {resumed:.2f} s after a cut of {cut:.2f} s")
     assert resumed < cut + SLACK
     tries, counted = await node.hears("counted")
-    # What was given up may have run or not, but nothing ran twice.
+    # A call that failed may have run or not, but none ran twice.
     assert counted % 100 in (0, 1, 10, 11)
     assert 1 <= counted // 100 <= tries
-    assert await node.hears("cancelled") == [2, 1], "what ran for who gave up is cancelled"
+    assert await node.hears("cancelled") == [2, 1], "calls of a caller that gave up are cancelled"
 
 
 async def test_starts_that_fail() -> None:
-    """Each ends on both sides, in its time, and says why; the process may try again."""
+    """Each fails on both workers, in time, with a reason; the process may try again."""
     attempts = [
         attempt(29501),
         attempt(29502, world_size=3),
@@ -162,8 +162,8 @@ async def check_unreachable(nodes: tuple[Node, Node], machines: tuple[Machine, M
     for machine in machines:
         machine.unplug()
     await begin(nodes)
-    await check_failed(nodes[0], "WorldTimeout", "did not come within 1.5 s: rank 1", PATIENCE)
-    text = f"no store at {ADDRESSES[0]}:29501 within 1.5 s: is rank 0 up?"
+    await check_failed(nodes[0], "WorldTimeout", "did not register within 1.5 s: rank 1", PATIENCE)
+    text = f"no store at {ADDRESSES[0]}:29501 within 1.5 s ("
     await check_failed(nodes[1], "WorldTimeout", text, PATIENCE)
     for machine in machines:
         machine.plug()
@@ -171,9 +171,9 @@ async def check_unreachable(nodes: tuple[Node, Node], machines: tuple[Machine, M
 
 async def check_cut_off(nodes: tuple[Node, Node], way: Line) -> None:
     await begin(nodes)
-    await way.carries(40)  # they look whether rank 2 has come
+    await way.carries(40)  # they poll for rank 2
     way.loss = 1.0
-    await check_failed(nodes[0], "WorldTimeout", "did not come within 1.5 s: rank", PATIENCE)
+    await check_failed(nodes[0], "WorldTimeout", "did not register within 1.5 s: rank", PATIENCE)
     text = f"the store at {ADDRESSES[0]} no longer answers"
     await check_failed(nodes[1], "WorldTimeout", text, PATIENCE)
     way.loss = 0.0
@@ -181,20 +181,20 @@ async def check_cut_off(nodes: tuple[Node, Node], way: Line) -> None:
 
 async def check_no_interface(nodes: tuple[Node, Node]) -> None:
     await begin(nodes)
-    await check_failed(nodes[0], "WorldTimeout", "did not come within 1.5 s: rank 1", PATIENCE)
-    text = f"'eth7' is up here: there are lo (127.0.0.1, ::1), {LINK} ({ADDRESSES[1]}"
+    await check_failed(nodes[0], "WorldTimeout", "did not register within 1.5 s: rank 1", PATIENCE)
+    text = f"'eth7' is up on this machine: it has lo (127.0.0.1, ::1), {LINK} ({ADDRESSES[1]}"
     await check_failed(nodes[1], "ValueError", text, 0.0)
 
 
 async def check_wrong_interface(nodes: tuple[Node, Node]) -> None:
-    """It exists, but others do not reach it."""
+    """The interface exists, but others do not reach it."""
     await begin(nodes)
     found = {"worker0": f"{LINK} ({ADDRESSES[0]}", "worker1": "lo (127.0.0.1"}
     for node in nodes:
         _, message, seconds = await node.hears("failed")
-        # What the first of them found, which the other may hear from it.
-        spoke = next(way for name, way in found.items() if f"{name!r} does not reach" in message)
-        assert f"This worker spoke through {spoke}" in message
+        # The first error, which the other worker may have read at the store.
+        used = next(way for name, way in found.items() if f"{name!r} does not reach" in message)
+        assert f"This worker uses {used}" in message
         assert "Give each worker() the interface=" in message
         assert seconds < PATIENCE + SLACK
 

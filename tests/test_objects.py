@@ -9,7 +9,7 @@ from actors import Counter
 from torch.distributed import rpc
 
 from aiorpc_torch import RRef, create, remote
-from aiorpc_torch._protocol import targets
+from aiorpc_torch._protocol import pickling
 
 
 class Slotted:
@@ -45,8 +45,10 @@ async def test_a_call_forks_an_rref_once(monkeypatch: pytest.MonkeyPatch) -> Non
     numbers = rpc.remote("main", Slotted)
     await remote(numbers).push(1)
     forked = []
-    depart = targets.depart
-    monkeypatch.setattr(targets, "depart", lambda rref: forked.append(rref) or depart(rref))
+    serialize = pickling.serialize_rref
+    monkeypatch.setattr(
+        pickling, "serialize_rref", lambda rref: forked.append(rref) or serialize(rref)
+    )
     for _ in range(3):
         await remote(numbers).total()
     assert len(forked) == 3

@@ -1,19 +1,19 @@
-"""What tensors pass between workers, without any: torch's two nodes are left out."""
+"""Send and receive edges of tensors, without workers: torch's two nodes are left out."""
 
 import pytest
 import torch
 from torch import Tensor
 
-from aiorpc_torch._torch.autograd import arrive, cut, leave
+from aiorpc_torch._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
 
 
 def send(
     tensors: list[Tensor], ends: list[Tensor] | None = None
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What arrives of what leaves, with zeros for what has no gradient, as torch puts them."""
-    sent, token = leave(tensors, ends or [])
+    """Return tensors as received, and their receive edge; absent gradients become zeros."""
+    sent, token = attach_send_edges(tensors, ends or [])
     found = [Between.apply(tensor) for tensor in sent]
-    return found, arrive(found, None if token is None else Between.apply(token))
+    return found, attach_recv_edge(found, None if token is None else Between.apply(token))
 
 
 class Between(torch.autograd.Function):
@@ -32,16 +32,16 @@ def leaf(*values: float) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, requires_grad=True)
 
 
-def test_what_carries_no_gradient_has_no_end() -> None:
+def test_without_gradients_there_is_no_receive_edge() -> None:
     plain = [torch.ones(2), torch.tensor([1, 2])]
-    found, token = leave(plain)
+    found, token = attach_send_edges(plain)
     assert token is None
-    assert arrive(found) is None
+    assert attach_recv_edge(found) is None
     assert all(one is other for one, other in zip(found, plain, strict=True))
 
 
 def test_gradients_pass() -> None:
-    """Through any number of passages, beside tensors that have none."""
+    """Through any number of messages, beside tensors that require none."""
     x, y = leaf(1, 2), leaf(3, 4)
     (a, one, b), _ = send([x * 2, torch.ones(2), y])
     (c,), _ = send([a * b * one])
@@ -51,8 +51,8 @@ def test_gradients_pass() -> None:
     assert (x.grad.tolist(), y.grad.tolist()) == ([6, 8], [2, 4])
 
 
-def test_an_end_leads_back_and_gives_no_gradient() -> None:
-    """Starting at the end alone reaches what was sent, and leaves it without a gradient."""
+def test_a_receive_edge_leads_back_and_gives_no_gradient() -> None:
+    """A backward from the edge alone reaches the sent tensors, and gives them no gradient."""
     x = leaf(0, 0)
     visited: list[object] = []
     y = x.sqrt()  # zeros for its gradient would be zero times infinity
@@ -65,8 +65,8 @@ def test_an_end_leads_back_and_gives_no_gradient() -> None:
     assert x.grad is None
 
 
-def test_ends_are_sent_on() -> None:
-    """An answer without tensors of its own leads back to what came in."""
+def test_receive_edges_are_sent_on() -> None:
+    """A result without tensors leads back to the tensors that were received."""
     x = leaf(1)
     (arrived,), first = send([x])
     assert first is not None
@@ -90,19 +90,19 @@ def test_what_arrives_may_be_changed_in_place() -> None:
 
 
 def test_arrived_under_no_grad() -> None:
-    """torch has not recorded it: leaves, which lead nowhere."""
+    """torch has not recorded it: the tensors are leaves."""
     with torch.no_grad():
-        assert arrive([leaf(1)]) is None
-        assert arrive([], leaf(1)) is None
+        assert attach_recv_edge([leaf(1)]) is None
+        assert attach_recv_edge([], leaf(1)) is None
 
 
-def test_cut() -> None:
-    assert not any(tensor.requires_grad for tensor in cut([leaf(1), torch.ones(1)]))
+def test_detach_all() -> None:
+    assert not any(tensor.requires_grad for tensor in detach_all([leaf(1), torch.ones(1)]))
 
 
 @pytest.mark.parametrize("count", [0, 1, 5])
-def test_a_token_is_for_what_has_nothing_else(count: int) -> None:
-    sent, token = leave([leaf(1) for _ in range(count)], [leaf(0).sum()])
+def test_a_token_only_where_no_tensor_requires_gradients(count: int) -> None:
+    sent, token = attach_send_edges([leaf(1) for _ in range(count)], [leaf(0).sum()])
     assert len(sent) == count
     assert (token is not None) == (count == 0)
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from aiorpc_torch import RRef, remote, stats
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.payloads import EVERY, Slots, attach, detach
+from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT, Slots, attach_data, detach_data
 
 ATTACHED = 64 * 1024  # bytes of data up to which it is not attached as a tensor
 
@@ -59,7 +59,7 @@ class Ordering(RuleBasedStateMachine):
         blocked: set[Any] = set()
         for number in self.waiting:
             key = self.keys[number]
-            if number in self.there and key not in blocked and EVERY not in blocked:
+            if number in self.there and key not in blocked and UNKNOWN_OBJECT not in blocked:
                 ready.append(number)
             else:
                 left.append(number)
@@ -119,34 +119,34 @@ class Ordering(RuleBasedStateMachine):
 
     @rule(which=INDICES)
     def late_payload(self, which: int) -> None:
-        """A payload whose slot was dropped, or filled before, is for nobody."""
+        """A payload is rejected if its slot was dropped or filled before."""
         if self.over:
             assert self.slots.fill(self.over[which % len(self.over)], "late") is None
 
     @rule(which=INDICES)
     def drop(self, which: int) -> None:
-        """A call that was given up holds nothing back any more."""
+        """A dropped call holds no other call back."""
         if (number := self.an_open_slot(which)) is not None:
             self.waiting.remove(number)
             self.over.append(number)
             self.check(self.slots.drop(number))
 
     @rule(which=INDICES)
-    def drop_what_is_over(self, which: int) -> None:
-        """To give up what has started, or was given up, starts nothing."""
+    def drop_a_started_call(self, which: int) -> None:
+        """Dropping a started or dropped call starts no other."""
         over = [number for number in self.over if number not in self.waiting]
         if over:
             assert self.slots.drop(over[which % len(over)]) == []
 
     @invariant()
     def it_says_whether_anything_is_held(self) -> None:
-        """Empty, it holds nothing back; so nobody need ask."""
+        """Empty slots hold no call back."""
         if hasattr(self, "slots"):
             assert bool(self.slots) is bool(self.waiting)
 
     @rule()
     def close(self) -> None:
-        """What has come and has not started is returned, each once."""
+        """Payloads that have not started are returned, each once."""
         held = {number for number in self.waiting if number in self.there}
         assert sorted(map(int, self.slots.close())) == sorted(held | self.early)
         assert self.slots.close() == []
@@ -154,16 +154,16 @@ class Ordering(RuleBasedStateMachine):
         self.begin()
 
 
-class OrderingWithEvery(Ordering):
+class OrderingWithUnknownObjects(Ordering):
     """The same with calls of objects that cannot be told from others."""
 
-    objects: ClassVar[list[Any]] = ["a", "b", EVERY]
+    objects: ClassVar[list[Any]] = ["a", "b", UNKNOWN_OBJECT]
 
 
 TestOrdering = Ordering.TestCase
 TestOrdering.settings = settings(stateful_step_count=30)
-TestOrderingWithEvery = OrderingWithEvery.TestCase
-TestOrderingWithEvery.settings = settings(stateful_step_count=30)
+TestOrderingWithUnknownObjects = OrderingWithUnknownObjects.TestCase
+TestOrderingWithUnknownObjects.settings = settings(stateful_step_count=30)
 
 
 def test_calls_of_an_object_wait_for_its_payload() -> None:
@@ -189,9 +189,9 @@ def test_payloads_start_in_the_order_of_their_slots() -> None:
 def test_an_object_that_cannot_be_told_holds_back_all() -> None:
     """Calls of every key wait for its payload."""
     slots: Slots[str] = Slots()
-    assert slots.open(0, EVERY) == []
+    assert slots.open(0, UNKNOWN_OBJECT) == []
     assert not slots.admit("a", "1")
-    assert not slots.admit(EVERY, "2")
+    assert not slots.admit(UNKNOWN_OBJECT, "2")
     assert slots.fill(0, "0") == ["0", "1", "2"]
     assert slots.admit("a", "3")
 
@@ -200,7 +200,7 @@ def test_an_earlier_payload_of_the_same_object_is_waited_for() -> None:
     """Even by a call that waits for an object that cannot be told as well."""
     slots: Slots[str] = Slots()
     slots.open(0, "a")
-    slots.open(1, EVERY)
+    slots.open(1, UNKNOWN_OBJECT)
     assert not slots.admit("a", "2")
     assert slots.fill(1, "1") == ["1"]
     assert slots.fill(0, "0") == ["0", "2"]
@@ -209,7 +209,7 @@ def test_an_earlier_payload_of_the_same_object_is_waited_for() -> None:
 def test_a_slot_behind_such_an_object_holds_back_its_own() -> None:
     """Calls of other objects start once that object's payload is there."""
     slots: Slots[str] = Slots()
-    slots.open(0, EVERY)
+    slots.open(0, UNKNOWN_OBJECT)
     slots.open(1, "a")
     assert not slots.admit("b", "2")
     assert slots.fill(0, "0") == ["0", "2"]
@@ -227,7 +227,7 @@ TENSORS = st.lists(st.integers(0, 5).map(lambda size: torch.arange(float(size)))
 @given(st.binary(min_size=1, max_size=100) | st.integers(ATTACHED - 1, ATTACHED + 2).map(bytes))
 def test_data_arrives_without_tensors(data: bytes) -> None:
     """Small or attached, it comes out as it was."""
-    assert detach(*attach(data, [])) == (data, [])
+    assert detach_data(*attach_data(data, [])) == (data, [])
 
 
 @given(st.sampled_from([1, 100, ATTACHED, ATTACHED + 1, 1 << 20]), INDICES, TENSORS)
@@ -235,21 +235,21 @@ def test_data_and_tensors_arrive(size: int, first: int, tensors: list[Tensor]) -
     """The tensors are the same objects, in their order; the list itself is not changed."""
     data = bytes((first + index) % 256 for index in range(min(size, 1000))).ljust(size, b"x")
     before = [*tensors]
-    sent, table = attach(data, tensors)
+    sent, table = attach_data(data, tensors)
     assert tensors == before
     assert len(table) - len(tensors) == (size > ATTACHED)
     assert len(sent) == (0 if size > ATTACHED else size)
-    found, rest = detach(sent, table)
+    found, rest = detach_data(sent, table)
     assert found == data
     assert len(rest) == len(tensors)
     assert all(one is other for one, other in zip(rest, tensors, strict=True))
 
 
 def test_attached_data_is_a_copy() -> None:
-    """What the receiver does with its tensor does not change the bytes that were read."""
+    """Changes of the received tensor do not change the bytes that were read."""
     data = bytes(ATTACHED + 1)
-    sent, table = attach(data, [])
-    found, _ = detach(sent, table)
+    sent, table = attach_data(data, [])
+    found, _ = detach_data(sent, table)
     table[0].fill_(1)
     assert found == data
 
@@ -266,15 +266,15 @@ class Held:
         self._send = connection.send
         monkeypatch.setattr(connection, "send", self.send)
 
-    def send(self, peer: Any, door: Any, data: bytes, tensors: Any = ()) -> Any:
+    def send(self, peer: Any, endpoint: Any, data: bytes, tensors: Any = ()) -> Any:
         """Hold a payload back; anything else is sent."""
-        if door is not endpoints.payload:
-            return self._send(peer, door, data, tensors)
+        if endpoint is not endpoints.payload:
+            return self._send(peer, endpoint, data, tensors)
         answer: torch.futures.Future[Any] = torch.futures.Future()
         self._answers.append(answer)
 
         def leave() -> None:
-            sent = self._send(peer, door, data, tensors)
+            sent = self._send(peer, endpoint, data, tensors)
             sent.then(lambda done: answer.set_result(done.wait()))
 
         self.payloads.append(leave)
@@ -285,14 +285,14 @@ class Held:
         return all(answer.done() for answer in self._answers)
 
 
-def link() -> connection.Connection:
+def own_connection() -> connection.Connection:
     """The connection of this loop to its own worker."""
-    return pool.current().link("main")
+    return pool.current().connection("main")
 
 
 def open_slots() -> int:
     """How many slots of that connection wait for their payload."""
-    return len(server()._sessions[link()._key].slots._open)
+    return len(server()._sessions[own_connection()._key].slots._open)
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -303,25 +303,25 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.usefixtures("world")
-async def test_a_given_up_payload_leaves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_payload_leaves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is cancelled before its payload is there does not fill the window for ever."""
     notes = remote(RRef(Notes()))
     await notes.note(0)
     held = Held(monkeypatch)
     call = asyncio.ensure_future(notes.note(b"x" * 2 * ATTACHED))
     await until(lambda: open_slots() == 1)
-    assert len(link()._state.window) == 1
+    assert len(own_connection()._state.window) == 1
     call.cancel()
     await asyncio.wait((call,))
     assert await notes.noted() == [0]  # the cancellation has left before
     held.payloads[0]()
     await until(held.are_answered)
-    await until(lambda: len(link()._state.window) == 0)
+    await until(lambda: len(own_connection()._state.window) == 0)
     assert stats().in_flight == 0
 
 
 @pytest.mark.usefixtures("world")
-async def test_a_call_is_not_begun_that_was_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_cancelled_call_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its payload is there and waits behind another's when it is cancelled."""
     notes = Notes()
     mine = remote(RRef(notes))
@@ -340,4 +340,4 @@ async def test_a_call_is_not_begun_that_was_given_up(monkeypatch: pytest.MonkeyP
     await until(held.are_answered)
     await mine.note(1)
     assert [each == second for each in notes.order] == [False] * 3
-    await until(lambda: len(link()._state.window) == 0)
+    await until(lambda: len(own_connection()._state.window) == 0)

@@ -113,7 +113,7 @@ def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_loop_that_is_not_that_of_the_fixtures(run) -> None:
-    """It is said, not waited for."""
+    """It raises, and does not hang."""
     done = run(
         """
         import pytest
@@ -180,7 +180,7 @@ async def test_world_left_open():
 
 
 def test_leaks_fail_the_test_that_left_them(run) -> None:
-    """Each by its name, at its end, and the next test starts afresh."""
+    """Each test is named at its end, and the next one starts without leaks."""
     done = run(LEAKS, "--asyncio-mode=auto", "-rE", "-v")
     done.assert_outcomes(passed=8, failed=1, errors=7)
     told = {
@@ -227,7 +227,7 @@ def test_it_does_not_slow_pytest_down(run) -> None:
 
 @pytest.mark.parametrize("named", [False, True])
 def test_installed(run, pytester: pytest.Pytester, named: bool) -> None:
-    """Its entry point is enough, and does no harm to who names the plugin too."""
+    """Its entry point is enough, and a second mention of the plugin is harmless."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     [(name, module)] = project["entry-points"]["pytest11"].items()
     assert name == module, "or pytest would register it twice"

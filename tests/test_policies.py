@@ -1,35 +1,35 @@
-"""The complete policies in virtual time: lines, weights, slots and room; quorums and members.
+"""The policies in virtual time: keys, weights, slots and `max_pending`; quorums and members.
 
-As test_batcher.py, which has the strategies for times: two machines hold `FillBatcher` and
-`RoundBatcher` against naive models, then each rule of docs/batching.md by its name.
+As test_batcher.py, which has the strategies for times: two machines hold `FillScheduler` and
+`RoundScheduler` against naive models, then each rule of docs/batching.md by its name.
 
 Each of these changes, one at a time, makes tests of this file fail: most of them its machine and a
 rule by its name.
 
-`_batcher.py`
+`scheduler.py`
 
-1.  `_leave`: full lines before those that came first; or only the line that came first
-2.  `_first`: a line whose oldest has left, or that is no longer full; `_remove`: no new head, no
-    new full line; `_put`: tidies what is full away, or never tidies
-3.  `_start`: `if weight > most` without `count and`, so a heavy item is a batch of nobody
-4.  `_start`: what weighs exactly `max_weight` is not full, or stops before the last one that fits
-5.  `_start`: the weight of the last one in place of the sum; or a sum beyond `max_size`
-6.  `deadline`: of any line; None while any batch runs, or although no slot is free
-7.  `take`: one batch more than `max_concurrency`; a refusal takes a slot
-8.  `has_room`: one more than `max_pending`; or those in running batches count, too
-9.  `_remove`: counts one for each batch; or leaves an empty line behind
-10. `close`: in order of lines, not of arrival; or it keeps the keys
+1.  `_select_batch`: full keys before those that came first; or only the key that came first
+2.  `_peek`: a key whose oldest has left, or that is no longer full; `_remove`: no new oldest, no
+    new full key; `_push`: tidies what is full away, or never tidies
+3.  `_next_size`: `if weight > limit` without `count and`, so a heavy item is an empty batch
+4.  `_next_size`: exactly `max_weight` is not full, or stops before the last one that fits
+5.  `_next_size`: the weight of the last one in place of the sum; or a sum beyond `max_size`
+6.  `deadline`: of any key; None while any batch runs, or although no slot is free
+7.  `next_batch`: one batch more than `max_concurrency`; a timed-out round takes a slot
+8.  `can_accept`: one more than `max_pending`; or those in running batches count, too
+9.  `_remove`: counts one for each batch; or leaves an empty queue behind
+10. `close`: in order of keys, not of arrival; or it keeps the keys
 
-`_rounds.py`
+`rounds.py`
 
-11. `_due`: without `_opened`; `finished` or a refusal do not move it
-12. `_leave`: a quorum of one more; or without waiting for the timeout
-13. `_forming`: a member twice; once though no `member` was given; its last contribution
-14. `_refuse`: who came first is named first; who is present is missing; all of them
-15. `add`: who contributes again keeps the place of its first time, or is remembered for ever
+11. `_timeout_at`: without `_last_end`; `finish_batch` or a timed-out round do not move it
+12. `_select_batch`: a quorum of one more; or without waiting for the timeout
+13. `_next_members`: a member twice; once though no `member` was given; its last contribution
+14. `_time_out`: who came first is named first; who is present is missing; all of them
+15. `add`: who contributes again keeps the position of its first time, or is remembered for ever
 16. `add`: another kind is let in; or turned away and yet remembered
 
-`_policy.py`
+`policies.py`
 
 17. a quorum above `size` or without a timeout; `weight` without `max_weight`; `max_weight=inf`
 """
@@ -51,8 +51,15 @@ from test_batcher import gaps, new, relaxed, starts
 from test_batcher import waits as any_waits
 
 from aiorpc_torch import Fill, Round
-from aiorpc_torch._batching.rounds import RoundBatcher
-from aiorpc_torch._batching.scheduler import Batch, Batcher, FillBatcher, Reason, Refusal, Traits
+from aiorpc_torch._batching.rounds import RoundScheduler
+from aiorpc_torch._batching.scheduler import (
+    Batch,
+    CallTraits,
+    FillScheduler,
+    Reason,
+    Scheduler,
+    TimedOutRound,
+)
 
 Policy = Fill | Round
 Told = tuple[Any, ...]
@@ -60,12 +67,12 @@ Told = tuple[Any, ...]
 sizes = st.integers(1, 4)
 waits = any_waits | st.sampled_from([0.1, 0.5])  # so that company is waited for, and found
 durations = st.lists(st.sampled_from([0.0, 0.5, 3.0]), min_size=1, max_size=6)
-# Their sums are exact in any order, so that a model need not add as the batcher does.
+# Their sums are exact in any order, so that a model need not add as the scheduler does.
 weights = st.sampled_from([0, 0.25, 1, 1.0, 1.5, 2, 3, 7])
-calls = st.builds(Traits, st.sampled_from([None, 0, 1]), weights, st.none())
+calls = st.builds(CallTraits, st.sampled_from([None, 0, 1]), weights, st.none())
 names = st.integers(0, 2) | st.integers(0, 9)
-contributions = st.builds(Traits, st.sampled_from("aaaaaaab"), st.just(1.0), names)
-alike = st.builds(Traits, st.none(), st.just(1.0), names)
+contributions = st.builds(CallTraits, st.sampled_from("aaaaaaab"), st.just(1.0), names)
+alike = st.builds(CallTraits, st.none(), st.just(1.0), names)
 fills = st.builds(
     lambda size, wait, slots, room, most: Fill(
         size, wait, slots, room, hash, None if most is None else float, most
@@ -88,14 +95,14 @@ class Entry(NamedTuple):
 
     item: int
     since: float
-    traits: Traits
+    traits: CallTraits
 
 
 def weight_of(entries: list[Entry]) -> float:
     return sum(entry.traits.weight for entry in entries)
 
 
-def lines_of(waiting: list[Entry]) -> list[list[Entry]]:
+def queues_of(waiting: list[Entry]) -> list[list[Entry]]:
     """By key, in order of their oldest."""
     keys = dict.fromkeys(entry.traits.key for entry in waiting)
     return [[entry for entry in waiting if entry.traits.key == key] for key in keys]
@@ -112,7 +119,7 @@ class FillModel:
     waiting: list[Entry] = field(default_factory=list)
     running: int = 0
 
-    def has_room(self) -> bool:
+    def can_accept(self) -> bool:
         return self.policy.max_pending is None or len(self.waiting) < self.policy.max_pending
 
     def deadline(self) -> float | None:
@@ -120,10 +127,10 @@ class FillModel:
             return None
         return self.waiting[0].since + self.policy.max_wait
 
-    def take(self, now: float) -> Told | None:
+    def next_batch(self, now: float) -> Told | None:
         if self.running == self.policy.max_concurrency:
             return None
-        for line in lines_of(self.waiting):
+        for line in queues_of(self.waiting):
             batch, full = self.together(line)
             waited = now >= line[0].since + self.policy.max_wait
             if full or waited or self.policy.max_wait == 0.0:
@@ -154,7 +161,7 @@ class RoundModel:
     opened: float = -math.inf
     heard: list[Hashable] = field(default_factory=list)  # who contributed, ever, one by one
 
-    def admits(self, traits: Traits) -> bool:
+    def admits(self, traits: CallTraits) -> bool:
         return not self.waiting or self.waiting[0].traits.key == traits.key
 
     def deadline(self) -> float | None:
@@ -162,7 +169,7 @@ class RoundModel:
             return None
         return max(self.waiting[0].since, self.opened) + self.policy.timeout
 
-    def take(self, now: float) -> Told | None:
+    def next_batch(self, now: float) -> Told | None:
         there: list[Entry] = []
         for entry in self.waiting:
             before = [other.traits.member for other in there]
@@ -190,12 +197,12 @@ class Machine(RuleBasedStateMachine):
 
     def begin_with(self, model: FillModel | RoundModel, slots: int, start: float) -> None:
         self.model, self.slots, self.now = model, slots, start
-        self.batcher: Batcher[int] = new(model.policy)
+        self.scheduler: Scheduler[int] = new(model.policy)
         self.added = 0
         self.gone: list[int] = []  # by a batch, a refusal, a cancellation or the close
 
-    def arrive(self, traits: Traits) -> None:
-        self.batcher.add(self.added, self.now, traits)
+    def arrive(self, traits: CallTraits) -> None:
+        self.scheduler.add(self.added, self.now, traits)
         self.model.waiting.append(Entry(self.added, self.now, traits))
         self.added += 1
 
@@ -206,7 +213,7 @@ class Machine(RuleBasedStateMachine):
         item = pick % (self.added + 1)
         rest = [entry for entry in self.model.waiting if entry.item != item]
         known = len(rest) < len(self.model.waiting)
-        assert self.batcher.discard(item) is known
+        assert self.scheduler.discard(item) is known
         self.model.waiting = rest
         self.gone += [item] * known
 
@@ -221,9 +228,9 @@ class Machine(RuleBasedStateMachine):
     @rule(gap=gaps)
     def look(self, gap: float) -> None:
         self.now += gap
-        expected = self.model.take(self.now)
-        left = self.batcher.take(self.now)
-        if isinstance(left, Refusal):
+        expected = self.model.next_batch(self.now)
+        left = self.scheduler.next_batch(self.now)
+        if isinstance(left, TimedOutRound):
             assert (left.items, left.present, left.missing) == expected
         else:
             assert (left and (left.items, left.reason)) == expected
@@ -243,7 +250,7 @@ class Machine(RuleBasedStateMachine):
     @rule(gap=gaps)
     def finish(self, gap: float) -> None:
         self.now += gap
-        self.batcher.finished(self.now)
+        self.scheduler.finish_batch(self.now)
         self.model.running -= 1
         if isinstance(self.model, RoundModel):
             self.model.opened = self.now
@@ -252,32 +259,32 @@ class Machine(RuleBasedStateMachine):
     @rule()
     def finish_nothing(self) -> None:
         with pytest.raises(ValueError, match="no batch is running"):
-            self.batcher.finished(self.now)
+            self.scheduler.finish_batch(self.now)
 
     @precondition(lambda self: self.added > 12)
     @rule()
     def close(self) -> None:
         rest = tuple(entry.item for entry in self.model.waiting)
-        assert self.batcher.close() == rest
-        assert self.batcher.close() == ()
-        assert self.batcher.take(math.inf) is None
+        assert self.scheduler.close() == rest
+        assert self.scheduler.close() == ()
+        assert self.scheduler.next_batch(math.inf) is None
         self.model.waiting.clear()
         self.gone += rest
 
     @invariant()
     def state_agrees(self) -> None:
-        model, batcher = self.model, self.batcher
-        assert batcher.deadline() == model.deadline()
-        assert len(batcher) == len(model.waiting)
-        assert batcher.idle is (not model.waiting and not model.running)
+        model, scheduler = self.model, self.scheduler
+        assert scheduler.deadline() == model.deadline()
+        assert len(scheduler) == len(model.waiting)
+        assert scheduler.is_idle is (not model.waiting and not model.running)
         shown = f"{len(model.waiting)} waiting, {model.running} running"
-        assert repr(batcher) == f"<{model.policy}: {shown}>"
+        assert repr(scheduler) == f"<{model.policy}: {shown}>"
         assert model.running <= self.slots
         if model.running == self.slots:
-            assert batcher.take(math.inf) is None
+            assert scheduler.next_batch(math.inf) is None
 
     @invariant()
-    def nobody_leaves_twice_or_gets_lost(self) -> None:
+    def no_item_starts_twice_or_is_lost(self) -> None:
         here = [entry.item for entry in self.model.waiting]
         assert sorted(self.gone + here) == list(range(self.added))
 
@@ -288,13 +295,13 @@ class FillMachine(Machine):
         self.begin_with(FillModel(policy), policy.max_concurrency, start)
 
     @rule(gap=gaps, burst=st.lists(calls, min_size=1, max_size=4))
-    def add(self, gap: float, burst: list[Traits]) -> None:
-        """What one turn of the loop brings, as far as there is room."""
+    def add(self, gap: float, burst: list[CallTraits]) -> None:
+        """What one loop iteration brings, as far as there is room."""
         assert isinstance(self.model, FillModel)
         self.now += gap
         for each in burst:
-            assert self.batcher.has_room() is self.model.has_room()
-            if self.model.has_room():
+            assert self.scheduler.can_accept() is self.model.can_accept()
+            if self.model.can_accept():
                 self.arrive(each)
 
 
@@ -304,18 +311,18 @@ class RoundMachine(Machine):
         self.begin_with(RoundModel(policy), 1, start)
 
     @rule(gap=gaps, burst=st.lists(contributions, min_size=1, max_size=4))
-    def add(self, gap: float, burst: list[Traits]) -> None:
-        """What one turn of the loop brings, if it is of the kind of those that wait."""
+    def add(self, gap: float, burst: list[CallTraits]) -> None:
+        """What one loop iteration brings, if it is of the kind of those that wait."""
         assert isinstance(self.model, RoundModel)
         self.now += gap
         for each in burst:
-            assert self.batcher.has_room()
+            assert self.scheduler.can_accept()
             if self.model.admits(each):
                 self.arrive(each)
                 self.model.heard.append(each.member)
             else:
                 with pytest.raises(ValueError, match="differs"):
-                    self.batcher.add(self.added, self.now, each)
+                    self.scheduler.add(self.added, self.now, each)
 
 
 TestFillMachine, TestRoundMachine = FillMachine.TestCase, RoundMachine.TestCase
@@ -329,31 +336,31 @@ TestFillMachine.settings = TestRoundMachine.settings = settings(
 @given(roomy, st.integers(0, 2**32))
 def test_many_keys_and_much_coming_and_going(fill: Fill, seed: int) -> None:
     """What the machine does, longer and at random: books of what is gone are tidied meanwhile."""
-    random, batcher, model = Random(seed), FillBatcher[int](fill), FillModel(fill)
+    random, scheduler, model = Random(seed), FillScheduler[int](fill), FillModel(fill)
     staying, leaving, ending = random.random(), random.random() ** 3, random.random()
     keys, faithful = [None, *range(random.choice([1, 4, 20]))], random.randrange(9)
     for item in range(300):
         now = item * 0.01
-        of = Traits(random.choice(keys), random.choice([0, 1, 2]))
-        batcher.add(item, now, of)
+        of = CallTraits(random.choice(keys), random.choice([0, 1, 2]))
+        scheduler.add(item, now, of)
         model.waiting.append(Entry(item, now, of))
         while len(model.waiting) > faithful and random.random() > staying:
             gone = model.waiting.pop(random.randrange(faithful, len(model.waiting)))
-            assert batcher.discard(gone.item)
-        assert batcher.deadline() == model.deadline()
+            assert scheduler.discard(gone.item)
+        assert scheduler.deadline() == model.deadline()
         if random.random() < leaving:
-            batch = batcher.take(now)
-            assert not isinstance(batch, Refusal)
-            assert (batch and (batch.items, batch.reason)) == model.take(now)
+            batch = scheduler.next_batch(now)
+            assert not isinstance(batch, TimedOutRound)
+            assert (batch and (batch.items, batch.reason)) == model.next_batch(now)
         if model.running and random.random() < ending:
-            batcher.finished(now)
+            scheduler.finish_batch(now)
             model.running -= 1
-    assert batcher.close() == tuple(entry.item for entry in model.waiting)
+    assert scheduler.close() == tuple(entry.item for entry in model.waiting)
 
 
 # ── a driver that acts at once ──────────────────────────────────────────────────────────────────
 
-Event = tuple[float, int, Traits | None]  # at a time an item comes, or its caller gives up
+Event = tuple[float, int, CallTraits | None]  # at a time an item comes, or its caller gives up
 
 
 class Left(NamedTuple):
@@ -382,8 +389,8 @@ class Story:
 
 
 def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
-    """Drive a batcher: `take` after every event and at every deadline, bodies as long as told."""
-    batcher, story = new(policy), Story()
+    """Drive a scheduler: `next_batch` after every event and at every deadline."""
+    scheduler, story = new(policy), Story()
     ends: list[float] = []  # of the batches that run
     waiting: list[Entry] = []
     heard: list[Hashable] = []
@@ -391,12 +398,12 @@ def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
 
     def settle() -> None:
         nonlocal waiting, free
-        while (left := batcher.take(now)) is not None:
+        while (left := scheduler.next_batch(now)) is not None:
             reason, missing = (
-                (None, left.missing) if isinstance(left, Refusal) else (left.reason, ())
+                (None, left.missing) if isinstance(left, TimedOutRound) else (left.reason, ())
             )
             there = [entry for entry in waiting if entry.item in left.items]
-            assert there, "nobody left"
+            assert there, "no item left"
             assert left.items == tuple(entry.item for entry in there), "twice, or out of order"
             story.left.append(
                 Left(now, left.items, reason, missing, there, waiting, len(ends), free, heard[:])
@@ -411,14 +418,14 @@ def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
     def run_until(limit: float) -> None:
         nonlocal now, free
         while True:
-            deadline, before = batcher.deadline(), len(story.left)
+            deadline, before = scheduler.deadline(), len(story.left)
             due = min([*ends, math.inf if deadline is None else deadline])
             if due > limit or due == math.inf:
                 return
             now = max(now, due)
             if ended := ends and ends[0] <= now:
                 free = heapq.heappop(ends)
-                batcher.finished(now)
+                scheduler.finish_batch(now)
             settle()
             assert ended or len(story.left) > before, "the timer fired for nothing"
 
@@ -426,27 +433,27 @@ def play(policy: Policy, events: list[Event], durations: list[float]) -> Story:
         run_until(at)
         now = at
         if of is None:
-            if batcher.discard(item):
+            if scheduler.discard(item):
                 story.discarded.append(item)
                 waiting = [entry for entry in waiting if entry.item != item]
-        elif not batcher.has_room():
+        elif not scheduler.can_accept():
             story.turned_away.append(item)
             assert isinstance(policy, Fill)
             assert len(waiting) == policy.max_pending
         elif isinstance(policy, Round) and waiting and waiting[0].traits.key != of.key:
             story.turned_away.append(item)
         else:
-            batcher.add(item, now, of)
+            scheduler.add(item, now, of)
             waiting = [*waiting, Entry(item, now, of)]
             heard.append(of.member)
         settle()
     run_until(math.inf)
-    story.closed = batcher.close()
+    story.closed = scheduler.close()
     return story
 
 
 @st.composite
-def scripts(draw: st.DrawFn, traits: st.SearchStrategy[Traits]) -> list[Event]:
+def scripts(draw: st.DrawFn, traits: st.SearchStrategy[CallTraits]) -> list[Event]:
     """Arrivals numbered in order, and cancellations of those that have come."""
     events: list[Event] = []
     now, came = draw(starts), 0
@@ -461,8 +468,8 @@ def scripts(draw: st.DrawFn, traits: st.SearchStrategy[Traits]) -> list[Event]:
     return events
 
 
-def stories(policies: st.SearchStrategy[Any], traits: st.SearchStrategy[Traits]) -> Any:
-    """A policy, events, the durations of bodies, and the story of them."""
+def stories(policies: st.SearchStrategy[Any], traits: st.SearchStrategy[CallTraits]) -> Any:
+    """A policy, events, the durations of functions, and the story of them."""
     given = st.tuples(policies, scripts(traits), durations)
     return given.map(lambda told: (*told, play(*told)))
 
@@ -489,7 +496,7 @@ def test_fills_are_bounded(told: ToldFill) -> None:
     fill, _, _, story = told
     for each in story.left:
         assert 1 <= len(each.items) <= fill.max_size
-        assert len(lines_of(each.there)) == 1
+        assert len(queues_of(each.there)) == 1
         assert each.running < fill.max_concurrency
         assert fill.max_pending is None or len(each.waiting) <= fill.max_pending
         if fill.max_weight is not None and len(each.items) > 1:
@@ -501,7 +508,7 @@ def test_fills_are_bounded(told: ToldFill) -> None:
 def test_first_come_first_served_within_a_key(told: ToldFill) -> None:
     """Nobody overtakes in a line: from batch to batch, too, it is in order of arrival."""
     ran = [entry for each in told[-1].left for entry in each.there]
-    assert all(line == sorted(line) for line in lines_of(ran))
+    assert all(line == sorted(line) for line in queues_of(ran))
 
 
 def may_leave(fill: Fill, line: list[Entry], now: float) -> bool:
@@ -511,12 +518,12 @@ def may_leave(fill: Fill, line: list[Entry], now: float) -> bool:
 
 @relaxed
 @given(fill_stories)
-def test_a_line_leaves_at_the_first_moment_it_may(told: ToldFill) -> None:
+def test_a_batch_of_a_key_starts_as_soon_as_it_may(told: ToldFill) -> None:
     """With a slot free, none rests that is full or whose oldest has waited."""
     fill, _, _, story = told
     untils = [now for now, _, _ in story.rests[1:]]
     for (now, running, waiting), until in zip(story.rests, untils, strict=False):
-        for line in lines_of(waiting) if running < fill.max_concurrency else []:
+        for line in queues_of(waiting) if running < fill.max_concurrency else []:
             assert not may_leave(fill, line, now)
             assert until <= line[0].since + fill.max_wait
     assert story.closed == ()
@@ -524,11 +531,11 @@ def test_a_line_leaves_at_the_first_moment_it_may(told: ToldFill) -> None:
 
 @relaxed
 @given(fill_stories)
-def test_the_line_with_the_oldest_head_leaves_first(told: ToldFill) -> None:
+def test_the_key_with_the_oldest_item_goes_first(told: ToldFill) -> None:
     """Of those that may leave; and none that may not does."""
     fill, _, _, story = told
     for each in story.left:
-        ready = [line for line in lines_of(each.waiting) if may_leave(fill, line, each.at)]
+        ready = [line for line in queues_of(each.waiting) if may_leave(fill, line, each.at)]
         assert ready[0][0].item == each.items[0]
 
 
@@ -551,7 +558,7 @@ def test_members_are_chosen_when_the_slot_is_free(told: ToldFill) -> None:
     """
     fill, _, _, story = told
     for each in story.left:
-        (line,) = (line for line in lines_of(each.waiting) if line[0] == each.there[0])
+        (line,) = (line for line in queues_of(each.waiting) if line[0] == each.there[0])
         count = len(each.there)
         assert line[:count] == each.there
         if count < min(len(line), fill.max_size):
@@ -603,7 +610,7 @@ def test_a_round_is_whole_or_its_time_is_over(told: ToldRound) -> None:
 
 @relaxed
 @given(round_stories)
-def test_nobody_waits_beyond_the_timeout_while_no_round_runs(told: ToldRound) -> None:
+def test_no_item_waits_beyond_the_timeout_while_no_round_runs(told: ToldRound) -> None:
     """From its arrival, or the end of the round before; what is left over has a whole one ahead
     of it or its member in this one, and its turn comes."""
     policy, _, _, story = told
@@ -656,32 +663,32 @@ def test_who_is_missing_was_there_before(told: ToldRound) -> None:
     ],
 )
 def test_what_fills_a_batch_by_weight(waiting: list[float], full: list[int], left: int) -> None:
-    """A heavy item is in nobody's batch, waits for nobody, and holds nobody back."""
-    batcher = new(Fill(3, 5.0, weight=float, max_weight=4))
+    """A heavy item is in a batch of its own, waits for no other, and delays no other."""
+    scheduler = new(Fill(3, 5.0, weight=float, max_weight=4))
     for item, weight in enumerate(waiting):
-        batcher.add(item, 0.0, Traits(weight=weight))
+        scheduler.add(item, 0.0, CallTraits(weight=weight))
     for count in full:
-        batch = batcher.take(0.0)
+        batch = scheduler.next_batch(0.0)
         assert isinstance(batch, Batch)
         assert (len(batch.items), batch.reason) == (count, Reason.FULL)
-        batcher.finished(0.0)
-    assert batcher.take(0.0) is None
-    assert len(batcher) == left
+        scheduler.finish_batch(0.0)
+    assert scheduler.next_batch(0.0) is None
+    assert len(scheduler) == left
 
 
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 5))
-def test_room_is_for_those_who_wait(most: int, slots: int, pick: int) -> None:
+def test_max_pending_counts_waiting_items(most: int, slots: int, pick: int) -> None:
     """Exactly `max_pending` fit, however many run; who leaves makes room for one."""
-    batcher = new(Fill(1, max_concurrency=slots, max_pending=most))
+    scheduler = new(Fill(1, max_concurrency=slots, max_pending=most))
     for item in range(slots):
-        batcher.add(item, 0.0)
-        assert batcher.take(0.0) is not None
+        scheduler.add(item, 0.0)
+        assert scheduler.next_batch(0.0) is not None
     for item in range(10, 10 + most):
-        assert batcher.has_room()
-        batcher.add(item, 0.0)
-    assert not batcher.has_room()
-    assert batcher.discard(10 + pick % most)
-    assert batcher.has_room()
+        assert scheduler.can_accept()
+        scheduler.add(item, 0.0)
+    assert not scheduler.can_accept()
+    assert scheduler.discard(10 + pick % most)
+    assert scheduler.can_accept()
 
 
 class Name:
@@ -690,32 +697,32 @@ class Name:
 
 def test_who_came_and_went_is_forgotten() -> None:
     """New ones may come for ever: a round remembers a few, and those who were there last."""
-    batcher: Batcher[int] = RoundBatcher(Round(2, timeout=1.0, member=hash))
+    scheduler: Scheduler[int] = RoundScheduler(Round(2, timeout=1.0, member=hash))
     alive: weakref.WeakSet[Name] = weakref.WeakSet()
     for item in range(200):
         alive.add(name := Name())
-        batcher.add(item, 0.0, Traits(member=name))
-        assert batcher.discard(item)
-    batcher.add(200, 0.0, Traits(member="me"))
-    refusal = batcher.take(1.0)
-    assert isinstance(refusal, Refusal)
+        scheduler.add(item, 0.0, CallTraits(member=name))
+        assert scheduler.discard(item)
+    scheduler.add(200, 0.0, CallTraits(member="me"))
+    refusal = scheduler.next_batch(1.0)
+    assert isinstance(refusal, TimedOutRound)
     assert refusal.missing == (name,)
     assert 1 <= len(alive) <= 20
 
 
 @pytest.mark.parametrize("size", [1, 2])
-def test_a_line_that_is_over_is_forgotten(size: int) -> None:
+def test_an_empty_key_is_forgotten(size: int) -> None:
     """So are keys, a few aside, of full lines and of others, behind one that stays."""
-    batcher: Batcher[int] = FillBatcher(Fill(size, 9.0, key=hash))
+    scheduler: Scheduler[int] = FillScheduler(Fill(size, 9.0, key=hash))
     alive: weakref.WeakSet[Name] = weakref.WeakSet()
-    batcher.add(-1, 0.0)
+    scheduler.add(-1, 0.0)
     for item in range(200):
         alive.add(name := Name())
-        batcher.add(item, 0.0, Traits(name))
-        assert batcher.discard(item)
+        scheduler.add(item, 0.0, CallTraits(name))
+        assert scheduler.discard(item)
     assert len(alive) <= 40
-    batcher.add(200, 0.0, Traits(name))
-    assert batcher.close() == (-1, 200)
+    scheduler.add(200, 0.0, CallTraits(name))
+    assert scheduler.close() == (-1, 200)
     del name
     assert not alive
 
@@ -723,20 +730,20 @@ def test_a_line_that_is_over_is_forgotten(size: int) -> None:
 @pytest.mark.parametrize(
     ("make", "given", "message"),
     [
-        (Fill, {"max_concurrency": 0}, "max_concurrency is at least 1, not 0"),
-        (Fill, {"max_concurrency": True}, "max_concurrency is a number of batches, not True"),
-        (Fill, {"max_pending": 0}, "max_pending is at least 1, not 0"),
-        (Fill, {"key": "id"}, "key is a function of a call's arguments, not 'id'"),
-        (Fill, {"weight": 3, "max_weight": 3}, "weight is a function of a call's arguments"),
-        (Fill, {"weight": len}, "weight counts in max_weight, which is not given"),
-        (Fill, {"max_weight": 0}, "max_weight is above 0 and finite, not 0"),
-        (Fill, {"max_weight": math.inf}, "max_weight is above 0 and finite, not inf"),
-        (Fill, {"max_weight": math.nan}, "max_weight is above 0 and finite, not nan"),
-        (Round, {"quorum": 3, "timeout": 1.0}, "quorum is at most size, 2, not 3"),
-        (Round, {"quorum": 0, "timeout": 1.0}, "quorum is at least 1, not 0"),
-        (Round, {"quorum": 1}, "enough once the timeout is over, which is not given"),
-        (Round, {"timeout": math.inf}, "timeout is seconds, at least 0 and finite, not inf"),
-        (Round, {"member": "me"}, "member is a function of a call's arguments, not 'me'"),
+        (Fill, {"max_concurrency": 0}, "max_concurrency must be at least 1, got 0"),
+        (Fill, {"max_concurrency": True}, "max_concurrency must be an int, got True"),
+        (Fill, {"max_pending": 0}, "max_pending must be at least 1, got 0"),
+        (Fill, {"key": "id"}, "key must be a function of a call's arguments, got 'id'"),
+        (Fill, {"weight": 3, "max_weight": 3}, "weight must be a function of a call's arguments"),
+        (Fill, {"weight": len}, "weight= requires max_weight="),
+        (Fill, {"max_weight": 0}, "max_weight must be above 0 and finite, got 0"),
+        (Fill, {"max_weight": math.inf}, "max_weight must be above 0 and finite, got inf"),
+        (Fill, {"max_weight": math.nan}, "max_weight must be above 0 and finite, got nan"),
+        (Round, {"quorum": 3, "timeout": 1.0}, "quorum must be at most size, 2, got 3"),
+        (Round, {"quorum": 0, "timeout": 1.0}, "quorum must be at least 1, got 0"),
+        (Round, {"quorum": 1}, "quorum= requires timeout="),
+        (Round, {"timeout": math.inf}, "timeout must be seconds, at least 0 and finite, got inf"),
+        (Round, {"member": "me"}, "member must be a function of a call's arguments, got 'me'"),
     ],
 )
 def test_a_policy_that_contradicts_itself_says_so(

@@ -25,8 +25,8 @@ from aiorpc_torch import (
 from aiorpc_torch._batching.queue import close_queues
 
 
-async def turns(count: int = 4) -> None:
-    """Let the loop turn: whatever needs no more than that has happened after."""
+async def iterations(count: int = 4) -> None:
+    """Wait for `count` loop iterations."""
     for _ in range(count):
         await asyncio.sleep(0)
 
@@ -39,8 +39,8 @@ async def outcome(awaitable: Any) -> Any:
         return exc
 
 
-class Doorman:
-    """A body that notes each batch and waits at its gate."""
+class Gated:
+    """A function that notes each batch and waits at its gate."""
 
     def __init__(self) -> None:
         self.batches: list[list[Any]] = []
@@ -104,7 +104,7 @@ async def test_one_list_for_each_parameter() -> None:
 
 
 async def test_positional_only_parameters() -> None:
-    """They are positional for the caller and for the body."""
+    """They are positional for the caller and for the function."""
     assert await Columns().positional(1, b=2) == (1, 2)
     with pytest.raises(TypeError, match=r"Columns\.positional\(\) .*'a'"):
         Columns().positional(a=1, b=2)
@@ -237,7 +237,7 @@ async def test_broadcast_of_an_exception() -> None:
 
 
 @pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
-async def test_a_raising_body_raises_for_each(method: str) -> None:
+async def test_a_raising_function_raises_for_each(method: str) -> None:
     """Distinct exceptions like the one that was raised, which is the cause of all."""
     failing, exc = Failing(), Formatted(503, "busy")
     call = getattr(failing, method)
@@ -259,7 +259,7 @@ STAYS = [
 
 @pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
 @pytest.mark.parametrize("exc", STAYS, ids=repr)
-async def test_whatever_a_body_raises_everybody_is_answered(
+async def test_whatever_a_function_raises_every_caller_is_answered(
     method: str, exc: BaseException
 ) -> None:
     """What would end the caller's task or process arrives as RemoteError, and the queue lives."""
@@ -278,7 +278,7 @@ async def test_whatever_a_body_raises_everybody_is_answered(
 
 @pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
 @pytest.mark.parametrize("exc", [StopIteration(3), StopAsyncIteration(3)], ids=repr)
-async def test_a_body_that_raises_the_end_of_an_iteration(method: str, exc: Exception) -> None:
+async def test_a_function_that_raises_the_end_of_an_iteration(method: str, exc: Exception) -> None:
     """No coroutine can raise it; the callers are told by an error they can catch."""
     got = await asyncio.gather(*(outcome(getattr(Failing(), method)(exc)) for _ in range(2)))
     for each in got:
@@ -308,7 +308,7 @@ class Stubborn(Exception):
 
 @pytest.mark.parametrize("method", ["raise_", "hand_back"])
 async def test_an_exception_that_resists_reaches_its_callers(method: str) -> None:
-    """Nobody is left waiting because an exception's own methods raise."""
+    """No caller is left waiting because an exception's own methods raise."""
     call, exc = getattr(Failing(), method), Stubborn()
     got = await asyncio.wait_for(asyncio.gather(*(outcome(call(exc)) for _ in range(2))), 5.0)
     assert [type(each) for each in got] == [Stubborn] * 2
@@ -318,76 +318,76 @@ async def test_an_exception_that_resists_reaches_its_callers(method: str) -> Non
 # ── when a batch leaves ─────────────────────────────────────────────────────────────────────────
 
 
-async def test_what_one_turn_brings_leaves_together() -> None:
-    """Calls made in one turn of the loop are one batch, though nobody waits for company."""
+async def test_calls_of_one_loop_iteration_share_a_batch() -> None:
+    """Calls made in one loop iteration are one batch, though no call waits for others."""
     columns = Columns()
     await asyncio.gather(*(columns.mixed(n, c=n) for n in range(10)))
     await asyncio.gather(*(columns.mixed(n, c=n) for n in range(4)))
     assert [len(batch[0]) for batch in columns.seen] == [10, 4]
 
 
-async def test_a_batch_forms_while_the_body_is_busy() -> None:
+async def test_a_batch_forms_while_the_function_is_busy() -> None:
     """Members are chosen when the slot is free: who came and who left until then counts."""
-    door = Doorman()
-    first = await door.busy()
-    waiting = [asyncio.create_task(outcome(door.pass_(n))) for n in range(4)]
-    await turns()
+    gated = Gated()
+    first = await gated.busy()
+    waiting = [asyncio.create_task(outcome(gated.pass_(n))) for n in range(4)]
+    await iterations()
     waiting[0].cancel()
     waiting[2].cancel()
-    await turns()
-    late = [asyncio.create_task(outcome(door.pass_(n))) for n in (4, 5)]
-    await turns()
-    assert door.batches == [["first"]]
-    door.gate.set()
+    await iterations()
+    late = [asyncio.create_task(outcome(gated.pass_(n))) for n in (4, 5)]
+    await iterations()
+    assert gated.batches == [["first"]]
+    gated.gate.set()
     await asyncio.gather(first, *waiting, *late, return_exceptions=True)
-    assert door.batches == [["first"], [1, 3, 4], [5]]
+    assert gated.batches == [["first"], [1, 3, 4], [5]]
     assert waiting[0].cancelled()
     assert waiting[3].result() == ("passed", 3)
     assert late[1].result() == ("passed", 5)
 
 
-async def test_a_caller_that_gives_up_in_its_own_turn_never_was() -> None:
-    """Joined and cancelled before the loop turned: no body runs for it."""
-    door = Doorman()
-    ask = asyncio.ensure_future(door.pass_(1))
+async def test_a_call_cancelled_in_its_own_iteration_never_runs() -> None:
+    """Joined and cancelled before the next loop iteration: no function runs for it."""
+    gated = Gated()
+    ask = asyncio.ensure_future(gated.pass_(1))
     ask.cancel()
-    await turns()
-    assert door.batches == []
+    await iterations()
+    assert gated.batches == []
 
 
 async def test_cancelled_while_its_batch_runs() -> None:
-    """The batch runs on for the others, and the place's answer is dropped."""
-    door = Doorman()
-    tasks = [asyncio.create_task(outcome(door.pass_(n))) for n in range(2)]
-    await door.started.wait()
+    """The batch runs on for the others, and its result is dropped."""
+    gated = Gated()
+    tasks = [asyncio.create_task(outcome(gated.pass_(n))) for n in range(2)]
+    await gated.started.wait()
     tasks[0].cancel()
-    await turns()
+    await iterations()
     assert tasks[0].cancelled()
-    door.gate.set()
+    gated.gate.set()
     assert await tasks[1] == ("passed", 1)
-    assert door.batches == [[0, 1]]
+    assert gated.batches == [[0, 1]]
 
 
-async def test_a_cancelled_oldest_gives_its_place_in_a_round_up() -> None:
+async def test_a_cancelled_contributor_leaves_its_round() -> None:
     """A round waits for as many as it was told, not counting who has left."""
-    door = Doorman()
-    early = [asyncio.ensure_future(door.meet(n)) for n in range(2)]
-    await turns()
+    gated = Gated()
+    early = [asyncio.ensure_future(gated.meet(n)) for n in range(2)]
+    await iterations()
     early[0].cancel()
-    later = asyncio.ensure_future(door.meet(2))
-    await turns()
-    assert door.batches == []
-    assert await asyncio.gather(door.meet(3), later, early[1]) == [(1, 2, 3)] * 3
-    assert door.batches == [[1, 2, 3]]
+    later = asyncio.ensure_future(gated.meet(2))
+    await iterations()
+    assert gated.batches == []
+    assert await asyncio.gather(gated.meet(3), later, early[1]) == [(1, 2, 3)] * 3
+    assert gated.batches == [[1, 2, 3]]
 
 
 async def test_rounds_are_of_exactly_their_size() -> None:
     """Seven contributions make two rounds of three, and one that waits."""
-    door = Doorman()
-    tasks = [asyncio.ensure_future(door.meet(n)) for n in range(7)]
+    gated = Gated()
+    tasks = [asyncio.ensure_future(gated.meet(n)) for n in range(7)]
     await asyncio.gather(*tasks[:6])
-    await turns()
-    assert door.batches == [[0, 1, 2], [3, 4, 5]]
+    await iterations()
+    assert gated.batches == [[0, 1, 2], [3, 4, 5]]
     assert not tasks[6].done()
     tasks[6].cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -481,7 +481,7 @@ endings = st.sampled_from(["answer", "answer", "one raises", "all raise", "too f
 def test_every_call_settles_once_with_its_own_answer(
     policy: Fill, moves: list[tuple[float, str]], bodies: list[tuple[float, str]]
 ) -> None:
-    """Whatever comes, gives up and fails when, each gets what is its own, and nobody runs twice."""
+    """Whatever comes, gives up and fails when, each gets its own result, and no call runs twice."""
     batches: list[tuple[list[int], str]] = []
 
     @batched(policy)
@@ -546,7 +546,7 @@ class Named:
 
 
 async def test_each_instance_has_its_own_queue() -> None:
-    """Callers of two objects are never in one batch, and nobody is answered by the other."""
+    """Callers of two objects are never in one batch, and no caller gets the other's result."""
     a, b = Named("a"), Named("b")
     got = await asyncio.gather(a.who(1), b.who(2), a.who(3), Named.who(b, 4))
     assert got == [("a", 2, 1), ("b", 2, 2), ("a", 2, 3), ("b", 2, 4)]
@@ -554,10 +554,10 @@ async def test_each_instance_has_its_own_queue() -> None:
 
 async def test_each_method_has_its_own_queue() -> None:
     """Two batched methods of an object run at once."""
-    door = Doorman()
-    first = await door.busy()
-    assert await asyncio.gather(*(door.meet(n) for n in range(3))) == [(0, 1, 2)] * 3
-    door.gate.set()
+    gated = Gated()
+    first = await gated.busy()
+    assert await asyncio.gather(*(gated.meet(n) for n in range(3))) == [(0, 1, 2)] * 3
+    gated.gate.set()
     await first
 
 
@@ -615,17 +615,17 @@ async def test_instances_are_told_apart_by_identity() -> None:
 
 async def test_an_instance_is_not_kept_alive() -> None:
     """Once used, failed and given up on, it goes when its user lets it go."""
-    door, failing = Doorman(), Failing()
-    first = await door.busy()
-    given_up = asyncio.create_task(outcome(door.pass_(1)))
-    await turns()
+    gated, failing = Gated(), Failing()
+    first = await gated.busy()
+    given_up = asyncio.create_task(outcome(gated.pass_(1)))
+    await iterations()
     given_up.cancel()
-    door.gate.set()
-    await asyncio.gather(first, *(door.meet(n) for n in range(3)))
+    gated.gate.set()
+    await asyncio.gather(first, *(gated.meet(n) for n in range(3)))
     await outcome(failing.raise_(ValueError()))
-    await turns()
-    gone = weakref.ref(door), weakref.ref(failing)
-    del door, failing, first, given_up
+    await iterations()
+    gone = weakref.ref(gated), weakref.ref(failing)
+    del gated, failing, first, given_up
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
 
@@ -653,7 +653,7 @@ async def test_slots_without_weak_references() -> None:
 
 
 async def test_a_plain_def_runs_in_a_thread() -> None:
-    """The loop turns meanwhile, and the thread is none of the loop's."""
+    """The loop goes on meanwhile, and the thread is none of the loop's."""
     inside, release = threading.Event(), threading.Event()
     names: list[str] = []
 
@@ -666,7 +666,7 @@ async def test_a_plain_def_runs_in_a_thread() -> None:
 
     calls = asyncio.gather(work(1), work(2))
     await asyncio.to_thread(inside.wait)
-    await turns()
+    await iterations()
     assert not calls.done()
     release.set()
     assert await calls == [2, 3]
@@ -675,7 +675,7 @@ async def test_a_plain_def_runs_in_a_thread() -> None:
 
 
 async def test_one_batch_at_a_time_in_threads_too() -> None:
-    """The next body starts after the last one has returned."""
+    """The next function starts after the last one has returned."""
     running, most = 0, 0
 
     @batched(max_size=2)
@@ -690,7 +690,7 @@ async def test_one_batch_at_a_time_in_threads_too() -> None:
     assert most == 1
 
 
-# ── a body that awaits itself ───────────────────────────────────────────────────────────────────
+# ── a function that awaits itself ─────────────────────────────────────────────────────────────────
 
 
 class Nested:
@@ -730,7 +730,7 @@ class Nested:
 
 
 @pytest.mark.parametrize("method", ["direct", "in_a_task", "first", "second"])
-async def test_a_body_that_awaits_its_own_queue_raises(method: str) -> None:
+async def test_a_function_that_awaits_its_own_queue_raises(method: str) -> None:
     """It would wait for itself: RuntimeError, directly, in a task, and through a second queue."""
     call = getattr(Nested(), method)
     got = await asyncio.wait_for(asyncio.gather(outcome(call(1)), outcome(call(2))), 10.0)
@@ -741,7 +741,7 @@ async def test_a_body_that_awaits_its_own_queue_raises(method: str) -> None:
 
 
 async def test_after_reentry_the_queue_goes_on() -> None:
-    """A body may catch the error, and later calls are served."""
+    """A function may catch the error, and later calls are served."""
     nested = Nested()
     assert await nested.caught(1) == 1
     assert await asyncio.gather(nested.caught(2), nested.caught(3)) == [2, 3]
@@ -753,8 +753,8 @@ async def test_another_instance_is_no_reentry() -> None:
     assert await asyncio.gather(chain.down(1), chain.down(2)) == [100, 200]
 
 
-async def test_who_was_called_from_a_body_may_call_it_later() -> None:
-    """A task that a body started and did not wait for may join the queue when the batch is over."""
+async def test_who_was_called_from_a_function_may_call_it_later() -> None:
+    """A task that a function left behind may join the queue when the batch is over."""
     later: list[asyncio.Task[int]] = []
     go = asyncio.Event()
 
@@ -807,7 +807,7 @@ def test_a_second_run_after_one_that_was_cut_short() -> None:
 
     async def cut_short() -> None:
         tasks = [asyncio.create_task(outcome(half.f(x))) for x in ("stuck", 1, 2)]
-        await turns()
+        await iterations()
         assert not any(task.done() for task in tasks)
 
     for _ in range(2):
@@ -830,53 +830,53 @@ def loop_on_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
 
 async def test_busy_on_another_loop() -> None:
     """While one loop waits for it, a call from another raises at once; afterwards it is served."""
-    door = Doorman()
-    first = await door.busy()
+    gated = Gated()
+    first = await gated.busy()
 
     async def elsewhere() -> Any:
-        return await door.pass_("elsewhere")
+        return await gated.pass_("elsewhere")
 
     with loop_on_a_thread() as loop:
         call = asyncio.run_coroutine_threadsafe(elsewhere(), loop)
-        with pytest.raises(RuntimeError, match=r"Doorman\.pass_ is busy on another event loop"):
+        with pytest.raises(RuntimeError, match=r"Gated\.pass_ is busy on another event loop"):
             await asyncio.wrap_future(call)
-        door.gate.set()
+        gated.gate.set()
         assert await first == ("passed", "first")
-        await turns()
-        door.gate = asyncio.Event()
-        door.gate.set()
-        door.started = asyncio.Event()
+        await iterations()
+        gated.gate = asyncio.Event()
+        gated.gate.set()
+        gated.started = asyncio.Event()
         call = asyncio.run_coroutine_threadsafe(elsewhere(), loop)
         assert await asyncio.wrap_future(call) == ("passed", "elsewhere")
 
 
 def test_outside_a_loop_and_a_world() -> None:
-    """There is nobody to run the batch, and the error says what to enter."""
+    """There is no loop to run the batch, and the error says what to enter."""
     with pytest.raises(NotServing, match=r"worker\(\) or local_world\(\)"):
         plain(1)
 
 
-async def test_closing_answers_everybody() -> None:
-    """Who runs and who waits gets NotServing, and the body is cancelled; new calls are served."""
-    door = Doorman()
-    calls = [asyncio.create_task(outcome(door.pass_(n))) for n in range(5)]
-    met = asyncio.create_task(outcome(door.meet(1)))
-    await door.started.wait()
+async def test_closing_fails_every_call() -> None:
+    """Waiting and running calls get NotServing; the function is cancelled; new calls are served."""
+    gated = Gated()
+    calls = [asyncio.create_task(outcome(gated.pass_(n))) for n in range(5)]
+    met = asyncio.create_task(outcome(gated.meet(1)))
+    await gated.started.wait()
     await close_queues()
     got = await asyncio.gather(*calls, met)
     assert [type(each) for each in got] == [NotServing] * 6
     assert len({id(each) for each in got}) == 6
-    assert "Doorman.pass_" in str(got[0])
-    assert "Doorman.meet" in str(got[5])
-    assert door.batches == [[0, 1, 2]]
-    door.gate.set()
-    assert await asyncio.wait_for(door.pass_(7), 5.0) == ("passed", 7)
+    assert "Gated.pass_" in str(got[0])
+    assert "Gated.meet" in str(got[5])
+    assert gated.batches == [[0, 1, 2]]
+    gated.gate.set()
+    assert await asyncio.wait_for(gated.pass_(7), 5.0) == ("passed", 7)
 
 
-async def test_closing_does_not_wait_for_a_body_that_will_not_end(
+async def test_closing_does_not_wait_for_a_function_that_will_not_end(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """A body that swallows its cancellation is left behind, with a warning that names it."""
+    """A function that swallows its cancellation is left behind, with a warning that names it."""
     started, end, ended = asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     @batched(max_size=2)
@@ -897,7 +897,7 @@ async def test_closing_does_not_wait_for_a_body_that_will_not_end(
     assert "stubborn did not end" in caplog.text
     end.set()
     await ended.wait()
-    await turns()
+    await iterations()
 
 
 @pytest.mark.parametrize("used_again", [True, False])
@@ -905,37 +905,37 @@ def test_a_loop_that_was_closed_under_a_batch(
     used_again: bool, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing of it reaches the next loop, and its end prints nothing of ours."""
-    door = [Half()]
+    gated = [Half()]
     loop = asyncio.new_event_loop()
 
     async def begin() -> None:
         for item in ("stuck", 1, 2):
-            door[0].f(item)
-        await turns()
+            gated[0].f(item)
+        await iterations()
 
     loop.run_until_complete(begin())
     loop.close()
     if used_again:
-        assert asyncio.run(two_of(door[0])) == [3, 4]
-    door.clear()
+        assert asyncio.run(two_of(gated[0])) == [3, 4]
+    gated.clear()
     gc.collect()
     printed = capfd.readouterr().err
     assert "Exception ignored" not in printed
     assert "Traceback" not in printed
 
 
-async def test_the_context_of_one_caller_is_not_the_bodys() -> None:
-    """A body runs for all its callers, so in none's context."""
+async def test_the_context_of_one_caller_is_not_the_functions() -> None:
+    """A function runs for all its callers, so in none's context."""
     import contextvars
 
-    who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="nobody")
+    who: contextvars.ContextVar[str] = contextvars.ContextVar("who", default="default")
 
     @batched(max_size=10)
     async def ask(items: list[int]) -> list[str]:
         return [who.get()] * len(items)
 
     who.set("caller")
-    assert await ask(1) == "nobody"
+    assert await ask(1) == "default"
 
 
 # ── at the decoration ───────────────────────────────────────────────────────────────────────────
@@ -977,11 +977,11 @@ def test_only_functions_are_batched(thing: Any) -> None:
         ((Fill,), {}, TypeError, "takes a Fill or a Round first"),
         ((Fill(2),), {"max_size": 3}, TypeError, "not both"),
         ((Round(2),), {"max_wait": 1.0}, TypeError, "not both"),
-        ((), {"max_size": 0}, ValueError, "max_size is at least 1"),
-        ((), {"max_size": True}, TypeError, "max_size is a number"),
-        ((), {"max_size": 2.0}, TypeError, "max_size is a number"),
-        ((), {"max_size": 2, "max_wait": -1.0}, ValueError, "max_wait is seconds"),
-        ((), {"max_size": 2, "max_wait": float("nan")}, ValueError, "max_wait is seconds"),
+        ((), {"max_size": 0}, ValueError, "max_size must be at least 1"),
+        ((), {"max_size": True}, TypeError, "max_size must be an int"),
+        ((), {"max_size": 2.0}, TypeError, "max_size must be an int"),
+        ((), {"max_size": 2, "max_wait": -1.0}, ValueError, "max_wait must be seconds"),
+        ((), {"max_size": 2, "max_wait": float("nan")}, ValueError, "max_wait must be seconds"),
         ((), {"max_size": 2, "max_wiat": 1.0}, TypeError, "max_wiat"),
     ],
 )
@@ -995,5 +995,5 @@ def test_a_policy_that_cannot_be(
 
 async def test_a_method_called_without_an_instance() -> None:
     """`Agent.select()` says that it wants one."""
-    with pytest.raises(TypeError, match=r"Named\.who is a method: it is called on an instance"):
+    with pytest.raises(TypeError, match=r"Named\.who is a method: call it on an instance"):
         Named.who()

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, remote
-from aiorpc_torch._client.call import Calling
-from aiorpc_torch._protocol.targets import Method, TypedMethod, check_public
+from aiorpc_torch._client.call import RemoteCall
+from aiorpc_torch._protocol.targets import BoundTarget, MethodTarget, check_public_name
 
 ran: list[str] = []
 
@@ -98,7 +98,7 @@ DATA = {
 
 def past_the_caller(rref: Any, name: Any) -> Any:
     """A call as it would be without the caller's own checks."""
-    return Calling(rref, Method(rref, name), (), {})
+    return RemoteCall(rref, MethodTarget(rref, name), (), {})
 
 
 @pytest.fixture(autouse=True)
@@ -113,10 +113,10 @@ async def test_names_that_are_not_called(world: aiorpc.Worker, name: str) -> Non
     """At the caller with `remote`, and at the callee whatever the caller has sent."""
     guarded = RRef(Guarded())
     if not hasattr(type(remote(guarded)), name):  # `__class__` is that of the proxy itself
-        with pytest.raises(AttributeError, match=r"private|no method's name"):
+        with pytest.raises(AttributeError, match=r"private|not a method name"):
             getattr(remote(guarded), name)
     for _ in range(3):  # as an RRef, as an offer, as a number
-        with pytest.raises(AttributeError, match=r"private|no method's name"):
+        with pytest.raises(AttributeError, match=r"private|not a method name"):
             await past_the_caller(guarded, name)
     assert await remote(guarded).public() == "public"
 
@@ -165,17 +165,17 @@ async def test_typed_calls_of_private_names(world: aiorpc.Worker) -> None:
     guarded = RRef(Guarded())
     with pytest.raises(AttributeError, match="private"):
         await call(guarded, Guarded._private)
-    with pytest.raises(TypeError, match="can be called"):
+    with pytest.raises(TypeError, match="must be callable"):
         call(guarded, Guarded.value)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callable"):
-        await Calling(guarded, TypedMethod(guarded, 5), (), {})  # type: ignore[arg-type]
+        await RemoteCall(guarded, BoundTarget(guarded, 5), (), {})  # type: ignore[arg-type]
 
 
 @given(st.text(max_size=8))
 def test_only_plain_public_names_pass(name: str) -> None:
     """Whatever else there is."""
     if name.isidentifier() and not name.startswith("_"):
-        check_public(name)
+        check_public_name(name)
         return
     with pytest.raises(AttributeError):
-        check_public(name)
+        check_public_name(name)

@@ -17,7 +17,7 @@ from terminals import free_port
 from test_worlds import HERE, program, run
 
 from aiorpc_torch import call
-from aiorpc_torch._torch.thread_state import kept_states
+from aiorpc_torch._torch.thread_state import pinned_state_count
 from aiorpc_torch.testing import world
 
 pytestmark = pytest.mark.worlds
@@ -30,7 +30,7 @@ STATES = 16  # of the last world's threads, which Linux may list for a moment af
 ROW = """
     import ctypes, gc, json, threading
     from aiorpc_torch import call, create, remote
-    from aiorpc_torch._torch.thread_state import kept_states
+    from aiorpc_torch._torch.thread_state import pinned_state_count
 
     class Server:
         def plain(self):
@@ -56,7 +56,7 @@ ROW = """
             "files": len(os.listdir("/proc/self/fd")),
             "threads": len(os.listdir("/proc/self/task")),
             "named": threading.active_count(),
-            "states": kept_states(),
+            "states": pinned_state_count(),
         }
 
     stocks = []
@@ -81,7 +81,7 @@ def test_two_hundred_worlds(tmp_path: Path) -> None:
 
 
 async def test_torch_ends_with_its_world(no_garbage: None) -> None:
-    """Its threads and sockets do not wait for Python's collector of garbage."""
+    """Its threads and sockets end without a garbage collection."""
     seen = []
     for _ in range(3):
         async with world():
@@ -91,13 +91,13 @@ async def test_torch_ends_with_its_world(no_garbage: None) -> None:
 
 
 async def test_worlds_with_children(no_garbage: None) -> None:
-    """Nor does what a parent has of its children stay behind: threads, pipes, sockets, folders."""
+    """A parent keeps no threads, pipes, sockets or folders of its children."""
     await life()
-    before, states = stock(), kept_states()
+    before, states = stock(), pinned_state_count()
     for _ in range(4):
         await life()
     assert stock() == before
-    assert kept_states() <= states + STATES
+    assert pinned_state_count() <= states + STATES
 
 
 # ── at one address ──────────────────────────────────────────────────────────────────────────────
@@ -119,7 +119,7 @@ GUEST = """
 
 
 def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
-    """A process meets there its old peer again, then a fresh one, then a fresh one as rank 0."""
+    """A process meets its old peer again, then a fresh one, then a fresh rank 0."""
     script = program(tmp_path, GUEST)
     address = f"tcp://127.0.0.1:{free_port()}"
     with contextlib.ExitStack() as stack:
@@ -148,12 +148,12 @@ def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
         assert stayer.returncode == 0
 
 
-# ── what there is ───────────────────────────────────────────────────────────────────────────────
+# ── resources ───────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.fixture
 def no_garbage(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
-    """Nothing is collected meanwhile, and folders are this test's own."""
+    """Disable garbage collection, and use a directory for temporary files of this test only."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     gc.collect()
     gc.disable()

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.worlds
 
 
 class Slotted:
-    """Cannot be held weakly, so only torch finds it."""
+    """An object without weak references, so only torch finds it."""
 
     __slots__ = ("value",)
 
@@ -39,7 +39,7 @@ class Slotted:
 
 
 class Plain(Slotted):
-    """The same with weak references."""
+    """An object with weak references."""
 
     __slots__ = ("__weakref__",)
 
@@ -52,7 +52,7 @@ KINDS = pytest.mark.parametrize("kind", [Plain, Slotted])
 
 @pytest.fixture
 def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """Messages, from when it is set on, are taken in when torch has closed its books."""
+    """An event; messages after it is set are accepted after torch has shut down RRefs."""
     waiting, closed = threading.Event(), threading.Event()
     accept, destroy = Server.payload, api._destroy_rref_context  # type: ignore[attr-defined]
 
@@ -95,14 +95,14 @@ async def test_a_call_that_arrives_too_late(
 @KINDS
 @pytest.mark.usefixtures("world")
 async def test_of_ones_own_object(kind: type[Slotted]) -> None:
-    """Made here or by a call, called, and sent to its own object."""
+    """Make an RRef here or by a call, call its object, send the RRef to the object."""
     for rref in (RRef(kind()), await create("main", kind)):
         assert [await remote(rref).add(2), await remote(rref).add(2)] == [2, 4]
         assert await remote(rref).me(rref)
 
 
 async def test_of_a_world_that_was_left() -> None:
-    """It is said where it is used, whoever its owner was; an own object is still at hand."""
+    """Any use raises, whichever its owner; RRefs of own objects still work."""
     async with world(["a"]):
         there, here = await create("a", Counter), await create("main", Counter)
         assert [await remote(there).add(2), await remote(here).add(2)] == [2, 2]
@@ -135,7 +135,7 @@ async def test_of_ours_among_fresh_processes(kind: type[Slotted]) -> None:
 
 
 async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFixture[str]) -> None:
-    """Whoever owns it, and however it came to who uses it; and the end is silent."""
+    """Any owner, any path to the user of the RRef; the world ends without output."""
     async with world([]):
         pass
     async with world(["a", "b"]):
@@ -181,7 +181,7 @@ AGAIN = """
 
 
 def test_objects_of_workers_that_enter_again(tmp_path: Path) -> None:
-    """Are made, called, passed on and sent back, in the third world as in the first."""
+    """They are made, called, passed on and sent back, in the third world as in the first."""
     path, where = program(tmp_path, AGAIN), f"file://{tmp_path}/store"
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(started(path, str(rank), where)) for rank in range(3)]

@@ -18,8 +18,8 @@ from actors import Counter
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, Stats, batched, call, remote, stats
-from aiorpc_torch._aio.tasks import SLOW
-from aiorpc_torch._batching.stats import new_tally
+from aiorpc_torch._aio.tasks import SLOW_STEP
+from aiorpc_torch._batching.stats import new_counters
 from aiorpc_torch._client import pool
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch.testing import Gate
@@ -41,7 +41,7 @@ async def test_a_fresh_world_has_done_nothing() -> None:
 
 
 async def test_calls_and_messages() -> None:
-    """Calls made here and served here; those of one turn share messages."""
+    """Calls made here and served here; those of one loop iteration share messages."""
     rref = RRef(Counter())
     await remote(rref).aadd()
     one = stats()
@@ -91,20 +91,20 @@ async def until(condition: Any) -> None:
 
 
 async def test_unsent_in_a_turn() -> None:
-    """What the turn has called and not yet sent."""
+    """Calls that the loop iteration has made and not yet sent."""
     gate = RRef(Gate())
     waiting = [asyncio.create_task(remote(gate).passed()) for _ in range(5)]
     await asyncio.sleep(0)
     now = stats()
     assert now.in_flight == 5
-    assert now.unsent >= 4, "only the first leaves at once, the rest at the end of the turn"
+    assert now.unsent >= 4, "only the first leaves at once, the rest at the end of the iteration"
     await remote(gate).open()
     await asyncio.gather(*waiting)
     assert stats().unsent == 0
 
 
 async def test_late_answers() -> None:
-    """A def cannot be stopped: what it returns to nobody is counted."""
+    """A def cannot be stopped: a result without a waiting caller is counted."""
     blocker = Blocker()
     rref = RRef(blocker)
     cancelled = asyncio.create_task(remote(rref).block())
@@ -141,12 +141,12 @@ class Waiting:
 
 
 def count_function(kept: list[Any]) -> None:
-    kept.append(new_tally("test_seeing.unused", 2))
+    kept.append(new_counters("test_seeing.unused", 2))
 
 
 def count_queue(kept: list[Any]) -> None:
     if not kept:
-        kept.append(new_tally("test_seeing.waits", 2))
+        kept.append(new_counters("test_seeing.waits", 2))
     kept.append(Waiting())
     kept[0].queues.add(kept[-1])
 
@@ -156,18 +156,18 @@ numbers = itertools.count()
 
 def count_reason(kept: list[Any]) -> None:
     while len(kept) < 3:
-        kept.append(new_tally("test_seeing.counted", 2))
-    for tally in kept:
-        tally.left(f"reason {next(numbers)}", [1.0])
+        kept.append(new_counters("test_seeing.counted", 2))
+    for counters in kept:
+        counters.count_batch(f"reason {next(numbers)}", [1.0])
 
 
-def count_link(kept: list[Any]) -> None:
-    outbox = pool.current()
+def count_loop(kept: list[Any]) -> None:
+    connections = pool.current()
     kept.append(asyncio.AbstractEventLoop())
-    outbox._links[id(kept[-1])] = weakref.ref(kept[-1]), {}
+    connections._by_loop[id(kept[-1])] = weakref.ref(kept[-1]), {}
 
 
-@pytest.mark.parametrize("count", [count_function, count_queue, count_reason, count_link])
+@pytest.mark.parametrize("count", [count_function, count_queue, count_reason, count_loop])
 async def test_stats_in_any_thread(count: Callable[[list[Any]], None]) -> None:
     """Functions, queues, reasons and loops that call may come and go between any two lines."""
     kept: list[Any] = []
@@ -194,7 +194,7 @@ async def test_stats_in_any_thread(count: Callable[[list[Any]], None]) -> None:
 
     assert isinstance(await asyncio.to_thread(look), Stats)
     for each in kept:  # loops that never ran: nothing of theirs can be closed
-        pool.current()._links.pop(id(each), None)
+        pool.current()._by_loop.pop(id(each), None)
     assert steps > 10
 
 
@@ -267,9 +267,9 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in found if record.levelno == logging.WARNING]
 
 
-async def test_who_holds_the_loop_is_named(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_that_block_the_loop_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Methods, generators and batches: each once, with how long, and what to do."""
-    assert SLOW == 0.1
+    assert SLOW_STEP == 0.1
     rref = RRef(Holder())
     await remote(rref).hold()
     with pytest.raises(LookupError):
@@ -288,7 +288,7 @@ async def test_who_holds_the_loop_is_named(caplog: pytest.LogCaptureFixture) -> 
         assert "plain `def`" in text
 
 
-async def test_who_only_waits_is_not(caplog: pytest.LogCaptureFixture) -> None:
+async def test_calls_that_only_wait_are_not_named(caplog: pytest.LogCaptureFixture) -> None:
     """However long; nor is who holds a thread."""
     rref = RRef(Holder())
     await asyncio.gather(
@@ -309,15 +309,15 @@ async def test_reprs() -> None:
     gate = RRef(Gate())
     waiting = [asyncio.create_task(remote(gate).passed()) for _ in range(3)]
     await remote(gate).entered()
-    link = pool.current().link("main")
-    assert repr(link).startswith("<Connection to main, open: 3 waiting, <SendState open, 0 ")
-    assert repr(pool.current()) == f"<Outbox of main: [{link!r}]>"
-    assert repr(endpoints.serving()).startswith("<Server main: 3 running, <Runner ")
+    connection = pool.current().connection("main")
+    assert repr(connection).startswith("<Connection to main, open: 3 waiting, <SendState open, 0 ")
+    assert repr(pool.current()) == f"<ConnectionPool of main: [{connection!r}]>"
+    assert repr(endpoints.serving()).startswith("<Server main: 3 running, <Executor ")
     assert repr(stats()).startswith("Stats(calls=4, in_flight=3, unsent=0, messages=")
     stream = aiter(call("main", actors.count, 1))
-    assert repr(stream).startswith("<stream of Function(function=<function count at ")
+    assert repr(stream) == "<stream of count>"
     assert [item async for item in stream] == [0]
     called = remote(gate).open()
-    assert repr(called).startswith("<call of Method(")
+    assert repr(called) == "<call of open>"
     await called
     await asyncio.gather(*waiting)

@@ -40,7 +40,7 @@ STUBBORN = """
 
 
 def processes(parent: "subprocess.Popen[str]", count: int = 3) -> list[psutil.Process]:
-    """Those that said that they are there."""
+    """Return the processes that wrote their pid."""
     assert parent.stdout is not None
     return [psutil.Process(int(parent.stdout.readline().split()[1])) for _ in range(count)]
 
@@ -59,10 +59,10 @@ BACKGROUND = """
 @pytest.mark.parametrize(
     ("whom", "how"), [("parent", ""), ("all", ""), ("parent", BACKGROUND)], ids=["one", "all", "&"]
 )
-def test_sigterm_is_orderly(tmp_path: Path, whom: str, how: str) -> None:
+def test_sigterm_is_graceful(tmp_path: Path, whom: str, how: str) -> None:
     """To the parent alone, or to all as systemd does: code 143, in two seconds, no traceback.
 
-    What a script starts in the background has Ctrl-C ignored, and is stopped in no other way.
+    A script's background process ignores Ctrl-C, so SIGTERM is the only way to stop it.
     """
     with started(program(tmp_path, how + PATIENT)) as parent:
         found = processes(parent)
@@ -78,7 +78,7 @@ def test_sigterm_is_orderly(tmp_path: Path, whom: str, how: str) -> None:
 
 
 def test_sigterm_of_one_worker(tmp_path: Path) -> None:
-    """Its peer is told; its own clean-up runs, and its exit code says what it was."""
+    """Its peer gets WorkerLost; its own clean-up runs, and its exit code is 143."""
     path = program(
         tmp_path,
         """
@@ -110,7 +110,7 @@ def test_sigterm_of_one_worker(tmp_path: Path) -> None:
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
-    """Whatever the program does with the first: its children are gone too."""
+    """Also if the program ignores the first: its children are gone too."""
     with started(program(tmp_path, STUBBORN)) as parent:
         found = processes(parent)
         assert parent.stdout is not None
@@ -126,7 +126,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
 
 
 def test_a_programs_own_handlers_stay(tmp_path: Path) -> None:
-    """Who handles a signal itself goes on doing so; afterwards all is as it was."""
+    """A program's own handler stays; afterwards all handlers are as before."""
     path = program(
         tmp_path,
         """
@@ -149,7 +149,7 @@ def test_a_programs_own_handlers_stay(tmp_path: Path) -> None:
 
 
 def test_a_world_in_a_thread() -> None:
-    """Signals are the main thread's: elsewhere nothing is touched."""
+    """Signals belong to the main thread: in others no handler is changed."""
     before = signal.getsignal(signal.SIGTERM)
     seen = []
 
@@ -164,7 +164,7 @@ def test_a_world_in_a_thread() -> None:
 
 
 def test_a_world_that_is_never_left(tmp_path: Path) -> None:
-    """The program ends all the same: no "terminate called", no abort."""
+    """The program ends, without "terminate called" or an abort."""
     path = program(
         tmp_path,
         """
@@ -221,8 +221,8 @@ BUSY = """
 
 
 @pytest.mark.parametrize("seconds", [1.2, 3600])
-def test_a_backward_that_nobody_waits_for(tmp_path: Path, seconds: float) -> None:
-    """It is at work in a thread of torch's when its world and the process end: no abort."""
+def test_a_backward_without_a_caller(tmp_path: Path, seconds: float) -> None:
+    """It runs in a thread of torch when the process ends: no abort."""
     with started(program(tmp_path, BUSY), str(seconds)) as process:
         said, errors = process.communicate(timeout=40)
     assert (process.returncode, said) == (1, "")

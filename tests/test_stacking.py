@@ -1,4 +1,4 @@
-"""Nests of tensors, stacked and split again: as values, and through `@batched(..., stack=True)`."""
+"""Trees of tensors, stacked and split again: as values, and through `@batched(..., stack=True)`."""
 
 import asyncio
 from collections.abc import Callable
@@ -8,13 +8,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
-from doors import arrived, asks, new_door, settled
+from doors import arrived, asks, new_gated, settled
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._batching.collate import Here, is_structure, kind_of, rows_of, stack
+from aiorpc_torch._batching.collate import DefaultCollator, collate, collate_key, uncollate
+from aiorpc_torch._torch.tree import children
 
 
 @dataclass
@@ -30,22 +31,22 @@ class Pair(NamedTuple):
 
 @dataclass
 class Derived:
-    """A field that nobody passes in."""
+    """A field that is not passed in."""
 
     frame: Any
     size: float = field(default=1.0, init=False)
 
 
-def parts_of(nest: Any) -> dict[Any, Any] | None:
-    if isinstance(nest, dict):
-        return nest
-    if isinstance(nest, Seen):
-        return vars(nest)
-    return dict(enumerate(nest)) if isinstance(nest, tuple | list) else None
+def parts_of(tree: Any) -> dict[Any, Any] | None:
+    if isinstance(tree, dict):
+        return tree
+    if isinstance(tree, Seen):
+        return vars(tree)
+    return dict(enumerate(tree)) if isinstance(tree, tuple | list) else None
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two nests have equal structure and numbers, be these tensors or not."""
+    """Whether two trees have equal structure and numbers, be these tensors or not."""
     mine, theirs = parts_of(a), parts_of(b)
     if mine is None or theirs is None:
         return bool(torch.equal(torch.as_tensor(a), torch.as_tensor(b)))
@@ -54,9 +55,9 @@ def same(a: Any, b: Any) -> bool:
     )
 
 
-def tensors_in(nest: Any) -> list[Tensor]:
-    parts = parts_of(nest)
-    return [nest] if parts is None else [t for part in parts.values() for t in tensors_in(part)]
+def tensors_in(tree: Any) -> list[Tensor]:
+    parts = parts_of(tree)
+    return [tree] if parts is None else [t for part in parts.values() for t in tensors_in(part)]
 
 
 def owns(tensor: Tensor) -> bool:
@@ -107,30 +108,30 @@ def grown(
     )
 
 
-nests = st.recursive(leaves(), grown, max_leaves=6)
+trees = st.recursive(leaves(), grown, max_leaves=6)
 
 
-@given(nests, st.integers(1, 5), st.sampled_from([None, "cpu", torch.device("cpu")]))
+@given(trees, st.integers(1, 5), st.sampled_from([None, "cpu", torch.device("cpu")]))
 def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device: Any) -> None:
-    """`rows_of(stack(values))` equals the values, structure and all."""
+    """`uncollate(collate(values))` equals the values, structure and all."""
     values = [make(n) for n in range(size)]
-    assert len({kind_of(value) for value in values}) == 1
-    stacked = stack(values, Here(device))
-    assert is_structure(stacked) == is_structure(values[0])
+    assert len({collate_key(value) for value in values}) == 1
+    stacked = collate(values, DefaultCollator(device))
+    assert (children(stacked) is None) == (children(values[0]) is None)
     for tensor in tensors_in(stacked):
         assert len(tensor) == size
-    rows = rows_of(stacked)
+    rows = uncollate(stacked)
     assert rows is not None
     assert len(rows) == size
     for value, row in zip(values, rows, strict=True):
         assert same(value, row)
 
 
-@given(nests, st.integers(1, 5))
+@given(trees, st.integers(1, 5))
 def test_a_row_drags_nothing_along(make: Callable[[int], Any], size: int) -> None:
     """Its tensors own their storage, share none, and can be changed in place."""
-    stacked = stack([make(n) for n in range(size)], Here())
-    rows = rows_of(stacked) or []
+    stacked = collate([make(n) for n in range(size)], DefaultCollator())
+    rows = uncollate(stacked) or []
     tensors = [tensor for row in rows for tensor in tensors_in(row)]
     assert all(map(owns, tensors))
     places = [tensor.data_ptr() for tensor in (*tensors, *tensors_in(stacked)) if tensor.numel()]
@@ -139,14 +140,14 @@ def test_a_row_drags_nothing_along(make: Callable[[int], Any], size: int) -> Non
         tensor.zero_()
 
 
-@given(nests, nests)
-def test_of_one_kind_is_what_stacks(a: Callable[[int], Any], b: Callable[[int], Any]) -> None:
+@given(trees, trees)
+def test_of_one_key_is_what_collates(a: Callable[[int], Any], b: Callable[[int], Any]) -> None:
     """Equal kinds stack, and come back as they were; a kind says nothing of values."""
     first, second = a(1), b(2)
-    assert kind_of(first) == kind_of(a(3))
-    assert hash(kind_of(first)) == hash(kind_of(a(3)))
-    if kind_of(first) == kind_of(second):
-        rows = rows_of(stack([first, second], Here())) or []
+    assert collate_key(first) == collate_key(a(3))
+    assert hash(collate_key(first)) == hash(collate_key(a(3)))
+    if collate_key(first) == collate_key(second):
+        rows = uncollate(collate([first, second], DefaultCollator())) or []
         assert same(first, rows[0])
         assert same(second, rows[1])
 
@@ -181,9 +182,9 @@ DIFFERENT: list[Any] = [
 ]
 
 
-def test_kinds_that_differ() -> None:
+def test_keys_that_differ() -> None:
     """No two of these stack."""
-    assert len({kind_of(value) for value in DIFFERENT}) == len(DIFFERENT)
+    assert len({collate_key(value) for value in DIFFERENT}) == len(DIFFERENT)
 
 
 @pytest.mark.parametrize(
@@ -204,7 +205,7 @@ def test_kinds_that_differ() -> None:
 def test_what_cannot_be_stacked(value: Any, what: str) -> None:
     """The error names the class of what is in the way, however deep it is."""
     with pytest.raises(TypeError, match=f"^{what} cannot be stacked"):
-        kind_of(value)
+        collate_key(value)
 
 
 # Each with what it must not be in one batch with, if it does not stack itself.
@@ -217,14 +218,14 @@ HALF_WAY: dict[str, tuple[Any, Any]] = {
 
 
 @pytest.mark.parametrize(("odd", "usual"), HALF_WAY.values(), ids=HALF_WAY)
-def test_what_has_a_kind_can_be_stacked(odd: Any, usual: Any) -> None:
+def test_what_has_a_key_can_be_stacked(odd: Any, usual: Any) -> None:
     """Or it has none, or another than those that can."""
     try:
-        kind = kind_of(odd)
+        kind = collate_key(odd)
     except TypeError:
         return
-    if kind == kind_of(usual):
-        stack([usual, odd], Here())
+    if kind == collate_key(usual):
+        collate([usual, odd], DefaultCollator())
 
 
 def test_an_array_that_cannot_be_written() -> None:
@@ -234,7 +235,7 @@ def test_an_array_that_cannot_be_written() -> None:
     # reads it.
     torch.set_warn_always(True)
     try:
-        assert stack([array], Here()).tolist() == [[1.0] * 3]
+        assert collate([array], DefaultCollator()).tolist() == [[1.0] * 3]
     finally:
         torch.set_warn_always(False)
 
@@ -259,12 +260,12 @@ def test_an_array_that_cannot_be_written() -> None:
 )
 def test_what_has_no_rows(value: Any) -> None:
     """Not even a number in it, nor columns of different lengths."""
-    assert rows_of(value) is None
+    assert uncollate(value) is None
 
 
-def test_rows_of_what_torch_returns() -> None:
+def test_uncollate_what_torch_returns() -> None:
     """Named results of torch's own functions are tuples of columns."""
-    rows = rows_of(torch.tensor([[1.0, 5.0], [7.0, 3.0]]).max(1))
+    rows = uncollate(torch.tensor([[1.0, 5.0], [7.0, 3.0]]).max(1))
     assert rows is not None
     assert [(row.values.item(), row.indices.item()) for row in rows] == [(5.0, 1), (7.0, 0)]
 
@@ -274,7 +275,7 @@ def test_a_row_of_a_network_output(inference: bool) -> None:
     """With its gradients, and in place, where autograd forbids to change a view of many."""
     net = torch.nn.Linear(3, 2)
     with torch.inference_mode(inference):
-        rows = rows_of(net(torch.ones(4, 3)))
+        rows = uncollate(net(torch.ones(4, 3)))
     assert rows is not None
     assert all(map(owns, rows))
     if not inference:
@@ -287,12 +288,12 @@ def test_a_row_of_a_network_output(inference: bool) -> None:
 
 
 @pytest.fixture
-def door(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
-    """`new_door`, in a world of one."""
-    return new_door
+def gated(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
+    """`new_gated`, in a world of one."""
+    return new_gated
 
 
-NESTS: dict[str, Callable[[int], Any]] = {
+TREES: dict[str, Callable[[int], Any]] = {
     "tensors": lambda n: torch.full((2, 3), n),
     "large tensors": lambda n: torch.full((300, 300), float(n)),
     "arrays": lambda n: np.full((3,), n, "float32"),
@@ -306,14 +307,14 @@ NESTS: dict[str, Callable[[int], Any]] = {
 }
 
 
-@pytest.mark.parametrize("make", NESTS.values(), ids=NESTS)
+@pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("device", [None, "cpu"])
-async def test_a_stacked_body_gets_and_returns_nests(
-    door: Any, make: Callable[[int], Any], device: str | None
+async def test_a_stacked_function_gets_and_returns_trees(
+    gated: Any, make: Callable[[int], Any], device: str | None
 ) -> None:
-    """One nest with the batch as first dimension; what it returns is split in the same way."""
-    made, far = door(
-        max_size=3, max_wait=1000.0, stack=True, device=device, answer=lambda nest: nest
+    """One tree with the batch as first dimension; what it returns is split in the same way."""
+    made, far = gated(
+        max_size=3, max_wait=1000.0, stack=True, device=device, answer=lambda tree: tree
     )
     if isinstance(make(0), list):  # of a body's, one result for each
         made.answer = tuple
@@ -331,7 +332,7 @@ async def test_a_stacked_body_gets_and_returns_nests(
 RESULTS: dict[str, Callable[[Tensor], Any]] = {
     "a tensor": lambda x: x,
     "views": lambda x: {"t": x.transpose(1, 2), "s": x[:, ::2], "e": x[:, :1].expand(-1, 5, -1)},
-    "a nest": lambda x: {"a": {"b": x}, "c": x.sum((1, 2))},
+    "a tree": lambda x: {"a": {"b": x}, "c": x.sum((1, 2))},
     "a dataclass": lambda x: Seen(x, x[:, 0, 0]),
 }
 
@@ -340,10 +341,10 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 @pytest.mark.parametrize("size", [3, 200])
 @pytest.mark.parametrize("stacked", [True, False])
 async def test_each_callers_row_is_its_own(
-    door: Any, answer: Callable[[Tensor], Any], size: int, stacked: bool
+    gated: Any, answer: Callable[[Tensor], Any], size: int, stacked: bool
 ) -> None:
-    """Of tensors and nests of them: a row keeps no batch alive, and may be changed in place."""
-    made, far = door(
+    """Of tensors and trees of them: a row keeps no batch alive, and may be changed in place."""
+    made, far = gated(
         max_size=4,
         stack=stacked,
         answer=lambda items: answer(items if stacked else torch.stack(items)),
@@ -358,9 +359,9 @@ async def test_each_callers_row_is_its_own(
                 row.add_(1)
 
 
-async def test_shapes_that_differ_are_batches_of_their_own(door: Any) -> None:
+async def test_shapes_that_differ_are_batches_of_their_own(gated: Any) -> None:
     """They do not hold each other up, whatever it is that differs."""
-    made, far = door(max_size=2, max_wait=1000.0, stack=True)
+    made, far = gated(max_size=2, max_wait=1000.0, stack=True)
     x = torch.zeros(2)
     kinds: list[Any] = [x, torch.zeros(3), x.int(), {"a": x}, {"b": x}, (x,), [x], 1, 1.0, True]
     lonely = asks(far, *kinds[:-1])
@@ -372,18 +373,18 @@ async def test_shapes_that_differ_are_batches_of_their_own(door: Any) -> None:
 
 
 @pytest.mark.parametrize("bad", ["text", None, {1, 2}, {"x": [torch.zeros(1), "text"]}], ids=repr)
-async def test_what_cannot_be_stacked_is_its_callers_alone(door: Any, bad: Any) -> None:
+async def test_what_cannot_be_stacked_is_its_callers_alone(gated: Any, bad: Any) -> None:
     """A TypeError at the call."""
-    _, far = door(max_size=3, max_wait=0.01, stack=True)
+    _, far = gated(max_size=3, max_wait=0.01, stack=True)
     got = await settled(*asks(far, torch.zeros(2), bad, torch.ones(2)))
     assert type(got[1]) is TypeError
     assert "cannot be stacked" in str(got[1])
     assert [each.tolist() for each in (got[0], got[2])] == [[0.0, 0.0], [1.0, 1.0]]
 
 
-async def test_a_number_that_no_tensor_holds_is_its_callers_alone(door: Any) -> None:
+async def test_a_number_that_no_tensor_holds_is_its_callers_alone(gated: Any) -> None:
     """As with anything else that cannot be stacked."""
-    _, far = door(max_size=2, max_wait=0.01, stack=True)
+    _, far = gated(max_size=2, max_wait=0.01, stack=True)
     got = await settled(*asks(far, 1, 2**70))
     assert type(got[1]) is TypeError
     assert got[0] == 1

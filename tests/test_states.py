@@ -1,4 +1,4 @@
-"""Python's states of threads that Python did not start: kept while they live, and no longer."""
+"""Pinned Python states of threads that Python did not start: freed when the threads have ended."""
 
 import ctypes
 import threading
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from aiorpc_torch._torch import thread_state
-from aiorpc_torch._torch.thread_state import give_back, keep_state
+from aiorpc_torch._torch.thread_state import free_dead_thread_states, pin_thread_state
 
 SOON = 10.0  # seconds after which something will never happen
 
@@ -38,11 +38,11 @@ class Python(threading.Thread):
 
 
 class Mark:
-    """Is there as long as the state of the thread that holds it."""
+    """A thread-local object: it lives as long as the state of its thread."""
 
 
 class Life:
-    """A thread that keeps its state, twice, and waits for the gate."""
+    """A thread that pins its state, twice, and waits for the gate."""
 
     def __init__(self, kind: type[Foreign] | type[Python]) -> None:
         self.gate, self.kept = threading.Event(), threading.Event()
@@ -51,8 +51,8 @@ class Life:
         assert self.kept.wait(SOON)
 
     def _live(self) -> None:
-        keep_state()
-        keep_state()
+        pin_thread_state()
+        pin_thread_state()
         self.local.mark = mark = Mark()
         self.mark = weakref.ref(mark)
         self.kept.set()
@@ -66,68 +66,68 @@ class Life:
 _others = [0]  # states of threads that other tests have left alive in this process
 
 
-def kept_states() -> int:
-    return thread_state.kept_states() - _others[0]
+def pinned_states() -> int:
+    return thread_state.pinned_state_count() - _others[0]
 
 
 @pytest.fixture(autouse=True)
 def _clean() -> Iterator[None]:
-    give_back()
-    _others[0] = thread_state.kept_states()
+    free_dead_thread_states()
+    _others[0] = thread_state.pinned_state_count()
     yield
     end = time.monotonic() + SOON
-    while kept_states() and time.monotonic() < end:  # a joined thread is not quite gone yet
-        give_back()
-    assert kept_states() == 0
+    while pinned_states() and time.monotonic() < end:  # a joined thread is not quite gone yet
+        free_dead_thread_states()
+    assert pinned_states() == 0
 
 
-def test_a_state_is_kept_until_its_thread_has_ended() -> None:
-    """And with it what is thread-local; then both are freed, when that is asked for."""
+def test_a_state_is_pinned_until_its_thread_has_ended() -> None:
+    """Also what is thread-local; `free_dead_thread_states` then frees both."""
     lives = [Life(Foreign) for _ in range(5)]
-    give_back()
-    assert kept_states() == 5
+    free_dead_thread_states()
+    assert pinned_states() == 5
     for life in lives[:3]:
         life.end()
     assert all(life.mark() is not None for life in lives)
-    give_back()
+    free_dead_thread_states()
     assert [life.mark() is None for life in lives] == [True, True, True, False, False]
-    assert kept_states() == 2
+    assert pinned_states() == 2
     for life in lives[3:]:
         life.end()
-    give_back()
+    free_dead_thread_states()
     assert not any(life.mark() for life in lives)
 
 
 def test_python_frees_the_states_of_its_own_threads() -> None:
-    """A torch future may be done in one of those: nothing is freed twice."""
+    """A torch future may complete in such a thread: nothing is freed twice."""
     for _ in range(20):
         lives = [Life(kind) for kind in (Python, Foreign, Python)]
         for life in lives:
             life.end()
         assert [life.mark() is None for life in lives] == [True, False, True]
-        give_back()
+        free_dead_thread_states()
         assert lives[1].mark() is None
 
 
 def test_a_state_is_freed_once() -> None:
-    """However many threads give back at a time."""
+    """Several threads may free states at once."""
     lives = [Life(Foreign) for _ in range(20)]
     for life in lives:
         life.end()
-    threads = [threading.Thread(target=give_back) for _ in range(4)]
+    threads = [threading.Thread(target=free_dead_thread_states) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert kept_states() == 0
+    assert pinned_states() == 0
     assert not any(life.mark() for life in lives)
 
 
-def test_the_thread_that_gives_back_goes_on() -> None:
-    """It may call C that asks for its state: in Python 3.12 that would be the one that is gone."""
+def test_the_thread_that_frees_states_keeps_its_own() -> None:
+    """C code there may ask for its state; in Python 3.12 a deletion in that thread forgets it."""
     life = Life(Foreign)
     life.end()
-    give_back()
+    free_dead_thread_states()
     seen: list[int] = []
     ctypes.CFUNCTYPE(None, ctypes.c_int)(seen.append)(1)  # as a thread of C's calls in
     assert seen == [1]

@@ -1,4 +1,4 @@
-"""The steps of a coroutine, timed: it behaves as if untimed, and who holds the loop is named."""
+"""`warn_if_blocking` and `StepContext`: transparent, and a slow step is logged."""
 
 import asyncio
 import contextlib
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._aio import tasks
-from aiorpc_torch._aio.tasks import SLOW, Within, timed
+from aiorpc_torch._aio.tasks import SLOW_STEP, StepContext, warn_if_blocking
 
 
 class Clock:
@@ -36,8 +36,8 @@ def _at_warning(caplog: pytest.LogCaptureFixture) -> None:
 
 
 async def awaited(coroutine: Any, name: str) -> Any:
-    """As a task wants it: from Python 3.12 on a generator is none, whatever it is marked as."""
-    return await timed(coroutine, name)
+    """Make a coroutine for a task: from Python 3.12 on, a marked generator is none."""
+    return await warn_if_blocking(coroutine, name)
 
 
 @coroutine
@@ -67,7 +67,7 @@ def test_values_go_in_and_out() -> None:
     async def method() -> list[Any]:
         return [await pause("first"), await pause("second"), await pause()]
 
-    assert run(timed(method(), "m"), 1, 2, 3) == (["first", "second", None], [1, 2, 3])
+    assert run(warn_if_blocking(method(), "m"), 1, 2, 3) == (["first", "second", None], [1, 2, 3])
 
 
 def test_without_a_step() -> None:
@@ -76,7 +76,7 @@ def test_without_a_step() -> None:
     async def method() -> str:
         return "value"
 
-    assert run(timed(method(), "m")) == ([], "value")
+    assert run(warn_if_blocking(method(), "m")) == ([], "value")
 
 
 async def test_on_a_loop() -> None:
@@ -101,7 +101,7 @@ def test_what_it_raises(exc: BaseException) -> None:
         await pause()
         raise exc
 
-    steps = timed(method(), "m")
+    steps = warn_if_blocking(method(), "m")
     steps.send(None)
     with pytest.raises(type(exc)) as caught:
         steps.send(None)
@@ -120,7 +120,7 @@ def test_what_is_thrown_in() -> None:
             seen.append(exc)
         return await pause("after")
 
-    steps = timed(method(), "m")
+    steps = warn_if_blocking(method(), "m")
     steps.send(None)
     thrown = ValueError("in")
     assert steps.throw(thrown) == "after"
@@ -179,7 +179,7 @@ def test_close_closes_the_coroutine() -> None:
         finally:
             seen.append("finally")
 
-    steps = timed(method(), "m")
+    steps = warn_if_blocking(method(), "m")
     steps.send(None)
     steps.close()
     assert seen == ["exit", "finally"]
@@ -196,21 +196,21 @@ def test_a_slow_step_is_named(clock: Clock, caplog: pytest.LogCaptureFixture) ->
         await pause()
         clock.now += 1.5
 
-    run(timed(method(), "Policy.act"), None)
+    run(warn_if_blocking(method(), "Policy.act"), None)
     assert len(caplog.messages) == 2
     assert caplog.messages[0].startswith("Policy.act held the event loop for 0.25 s")
     assert caplog.messages[1].startswith("Policy.act held the event loop for 1.50 s")
 
 
 def test_quick_steps_and_waiting_are_not(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """Neither many quick steps nor a long wait hold the loop."""
+    """Neither many quick steps nor a long wait is slow."""
 
     async def method() -> None:
         for _ in range(10):
-            clock.now += 0.9 * SLOW
+            clock.now += 0.9 * SLOW_STEP
             await pause()
 
-    steps = timed(method(), "m")
+    steps = warn_if_blocking(method(), "m")
     for _ in range(10):
         steps.send(None)
         clock.now += 100
@@ -233,7 +233,7 @@ def test_a_slow_last_step_is_named(
             if end == "raises":
                 raise KeyError
 
-    steps = timed(method(), "m")
+    steps = warn_if_blocking(method(), "m")
     steps.send(None)
     with pytest.raises((KeyError, StopIteration, ZeroDivisionError)):
         steps.throw(ZeroDivisionError()) if end == "is thrown at" else steps.send(None)
@@ -245,7 +245,7 @@ def test_a_slow_last_step_is_named(
 
 @pytest.fixture
 def inside() -> tuple[list[str], Any]:
-    """What has happened, and what steps are to be inside of."""
+    """Return a log of events, and a context manager that adds to it."""
     happened: list[str] = []
 
     @contextlib.contextmanager
@@ -260,7 +260,7 @@ def inside() -> tuple[list[str], Any]:
 
 
 async def test_each_step_is_inside_and_no_wait(inside: tuple[list[str], Any]) -> None:
-    """What belongs to a thread is not there for others while the coroutine waits."""
+    """State of the thread is not visible to others while the coroutine waits."""
     happened, around = inside
 
     async def body() -> str:
@@ -276,7 +276,7 @@ async def test_each_step_is_inside_and_no_wait(inside: tuple[list[str], Any]) ->
         raise LookupError
 
     async def whole() -> str:
-        return await Within(around, body())
+        return await StepContext(around, body())
 
     task = asyncio.create_task(whole())
     while not task.done():
@@ -300,7 +300,7 @@ async def test_what_it_raises_inside(
             raise end from None
 
     async def whole() -> None:
-        await Within(around, body())
+        await StepContext(around, body())
 
     task = asyncio.create_task(whole())
     await asyncio.sleep(0)

@@ -26,7 +26,7 @@ from aiorpc_torch import (
     create,
     remote,
 )
-from aiorpc_torch._server.stream_writer import CREDIT, price
+from aiorpc_torch._protocol.window import INITIAL_CREDIT, credit_cost
 from aiorpc_torch.testing import Gate, world
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -38,18 +38,18 @@ ENDLESS = 1_000_000
 
 
 async def streams(worker: str = "main") -> Any:
-    """Every kind of stream, and what can be asked about them."""
+    """Generators of every kind, and counters of them."""
     return await create(worker, Streams)
 
 
 async def closed(rref: Any) -> int:
-    """Wait until a generator has ended; how often one was cancelled."""
+    """Wait until a generator has ended; return how often one was cancelled."""
     async with asyncio.timeout(10.0):
         return await remote(rref).closed()
 
 
 async def take(stream: Any, number: int) -> list[Any]:
-    """The next items."""
+    """Return the next items."""
     return [await anext(stream) for _ in range(number)]
 
 
@@ -58,23 +58,23 @@ async def take(stream: Any, number: int) -> list[Any]:
 
 @kinds
 async def test_items_arrive_in_order(kind: str) -> None:
-    """All of them, of an async generator and of a plain one, also more than there is credit."""
+    """All items arrive, of async and plain generators, also beyond the credit."""
     rref = await streams()
-    for number in (0, 1, 10 * CREDIT + 7):
+    for number in (0, 1, 10 * INITIAL_CREDIT + 7):
         items = [item async for item in getattr(remote(rref), kind)(number)]
         assert items == list(range(number))
 
 
 @pytest.mark.parametrize("size", [4, 5000])
 async def test_a_buffer_that_is_filled_again(size: int) -> None:
-    """An item is what it was when it was yielded, however large."""
+    """An item has its value at the time of the yield, whatever its size."""
     items = [item async for item in remote(await streams()).refill(10, size)]
     found = [item if isinstance(item, torch.Tensor) else item["buffer"] for item in items]
     assert [set(item.tolist()) for item in found] == [{float(n)} for n in range(10)]
 
 
 async def test_any_iterator() -> None:
-    """What a def returns need not be a generator."""
+    """A plain def may return any iterator."""
     assert [item async for item in remote(await streams()).iterator(3)] == ["0", "1", "2"]
 
 
@@ -91,18 +91,18 @@ async def test_tensors(kind: str, size: int) -> None:
 
 @pytest.mark.parametrize("function", [actors.count, actors.count_in_thread])
 async def test_of_a_function(function: Callable[[int], Any]) -> None:
-    """`call(worker, generator_function, n)`."""
+    """Iterate `call(worker, generator_function, n)`."""
     assert [item async for item in call("main", function, 100)] == list(range(100))
 
 
 @pytest.mark.parametrize("method", [Streams.count, Streams.count_in_thread])
 async def test_of_a_typed_method(method: Callable[[Streams, int], Any]) -> None:
-    """`call(rref, Class.generator, n)`."""
+    """Iterate `call(rref, Class.generator, n)`."""
     assert [item async for item in call(await streams(), method, 3)] == [0, 1, 2]
 
 
 async def test_items_do_not_wait_for_each_other() -> None:
-    """What is yielded arrives while the generator waits for more, whatever else is under way."""
+    """An item arrives while the generator waits, whatever else runs."""
     one, two = await streams(), await streams()
     first, second = aiter(remote(one).follow()), aiter(remote(two).follow())
     for n in range(20):
@@ -132,7 +132,7 @@ async def test_streams_share_messages(kind: str) -> None:
 
 
 async def test_streams_and_calls_start_in_order() -> None:
-    """Between one caller and one callee, whichever they are."""
+    """Streams and calls of one caller start in the order of their calls."""
     notes = RRef(Notes())
     started, tasks = [], []
     for n in range(50):
@@ -153,7 +153,7 @@ async def note_and_yield(notes: Any, item: int) -> Any:
 
 
 async def made(rref: Any, least: int) -> int:
-    """How many items were made: when they are so many, and more would have come."""
+    """Wait until at least `least` items were made and no more come; return the count."""
     async with asyncio.timeout(10.0):
         while await remote(rref).how_many() < least:
             pass
@@ -164,24 +164,24 @@ async def made(rref: Any, least: int) -> int:
 
 @kinds
 async def test_producer_is_held_back(kind: str) -> None:
-    """It makes what the consumer has taken, and as much on top as there is credit."""
+    """The generator runs ahead of its consumer by its credit only."""
     rref = await streams()
     stream = aiter(getattr(remote(rref), kind)(ENDLESS))
     position = 0
-    for number in (0, 1, CREDIT // 2, 3 * CREDIT + 5):
+    for number in (0, 1, INITIAL_CREDIT // 2, 3 * INITIAL_CREDIT + 5):
         await take(stream, number - position)
         position = number
-        ahead = await made(rref, position + CREDIT // 2) - position
-        assert ahead <= CREDIT
+        ahead = await made(rref, position + INITIAL_CREDIT // 2) - position
+        assert ahead <= INITIAL_CREDIT
     assert await take(stream, 3) == [position, position + 1, position + 2]
 
 
 @kinds
 async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
-    """By their bytes: a few megabytes are on their way, not 64."""
+    """Credit counts bytes: a few megabytes are in flight, not 64 items."""
     rref = await streams()
     stream = aiter(getattr(remote(rref), kind)(ENDLESS, size=MEGABYTE))
-    most = CREDIT // price(4 * MEGABYTE) + 1
+    most = INITIAL_CREDIT // credit_cost(4 * MEGABYTE) + 1
     assert most < 10
     for position in (0, 5, 10):
         assert 1 <= await made(rref, position + 1) - position <= most
@@ -190,8 +190,8 @@ async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
 
 @kinds
 async def test_item_larger_than_the_credit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It goes nevertheless, and so does what follows."""
-    monkeypatch.setattr("aiorpc_torch._protocol.window.LARGE", 64)
+    """The item is sent nevertheless, and so are later items."""
+    monkeypatch.setattr("aiorpc_torch._protocol.window.BYTES_PER_CREDIT", 64)
     rref = await streams()
     items = [item async for item in getattr(remote(rref), kind)(5, size=MEGABYTE)]
     assert [int(item[0]) for item in items] == [0, 1, 2, 3, 4]
@@ -208,7 +208,7 @@ async def by_break(stream: Any) -> None:
 async def by_an_exception(stream: Any) -> None:
     with contextlib.suppress(LookupError):
         async for _ in stream:
-            raise LookupError("in the body")
+            raise LookupError("in the block")
 
 
 async def by_aclose(stream: Any) -> None:
@@ -260,16 +260,16 @@ WAYS = [
 @kinds
 @pytest.mark.parametrize("way", WAYS)
 async def test_left_before_its_end(kind: str, way: Any) -> None:
-    """The generator's `finally` runs, whichever way the consumer has left."""
+    """The generator's `finally` runs however the consumer leaves."""
     rref = await streams()
     await way(getattr(remote(rref), kind)(ENDLESS))
     await closed(rref)
-    assert await remote(rref).how_many() <= 3 * CREDIT
+    assert await remote(rref).how_many() <= 3 * INITIAL_CREDIT
     assert aiorpc.stats().in_flight == 0
 
 
 async def test_iterator_that_is_never_asked() -> None:
-    """It has asked for the stream, so dropping it closes that."""
+    """The stream was requested, so dropping the iterator closes it."""
     rref = await streams()
     stream = aiter(remote(rref).follow())
     await remote(rref).followed()
@@ -278,7 +278,7 @@ async def test_iterator_that_is_never_asked() -> None:
 
 
 async def test_cancelled_while_it_waits_for_an_item() -> None:
-    """The generator is cancelled where it waits; the iterator has come to its end."""
+    """The generator is cancelled where it waits, and the iterator ends."""
     rref = await streams()
     stream = aiter(remote(rref).follow())
     await remote(rref).put("first")
@@ -294,7 +294,7 @@ async def test_cancelled_while_it_waits_for_an_item() -> None:
 
 
 async def test_closed_while_another_task_waits() -> None:
-    """That task finds the end."""
+    """The waiting task gets the end of the stream."""
     rref = await streams()
     stream = aiter(remote(rref).follow())
     waiting = asyncio.create_task(iterate(stream))
@@ -309,13 +309,13 @@ async def iterate(stream: Any) -> list[Any]:
 
 
 async def test_end_is_told_again() -> None:
-    """Who asks after the end is told the same."""
+    """Every `anext` after the end raises StopAsyncIteration."""
     stream = aiter(call("main", actors.count, 1))
     assert await anext(stream) == 0
     for _ in range(2):
         with pytest.raises(StopAsyncIteration):
             await anext(stream)
-    assert repr(stream).startswith("<stream of Function(")
+    assert repr(stream) == "<stream of count>"
 
 
 # ── exceptions and deadlines ────────────────────────────────────────────────────────────────────
@@ -323,9 +323,9 @@ async def test_end_is_told_again() -> None:
 
 @pytest.mark.parametrize("kind", ["fail_at", "fail_in_thread_at"])
 async def test_exception_comes_after_the_items(kind: str) -> None:
-    """As itself, with the remote traceback as its cause; then the stream is over."""
+    """The exception has its own class and the remote traceback; then the stream ends."""
     rref = await streams()
-    for number in (0, 3, CREDIT + 1):
+    for number in (0, 3, INITIAL_CREDIT + 1):
         stream = aiter(getattr(remote(rref), kind)(number, TwoArguments, 7, "mid-stream"))
         assert await take(stream, number) == list(range(number))
         with pytest.raises(TwoArguments) as raised:
@@ -339,7 +339,7 @@ async def test_exception_comes_after_the_items(kind: str) -> None:
 
 @pytest.mark.parametrize("kind", ["unpicklable_at", "unpicklable_in_thread_at"])
 async def test_item_that_cannot_be_pickled(kind: str) -> None:
-    """Ends the stream after the items before it, and closes the generator."""
+    """The stream ends after the items before it, and the generator is closed."""
     rref = await streams()
     stream = aiter(getattr(remote(rref), kind)(2))
     assert await take(stream, 2) == [0, 1]
@@ -349,12 +349,12 @@ async def test_item_that_cannot_be_pickled(kind: str) -> None:
 
 
 async def test_timeout_of_a_stream() -> None:
-    """`remote(..., timeout=)` bounds the whole of it: items, then CallTimeout."""
+    """`remote(..., timeout=)` bounds the whole stream: items, then CallTimeout."""
     rref = await streams()
     await remote(rref).put("first")
     stream = aiter(remote(rref, timeout=0.1).follow())
     assert await anext(stream) == "first"
-    with pytest.raises(CallTimeout, match="worker 'main' within"):
+    with pytest.raises(CallTimeout, match="on worker 'main' timed out"):
         await anext(stream)
     assert await closed(rref) == 1
     with pytest.raises(StopAsyncIteration):
@@ -362,18 +362,18 @@ async def test_timeout_of_a_stream() -> None:
 
 
 async def test_items_that_came_in_time_are_read_after_it() -> None:
-    """A consumer that is slow itself loses none of them."""
+    """A slow consumer loses no items."""
     rref = await streams()
     stream = aiter(remote(rref, timeout=0.2).count(ENDLESS))
-    assert await made(rref, CREDIT) == CREDIT
+    assert await made(rref, INITIAL_CREDIT) == INITIAL_CREDIT
     await closed(rref)  # by the deadline
-    assert await take(stream, CREDIT) == list(range(CREDIT))
+    assert await take(stream, INITIAL_CREDIT) == list(range(INITIAL_CREDIT))
     with pytest.raises(CallTimeout):
         await anext(stream)
 
 
 async def test_timeout_of_a_block() -> None:
-    """`aiorpc.timeout` bounds a stream as it does a call."""
+    """`aiorpc.timeout` bounds a stream like a call."""
     rref = await streams()
     with aiorpc.timeout(0.05), pytest.raises(CallTimeout):
         await iterate(remote(rref).follow())
@@ -383,7 +383,7 @@ async def test_timeout_of_a_block() -> None:
 
 
 async def test_scope_around_a_stream() -> None:
-    """anyio's `move_on_after` ends it silently, and closes the generator."""
+    """anyio's `move_on_after` ends the stream silently, and closes the generator."""
     rref = await streams()
     with anyio.move_on_after(0.05) as scope:
         await iterate(remote(rref).follow())
@@ -396,28 +396,28 @@ async def test_scope_around_a_stream() -> None:
 
 @kinds
 async def test_awaiting_a_stream(kind: str) -> None:
-    """Says that it is one."""
-    with pytest.raises(TypeError, match="stream: iterate it with `async for`"):
+    """The error names `async for`."""
+    with pytest.raises(TypeError, match="a generator; use `async for`"):
         await getattr(remote(await streams()), kind)(1)
 
 
 @pytest.mark.parametrize("kind", ["a_list", "a_list_in_thread"])
 async def test_iterating_a_call(kind: str) -> None:
-    """Says that it is one."""
-    with pytest.raises(TypeError, match="returned a list, which is no generator: `await` it"):
+    """The error names `await`."""
+    with pytest.raises(TypeError, match="is not a generator, it returned list: use `await`"):
         await iterate(getattr(remote(await streams()), kind)())
 
 
 async def test_iterating_a_batched_call_or_a_future() -> None:
-    """These say it too, and do not pass for empty streams."""
-    with pytest.raises(TypeError, match="`await` it"):
+    """These raise too, and are not taken for empty streams."""
+    with pytest.raises(TypeError, match="use `await`, not `async for`"):
         await iterate(remote(RRef(Batching())).double(1))
-    with pytest.raises(TypeError, match="`await` it"):
+    with pytest.raises(TypeError, match="use `await`, not `async for`"):
         await iterate(remote(RRef(Counter())).later())
 
 
 async def test_iterating_what_is_not_there() -> None:
-    """The first item raises what a call would."""
+    """The first item raises the exception of a call."""
     rref = await streams()
     with pytest.raises(AttributeError, match="nope"):
         await iterate(remote(rref).nope())
@@ -431,7 +431,7 @@ async def test_iterating_what_is_not_there() -> None:
 
 
 async def test_a_call_that_is_never_awaited() -> None:
-    """Python's own warning, naming the method; and nothing is sent."""
+    """Python's own warning names the method; nothing is sent."""
     rref = await create("main", Counter)
     sent = aiorpc.stats().calls
     with pytest.warns(RuntimeWarning, match=r"add.* was never awaited"):
@@ -441,7 +441,7 @@ async def test_a_call_that_is_never_awaited() -> None:
 
 
 async def test_a_call_is_awaited_once() -> None:
-    """As a coroutine is; and it is awaited or iterated, not both."""
+    """A second `await`, or `await` after `async for`, raises."""
     rref = await create("main", Counter)
     called = remote(rref).aadd()
     assert await called == 1
@@ -461,7 +461,7 @@ async def test_a_call_is_awaited_once() -> None:
 
 
 async def test_asyncio_takes_calls() -> None:
-    """Tasks, gather, wait_for, wait, timeout, and groups of tasks."""
+    """Calls work with tasks, gather, wait_for, wait, timeout and task groups."""
     rref, gate = await create("main", Counter), await create("main", Gate)
     assert await asyncio.create_task(remote(rref).aadd(), name="mine") == 1
     assert await asyncio.gather(*(remote(rref).aadd() for _ in range(3))) == [2, 3, 4]
@@ -476,7 +476,7 @@ async def test_asyncio_takes_calls() -> None:
 
 
 async def test_a_failing_group_cancels_its_calls() -> None:
-    """One fails, and the callee learns that the other is not wanted."""
+    """One call fails, and the callee cancels the other."""
     gate = await create("main", Gate)
     with pytest.raises(ExceptionGroup) as raised:  # noqa: PT012
         async with asyncio.TaskGroup() as group:
@@ -488,7 +488,7 @@ async def test_a_failing_group_cancels_its_calls() -> None:
 
 
 async def test_anyio_takes_calls() -> None:
-    """Task groups start a method by itself; scopes end it."""
+    """Task groups start a method directly; scopes cancel it."""
     rref, gate = await create("main", Counter), await create("main", Gate)
     async with anyio.create_task_group() as group:
         group.start_soon(remote(rref).aadd, 2)
@@ -502,7 +502,7 @@ async def test_anyio_takes_calls() -> None:
 
 
 async def test_a_task_cancelled_before_it_starts_sends_nothing() -> None:
-    """And does not warn."""
+    """Nothing is sent, and Python does not warn."""
     rref = await create("main", Counter)
     task = asyncio.create_task(remote(rref).aadd())
     task.cancel()
@@ -515,17 +515,17 @@ async def test_a_task_cancelled_before_it_starts_sends_nothing() -> None:
 
 
 class TestLeaving:
-    """Worlds of their own."""
+    """Streams in worlds of their own."""
 
     @pytest.fixture
     def world(self) -> None:
-        """None."""
+        """Use no shared world."""
 
     @pytest.mark.parametrize("kind", ["count", "count_in_thread", "follow"])
     async def test_streams_end_with_their_world(
         self, kind: str, caplog: pytest.LogCaptureFixture
     ) -> None:
-        """The generator is closed, the consumer told, and leaving is nothing to complain of."""
+        """The generator is closed, the consumer gets an error, and nothing is logged."""
         source = Streams()
         async with aiorpc.local_world(0):
             rref = RRef(source)
@@ -540,7 +540,7 @@ class TestLeaving:
 
     @pytest.mark.worlds
     async def test_from_another_process(self) -> None:
-        """All of it once more, where every item does cross."""
+        """Streams work the same between two processes."""
         async with world(["b"], transports=["uv"]):
             rref = await streams("b")
             for kind in ("count", "count_in_thread"):
@@ -579,7 +579,7 @@ class TestLeaving:
 
 @pytest.mark.usefixtures("world")
 async def test_two_tasks_cannot_wait_for_one_item() -> None:
-    """The second is told so, the first gets its item, and the stream goes on."""
+    """The second raises, the first gets its item, and the stream goes on."""
     follower = await create("main", Streams)
     items = aiter(remote(follower).follow())
     first = asyncio.create_task(anext(items))

@@ -1,4 +1,4 @@
-"""`aiorpc_torch.testing`: gates, worlds with warm children, faults, leaks."""
+"""`aiorpc_torch.testing`: gates, worlds with forkserver children, faults, leaks."""
 
 import asyncio
 import contextlib
@@ -28,7 +28,7 @@ from aiorpc_torch.testing import Gate, Workers, forkserver, frozen, kill, no_lea
 class TestGate:
     """Calls stand at it, and a test knows how many."""
 
-    async def test_who_waits_is_counted_and_let_through(self) -> None:
+    async def test_waiting_calls_are_counted_and_let_through(self) -> None:
         """`entered` waits for as many as it is asked for."""
         gate = await create("main", Gate)
         counted = asyncio.create_task(remote(gate).entered(3))
@@ -44,7 +44,7 @@ class TestGate:
         assert await remote(gate).entered(0) == 4, "who finds it open is counted too"
 
     async def test_shut_again(self) -> None:
-        """Who has passed has passed, who comes then waits."""
+        """Later calls wait; earlier ones have passed."""
         gate = RRef(Gate())
         await remote(gate).open()
         await remote(gate).passed()
@@ -55,7 +55,7 @@ class TestGate:
         await remote(gate).open()
         await waiting
 
-    async def test_who_is_cancelled_is_counted(self) -> None:
+    async def test_cancelled_calls_are_counted(self) -> None:
         """`cancelled` waits until the callee has seen it."""
         gate = await create("main", Gate)
         tasks = [asyncio.create_task(remote(gate).passed()) for _ in range(3)]
@@ -78,7 +78,7 @@ class TestGate:
         await remote(gate).open()
         await asyncio.gather(*waiting)
 
-    async def test_its_repr_says_who_stands_there(self) -> None:
+    async def test_its_repr_has_its_counts(self) -> None:
         gate = Gate()
         waiting = asyncio.create_task(gate.passed())
         await gate.entered()
@@ -87,8 +87,8 @@ class TestGate:
         await waiting
         assert repr(gate) == "<Gate open, 1 entered, 0 cancelled>"
 
-    async def test_who_asks_may_give_up(self) -> None:
-        """A count that nobody waits for any more disturbs nobody."""
+    async def test_a_count_may_be_cancelled(self) -> None:
+        """A cancelled wait for a count has no effect on others."""
         gate = Gate()
         complaints: list[Any] = []
         asyncio.get_running_loop().set_exception_handler(lambda _, said: complaints.append(said))
@@ -153,8 +153,10 @@ def what_is_seen() -> tuple[str | None, str, str]:
 
 
 @pytest.mark.worlds
-async def test_warm_children_are_fresh(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They share nothing with those before them, and see this process as it is now."""
+async def test_forkserver_children_are_fresh(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They share nothing with earlier ones, and have the current environment of this process."""
     pids = set()
     for number in range(2):
         monkeypatch.setenv("AIORPC_TEST", str(number))
@@ -168,20 +170,20 @@ async def test_warm_children_are_fresh(tmp_path: Any, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.worlds
-async def test_warm_children_come_from_a_process_with_one_thread() -> None:
-    """To import torch starts no thread (2.13 and 2.15), so to fork after it is safe."""
+async def test_forkserver_children_come_from_a_process_with_one_thread() -> None:
+    """The import of torch starts no thread (2.13, 2.15), so a fork after it is safe."""
     async with testing.world(["a"]):
         parent = psutil.Process(await call("a", actors.pid)).parent()
         assert parent is not None
-        assert parent.pid in forkserver.helpers()
+        assert parent.pid in forkserver.helper_pids()
         assert parent.pid != os.getpid()
         assert parent.num_threads() == 1
         assert "libtorch" in "".join(each.path for each in parent.memory_maps()), "it was imported"
 
 
 @pytest.mark.worlds
-async def test_only_worlds_for_tests_are_warm() -> None:
-    """`local_world` keeps to fresh interpreters, before, inside and after."""
+async def test_only_worlds_for_tests_use_the_forkserver() -> None:
+    """`local_world` spawns interpreters, before, inside and after."""
     async with testing.world(["a"]):
         pass
     async with aiorpc.local_world(["a"]):
@@ -193,7 +195,7 @@ async def test_only_worlds_for_tests_are_warm() -> None:
 
 @pytest.mark.worlds
 async def test_a_worker_that_is_killed(workers: Workers) -> None:
-    """Who waits for it is told; a second time there is nobody to kill."""
+    """Its callers get WorkerLost; a second kill raises."""
     await workers(["a", "b"])
     gate = await create("a", Gate)
     waiting = asyncio.create_task(remote(gate).passed())
@@ -203,7 +205,7 @@ async def test_a_worker_that_is_killed(workers: Workers) -> None:
     assert not psutil.pid_exists(pid)
     with pytest.raises(WorkerLost, match="'a' is lost"):
         await waiting
-    with pytest.raises(ValueError, match="'a' is no child process of this one; there are: b"):
+    with pytest.raises(ValueError, match="'a' is not a child process of this one; its children: b"):
         kill("a")
     with frozen("b"):
         kill("b")  # also one that is frozen
@@ -211,7 +213,7 @@ async def test_a_worker_that_is_killed(workers: Workers) -> None:
 
 @pytest.mark.worlds
 async def test_a_worker_that_is_frozen(workers: Workers) -> None:
-    """It answers nobody until it is thawed, also by an exception, and then as if nothing was."""
+    """It answers once it is thawed, also by an exception, and nothing is lost."""
     await workers(["a"], transports=["uv"])
     pid = await call("a", actors.pid)
     with pytest.raises(LookupError), frozen("a"):  # noqa: PT012
@@ -225,7 +227,7 @@ async def test_a_worker_that_is_frozen(workers: Workers) -> None:
 
 @pytest.mark.worlds
 async def test_a_world_that_ends_while_a_worker_is_frozen() -> None:
-    """Its process is killed, and there is nobody to thaw."""
+    """Its process is killed, and `frozen` ends without an error."""
     with contextlib.ExitStack() as stack, pytest.raises(LookupError):  # noqa: PT012
         async with testing.world(["a"]):
             child = psutil.Process(await call("a", actors.pid))
@@ -235,10 +237,10 @@ async def test_a_world_that_ends_while_a_worker_is_frozen() -> None:
 
 
 def test_faults_need_a_child() -> None:
-    """A name that is nobody's is a mistake, which is told at once."""
-    with pytest.raises(ValueError, match="'ps' is no child process of this one; there are: none"):
+    """An unknown name raises at once."""
+    with pytest.raises(ValueError, match="not a child process of this one; its children: none"):
         kill("ps")
-    with pytest.raises(ValueError, match="'ps' is no child"), frozen("ps"):
+    with pytest.raises(ValueError, match="'ps' is not a child"), frozen("ps"):
         pass
 
 

@@ -1,11 +1,11 @@
-"""What a task waits for, against the tasks of asyncio: in C, as they are used, and in Python."""
+"""`InlineFuture` with both kinds of asyncio's tasks: in C, which are used, and in Python."""
 
 import asyncio
 import contextvars
 
 import pytest
 
-from aiorpc_torch._aio.inline_future import Wait, wake_all
+from aiorpc_torch._aio.inline_future import InlineFuture, resume_all
 
 TASKS = [asyncio.Task, asyncio.tasks._PyTask]  # type: ignore[attr-defined]
 
@@ -29,26 +29,26 @@ async def on_the_loop(step) -> None:
     await done.wait()
 
 
-async def awaited(wait: Wait):
-    return await wait
+async def awaited(future: InlineFuture):
+    return await future
 
 
 async def test_the_task_goes_on_at_once(make_task) -> None:
-    """When `wake` returns, the task has taken its step, in its own context and as itself."""
+    """When `resume` returns, the task has run its step, in its own context."""
     var = contextvars.ContextVar("var", default=0)
-    wait = Wait(asyncio.get_running_loop())
+    future = InlineFuture(asyncio.get_running_loop())
     seen = []
 
     async def waiter() -> None:
         var.set(7)
-        answer = await wait
+        answer = await future
         seen.append((answer, var.get(), asyncio.current_task()))
 
     task = await make_task(waiter())
 
     def step() -> None:
-        assert wait.settle("here")
-        wait.wake()
+        assert future.set_result("here")
+        future.resume()
         assert task.done()
 
     await on_the_loop(step)
@@ -56,41 +56,41 @@ async def test_the_task_goes_on_at_once(make_task) -> None:
 
 
 async def test_cancelled_while_it_waits(make_task) -> None:
-    """The task sees CancelledError, and an answer that comes later is not wanted."""
-    wait = Wait(asyncio.get_running_loop())
-    task = await make_task(awaited(wait))
+    """The task sees CancelledError; a later result is ignored."""
+    future = InlineFuture(asyncio.get_running_loop())
+    task = await make_task(awaited(future))
     task.cancel()
-    assert not wait.settle("late")
+    assert not future.set_result("late")
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert repr(wait) == "<Wait cancelled>"
+    assert repr(future) == "<InlineFuture cancelled>"
 
 
 async def test_answered_and_then_cancelled(make_task) -> None:
     """Whichever comes first holds; a task that is cancelled between the two ends cancelled."""
-    wait = Wait(asyncio.get_running_loop())
-    task = await make_task(awaited(wait))
-    assert wait.settle("here")
+    future = InlineFuture(asyncio.get_running_loop())
+    task = await make_task(awaited(future))
+    assert future.set_result("here")
     task.cancel()
-    await on_the_loop(wait.wake)
+    await on_the_loop(future.resume)
     with pytest.raises(asyncio.CancelledError):
         await task
 
 
 async def test_answered_before_it_is_awaited() -> None:
-    """Then there is nothing to wait for, and nobody to wake."""
-    wait = Wait(asyncio.get_running_loop())
-    assert not wait.settle(1)
-    assert await wait == 1
+    """No task waits, so none is to be resumed."""
+    future = InlineFuture(asyncio.get_running_loop())
+    assert not future.set_result(1)
+    assert await future == 1
 
 
 async def test_cancelled_before_its_first_wait(make_task) -> None:
     """A task that is told to stop while it runs stops where it waits next."""
-    wait = Wait(asyncio.get_running_loop())
+    future = InlineFuture(asyncio.get_running_loop())
 
     async def waiter() -> None:
         asyncio.current_task().cancel()
-        await wait
+        await future
 
     task = await make_task(waiter())
     with pytest.raises(asyncio.CancelledError):
@@ -99,32 +99,32 @@ async def test_cancelled_before_its_first_wait(make_task) -> None:
 
 async def test_timeouts_work(make_task) -> None:
     """asyncio.timeout, which cancels its task, turns into TimeoutError."""
-    wait = Wait(asyncio.get_running_loop())
+    future = InlineFuture(asyncio.get_running_loop())
 
     async def waiter() -> None:
         async with asyncio.timeout(0.001):
-            await wait
+            await future
 
     with pytest.raises(TimeoutError):
         await (await make_task(waiter()))
 
 
-async def test_one_that_ends_the_loop_does_not_keep_the_others() -> None:
-    """SystemExit in a step goes its way; the rest is woken in the next turn."""
+async def test_a_system_exit_does_not_stop_the_others() -> None:
+    """SystemExit in a step propagates; the other tasks resume in the next iteration."""
 
-    class Stubborn(Wait):
-        def wake(self) -> None:
+    class Stubborn(InlineFuture):
+        def resume(self) -> None:
             raise SystemExit(3)
 
     loop = asyncio.get_running_loop()
-    wait = Wait(loop)
-    task = asyncio.create_task(awaited(wait))
+    future = InlineFuture(loop)
+    task = asyncio.create_task(awaited(future))
     await asyncio.sleep(0)
-    wait.settle("here")
+    future.set_result("here")
 
     def step() -> None:
         with pytest.raises(SystemExit):
-            wake_all([Stubborn(loop), wait], loop)
+            resume_all([Stubborn(loop), future], loop)
 
     await on_the_loop(step)
     assert await task == "here"

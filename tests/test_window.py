@@ -1,22 +1,22 @@
-"""What is sent and not answered stays within bounds, whatever is sent and answered."""
+"""Unanswered calls stay within the window's bounds, in any order of calls and answers."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from aiorpc_torch._protocol.window import Window
+from aiorpc_torch._protocol.window import FlowWindow
 
 sizes = st.one_of(st.integers(0, 60), st.integers(0, 1000))
 
 
 class Sending(RuleBasedStateMachine):
-    """A model that keeps the sizes of what is open."""
+    """A model that keeps the sizes of unanswered calls."""
 
     @initialize(calls=st.integers(1, 5), size=st.integers(1, 200))
     def bounds(self, calls: int, size: int) -> None:
         self.calls = calls
         self.bytes = size
-        self.window = Window(calls, size)
+        self.window = FlowWindow(calls, size)
         self.open: dict[int, int] = {}
         self.answers = 0
         self.next = 0
@@ -29,7 +29,7 @@ class Sending(RuleBasedStateMachine):
 
     @rule(size=sizes)
     def call(self, size: int) -> None:
-        """Whoever asks first is never beyond the bounds, unless there is nothing else."""
+        """Admitted calls stay within the bounds; a single call is always admitted."""
         was_empty = not self.open
         if self.window.admits(size):
             self.send(size)
@@ -43,14 +43,14 @@ class Sending(RuleBasedStateMachine):
 
     @rule(size=sizes)
     def trickle(self, size: int) -> None:
-        """A call that is sent all the same counts as any other."""
+        """A call that is sent into a full window counts as any other."""
         if not self.window.admits(size):
             self.forced.add(self.next)
         self.send(size)
 
     @rule(which=st.integers(0, 20))
     def answer(self, which: int) -> None:
-        """What is open is answered once; what is not, not at all."""
+        """An answer releases a call once; an unknown answer releases nothing."""
         number = self.next - 1 - which
         self.answers += self.open.pop(number, None) is not None
         self.forced.discard(number)
@@ -59,14 +59,14 @@ class Sending(RuleBasedStateMachine):
 
     @rule()
     def lose(self) -> None:
-        """All that was open is told, in the order in which it was sent."""
+        """Every unanswered call is returned, in the order of sending."""
         assert self.window.clear() == [*self.open]
         self.open.clear()
         self.forced.clear()
 
     @invariant()
     def it_holds_what_is_open(self) -> None:
-        """Numbers, bytes, and how many answers came; empty, it admits anything."""
+        """The window counts calls, bytes and answers; an empty window admits any call."""
         if not hasattr(self, "window"):
             return
         assert len(self.window) == len(self.open)
@@ -91,9 +91,9 @@ TestSending = Sending.TestCase
 TestSending.settings = settings(stateful_step_count=25)
 
 
-def test_the_first_may_be_of_any_size() -> None:
-    """Else what is larger than the window would never leave."""
-    window = Window(4, 100)
+def test_a_single_call_may_have_any_size() -> None:
+    """A call larger than the window is sent if no other is unanswered."""
+    window = FlowWindow(4, 100)
     assert window.admits(10**9)
     window.sent(0, 10**9)
     assert not window.admits(0)
@@ -103,7 +103,7 @@ def test_the_first_may_be_of_any_size() -> None:
 
 def test_the_bounds_are_reached() -> None:
     """Exactly so many calls, exactly so many bytes."""
-    window = Window(2, 100)
+    window = FlowWindow(2, 100)
     window.sent(0, 40)
     assert window.admits(60)
     assert not window.admits(61)

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from aiorpc_torch._protocol.exceptions import Failure
-from aiorpc_torch._protocol.targets import pack, unpack
+from aiorpc_torch._protocol.exceptions import RemoteFailure
+from aiorpc_torch._protocol.pickling import pack, unpack
 from aiorpc_torch._protocol.tensors import INLINE_BYTES, from_bytes
 
 DTYPES = [
@@ -31,7 +31,7 @@ DTYPES = [
 def across(value: object) -> object:
     packed = pack(value)
     found = unpack(packed.data, packed.tensors)
-    assert not isinstance(found, Failure), found
+    assert not isinstance(found, RemoteFailure), found
     return found
 
 
@@ -104,9 +104,9 @@ def test_size_counts_bytes_and_tensors() -> None:
 def test_unreadable_is_a_failure() -> None:
     """Reading never raises."""
     outcome = unpack(b"not a pickle", [])
-    assert isinstance(outcome, Failure)
+    assert isinstance(outcome, RemoteFailure)
     with pytest.raises(pickle.UnpicklingError):
-        outcome.get()
+        outcome.raise_()
 
 
 def test_inference_tensors_are_small_too() -> None:

@@ -1,4 +1,4 @@
-"""Worlds of several processes: how they start, what crosses between them, how they end."""
+"""Worlds of several processes: start, calls across processes, end."""
 
 import asyncio
 import contextlib
@@ -206,7 +206,7 @@ async def test_killed_peer_is_lost() -> None:
 
 
 def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
-    """It is named at once, not after the whole start_timeout."""
+    """It is reported at once, not after the whole start_timeout."""
     path = program(
         tmp_path,
         """
@@ -228,7 +228,7 @@ def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
 
 
 async def test_missing_rank_is_named(tmp_path: Path) -> None:
-    """`start_timeout` holds, and names who did not come."""
+    """`start_timeout` holds, and the error names the missing ranks."""
     with pytest.raises(WorldTimeout, match=r"rank 1, 2") as raised:
         async with aiorpc.worker(
             rank=0, world_size=3, init_method=f"file://{tmp_path}/store", start_timeout=0.2
@@ -251,7 +251,7 @@ async def test_only_loopback_listens() -> None:
 
 
 def program(tmp_path: Path, text: str) -> Path:
-    """A script of a user's."""
+    """Write a user's script."""
     path = tmp_path / "program.py"
     path.write_text(
         "import asyncio, os, sys\nimport aiorpc_torch as aiorpc\n" + textwrap.dedent(text)
@@ -260,7 +260,7 @@ def program(tmp_path: Path, text: str) -> Path:
 
 
 def run(path: Path, *args: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run it as a user would, every warning an error."""
+    """Run it as a user would, with warnings as errors."""
     return subprocess.run(
         [sys.executable, "-W", "error", str(path), *args],
         capture_output=True,
@@ -273,7 +273,7 @@ def run(path: Path, *args: str, **environment: str) -> subprocess.CompletedProce
 
 @contextlib.contextmanager
 def started(path: Path, *args: str) -> Iterator[subprocess.Popen[str]]:
-    """The same, running, in a process group of its own, which does not outlive the block."""
+    """Start it in its own process group, which is killed at the end of the block."""
     with subprocess.Popen(
         [sys.executable, str(path), *args],
         stdout=subprocess.PIPE,
@@ -305,6 +305,28 @@ def test_run_local(tmp_path: Path) -> None:
     done = run(path)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.strip() == "('hello', 'ps', 0, 2)"
+
+
+def test_a_child_ends_its_threads_first(tmp_path: Path) -> None:
+    """What it has given to an executor is done before its process ends."""
+    path = program(
+        tmp_path,
+        """
+        import concurrent.futures, pathlib, sys, time
+        pool = concurrent.futures.ThreadPoolExecutor()
+        def write(path):
+            time.sleep(0.3)
+            path.write_text("done")
+        async def main(me, folder):
+            pool.submit(write, pathlib.Path(folder) / me.name)
+        if __name__ == "__main__":
+            folder = pathlib.Path(sys.argv[0]).parent
+            aiorpc.run_local(main, ["ps", "trainer"], args=(str(folder),))
+            assert (folder / "trainer").read_text() == "done"
+        """,
+    )
+    done = run(path)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
@@ -364,7 +386,7 @@ def test_exception_defined_in_main(tmp_path: Path) -> None:
 
 
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
-    """kill -9 leaves nobody behind, though the children are busy."""
+    """kill -9 leaves no child behind, though they are busy."""
     path = program(
         tmp_path,
         """
@@ -390,7 +412,7 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
-def test_interrupt_is_orderly(tmp_path: Path) -> None:
+def test_interrupt_is_graceful(tmp_path: Path) -> None:
     """Ctrl-C, which the whole group gets: all end within two seconds, without a traceback."""
     path = program(
         tmp_path,
@@ -453,7 +475,7 @@ async def test_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(ValueError, match="MASTER_ADDR and MASTER_PORT"):
         async with aiorpc.worker("a", rank=0, world_size=2):
             pass
-    with pytest.raises(ValueError, match="rank is from 0"):
+    with pytest.raises(ValueError, match="rank must be from 0"):
         async with aiorpc.worker("a", rank=2, world_size=2, init_method="file:///nowhere"):
             pass
     with pytest.raises(TypeError, match="list of names"):
@@ -465,7 +487,7 @@ async def test_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 async def test_a_world_of_one_needs_nothing() -> None:
-    """`worker` with rank 0 of 1 meets nobody, so it needs no address."""
+    """`worker` with rank 0 of 1 has no peers, so it needs no address."""
     async with aiorpc.worker("solo", rank=0, world_size=1) as me:
         assert await call("solo", actors.name_of_worker) == me.name
 
@@ -529,3 +551,18 @@ async def check_blocking_rpc() -> None:
     with pytest.raises(RuntimeError, match="RPCErr:1:"):
         rpc.rpc_sync("a", actors.call_back_on_a_new_loop, args=("main",), timeout=1.0)
     assert await call("a", actors.pid)
+
+
+# ── torch's own ways of asking about a world ────────────────────────────────────────────────────
+
+
+def gather(value: Any) -> Any:
+    return rpc.api._all_gather(value, timeout=20)
+
+
+@pytest.mark.worlds
+async def test_torch_gathers_from_all_workers() -> None:
+    """torch's `_all_gather` knows every worker, as after `init_rpc`."""
+    async with aiorpc.local_world(["b"]):
+        found = await asyncio.gather(asyncio.to_thread(gather, 1), aiorpc.call("b", gather, 2))
+    assert found == [{"main": 1, "b": 2}] * 2

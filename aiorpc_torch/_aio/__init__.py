@@ -1,1 +1,1 @@
-"""Primitives of asyncio and threads. Imports neither torch nor another package of ours."""
+"""Primitives of asyncio and threads, without torch."""

@@ -1,4 +1,4 @@
-"""How long a call may take: a point in time here, seconds left on the wire (clocks differ)."""
+"""Deadlines of calls: `time.monotonic()` in a process, seconds left on the wire (clocks differ)."""
 
 import contextlib
 import time
@@ -12,13 +12,13 @@ _deadline: ContextVar[float | None] = ContextVar("aiorpc_deadline", default=None
 
 @contextlib.contextmanager
 def timeout(seconds: float | None) -> Iterator[None]:
-    """Give every remote call made inside at most `seconds` from now, all together.
+    """Bound all remote calls made inside, together, to `seconds` from now.
 
-    What is left travels with each call and bounds the calls that it makes in turn. An enclosing
-    `timeout` is never lengthened; None sets no bound of its own.
+    The time left travels with each call and bounds the calls that the callee makes. An enclosing
+    `timeout` is never lengthened; None sets no further bound.
 
     Raises:
-        CallTimeout: from the call in whose time the deadline passes, or that comes after it.
+        CallTimeout: from the call that the deadline interrupts, and from each call made after it.
     """
     token = _deadline.set(deadline_in(seconds))
     try:
@@ -28,9 +28,9 @@ def timeout(seconds: float | None) -> Iterator[None]:
 
 
 def deadline_in(seconds: float | None) -> float | None:
-    """The nearer of the deadline in force and `seconds` from now, as a `time.monotonic()`."""
+    """Return the earlier of the current deadline and `seconds` from now."""
     enclosing = _deadline.get()
-    if seconds is None:  # mostly
+    if seconds is None:  # the usual case
         return enclosing
     own = deadline_after(seconds)
     if own is None or enclosing is None:
@@ -38,16 +38,16 @@ def deadline_in(seconds: float | None) -> float | None:
     return min(own, enclosing)
 
 
-def budget(deadline: float | None) -> float | None:
-    """Seconds left until `deadline`, negative past it."""
+def time_left(deadline: float | None) -> float | None:
+    """Return the seconds until `deadline`, negative after it."""
     return None if deadline is None else deadline - time.monotonic()
 
 
 def deadline_after(seconds: float | None) -> float | None:
-    """The point in time so many seconds from now, as a `time.monotonic()`."""
+    """Return `seconds` from now as a `time.monotonic()`, whatever the current deadline is."""
     return None if seconds is None else time.monotonic() + seconds
 
 
-def adopt(deadline: float | None) -> None:
-    """On the callee: the caller's deadline bounds everything in this context."""
+def set_deadline(deadline: float | None) -> None:
+    """Set the deadline of the current context, on the callee: the caller's."""
     _deadline.set(deadline)

@@ -1,7 +1,6 @@
-"""From any thread into one event loop: many pushes, one wake-up.
+"""A queue from any thread into one event loop: many items, one wake-up of the loop.
 
-A `call_soon_threadsafe` for each completion costs a system call and a turn of the loop each. Here
-the items lie in a deque and the first to lie there wakes the loop. Knows asyncio, not torch.
+`call_soon_threadsafe` for each item would cost a system call and a loop iteration each.
 """
 
 import asyncio
@@ -12,42 +11,43 @@ from typing import Generic, TypeVar
 
 T = TypeVar("T")
 
-# So many items are taken in one turn, that the loop breathes under thousands.
-BURST = 256
+# Further items wait for the next iteration, so that the loop's other callbacks run in between.
+MAX_PER_ITERATION = 256
 
 
-class Inbox(Generic[T]):
-    """Hands what any thread pushes to `take`, on the thread of `loop`, in order.
+class EntryQueue(Generic[T]):
+    """A queue that calls `handle` for each item, in order, on the thread of `loop`.
 
-    It holds the loop weakly: whatever waits for a completion that never comes keeps an inbox
-    alive, and must not keep a closed loop with all its selectors alive too.
+    It refers to the loop weakly: a completion that never comes keeps its queue alive, and must not
+    keep a closed loop and its selector alive too.
     """
 
-    __slots__ = ("_armed", "_items", "_loop", "_take")
+    __slots__ = ("_handle", "_is_scheduled", "_items", "_loop")
 
-    def __init__(self, loop: asyncio.AbstractEventLoop, take: Callable[[T], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, handle: Callable[[T], None]) -> None:
         self._loop = weakref.ref(loop)
-        self._take = take
+        self._handle = handle
         self._items: deque[T] = deque()
-        self._armed = False
+        self._is_scheduled = False
 
     def __repr__(self) -> str:
-        return f"<Inbox {len(self._items)} waiting{', armed' if self._armed else ''}>"
+        scheduled = ", scheduled" if self._is_scheduled else ""
+        return f"<EntryQueue {len(self._items)} waiting{scheduled}>"
 
-    def push(self, item: T) -> None:
-        """From any thread. After the loop is closed the item is dropped: nobody waits for it."""
+    def put(self, item: T) -> None:
+        """Add an item, from any thread. Drop the item if the loop is closed."""
         self._items.append(item)
         loop = self._loop()
-        if loop is None or loop.is_closed():  # it may have been closed while it was armed
+        if loop is None or loop.is_closed():  # it may be closed with a drain scheduled
             self._items.clear()
             return
-        # Two threads may both see it unarmed and wake the loop twice: harmless. That none sees it
-        # armed after the drain has looked is what counts, and why the drain disarms first.
-        if not self._armed:
-            self._armed = True
-            self._wake()
+        # Two threads may both schedule a drain: the second one finds nothing, which is harmless.
+        # `_drain` clears the flag before it looks, so no item is left without a drain.
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._schedule()
 
-    def _wake(self) -> None:
+    def _schedule(self) -> None:
         loop = self._loop()
         try:
             if loop is not None:
@@ -58,11 +58,11 @@ class Inbox(Generic[T]):
         self._items.clear()
 
     def _drain(self) -> None:
-        self._armed = False
+        self._is_scheduled = False
         try:
-            for _ in range(min(len(self._items), BURST)):
-                self._take(self._items.popleft())
-        finally:  # whatever one item raises, the loop reports it and the rest is not forgotten
-            if self._items and not self._armed:
-                self._armed = True
-                self._wake()
+            for _ in range(min(len(self._items), MAX_PER_ITERATION)):
+                self._handle(self._items.popleft())
+        finally:  # the loop reports what `handle` raises; the other items are still handled
+            if self._items and not self._is_scheduled:
+                self._is_scheduled = True
+                self._schedule()

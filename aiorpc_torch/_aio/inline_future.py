@@ -1,9 +1,7 @@
-"""What a task waits for, woken in the very turn of the loop that brings the answer.
+"""A future whose task continues in the same event-loop iteration that brings the result.
 
-An `asyncio.Future` wakes its task by way of `call_soon`: a handle, and a turn of the loop more,
-which is 15 µs of a lone call. Here whoever brings the answer takes the task's next step. asyncio
-asks no more of what a coroutine yields to its task than the few methods below (CPython 3.11 on;
-tests/test_wait.py).
+An `asyncio.Future` resumes its task with `call_soon`, an iteration later: 15 µs of a lone call.
+Here the code that has the result runs the task's next step itself.
 """
 
 import asyncio
@@ -11,17 +9,21 @@ import contextvars
 from collections.abc import Callable, Generator, Iterable
 from typing import Any
 
-Step = Callable[["Wait"], object]
+Step = Callable[["InlineFuture"], object]
 
 
-class Wait:
-    """One task's waiting, for one answer. Confined to its loop."""
+class InlineFuture:
+    """A result that one task awaits, for use on its event loop only.
+
+    `asyncio.Task` accepts what has these methods and `_asyncio_future_blocking`, a private
+    interface of CPython 3.11 and 3.12. (tests/test_wait.py, with the C and the Python task)
+    """
 
     __slots__ = (
-        "_answer",
         "_asyncio_future_blocking",
         "_context",
         "_loop",
+        "_result",
         "_state",
         "_step",
         "target",
@@ -30,24 +32,24 @@ class Wait:
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._state = "waiting"
-        self._answer: Any = None
+        self._result: Any = None
         self._step: Step | None = None
         self._asyncio_future_blocking = False
-        self.target: Any = None  # of the call whose answer it is
+        self.target: Any = None  # of the call with this result
 
     def __repr__(self) -> str:
-        return f"<Wait {self._state}>"
+        return f"<InlineFuture {self._state}>"
 
-    def settle(self, answer: Any) -> bool:
-        """Here is the answer; True if its task is to be woken, with `wake`."""
+    def set_result(self, result: Any) -> bool:
+        """Set the result; return whether a task waits for it and is to be resumed."""
         if self._state != "waiting":
             return False
-        self._state = "answered"
-        self._answer = answer
+        self._state = "done"
+        self._result = result
         return self._step is not None
 
-    def wake(self) -> None:
-        """Take the task's next step. On the loop, outside any task."""
+    def resume(self) -> None:
+        """Run the next step of the waiting task. Call it outside any task."""
         step, self._step = self._step, None
         if step is not None:
             self._context.run(step, self)
@@ -58,40 +60,40 @@ class Wait:
             yield self
         return self.result()
 
-    # ── what a task asks of it ──────────────────────────────────────────────────────────────────
+    # ── called by asyncio.Task ──────────────────────────────────────────────────────────────────
 
     def get_loop(self) -> asyncio.AbstractEventLoop:
-        """Whose it is."""
+        """Return the event loop of the waiting task."""
         return self._loop
 
     def add_done_callback(self, step: Step, *, context: contextvars.Context) -> None:
-        """How to go on."""
+        """Keep the next step of the task, for `resume`."""
         self._step = step
         self._context = context
 
     def cancel(self, msg: Any = None) -> bool:
-        """The task is cancelled: it goes on with that, in the next turn."""
+        """Cancel the wait; the task resumes in the next iteration of the loop."""
         if self._state != "waiting":
             return False
         self._state = "cancelled"
-        self._answer = msg
-        self._loop.call_soon(self.wake)
+        self._result = msg
+        self._loop.call_soon(self.resume)
         return True
 
     def result(self) -> Any:
-        """The answer, or the cancellation."""
+        """Return the result, or raise CancelledError."""
         if self._state == "cancelled":
-            # anyio's scopes know their own cancellations by the message.
-            raise asyncio.CancelledError(*([] if self._answer is None else [self._answer]))
-        return self._answer
+            # anyio's scopes recognize their own cancellations by the message.
+            raise asyncio.CancelledError(*([] if self._result is None else [self._result]))
+        return self._result
 
 
-def wake_all(waits: Iterable[Wait], loop: asyncio.AbstractEventLoop) -> None:
-    """Wake each. What ends the loop in one of them, `SystemExit` say, does not keep the others."""
-    rest = iter(waits)
+def resume_all(futures: Iterable[InlineFuture], loop: asyncio.AbstractEventLoop) -> None:
+    """Resume the tasks of all futures, also if one raises (SystemExit, say)."""
+    rest = iter(futures)
     try:
-        for wait in rest:
-            wait.wake()
+        for future in rest:
+            future.resume()
     finally:
-        for wait in rest:
-            loop.call_soon(wait.wake)
+        for future in rest:
+            loop.call_soon(future.resume)

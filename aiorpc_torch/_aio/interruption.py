@@ -1,29 +1,29 @@
-"""A block that something outside of it can end with an exception. Knows asyncio only."""
+"""A block that code outside of it can end with an exception."""
 
 import asyncio
 import contextlib
 from types import TracebackType
 
 
-class Interruption:
-    """`async with Interruption() as it:` runs until its end, or until `it.end(exc)` raises there.
+class InterruptibleBlock:
+    """An `async with` block that `interrupt(exc)` ends early: the block then raises `exc`.
 
-    On the loop that entered it. The block sees a cancellation, once.
+    Inside, the interruption is one cancellation. Call `interrupt` on the loop of the block.
     """
 
     def __init__(self) -> None:
         self._failure: BaseException | None = None
-        # Not for the time: the standard library's one way to interrupt a block, and only that one.
+        # Never used for time: `asyncio.timeout` is the standard library's way to end a block.
         self._block = asyncio.timeout(None)
 
-    def end(self, failure: BaseException) -> None:
-        """End the block, unless it has ended; the first failure counts."""
+    def interrupt(self, failure: BaseException) -> None:
+        """End the block with `failure`, if it still runs; the first failure counts."""
         if self._failure is None:
             self._failure = failure
-            with contextlib.suppress(RuntimeError):  # it has just ended
+            with contextlib.suppress(RuntimeError):  # the block has ended
                 self._block.reschedule(0.0)
 
-    async def __aenter__(self) -> "Interruption":
+    async def __aenter__(self) -> "InterruptibleBlock":
         await self._block.__aenter__()
         return self
 
@@ -38,4 +38,4 @@ class Interruption:
         except TimeoutError:
             if self._failure is None or not self._block.expired():
                 raise
-            raise self._failure  # noqa: B904 - what it was raised from is not this timeout
+            raise self._failure  # noqa: B904 - its cause is not this timeout

@@ -1,6 +1,6 @@
-"""The deadline of the anyio scopes around a call, which travels with it as `timeout`'s does.
+"""The deadline of the anyio scopes around a call, which travels with it as that of `timeout` does.
 
-Here it is enforced by the scope itself, which cancels; so it is never a call's own deadline.
+On the caller the scope enforces it by cancelling, so it never is the call's own deadline.
 """
 
 import asyncio
@@ -10,14 +10,27 @@ import time
 
 import anyio
 
-_BACKEND = "anyio._backends._asyncio"  # imported by the first scope that a process enters
+from .deadlines import deadline_in
+
+# The first scope of a process imports anyio's private asyncio backend. While it is not imported
+# there is no scope, and no need to ask, which takes 2.5 µs.
+# (tests/test_deadlines_travel.py::test_callee_sees_the_time_left)
+_BACKEND = "anyio._backends._asyncio"
 
 
-def scope_deadline() -> float | None:
-    """When the scopes around this task end, as a `time.monotonic()`; None: they do not."""
-    if _BACKEND not in sys.modules:  # nobody has entered a scope, and asking costs 2.5 µs
+def anyio_scope_deadline() -> float | None:
+    """Return when the scopes around this task end as a `time.monotonic()`, None if never."""
+    if _BACKEND not in sys.modules:
         return None
     deadline = anyio.current_effective_deadline()
-    if not math.isfinite(deadline):  # none, or a scope that is cancelled already
+    if not math.isfinite(deadline):  # no deadline, or a scope that is cancelled already
         return None
     return time.monotonic() + deadline - asyncio.get_running_loop().time()
+
+
+def is_unbounded() -> bool:
+    """Return whether this context has neither a deadline nor a scope of anyio's around it.
+
+    False means that they have to be asked.
+    """
+    return _BACKEND not in sys.modules and deadline_in(None) is None

@@ -1,7 +1,4 @@
-"""SIGTERM and Ctrl-C while a worker is in its world: an orderly end, and at once if asked twice.
-
-Knows the signals of a process and asyncio's way with Ctrl-C, nothing of worlds.
-"""
+"""SIGTERM and Ctrl-C in a worker: graceful at first, and a forced exit at the second Ctrl-C."""
 
 import asyncio
 import contextlib
@@ -10,89 +7,84 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
-Handler = Callable[[int, FrameType | None], Any]
-
 
 @contextlib.contextmanager
-def orderly() -> Iterator[None]:
-    """SIGTERM cancels the task that enters; the block left, it raises `SystemExit(143)`.
+def graceful_signals() -> Iterator[None]:
+    """Let SIGTERM cancel the current task; after the block, raise `SystemExit(143)`.
 
-    Ctrl-C stays asyncio's, which cancels the main task; pressed again in the block, it ends the
-    process at once. Where it is ignored, as by what a script starts in the background, it stays so.
-    Only under `asyncio.run` in the main thread, and only where the program has no handlers of its
-    own.
+    The first Ctrl-C stays asyncio's, which cancels the main task; the second one in the block ends
+    the process at once. An ignored SIGINT, as of a script's background process, stays ignored.
+    Nothing changes outside `asyncio.run` in the main thread, or if the program has handlers.
     """
-    first = signal.getsignal(signal.SIGINT)
-    is_ignored = first is signal.SIG_IGN
+    previous = signal.getsignal(signal.SIGINT)
+    is_ignored = previous is signal.SIG_IGN
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or not (is_ignored or _is_asyncios(first)):
+    if not in_main or not (is_ignored or _is_asyncios(previous)):
         yield
         return
-    with (
-        _Terminable() as terminable,
-        contextlib.nullcontext() if is_ignored else _twice_is_enough(first),
-    ):
+    ctrl_c = contextlib.nullcontext() if is_ignored else _second_ctrl_c_exits(previous)
+    with _SigtermCancels(), ctrl_c:
         yield
-    del terminable
 
 
 def _is_asyncios(handler: Any) -> bool:
+    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 and
+    # 3.12. (tests/test_signals.py::test_a_second_interrupt_ends_at_once)
     return isinstance(handler, functools.partial) and isinstance(
         getattr(handler.func, "__self__", None), asyncio.Runner
     )
 
 
-class _Terminable:
-    """SIGTERM cancels the task; leaving says so to the process's parent."""
+class _SigtermCancels:
+    """A block in which SIGTERM cancels the task, and which then raises `SystemExit(143)`."""
 
     def __init__(self) -> None:
         self._task = asyncio.current_task()
         self._loop = asyncio.get_running_loop()
-        self._is_ours = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        self._came = False
+        self._has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+        self._was_received = False
 
-    def __enter__(self) -> "_Terminable":
-        if self._is_ours:
+    def __enter__(self) -> None:
+        if self._has_default:
             self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
-        return self
 
     def _terminate(self) -> None:
-        self._came = True
+        self._was_received = True
         if self._task is not None:
             self._task.cancel("SIGTERM")
 
     def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
-        if self._is_ours:
+        if self._has_default:
             self._loop.remove_signal_handler(signal.SIGTERM)
-        if self._came:
+        if self._was_received:
             raise SystemExit(128 + signal.SIGTERM) from exc
 
 
 @contextlib.contextmanager
-def _twice_is_enough(first: Any) -> Iterator[None]:
-    presses = 0
+def _second_ctrl_c_exits(previous: Any) -> Iterator[None]:
+    count = 0
 
-    def press(number: int, frame: FrameType | None) -> None:
-        nonlocal presses
-        presses += 1
-        if presses > 1:
-            end_at_once(128 + signal.SIGINT)
-        first(number, frame)
+    def on_sigint(number: int, frame: FrameType | None) -> None:
+        nonlocal count
+        count += 1
+        if count > 1:
+            force_exit(128 + signal.SIGINT)
+        previous(number, frame)
 
-    signal.signal(signal.SIGINT, press)
+    signal.signal(signal.SIGINT, on_sigint)
     try:
         yield
     finally:
-        if signal.getsignal(signal.SIGINT) is press:
-            signal.signal(signal.SIGINT, first)
+        if signal.getsignal(signal.SIGINT) is on_sigint:
+            signal.signal(signal.SIGINT, previous)
 
 
-def end_at_once(code: int) -> None:
-    """End this process; its children hear of it by their pipes."""
+def force_exit(code: int) -> None:
+    """End this process without cleanup; its children notice that their pipes close."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
             stream.flush()

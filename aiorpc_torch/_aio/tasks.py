@@ -1,7 +1,4 @@
-"""The steps of a coroutine, timed: whoever holds the loop for long is named in a warning.
-
-And who never takes the last of them is not waited for.
-"""
+"""Drivers of coroutines, step by step, and the release of tasks that do not end."""
 
 import asyncio
 import logging
@@ -15,12 +12,12 @@ R = TypeVar("R")
 
 log = logging.getLogger("aiorpc_torch")
 
-SLOW = 0.1  # seconds of one step, in which the loop serves nobody else
+SLOW_STEP = 0.1  # seconds of one step, in which the event loop serves nothing else
 
 
 @types.coroutine
-def timed(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R]:
-    """Await `coroutine`, and warn of each step that holds the loop for longer than `SLOW`."""
+def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R]:
+    """Await `coroutine`; log a warning for each step that blocks the loop for over `SLOW_STEP`."""
     step, value = coroutine.send, None
     while True:
         start = perf_counter()
@@ -29,8 +26,13 @@ def timed(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R
         except StopIteration as stop:
             return stop.value  # type: ignore[no-any-return]
         finally:
-            if perf_counter() - start > SLOW:
-                warn(name, perf_counter() - start)
+            if (seconds := perf_counter() - start) > SLOW_STEP:
+                log.warning(
+                    "%s held the event loop for %.2f s: nothing else was served meanwhile. "
+                    "A plain `def` would run in a thread",
+                    name,
+                    seconds,
+                )
         try:
             step, value = coroutine.send, (yield waits_for)
         except GeneratorExit:
@@ -40,45 +42,39 @@ def timed(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R
             step, value = coroutine.throw, exc
 
 
-class Within(Generator[Any, Any, R]):
-    """Awaits `coroutine`, each step inside `around()`: what belongs to a thread, not a task."""
+class StepContext(Generator[Any, Any, R]):
+    """An awaitable that runs each step of `coroutine` inside `enter()`.
+
+    It is for state of the thread, which other tasks must not see between the steps.
+    """
 
     def __init__(
-        self, around: Callable[[], AbstractContextManager[None]], coroutine: Coroutine[Any, Any, R]
+        self, enter: Callable[[], AbstractContextManager[None]], coroutine: Coroutine[Any, Any, R]
     ) -> None:
-        self._around = around
+        self._enter = enter
         self._coroutine = coroutine
 
     def __await__(self) -> Generator[Any, Any, R]:
         return self
 
     def send(self, value: Any) -> Any:
-        """The next step."""
-        with self._around():
+        """Run the next step."""
+        with self._enter():
             return self._coroutine.send(value)
 
     def throw(self, *exc: Any) -> Any:
-        """The next step, with an exception."""
-        with self._around():
+        """Run the next step with an exception."""
+        with self._enter():
             return self._coroutine.throw(*exc)
 
 
-def disown(task: "asyncio.Task[Any]", name: str) -> None:
-    """Let the loop end without this task, which was cancelled and goes on; it is named in the log.
+def detach_task(task: "asyncio.Task[Any]", name: str) -> None:
+    """Log that a cancelled task does not end, and let the event loop close without it.
 
-    `asyncio.run` cancels every task that it knows of and waits until they end, for as long as that
-    takes: one coroutine that swallows its cancellation would keep the process alive for ever.
+    `asyncio.run` waits until every task that it knows has ended. One coroutine that ignores its
+    cancellation would keep the process alive. Both names below are private to CPython (3.11,
+    3.12; tests/test_worlds.py::test_what_never_returns_does_not_keep_a_process).
     """
     log.warning("%s did not end when its worker stopped", name)
     asyncio.tasks._unregister_task(task)
-    task._log_destroy_pending = False  # type: ignore[attr-defined]  # it was said already
-
-
-def warn(name: str, seconds: float) -> None:
-    """Say who held the loop."""
-    log.warning(
-        "%s held the event loop for %.2f s: nothing else was served meanwhile. A plain `def` would "
-        "run in a thread",
-        name,
-        seconds,
-    )
+    task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is logged above

@@ -1,7 +1,7 @@
-"""Threads for plain `def` methods.
+"""Daemon threads for plain `def` methods and for calls that block.
 
-Not `concurrent.futures` or anyio's: both join their threads when the interpreter exits, so one
-method that never returns would keep a process alive for ever. These are daemons.
+The threads of `concurrent.futures` and of anyio are joined when the interpreter exits: one method
+that never returns would keep the process alive.
 """
 
 import asyncio
@@ -19,74 +19,75 @@ T = TypeVar("T")
 
 Task = Callable[[], None]
 
-PATIENCE = 0.001  # seconds that a task waits for a thread at work before another one comes
+STALL = 0.001  # seconds that a task waits for the busy threads before the pool adds a thread
 
 
 class _Wake(enum.Enum):
-    """What an idle thread is woken for."""
+    """The reason for which an idle thread is woken."""
 
     WORK = enum.auto()
     WATCH = enum.auto()
     END = enum.auto()
 
 
-class Threads:
-    """At most `size` daemon threads, started when they are needed. Tasks start in order.
+class DaemonThreadPool:
+    """At most `size` daemon threads, started on demand. Tasks start in the order of `submit`.
 
-    One thread takes task after task, which costs no change of threads. Another watches it: what
-    waits for more than a millisecond gets a thread more, and if none moves, as many as there are.
+    One thread runs task after task, which costs no switch between threads. A second one watches:
+    it adds a thread for tasks that wait for over `STALL`, or one for each if no task has started.
     """
 
-    def __init__(self, size: int, initialize: Task) -> None:
+    def __init__(self, size: int, initializer: Task) -> None:
         self._size = size
-        self._initialize = initialize  # run once in each thread
+        self._initializer = initializer  # runs once in each thread
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
         self._wakes: queue.SimpleQueue[_Wake] = queue.SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._busy = 0
-        self._watched = False
+        self._is_watched = False
         self._last_start = 0.0
 
     def __repr__(self) -> str:
-        return f"<Threads {self._busy} busy of {self._size}, {len(self._tasks)} tasks waiting>"
+        waiting = len(self._tasks)
+        return f"<DaemonThreadPool {self._busy} busy of {self._size}, {waiting} tasks waiting>"
 
     def submit(self, tasks: Iterable[Task]) -> None:
-        """Run tasks, which must not raise, each in one of the threads. From any thread.
+        """Run tasks, which must not raise, each in one of the threads. Callable from any thread.
 
         Raises:
-            RuntimeError: if there is no thread, and the system can start none.
+            RuntimeError: if the pool has no thread, and the system cannot start one.
         """
         with self._lock:
             self._tasks.extend(tasks)
-            # Threads that started their last task long ago will not come for these at once.
-            late = not self._busy or time.monotonic() - self._last_start > PATIENCE
-            woken = late and self._wake(_Wake.WORK)
-            if not self._watched and len(self._tasks) > woken:
-                self._watched = self._wake(_Wake.WATCH)
+            # Busy threads whose last task started long ago may not be free soon.
+            is_stalled = not self._busy or time.monotonic() - self._last_start > STALL
+            woken = is_stalled and self._wake(_Wake.WORK)
+            if not self._is_watched and len(self._tasks) > woken:
+                self._is_watched = self._wake(_Wake.WATCH)
 
-    def close(self, patience: float) -> int:
-        """Let the threads end; how many still run a task after `patience` seconds."""
+    def close(self, timeout: float) -> int:
+        """End the threads; return how many still run a task after `timeout` seconds."""
         with self._lock:
-            self._size = 0  # none is started any more
+            self._size = 0  # no thread starts from now on
             for _ in self._threads:
                 self._wakes.put(_Wake.END)
-        end = time.monotonic() + patience
+        end = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
-    def _wake(self, what: _Wake) -> bool:
-        """Have one more thread, if there may be one. Under the lock."""
+    def _wake(self, reason: _Wake) -> bool:
+        """Wake an idle thread or start one, if the pool may. Called with the lock held."""
         if self._idle:
             self._idle -= 1
         elif len(self._threads) < self._size:
             name = f"aiorpc-def-{len(self._threads)}"
-            thread = threading.Thread(target=self._live, name=name, daemon=True)
+            thread = threading.Thread(target=self._run, name=name, daemon=True)
             try:
                 thread.start()
-            except RuntimeError:  # the system has no more: those that there are take the tasks
+            except RuntimeError:  # the system has no more: the other threads run the tasks
                 if self._threads:
                     return False
                 self._tasks.clear()
@@ -94,18 +95,18 @@ class Threads:
             self._threads.append(thread)
         else:
             return False
-        self._busy += what is _Wake.WORK
-        self._wakes.put(what)
+        self._busy += reason is _Wake.WORK
+        self._wakes.put(reason)
         return True
 
-    def _live(self) -> None:
-        self._initialize()
-        while (what := self._wakes.get()) is not _Wake.END:
-            if what is _Wake.WATCH:
+    def _run(self) -> None:
+        self._initializer()
+        while (reason := self._wakes.get()) is not _Wake.END:
+            if reason is _Wake.WATCH:
                 self._watch()
-            self._work()
+            self._run_tasks()
 
-    def _work(self) -> None:
+    def _run_tasks(self) -> None:
         while True:
             try:
                 task = self._tasks.popleft()
@@ -118,90 +119,90 @@ class Threads:
                     return
             self._last_start = time.monotonic()
             task()
-            del task  # a thread that waits must not keep its last arguments alive
+            del task  # an idle thread must not keep its last arguments alive
 
     def _watch(self) -> None:
-        """Look after the tasks that wait, then join in the work."""
+        """Add threads while tasks wait too long; return when this thread is to run tasks itself."""
         while True:
             seen = self._last_start
-            time.sleep(PATIENCE)
+            time.sleep(STALL)
             with self._lock:
-                stuck = seen == self._last_start
-                more = len(self._tasks) if stuck else min(1, len(self._tasks))
+                has_stalled = seen == self._last_start
+                more = len(self._tasks) if has_stalled else min(1, len(self._tasks))
                 if not more or not all(self._wake(_Wake.WORK) for _ in range(more)):
-                    self._watched = False  # nothing waits, or there is no thread left but this
+                    self._is_watched = False  # no task waits, or this is the last thread
                     self._busy += 1
                     return
 
 
-def daemon(name: str) -> Callable[[Task], None]:
-    """A way to start one task: in a daemon thread of its own, called `name`."""
+def daemon_thread_starter(name: str) -> Callable[[Task], None]:
+    """Return a function that runs one task in a new daemon thread called `name`."""
     return lambda task: threading.Thread(target=task, name=name, daemon=True).start()
 
 
-async def run_blocking(start: Callable[[Task], None], function: Callable[[], T]) -> T:
-    """Await a blocking function that `start` runs in some thread; cancelled, it runs on there."""
+async def run_in_thread(start: Callable[[Task], None], function: Callable[[], T]) -> T:
+    """Await a blocking function in the thread that `start` gives it. A cancelled one runs on."""
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
-    def settle(settler: Callable[[], None]) -> None:
+    def complete(set_outcome: Callable[[], None]) -> None:
         if not done.done():
-            settler()
+            set_outcome()
 
     def work() -> None:
         try:
             value = function()
         except StopIteration as exc:  # asyncio refuses it in a future
-            settler = functools.partial(done.set_exception, RuntimeError(f"raised {exc!r}"))
+            outcome = functools.partial(done.set_exception, RuntimeError(f"raised {exc!r}"))
         except BaseException as exc:
-            settler = functools.partial(done.set_exception, exc)
+            outcome = functools.partial(done.set_exception, exc)
         else:
-            settler = functools.partial(done.set_result, value)
-        with contextlib.suppress(RuntimeError):  # the loop was closed meanwhile
-            loop.call_soon_threadsafe(settle, settler)
+            outcome = functools.partial(done.set_result, value)
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            loop.call_soon_threadsafe(complete, outcome)
 
     start(work)
     return await done
 
 
-class Spare:
-    """Daemon threads for what may block for ever: each task has one, and none waits for another.
+class ThreadCache:
+    """Daemon threads for tasks that may block for ever: one for each task, without a limit.
 
-    A thread that has nothing to do waits for some time for the next task: starting one, and what
-    libraries keep for each, would cost more than most tasks.
+    An idle thread waits `idle_timeout` seconds for the next task. A new thread, with what libraries
+    keep for each, would cost more than most tasks.
     """
 
-    def __init__(self, name: str, patience: float = 0.2) -> None:
+    def __init__(self, name: str, idle_timeout: float = 0.2) -> None:
         self._name = name
-        self._patience = patience  # seconds
+        self._idle_timeout = idle_timeout
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Task]] = []
 
     def __repr__(self) -> str:
-        return f"<Spare {self._name}, {len(self._idle)} idle>"
+        return f"<ThreadCache {self._name}, {len(self._idle)} idle>"
 
     def __call__(self, task: Task) -> None:
-        """Run a task, which must not raise, at once. From any thread."""
+        """Run a task, which must not raise, at once. Callable from any thread."""
         with self._lock:
             if self._idle:
                 self._idle.pop().put(task)
                 return
-        threading.Thread(target=self._live, args=(task,), name=self._name, daemon=True).start()
+        threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True).start()
 
-    def _live(self, task: Task | None) -> None:
-        inbox: queue.SimpleQueue[Task] = queue.SimpleQueue()
+    def _run(self, task: Task | None) -> None:
+        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
         while task is not None:
             task()
-            task = None  # a thread that waits must not keep its last arguments alive
+            task = None  # an idle thread must not keep its last arguments alive
             with self._lock:
-                self._idle.append(inbox)
-            task = self._next(inbox)
+                self._idle.append(tasks)
+            task = self._next(tasks)
 
-    def _next(self, inbox: "queue.SimpleQueue[Task]") -> Task | None:
+    def _next(self, tasks: "queue.SimpleQueue[Task]") -> Task | None:
         with contextlib.suppress(queue.Empty):
-            return inbox.get(timeout=self._patience)
+            return tasks.get(timeout=self._idle_timeout)
         with self._lock:
-            if inbox in self._idle:
-                self._idle.remove(inbox)
+            if tasks in self._idle:
+                self._idle.remove(tasks)
                 return None
-        return inbox.get()  # it came just now
+        return tasks.get()  # it was put after the timeout

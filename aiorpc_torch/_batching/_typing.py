@@ -1,7 +1,7 @@
-"""What type checkers see of a `@batched` function: `list[T] -> list[R]` is called as `T -> R`.
+"""Static types of `@batched` functions: `list[T] -> list[R]` is called as `T -> R`.
 
-Up to four parameters; of a body with more, or with another answer than a sequence or a
-`Broadcast`, they see a function of anything. Nothing here runs.
+A function of more than four parameters, or with another result than a sequence or a `Broadcast`, is
+typed as a function of anything. Nothing here runs.
 """
 
 import asyncio
@@ -19,18 +19,18 @@ R = TypeVar("R")
 P = ParamSpec("P")
 S_contra = TypeVar("S_contra", contravariant=True)
 
-_Answers = Sequence[R] | Broadcast[R]
-_Given = _Answers[R] | Awaitable[_Answers[R]]
+_Results = Sequence[R] | Broadcast[R]
+_Returned = _Results[R] | Awaitable[_Results[R]]
 
 
 class BatchedFunction(Protocol[P, R]):
-    """One item in, one result out."""
+    """A function that takes one item and returns one result."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> "asyncio.Future[R]": ...
 
 
 class BatchedMethod(Protocol[S_contra, P, R]):
-    """The same, of an instance; or of a function, whose first parameter stands for it."""
+    """A `BatchedFunction` of an instance, or of a function whose first parameter stands for it."""
 
     def __call__(
         self, first: S_contra, /, *args: P.args, **kwargs: P.kwargs
@@ -46,48 +46,50 @@ class BatchedMethod(Protocol[S_contra, P, R]):
 
 
 class ListDecorator(Protocol):
-    """`@batched(max_size=64)`: lists in, a sequence or a `Broadcast` out."""
+    """`@batched(max_size=64)`: takes lists, returns a sequence or a `Broadcast`."""
 
     @overload
-    def __call__(self, body: Callable[[list[A]], _Given[R]], /) -> BatchedFunction[[A], R]: ...
+    def __call__(
+        self, function: Callable[[list[A]], _Returned[R]], /
+    ) -> BatchedFunction[[A], R]: ...
     @overload
     def __call__(
-        self, body: Callable[[list[A], list[B]], _Given[R]], /
+        self, function: Callable[[list[A], list[B]], _Returned[R]], /
     ) -> BatchedFunction[[A, B], R]: ...
     @overload
     def __call__(
-        self, body: Callable[[list[A], list[B], list[C]], _Given[R]], /
+        self, function: Callable[[list[A], list[B], list[C]], _Returned[R]], /
     ) -> BatchedFunction[[A, B, C], R]: ...
     @overload
     def __call__(
-        self, body: Callable[[list[A], list[B], list[C], list[D]], _Given[R]], /
+        self, function: Callable[[list[A], list[B], list[C], list[D]], _Returned[R]], /
     ) -> BatchedFunction[[A, B, C, D], R]: ...
     @overload
-    def __call__(self, body: Callable[[S, list[A]], _Given[R]], /) -> BatchedMethod[S, [A], R]: ...
+    def __call__(
+        self, function: Callable[[S, list[A]], _Returned[R]], /
+    ) -> BatchedMethod[S, [A], R]: ...
     @overload
     def __call__(
-        self, body: Callable[[S, list[A], list[B]], _Given[R]], /
+        self, function: Callable[[S, list[A], list[B]], _Returned[R]], /
     ) -> BatchedMethod[S, [A, B], R]: ...
     @overload
     def __call__(
-        self, body: Callable[[S, list[A], list[B], list[C]], _Given[R]], /
+        self, function: Callable[[S, list[A], list[B], list[C]], _Returned[R]], /
     ) -> BatchedMethod[S, [A, B, C], R]: ...
     @overload
     def __call__(
-        self, body: Callable[[S, list[A], list[B], list[C], list[D]], _Given[R]], /
+        self, function: Callable[[S, list[A], list[B], list[C], list[D]], _Returned[R]], /
     ) -> BatchedMethod[S, [A, B, C, D], R]: ...
     @overload
-    def __call__(self, body: Callable[..., Any], /) -> Any: ...
+    def __call__(self, function: Callable[..., Any], /) -> Any: ...
 
 
 class StackDecorator(Protocol):
-    """`@batched(max_size=64, stack=True)`: each nest gains a dimension on its way in, and loses it
-    on its way out.
-    """
+    """`@batched(max_size=64, stack=True)`: each tensor of a tree gains a first dimension."""
 
     @overload
     def __call__(
-        self, body: Callable[Concatenate[S, P], Awaitable[R]], /
+        self, function: Callable[Concatenate[S, P], Awaitable[R]], /
     ) -> BatchedMethod[S, P, R]: ...
     @overload
-    def __call__(self, body: Callable[Concatenate[S, P], R], /) -> BatchedMethod[S, P, R]: ...
+    def __call__(self, function: Callable[Concatenate[S, P], R], /) -> BatchedMethod[S, P, R]: ...

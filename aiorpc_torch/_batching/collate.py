@@ -1,27 +1,26 @@
-"""Nests of tensors: many of one kind stacked into one, and one split into its rows.
+"""Collation: many trees of tensors into one, and one tree into its rows.
 
-A nest is a tensor, an array, a number, or a dict, tuple, list or dataclass of nests. Knows values,
-and neither batches nor calls.
+A tree consists of tensors, arrays and numbers in dicts, tuples, lists and dataclasses.
 """
 
-import copy
-import dataclasses
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+
+from .._torch.tree import children, rebuild
 
 _NUMBERS = (bool, int, float, complex)
 
 Device = torch.device | str | None
 
 
-def kind_of(value: Any) -> Hashable:
-    """What nests must have in common to be stacked: structure, dtypes, shapes, `requires_grad`.
+def collate_key(value: Any) -> Hashable:
+    """Return what trees must have in common: structure, dtypes, shapes and `requires_grad`.
 
     Raises:
-        TypeError: if there is something in it that cannot be stacked.
+        TypeError: if a leaf cannot be stacked.
     """
     if isinstance(value, Tensor):
         return value.dtype, value.shape, value.layout, value.device, value.requires_grad
@@ -32,115 +31,78 @@ def kind_of(value: Any) -> Hashable:
     if hasattr(value, "__array__"):
         tensor = _as_tensor(value)
         return "array", tensor.dtype, tensor.shape
-    parts = _parts(value)
-    if parts is None:
-        raise TypeError(f"a {type(value).__name__} cannot be stacked")
-    return type(value), tuple(parts), tuple(kind_of(part) for part in parts.values())
+    if (nodes := children(value)) is None:
+        raise TypeError(
+            f"a {type(value).__name__} cannot be stacked: pass tensors, arrays and numbers, or "
+            "dicts, tuples, lists and dataclasses of them"
+        )
+    return type(value), tuple(nodes), tuple(map(collate_key, nodes.values()))
 
 
-class Where(Protocol):
-    """Where stacked tensors are put."""
+class Collator(Protocol):
+    """Stacks tensors on a device."""
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """One tensor of many."""
+        """Return one tensor with a new first dimension, on the device."""
         ...
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """That tensor, there."""
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device."""
         ...
 
 
-class Here:
-    """On a device, or where they are, by copies that are waited for."""
+class DefaultCollator:
+    """Stacks on `device`, by blocking copies; on None, where the tensors are."""
 
     def __init__(self, device: Device = None) -> None:
         self._device = device
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """As torch."""
-        return self.put(torch.stack([*tensors]))
+        """Return `torch.stack` of the tensors on the device."""
+        return self.to_device(torch.stack([*tensors]))
 
-    def put(self, tensor: Tensor) -> Tensor:
-        """As torch."""
+    def to_device(self, tensor: Tensor) -> Tensor:
+        """Return the tensor on the device."""
         return tensor if self._device is None else tensor.to(self._device)
 
 
-def stack(values: Sequence[Any], where: Where) -> Any:
-    """One nest for many of one kind, each tensor in it one dimension more, which is the first."""
+def collate(values: Sequence[Any], collator: Collator) -> Any:
+    """Return one tree for many of one `collate_key`; its tensors have a new first dimension."""
     first = values[0]
     if isinstance(first, Tensor):
-        return where.stack(values)
+        return collator.stack(values)
     if type(first) in _NUMBERS:
-        return where.put(torch.tensor([*values]))
+        return collator.to_device(torch.tensor([*values]))
     if hasattr(first, "__array__"):
-        return where.stack([*map(_as_tensor, values)])
-    every = [_parts(value) or {} for value in values]
-    columns = {name: stack([each[name] for each in every], where) for name in every[0]}
-    return _rebuild(first, columns)
+        return collator.stack([*map(_as_tensor, values)])
+    trees = [children(value) or {} for value in values]
+    collated = {key: collate([tree[key] for tree in trees], collator) for key in trees[0]}
+    return rebuild(first, collated)
 
 
-def mapped(change: Callable[[Tensor], Tensor], nest: Any) -> Any:
-    """The nest with each of its tensors changed; what is none, as it is."""
-    if isinstance(nest, Tensor):
-        return change(nest)
-    parts = _parts(nest)
-    if not parts:
-        return nest
-    return _rebuild(nest, {name: mapped(change, part) for name, part in parts.items()})
+def uncollate(tree: Any) -> list[Any] | None:
+    """Return the rows of a tree along the first dimension, as tensors of their own on the CPU.
 
-
-def rows_of(nest: Any) -> list[Any] | None:
-    """Its rows along the first dimension, each with tensors of its own, on the CPU.
-
-    None if it is no nest of tensors that have the same first dimension.
+    Return None unless all leaves are tensors with the same first dimension.
     """
-    if isinstance(nest, Tensor):
-        # One copy from a device for all; then a copy of each row, which shall not drag them all
-        # along, nor be a view, which autograd forbids to change in place.
-        return [row.clone() for row in nest.cpu().unbind(0)] if nest.dim() else None
-    parts = {name: part for name, part in (_parts(nest) or {}).items() if _parts(part) != {}}
-    columns = {name: rows_of(part) for name, part in parts.items()}
+    if isinstance(tree, Tensor):
+        # One copy from the device; then one per row: a view would keep the whole batch alive, and
+        # autograd forbids to change it in place.
+        return [row.clone() for row in tree.cpu().unbind(0)] if tree.dim() else None
+    nodes = {key: node for key, node in (children(tree) or {}).items() if children(node) != {}}
+    columns = {key: uncollate(node) for key, node in nodes.items()}
     lengths = {None if rows is None else len(rows) for rows in columns.values()}
     if len(lengths) != 1 or None in lengths:
         return None
     rows = zip(*(rows or () for rows in columns.values()), strict=True)
-    return [_rebuild(nest, dict(zip(columns, row, strict=True))) for row in rows]
-
-
-def is_structure(value: Any) -> bool:
-    """Whether it has parts: a dict, a tuple, a list or a dataclass."""
-    return _parts(value) is not None
+    return [rebuild(tree, dict(zip(columns, row, strict=True))) for row in rows]
 
 
 def _as_tensor(array: Any) -> Tensor:
     flags = getattr(array, "flags", None)
-    if flags is not None and not flags.writeable:  # of which torch warns
+    if flags is not None and not flags.writeable:  # torch would warn
         array = array.copy()
     try:
         return torch.as_tensor(array)
-    except ValueError:  # a view that goes backwards
+    except ValueError:  # a negative stride
         return torch.as_tensor(array.copy())
-
-
-def _parts(value: Any) -> dict[Any, Any] | None:
-    if isinstance(value, dict):
-        return value
-    if isinstance(value, tuple | list):
-        return dict(enumerate(value))
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
-    return None
-
-
-def _rebuild(like: Any, parts: dict[Any, Any]) -> Any:
-    """A value as `like`, with these parts in place of its own of these names."""
-    if isinstance(like, tuple | list):
-        make: Callable[..., Any] = getattr(like, "_make", type(like))  # of a named tuple
-        return make(parts.get(index, part) for index, part in enumerate(like))
-    made = copy.copy(like)  # nobody's `__init__` or `__post_init__` runs on columns
-    if isinstance(made, dict):
-        made.update(parts)
-    else:
-        for name, part in parts.items():
-            object.__setattr__(made, name, part)  # it may be frozen
-    return made

@@ -1,7 +1,4 @@
-"""The user's function behind `@batched`: from rows of arguments, one a caller, to columns.
-
-Binds and calls; it does not know who waits, nor when a batch leaves.
-"""
+"""The decorated function: binds one call's arguments, and runs once for the calls of a batch."""
 
 import functools
 import inspect
@@ -10,17 +7,17 @@ from typing import Any
 
 import torch
 
-from .._aio.tasks import Within
+from .._aio.tasks import StepContext
 from .._protocol.runtime import in_thread
-from .._torch.cuda import fence_of
-from .collate import Device, Here, Where, stack
-from .cuda_collate import Stage
-from .results import outcomes
-from .traits import Row
+from .._torch.cuda import fence_tree
+from .collate import Collator, DefaultCollator, Device, collate
+from .cuda_collate import CudaCollator
+from .results import split_results
+from .traits import CallArgs
 
 
-class Body:
-    """Called once for many. With `stacked` it gets nests of tensors instead of lists."""
+class BatchFunction:
+    """A function that gets one list per parameter; if `stacked`, one tree of tensors."""
 
     def __init__(
         self, function: Callable[..., Any], *, is_method: bool, stacked: bool, device: Device
@@ -30,17 +27,17 @@ class Body:
         self._is_async = inspect.iscoroutinefunction(function)
         self._is_method = is_method
         self._stacked = stacked
-        self._where = Here(device)
-        there = None if device is None else torch.device(device)
-        self._cuda = there if there is not None and there.type == "cuda" else None
+        self._collator = DefaultCollator(device)
+        target = None if device is None else torch.device(device)
+        self._cuda = target if target is not None and target.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
         self._signature = inspect.Signature(parameters)
         self._keywords = [p.name for p in parameters if p.kind is p.KEYWORD_ONLY]
-        self._plain = len(parameters) if not self._keywords else -1
+        self._positional = len(parameters) if not self._keywords else -1
 
-    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Row:
-        """One caller's arguments in the order of the parameters, defaults filled in."""
-        if not kwargs and len(args) == self._plain:
+    def bind(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> CallArgs:
+        """Return one call's arguments in the order of the parameters, with defaults."""
+        if not kwargs and len(args) == self._positional:
             return args
         try:
             bound = self._signature.bind(*args, **kwargs)
@@ -49,66 +46,72 @@ class Body:
         bound.apply_defaults()
         return tuple(bound.arguments.values())
 
-    async def run(self, instance: Any, rows: Sequence[Row]) -> list[Any]:
-        """Call the function once for all rows; whose is what of its result.
+    async def run(self, instance: Any, calls: Sequence[CallArgs]) -> list[Any]:
+        """Call the function once for all `calls`; return one result per call.
 
         Raises:
-            BatchContractError: if it is not one for each.
+            BatchContractError: if the function does not return one result per call.
         """
         if self._cuda is not None:
-            return await self._run_staged(self._stage, instance, rows)
+            return await self._run_on_cuda(self._cuda_collator, instance, calls)
         if not self._is_async:
-            return await in_thread(functools.partial(self._run_here, instance, rows))
-        result = await self._call(instance, rows, self._where)
-        ready = fence_of(result) if self._stacked else None
-        if ready is None:
-            return self._split(result, len(rows))
-        # The loop does not wait for a device.
-        split = functools.partial(self._split_after, ready.wait, result, len(rows))
+            return await in_thread(functools.partial(self._run_in_thread, instance, calls))
+        result = await self._call(instance, calls, self._collator)
+        fence = fence_tree(result) if self._stacked else None
+        if fence is None:
+            return self._split(result, len(calls))
+        # In a thread: the loop must not wait for a device.
+        split = functools.partial(self._split_after, fence.wait, result, len(calls))
         return await in_thread(split)
 
-    def _run_here(self, instance: Any, rows: Sequence[Row]) -> list[Any]:
-        return self._split(self._call(instance, rows, self._where), len(rows))
+    def _run_in_thread(self, instance: Any, calls: Sequence[CallArgs]) -> list[Any]:
+        return self._split(self._call(instance, calls, self._collator), len(calls))
 
     @functools.cached_property
-    def _stage(self) -> Stage:
-        # Not before somebody calls: a function is also decorated where there is no device.
+    def _cuda_collator(self) -> CudaCollator:
+        # Made by the first call: the function may be decorated on a machine without a device.
         assert self._cuda is not None
-        return Stage(self._cuda)
+        return CudaCollator(self._cuda)
 
-    async def _run_staged(self, stage: Stage, instance: Any, rows: Sequence[Row]) -> list[Any]:
-        ready = stage.mark()  # what callers sent is on the loop's stream
+    async def _run_on_cuda(
+        self, collator: CudaCollator, instance: Any, calls: Sequence[CallArgs]
+    ) -> list[Any]:
+        ready = collator.record_event()  # the loop's stream holds the callers' tensors
         if not self._is_async:
-            step = functools.partial(self._run_on, stage, ready, instance, rows)
+            step = functools.partial(self._run_on_cuda_in_thread, collator, ready, instance, calls)
             return await in_thread(step)
-        with stage.entered(ready):
-            coroutine = self._call(instance, rows, stage)
-        result = await Within(stage.entered, coroutine)
-        with stage.entered():
-            fetched, done = stage.fetch(result)
-        split = functools.partial(self._split_after, done.synchronize, fetched, len(rows))
+        with collator.on_stream(ready):
+            coroutine = self._call(instance, calls, collator)
+        result = await StepContext(collator.on_stream, coroutine)
+        with collator.on_stream():
+            copied, done = collator.to_host(result)
+        split = functools.partial(self._split_after, done.synchronize, copied, len(calls))
         return await in_thread(split)
 
-    def _run_on(
-        self, stage: Stage, ready: torch.cuda.Event, instance: Any, rows: Sequence[Row]
+    def _run_on_cuda_in_thread(
+        self,
+        collator: CudaCollator,
+        ready: torch.cuda.Event,
+        instance: Any,
+        calls: Sequence[CallArgs],
     ) -> list[Any]:
-        with stage.entered(ready):
-            fetched, done = stage.fetch(self._call(instance, rows, stage))
-        return self._split_after(done.synchronize, fetched, len(rows))
+        with collator.on_stream(ready):
+            copied, done = collator.to_host(self._call(instance, calls, collator))
+        return self._split_after(done.synchronize, copied, len(calls))
 
     def _split_after(self, wait: Callable[[], object], result: Any, size: int) -> list[Any]:
         wait()
         return self._split(result, size)
 
     def _split(self, result: Any, size: int) -> list[Any]:
-        return outcomes(result, size, self.name, stacked=self._stacked)
+        return split_results(result, size, self.name, stacked=self._stacked)
 
-    def _call(self, instance: Any, rows: Sequence[Row], where: Where) -> Any:
-        columns = [self._column(column, where) for column in zip(*rows, strict=True)]
-        split = len(columns) - len(self._keywords)
+    def _call(self, instance: Any, calls: Sequence[CallArgs], collator: Collator) -> Any:
+        values = [self._collate_parameter(each, collator) for each in zip(*calls, strict=True)]
+        split = len(values) - len(self._keywords)
         head = (instance,) if self._is_method else ()
-        keywords = dict(zip(self._keywords, columns[split:], strict=True))
-        return self._function(*head, *columns[:split], **keywords)
+        keywords = dict(zip(self._keywords, values[split:], strict=True))
+        return self._function(*head, *values[:split], **keywords)
 
-    def _column(self, values: Sequence[Any], where: Where) -> Any:
-        return stack(values, where) if self._stacked else list(values)
+    def _collate_parameter(self, values: Sequence[Any], collator: Collator) -> Any:
+        return collate(values, collator) if self._stacked else list(values)

@@ -1,297 +1,343 @@
-"""The queue of one `@batched` function and instance: runs its batches on the loop that awaits.
+"""The queue of one `@batched` function and instance: runs its batches on the loop that awaits them.
 
-A thin driver: a timer, the places of those who wait, and `take` after every event. Whether a batch
-leaves is decided in `_batcher`; who gets what in `_answers`.
+The queue drives a scheduler: it keeps one timer and the waiting calls, and asks after every event.
+The scheduler decides when a batch starts; `results` splits the result per caller.
 """
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from .._aio.tasks import disown, timed
-from .._protocol.ancestry import Errand, errands, new_batch, set_out, waiting
-from .._protocol.columns import Shared
-from .._protocol.recording import Recording, enter, entered
-from .._protocol.runtime import start
+from .._aio.tasks import detach_task, warn_if_blocking
+from .._protocol.ancestry import (
+    BatchScope,
+    ancestor_batches,
+    current_scopes,
+    enter_scopes,
+    new_batch,
+)
+from .._protocol.columns import SharedValue
+from .._protocol.recording import ContextRecord, current_record, enter_record
 from ..errors import NotServing, QueueFull, RoundTimeout
-from .function import Body
+from .function import BatchFunction
 from .policies import Fill, Policy, Round
-from .registry import Living
-from .results import failures
-from .rounds import RoundBatcher
-from .scheduler import Batch, Batcher, FillBatcher, Refusal
-from .stats import Tally
-from .traits import Admission, Row
+from .results import failure_per_caller
+from .rounds import RoundScheduler
+from .scheduler import Batch, FillScheduler, Scheduler, TimedOutRound
+from .stats import BatchCounters, WeakRegistry
+from .traits import CallArgs, TraitsFunction
 
-PATIENCE = 0.5  # seconds that a cancelled body has to end, when its worker stops
+CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when its worker stops
+
+ResultCallback = Callable[[Any], None]
+"""Called with the result of one call: a value, or an exception to raise."""
 
 
-class _Run:
-    """A batch that runs. It does not know its members: whoever is inside it outlives them."""
+class RunningBatch:
+    """A batch that runs. It must not refer to its members: the function's context outlives them."""
 
-    __slots__ = ("id", "is_over", "recording", "task")
+    __slots__ = ("id", "is_finished", "recording", "task")
 
-    def __init__(self, recording: Recording | None, name: str) -> None:
+    def __init__(self, recording: ContextRecord | None, name: str) -> None:
         self.id = new_batch()
-        self.is_over = False
-        self.recording = recording  # all its members are of one context, or count for none
+        self.is_finished = False
+        self.recording = recording  # that of every member, or None
         self.task: asyncio.Task[None] | None = None
-        if recording is not None:  # what the body calls is recorded there, whoever leaves
+        if recording is not None:  # the function's calls are recorded even if members are cancelled
             recording.hold(self, name)
 
-    def end(self, _: object = None) -> None:
-        """Its members may be answered."""
-        self.is_over = True
+    def finish(self, _: object = None) -> None:
+        """Mark the batch as finished: its callers may get their results."""
+        self.is_finished = True
         if self.recording is not None:
-            self.recording.ended(self)
+            self.recording.release(self)
 
-    def errand(self) -> Errand:
-        """What the body does."""
-        return Errand(frozenset((self.id,)), lambda: not self.is_over)
-
-
-_queues: "Living[Queue]" = Living()
+    def scope(self) -> BatchScope:
+        """Return the scope of the calls that the function makes."""
+        return BatchScope(frozenset((self.id,)), lambda: not self.is_finished)
 
 
-Settle = Callable[[Any], None]
-"""Gives a caller its answer: a value, or an exception to raise."""
+class QueuedCall:
+    """A call that waits in a queue or in a running batch."""
 
-
-class Place:
-    """One caller's place in a queue."""
-
-    __slots__ = ("_queue", "errands", "instance", "recording", "row", "settle", "since")
+    __slots__ = ("_queue", "args", "arrival", "instance", "on_result", "recording", "scopes")
 
     def __init__(
-        self, queue: "Queue", instance: Any, row: Row, settle: Settle, since: float
+        self,
+        queue: "BatchQueue",
+        instance: Any,
+        args: CallArgs,
+        on_result: ResultCallback,
+        arrival: float,
     ) -> None:
         self._queue = queue
         self.instance = instance
-        self.row = row
-        self.settle = settle
-        self.since = since
-        self.errands = errands()  # its caller's
-        self.recording = entered()
+        self.args = args
+        self.on_result = on_result
+        self.arrival = arrival
+        self.scopes = current_scopes()
+        self.recording = current_record()
 
-    def answer(self, answer: Any) -> None:
-        """Give the caller its answer, and let go of it and its arguments."""
-        # The caller knows its place, so that it may leave, and the place its caller.
-        settle, self.settle, self.row = self.settle, _nobody, ()
-        settle(answer)
+    def resolve(self, result: Any) -> None:
+        """Pass the result to the caller, and release the caller and the arguments."""
+        # The caller refers to this call, to cancel it: without the reset they are a cycle.
+        on_result, self.on_result, self.args = self.on_result, _ignore, ()
+        on_result(result)
 
-    def leave(self) -> None:
-        """The caller gives up: at once, unless its batch has left already."""
-        self.settle = _nobody
+    def cancel(self) -> None:
+        """Leave the queue. In a running batch, only drop the result."""
+        self.on_result = _ignore
         if self._queue.discard(self):
-            self.row = ()
+            self.args = ()
 
 
-def _nobody(_: Any) -> None:
-    """Who has left, or has been answered."""
+def _ignore(_: Any) -> None:
+    """Ignore the result: the call was cancelled or resolved before."""
 
 
-class Ask(asyncio.Future[Any]):
-    """What a local caller awaits. Cancelling it gives the place up at once."""
+class QueuedFuture(asyncio.Future[Any]):
+    """The future of a local caller. Cancelling it cancels the queued call at once."""
 
-    place: Place | None = None
+    call: QueuedCall | None = None
 
     def cancel(self, msg: Any = None) -> bool:
         cancelled = super().cancel(msg)
-        place, self.place = self.place, None
-        if cancelled and place is not None:
-            place.leave()
+        call, self.call = self.call, None
+        if cancelled and call is not None:
+            call.cancel()
         return cancelled
 
-    def settle(self, answer: Any) -> None:
-        """Give the caller its answer, unless it has left."""
+    def resolve(self, result: Any) -> None:
+        """Set the result or the exception, unless the future is done."""
         if self.done():
             return
-        if isinstance(answer, BaseException):
-            self.set_exception(answer)
+        if isinstance(result, BaseException):
+            self.set_exception(result)
         else:
-            self.set_result(answer.value if type(answer) is Shared else answer)
+            self.set_result(result.value if type(result) is SharedValue else result)
 
 
-class Queue:
-    """Those who wait for one body, on one instance, and the batch that runs."""
+class BatchQueue:
+    """The calls that wait for one function on one instance, and the batches that run."""
 
-    def __init__(self, body: Body, policy: Policy, admission: Admission, tally: Tally) -> None:
+    def __init__(
+        self,
+        function: BatchFunction,
+        policy: Policy,
+        traits_of: TraitsFunction,
+        counters: BatchCounters,
+    ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._body = body
+        self._function = function
         self._policy = policy
-        self._admission = admission
-        self._tally = tally
-        self._batcher = _new_batcher(policy)
-        self._running: dict[Batch[Place], _Run] = {}
-        self._next_look: asyncio.Handle | None = None  # at the end of this turn of the loop
-        self._timer: asyncio.TimerHandle | None = None  # at the batcher's deadline
-        tally.queues.add(self)
+        self._traits_of = traits_of
+        self._counters = counters
+        self._scheduler = _new_scheduler(policy)
+        self._running: dict[Batch[QueuedCall], RunningBatch] = {}
+        self._dispatcher: asyncio.Task[None] | None = None  # begins in the next loop iteration
+        self._timer: asyncio.TimerHandle | None = None  # at the scheduler's deadline
+        counters.queues.add(self)
         _queues.add(self)
 
     def __repr__(self) -> str:
-        return f"<Queue {self._body.name}: {self._batcher}>"
+        return f"<BatchQueue {self._function.name}: {self._scheduler}>"
 
     def __len__(self) -> int:
-        return len(self._batcher)
+        return len(self._scheduler)
 
-    def ask(self, instance: Any, row: Row, caller: str) -> Ask:
-        """Join the queue, and await the result for `row`."""
-        ask = Ask(loop=asyncio.get_running_loop())
-        ask.place = self._add(instance, row, ask.settle, caller)
-        return ask
+    def submit(self, instance: Any, args: CallArgs, caller: str) -> QueuedFuture:
+        """Enqueue a local call; return the future of its result."""
+        future = QueuedFuture(loop=asyncio.get_running_loop())
+        future.call = self._add(instance, args, future.resolve, caller)
+        return future
 
-    def join(self, instance: Any, row: Row, settle: Settle, caller: str) -> Place:
-        """Join the queue; `settle` is called once, with the answer for `row`, unless one leaves.
+    def join(
+        self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
+    ) -> QueuedCall:
+        """Enqueue a remote call. `on_result` is called once, unless the call is cancelled.
 
         Raises:
-            QueueFull: if `max_pending` wait already.
+            QueueFull: if `max_pending` calls wait already.
             TypeError: for a contribution to a round that carries gradients.
         """
-        if isinstance(self._policy, Round) and (recording := entered()) is not None:
-            recording.leave_graph(self._body.name)  # a round is of many contexts
-        return self._add(instance, row, settle, caller)
+        if isinstance(self._policy, Round) and (recording := current_record()) is not None:
+            recording.drop_graph(self._function.name)  # a round is of many contexts
+        return self._add(instance, args, on_result, caller)
 
-    def _add(self, instance: Any, row: Row, settle: Settle, caller: str) -> Place:
-        self._refuse_reentry()
+    def _add(
+        self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
+    ) -> QueuedCall:
+        self._reject_reentry()
         loop = asyncio.get_running_loop()
-        self._settle_on(loop)
-        if not self._batcher.has_room():
-            raise QueueFull(f"{len(self)} calls of {self._body.name} wait already")
+        self._bind_loop(loop)
+        if not self._scheduler.can_accept():
+            raise _queue_full(self._function.name, len(self))
         now = loop.time()
-        place = Place(self, instance, row, settle, now)
-        traits = self._admission(row, caller)
-        if place.recording is not None and isinstance(self._policy, Fill):
-            # Calls of two contexts never share a batch.
-            traits = traits._replace(key=(place.recording.id, traits.key))
-        self._batcher.add(place, now, traits)
-        self._pump_soon()
-        return place
+        call = QueuedCall(self, instance, args, on_result, now)
+        traits = self._traits_of(args, caller)
+        if call.recording is not None and isinstance(self._policy, Fill):
+            # Calls of two autograd contexts never share a batch.
+            traits = traits._replace(key=(call.recording.id, traits.key))
+        self._scheduler.add(call, now, traits)
+        self._schedule_dispatch()
+        return call
 
-    def discard(self, place: Place) -> bool:
-        """The caller gave up; False if its batch has left already."""
-        waited = self._batcher.discard(place)
-        if waited and not self._is_over():
-            self._pump_soon()
+    def discard(self, call: QueuedCall) -> bool:
+        """Remove a cancelled call; return False if its batch has started."""
+        waited = self._scheduler.discard(call)
+        if waited and not self._is_loop_closed():
+            self._schedule_dispatch()
         return waited
 
     async def close(self) -> None:
-        """Answer everybody who waits, and cancel the batch that runs."""
-        waiting = self._batcher.close()
-        tasks = [run.task for run in self._running.values() if run.task is not None]
-        if waiting:
-            self._tally.dismissed("closed")
-        running = (place for batch in self._running for place in batch.items)
-        for place in (*waiting, *running):
-            place.answer(NotServing(f"the worker stopped before {self._body.name} answered"))
+        """Fail every waiting and running call, and cancel the running batches."""
+        queued = self._scheduler.close()
+        tasks = [batch.task for batch in self._running.values() if batch.task is not None]
+        if queued:
+            self._counters.count_rejected("closed")
+        running = (call for batch in self._running for call in batch.items)
+        for call in (*queued, *running):
+            call.resolve(NotServing(f"the worker stopped before {self._function.name} returned"))
         for task in tasks:
             task.cancel()
-        for task in tasks and (await asyncio.wait(tasks, timeout=PATIENCE))[1]:
-            disown(task, self._body.name)
+        for task in tasks and (await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT))[1]:
+            detach_task(task, self._function.name)
 
-    def _refuse_reentry(self) -> None:
-        batches = waiting()
-        if batches and any(run.id in batches for run in self._running.values()):
+    def _reject_reentry(self) -> None:
+        batches = ancestor_batches()
+        if batches and any(batch.id in batches for batch in self._running.values()):
             raise RuntimeError(
-                f"{self._body.name} awaits itself: the call would wait for the very batch that "
-                "makes it, for ever. Call the undecorated function, or another instance"
+                f"{self._function.name} awaits itself: this call would wait for the batch that "
+                "makes it. Call the undecorated function, or another instance"
             )
 
-    def _settle_on(self, loop: asyncio.AbstractEventLoop) -> None:
+    def _bind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
         if self.loop is loop:
             return
-        if self.loop is not None and self._is_over():
-            self._batcher = _new_batcher(self._policy)  # whoever waited there is gone with it
+        if self.loop is not None and self._is_loop_closed():
+            self._scheduler = _new_scheduler(self._policy)  # the calls ended with their loop
             self._running.clear()
-        elif not self._batcher.idle:
-            raise RuntimeError(f"{self._body.name} is busy on another event loop")
-        for handle in (self._next_look, self._timer):
-            if handle is not None:
-                handle.cancel()
-        self.loop, self._next_look, self._timer = loop, None, None
+        elif not self._scheduler.is_idle:
+            raise RuntimeError(
+                f"{self._function.name} is busy on another event loop: "
+                "call it there, or on another instance"
+            )
+        if self._timer is not None:
+            self._timer.cancel()
+        self.loop, self._dispatcher, self._timer = loop, None, None
 
-    def _is_over(self) -> bool:
+    def _is_loop_closed(self) -> bool:
         return self.loop is None or self.loop.is_closed()
 
-    # What one turn of the loop brings leaves together: look only at its end.
-    def _pump_soon(self) -> None:
+    def _schedule_dispatch(self) -> None:
         assert self.loop is not None
-        if self._next_look is None:
-            # In nobody's context: the body runs for all its callers, so for none's deadline.
-            self._next_look = self.loop.call_soon(self._pump, context=contextvars.Context())
+        if self._dispatcher is None or self._dispatcher.done():
+            self._dispatcher = self._new_task()
 
-    def _pump(self) -> None:
+    def _new_task(self, batch: Batch[QueuedCall] | None = None) -> "asyncio.Task[None]":
+        # It starts in the next iteration, so that the calls of one iteration share a batch: an
+        # eager task factory is not asked. In an empty context: under no caller's deadline.
+        context, name = contextvars.Context(), self._function.name
+        return asyncio.Task(self._run_batch(batch), loop=self.loop, name=name, context=context)
+
+    def _dispatch(self) -> Batch[QueuedCall] | None:
+        """Start the batches that are ready, but for the first: the current task runs that one."""
         assert self.loop is not None
-        self._next_look = None
+        self._dispatcher = None
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        now = self.loop.time()
-        while (left := self._batcher.take(now)) is not None:
-            if isinstance(left, Refusal):
-                self._refuse(left)
+        ready = [*self._take_batches(self.loop.time())]
+        for batch in ready[1:]:
+            running = self._register(batch)
+            running.task = self._new_task(batch)
+            running.task.add_done_callback(running.finish)  # may be cancelled before its first step
+        if (deadline := self._scheduler.deadline()) is not None:
+            self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
+        if not ready:
+            return None
+        self._register(ready[0]).task = asyncio.current_task()
+        return ready[0]
+
+    def _take_batches(self, now: float) -> Iterator[Batch[QueuedCall]]:
+        while (batch := self._scheduler.next_batch(now)) is not None:
+            if isinstance(batch, TimedOutRound):
+                self._fail_round(batch)
                 continue
-            self._tally.left(left.reason.value, [now - place.since for place in left.items])
-            recording = left.items[0].recording if isinstance(self._policy, Fill) else None
-            # Before it starts, which it may do at once.
-            run = self._running[left] = _Run(recording, self._body.name)
-            run.task = start(self._run(left, run), self._body.name)
-            if run.task.done():  # it started at once; whoever waits has a look of its own, soon
-                return
-            run.task.add_done_callback(run.end)  # even if it is cancelled before its first step
-        deadline = self._batcher.deadline()
-        if deadline is not None:
-            self._timer = self.loop.call_at(deadline, self._pump)
+            waits = [now - call.arrival for call in batch.items]
+            self._counters.count_batch(batch.reason.value, waits)
+            yield batch
 
-    def _refuse(self, left: Refusal[Place]) -> None:
-        self._tally.dismissed("timeout")
-        for place in left.items:
-            place.answer(_round_timeout(left, self._body.name))
+    def _register(self, batch: Batch[QueuedCall]) -> RunningBatch:
+        recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
+        running = self._running[batch] = RunningBatch(recording, self._function.name)
+        return running
 
-    async def _run(self, batch: Batch[Place], run: _Run) -> None:
-        enter(run.recording)
-        others = [place.errands for place in batch.items if place.errands]
-        set_out({run.errand()}.union(*others))
-        size, name = len(batch.items), self._body.name
-        rows = [place.row for place in batch.items]
+    def _fail_round(self, timed_out: TimedOutRound[QueuedCall]) -> None:
+        self._counters.count_rejected("timeout")
+        for call in timed_out.items:
+            call.resolve(_round_timeout(timed_out, self._function.name))
+
+    async def _run_batch(self, batch: Batch[QueuedCall] | None = None) -> None:
+        """Run a batch; by default dispatch, and run the first that is ready."""
+        batch = batch or self._dispatch()
+        if batch is None:
+            return
+        running = self._running[batch]
+        enter_record(running.recording)
+        of_callers = [call.scopes for call in batch.items if call.scopes]
+        enter_scopes({running.scope()}.union(*of_callers))
+        size, name = len(batch.items), self._function.name
+        args = [call.args for call in batch.items]
         try:
-            answers = await timed(self._body.run(batch.items[0].instance, rows), name)
-        except BaseException as exc:  # SystemExit too: every caller is answered, whatever it is
-            answers = failures(exc, size, name)
-        rows.clear()  # an exception keeps this frame
-        run.end()
-        if self._running.pop(batch, None) is None or self._is_over():
-            return  # its loop was closed, and whoever waited there is gone with it
+            results = await warn_if_blocking(
+                self._function.run(batch.items[0].instance, args), name
+            )
+        except BaseException as exc:  # SystemExit too: every caller gets a result
+            results = failure_per_caller(exc, size, name)
+        args.clear()  # an exception keeps this frame alive
+        running.finish()
+        if self._running.pop(batch, None) is None or self._is_loop_closed():
+            return  # the loop was closed, and the callers ended with it
         assert self.loop is not None
-        self._batcher.finished(self.loop.time())
-        if len(self._batcher):
-            self._pump_soon()
-        for place, answer in zip(batch.items, answers, strict=True):
-            place.answer(answer)
+        self._scheduler.finish_batch(self.loop.time())
+        if len(self._scheduler):
+            self._schedule_dispatch()
+        for call, result in zip(batch.items, results, strict=True):
+            call.resolve(result)
 
 
-def _new_batcher(policy: Policy) -> Batcher[Place]:
-    return FillBatcher(policy) if isinstance(policy, Fill) else RoundBatcher(policy)
-
-
-def _names(members: Iterable[Any]) -> str:
-    try:
-        return ", ".join(map(str, members))
-    except Exception as exc:  # of the user's own class
-        return f"members that cannot be named ({exc!r})"
-
-
-def _round_timeout(left: Refusal[Place], name: str) -> RoundTimeout:
-    present = _names(left.present)
-    missing = _names(left.missing) or "nobody who has contributed before"
-    return RoundTimeout(
-        f"the time of a round of {name} is over: {present} contributed; missing: {missing}",
-        left.present,
-        left.missing,
-    )
+_queues: WeakRegistry[BatchQueue] = WeakRegistry()
 
 
 async def close_queues() -> None:
     """Close every queue of the running loop."""
     loop = asyncio.get_running_loop()
     await asyncio.gather(*(queue.close() for queue in _queues.all() if queue.loop is loop))
+
+
+def _new_scheduler(policy: Policy) -> Scheduler[QueuedCall]:
+    return FillScheduler(policy) if isinstance(policy, Fill) else RoundScheduler(policy)
+
+
+def _queue_full(name: str, limit: int) -> QueueFull:
+    return QueueFull(f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending")
+
+
+def _round_timeout(timed_out: TimedOutRound[Any], name: str) -> RoundTimeout:
+    present = _names(timed_out.present)
+    missing = _names(timed_out.missing) or "unknown (no other member has contributed before)"
+    return RoundTimeout(
+        f"a round of {name} timed out: {present} contributed; missing: {missing}. "
+        "Contribute again, or give the round a quorum",
+        timed_out.present,
+        timed_out.missing,
+    )
+
+
+def _names(members: Iterable[Any]) -> str:
+    try:
+        return ", ".join(map(str, members))
+    except Exception as exc:  # of the user's own class
+        return f"members without a readable name ({exc!r})"

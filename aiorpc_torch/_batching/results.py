@@ -1,4 +1,4 @@
-"""What a `@batched` body may answer, and whose each part is. Knows no loop, no RPC."""
+"""The result of a `@batched` function, split into one result per caller."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,10 +6,11 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from .._protocol.columns import Shared
-from .._protocol.exceptions import raisable, replica
+from .._protocol.columns import SharedValue
+from .._protocol.exceptions import copy_exception, ensure_raisable
+from .._torch.tree import children
 from ..errors import BatchContractError
-from .collate import is_structure, rows_of
+from .collate import uncollate
 
 __all__ = ("Broadcast",)
 
@@ -18,51 +19,52 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Generic[T]):
-    """One answer for every caller of the batch: `return Broadcast(model.parameters())`.
+    """One result for every caller of the batch: `return Broadcast(model.parameters())`.
 
-    It is pickled once, however many there are. Large tensors in it are sent without a copy: do not
-    change them in place before every caller has its answer.
+    The value is pickled once for all callers. Its large tensors are sent without a copy: do not
+    change them in place before every caller has its result.
     """
 
     value: T
 
 
-def outcomes(result: Any, size: int, name: str, *, stacked: bool = False) -> list[Any]:
-    """One result for each of `size` callers; an exception among them is that caller's to raise.
+def split_results(result: Any, size: int, name: str, *, stacked: bool = False) -> list[Any]:
+    """Return one result for each of `size` callers; an exception among them is to be raised.
 
-    A tuple is one result for each or, if the body was given columns (`stacked`), the columns of a
-    nest.
+    A tuple is one result per caller; if the arguments were `stacked`, it is a tree of tensors.
 
     Raises:
-        BatchContractError: if `result` is not one result for each.
+        BatchContractError: if `result` is not one result per caller.
     """
-    rows = _rows(result, size, name, stacked)
-    if len(rows) != size:
-        raise BatchContractError(f"{name} got a batch of {size} and returned {len(rows)} results")
-    return _distinct(rows, name)
+    results = _results_of(result, size, name, stacked)
+    if len(results) != size:
+        raise BatchContractError(
+            f"{name} got a batch of {size} and returned {len(results)} results"
+        )
+    return _distinct(results, name)
 
 
-def failures(exc: BaseException, size: int, name: str) -> list[Any]:
-    """The exception of a whole body for each of `size` callers: like it, and caused by it."""
-    return [replica(exc, name) for _ in range(size)]
+def failure_per_caller(exc: BaseException, size: int, name: str) -> list[Any]:
+    """Return one copy of `exc` for each of `size` callers, with `exc` as its cause."""
+    return [copy_exception(exc, name) for _ in range(size)]
 
 
-def _rows(result: Any, size: int, name: str, stacked: bool) -> list[Any]:
+def _results_of(result: Any, size: int, name: str, stacked: bool) -> list[Any]:
     if isinstance(result, Broadcast):
-        # An exception is raised, and each caller needs one of its own.
-        raises = isinstance(result.value, BaseException)
-        return [result.value if raises else Shared(result.value)] * size
-    if type(result) is list:  # mostly; to ask for a Sequence takes longer than all else here
+        # An exception stays unshared: `_distinct` copies it for each caller.
+        is_exception = isinstance(result.value, BaseException)
+        return [result.value if is_exception else SharedValue(result.value)] * size
+    if type(result) is list:  # the usual case: the check for Sequence takes longer than the rest
         return result[:]
-    # A str or bytes of the right length is a sequence too, of characters nobody meant.
+    # A str or bytes is a sequence as well, but never meant as one result per caller.
     is_sequence = isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray)
     if is_sequence and not (stacked and isinstance(result, tuple)):
         return list(result)
-    if (rows := rows_of(result)) is not None:
-        return rows
+    if (results := uncollate(result)) is not None:
+        return results
     raise BatchContractError(
         f"{name} got a batch of {size} and returned {_describe(result)}: return a list or tuple as "
-        "long as the batch, a tensor (or a nest of tensors) whose first dimension is the batch, or "
+        "long as the batch, a tensor (or a tree of tensors) whose first dimension is the batch, or "
         "Broadcast(value)"
     )
 
@@ -73,14 +75,17 @@ def _describe(result: Any) -> str:
     if result is None:
         return "None"
     kind = f"a {type(result).__name__}"
-    return f"{kind} that is no nest of tensors of one length" if is_structure(result) else kind
+    is_leaf = children(result) is None
+    return kind if is_leaf else f"{kind} that is not a tree of tensors of one length"
 
 
-def _distinct(rows: list[Any], name: str) -> list[Any]:
-    # Two tasks that raise the same exception object write into each other's traceback.
+def _distinct(results: list[Any], name: str) -> list[Any]:
+    # Two tasks that raise one exception object would write into each other's traceback.
     seen: set[int] = set()
-    for index, row in enumerate(rows):
-        if isinstance(row, BaseException):
-            rows[index] = replica(row, name) if id(row) in seen else raisable(row, name)
-            seen.add(id(row))
-    return rows
+    for index, each in enumerate(results):
+        if isinstance(each, BaseException):
+            results[index] = (
+                copy_exception(each, name) if id(each) in seen else ensure_raisable(each, name)
+            )
+            seen.add(id(each))
+    return results

@@ -1,7 +1,6 @@
-"""When contributions become a round: all of them, or a quorum of them when the time is over.
+"""The scheduler of rounds: all members of a round together, or a quorum of them at its timeout.
 
-As `_batcher`: no clock, no event loop, no torch. A round is formed of the first contribution of
-each member that waits; what a member sends beyond that waits for the next round.
+A round takes the first waiting contribution of each member; further ones wait for the next round.
 """
 
 from collections.abc import Hashable
@@ -9,35 +8,39 @@ from itertools import islice
 from typing import TypeVar
 
 from .policies import Round
-from .scheduler import PLAIN, Batch, Batcher, Reason, Refusal, Traits
+from .scheduler import DEFAULT_TRAITS, Batch, CallTraits, Reason, Scheduler, TimedOutRound
 
 T = TypeVar("T")
 
 
-class RoundBatcher(Batcher[T]):
-    """Exactly so many callers, together; one round at a time."""
+class RoundScheduler(Scheduler[T]):
+    """A scheduler for `Round`: one round at a time."""
 
     def __init__(self, policy: Round) -> None:
         super().__init__(policy, slots=1)
         self._policy = policy
-        self._waiting: dict[T, tuple[float, Traits]] = {}  # since when; in order of arrival
-        self._opened = float("-inf")  # when the round before had ended
-        self._seen: dict[Hashable, None] = {}  # who has contributed, the last one last
+        self._waiting: dict[T, tuple[float, CallTraits]] = {}  # time of arrival; in that order
+        self._last_end = float("-inf")  # of the previous round
+        self._known_members: dict[Hashable, None] = {}  # the latest contributor last
 
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def add(self, item: T, now: float, traits: Traits = PLAIN) -> None:
-        """Raises ValueError for one of another key than those that wait: no round has both."""
+    def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
+        """Add a contribution.
+
+        Raises:
+            ValueError: if its key differs from the waiting ones: a round cannot contain both.
+        """
         if any(traits.key != other.key for _, other in islice(self._waiting.values(), 1)):
             raise ValueError(
-                "this contribution differs in structure, dtypes or shapes from those that wait"
+                "a contribution differs in structure, dtypes or shapes from those that wait"
             )
-        self._seen.pop(traits.member, None)
-        self._seen[traits.member] = None
+        self._known_members.pop(traits.member, None)
+        self._known_members[traits.member] = None
         self._waiting[item] = now, traits
-        if len(self._seen) > 4 * self._policy.size:  # of members that come and go
-            del self._seen[next(iter(self._seen))]
+        if len(self._known_members) > 4 * self._policy.size:  # members come and go
+            del self._known_members[next(iter(self._known_members))]
 
     def discard(self, item: T) -> bool:
         return self._waiting.pop(item, None) is not None
@@ -45,45 +48,45 @@ class RoundBatcher(Batcher[T]):
     def deadline(self) -> float | None:
         if self._running or not self._waiting:
             return None
-        return self._due()
+        return self._timeout_at()
 
-    def finished(self, now: float) -> None:
-        super().finished(now)
-        self._opened = now
+    def finish_batch(self, now: float) -> None:
+        super().finish_batch(now)
+        self._last_end = now
 
     def close(self) -> tuple[T, ...]:
         items = tuple(self._waiting)
         self._waiting.clear()
         return items
 
-    def _due(self) -> float | None:
+    def _timeout_at(self) -> float | None:
         if self._policy.timeout is None:
             return None
         since, _ = next(iter(self._waiting.values()))
-        return max(since, self._opened) + self._policy.timeout
+        return max(since, self._last_end) + self._policy.timeout
 
-    def _leave(self, now: float) -> Batch[T] | Refusal[T] | None:
-        members = self._forming()
+    def _select_batch(self, now: float) -> Batch[T] | TimedOutRound[T] | None:
+        members = self._next_members()
         if len(members) == self._policy.size:
             return Batch(self._remove(members), Reason.ROUND)
-        due = self._due() if members else None
+        due = self._timeout_at() if members else None
         if due is None or now < due:
             return None
         if self._policy.quorum is not None and len(members) >= self._policy.quorum:
             return Batch(self._remove(members), Reason.QUORUM)
-        self._opened = now
-        return self._refuse(members)
+        self._last_end = now
+        return self._time_out(members)
 
-    def _forming(self) -> dict[T, Hashable]:
-        """The contributions to the next round, and whose they are."""
+    def _next_members(self) -> dict[T, Hashable]:
+        """Return the contributions to the next round, each with its member."""
         members: dict[T, Hashable] = {}
-        there = set()
+        present = set()
         for item, (_, traits) in self._waiting.items():
             if len(members) == self._policy.size:
                 break
-            if self._policy.member is None or traits.member not in there:
+            if self._policy.member is None or traits.member not in present:
                 members[item] = traits.member
-                there.add(traits.member)
+                present.add(traits.member)
         return members
 
     def _remove(self, members: dict[T, Hashable]) -> tuple[T, ...]:
@@ -91,9 +94,10 @@ class RoundBatcher(Batcher[T]):
             del self._waiting[item]
         return tuple(members)
 
-    def _refuse(self, members: dict[T, Hashable]) -> Refusal[T]:
+    def _time_out(self, members: dict[T, Hashable]) -> TimedOutRound[T]:
+        """Remove the round; `missing` lists the most recent past contributors that it needs."""
         present = tuple(members.values())
-        there = {*present}
-        absent = [member for member in reversed(self._seen) if member not in there]
+        contributed = {*present}
+        absent = [member for member in reversed(self._known_members) if member not in contributed]
         missing = tuple(absent[: self._policy.size - len(present)])
-        return Refusal(self._remove(members), present, missing)
+        return TimedOutRound(self._remove(members), present, missing)

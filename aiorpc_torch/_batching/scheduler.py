@@ -1,13 +1,13 @@
-"""When waiting requests become a batch: what a queue does, and how it fills by `Fill`.
+"""The scheduler of waiting calls: when a batch starts, and with which of them.
 
-Rule of this room: no clock, no event loop, no torch. Events and times come in as arguments, what
-to do comes out as a value; so every rule is tested in virtual time. The driver adds an item,
-discards it when its caller gives up, and after every event takes batches until there are none:
+It knows neither clock nor event loop nor torch: times come in as arguments, batches come out as
+values, so each rule is tested in virtual time. The driver adds an item, discards it when its caller
+is cancelled, and asks for batches after every event until there are none:
 
-    added, discarded, finished, or `deadline()` reached  ->  take(now), until it returns None
+    item added or discarded, batch finished, `deadline()` reached  ->  next_batch(now), until None
 
-Members are chosen in `take`, so only when a slot is free (late binding): whoever has left by
-then is not in the batch, whoever has come by then is.
+The members are chosen when a slot is free, not before: who was cancelled by then is not in the
+batch, and who arrived by then is.
 """
 
 import abc
@@ -24,7 +24,7 @@ T = TypeVar("T")
 
 
 class Reason(enum.Enum):
-    """Why a batch left."""
+    """Reason for the start of a batch."""
 
     FULL = "full"
     WAITED = "waited"
@@ -33,38 +33,38 @@ class Reason(enum.Enum):
     QUORUM = "quorum"
 
 
-@dataclass(slots=True, eq=False)  # not frozen: that doubles what making one takes
+@dataclass(slots=True, eq=False)  # not frozen: that would take twice as long to create
 class Batch(Generic[T]):
-    """The members of one batch, in order of arrival, and why they left."""
+    """The members of one batch, in order of arrival."""
 
     items: tuple[T, ...]
     reason: Reason
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Refusal(Generic[T]):
-    """A round that will not be: its members, who they are, and who else was to be there."""
+class TimedOutRound(Generic[T]):
+    """A round without enough members at its timeout: `items` of `present`; `missing` members."""
 
     items: tuple[T, ...]
     present: tuple[Hashable, ...]
     missing: tuple[Hashable, ...]
 
 
-class Traits(NamedTuple):
-    """What the policy's functions say of an item."""
+class CallTraits(NamedTuple):
+    """The results of the policy's functions for one call."""
 
     key: Hashable = None
     weight: float = 1.0
     member: Hashable = None
 
 
-PLAIN = Traits()
+DEFAULT_TRAITS = CallTraits()
 
 
-class Batcher(abc.ABC, Generic[T]):
-    """The queue of one `@batched` function: a few batches at a time run, the rest waits here.
+class Scheduler(abc.ABC, Generic[T]):
+    """The waiting items of one queue; up to `slots` batches run at once.
 
-    Items are told apart by hash and equality: give it objects that compare by identity.
+    Items are told apart by hash and equality: use objects that compare by identity.
     """
 
     def __init__(self, policy: Policy, slots: int) -> None:
@@ -76,100 +76,100 @@ class Batcher(abc.ABC, Generic[T]):
         return f"<{self._name}: {len(self)} waiting, {self._running} running>"
 
     @property
-    def idle(self) -> bool:
-        """Nothing waits and nothing runs."""
+    def is_idle(self) -> bool:
+        """Return whether nothing waits and nothing runs."""
         return not len(self) and not self._running
 
-    def has_room(self) -> bool:
-        """Whether one more may wait."""
+    def can_accept(self) -> bool:
+        """Return whether another item may wait."""
         return True
 
     @abc.abstractmethod
     def __len__(self) -> int:
-        """How many wait."""
+        """Return the number of waiting items."""
 
     @abc.abstractmethod
-    def add(self, item: T, now: float, traits: Traits = PLAIN) -> None:
-        """`item` arrived at time `now`."""
+    def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
+        """Add an item that arrived at time `now`."""
 
     @abc.abstractmethod
     def discard(self, item: T) -> bool:
-        """The caller of `item` gave up: it vanishes. False if it is not (any longer) waiting."""
+        """Remove the item of a cancelled call; return False if it does not wait (any longer)."""
 
     @abc.abstractmethod
     def deadline(self) -> float | None:
-        """When `take` will return something though nothing else happens; None if it will not."""
+        """Return when `next_batch` will return one without another event; None if never."""
 
     @abc.abstractmethod
     def close(self) -> tuple[T, ...]:
-        """Everything that still waits, in order of arrival; the queue is empty afterwards."""
+        """Remove and return all waiting items, in order of arrival."""
 
     @abc.abstractmethod
-    def _leave(self, now: float) -> Batch[T] | Refusal[T] | None:
-        """What leaves, given that a slot is free."""
+    def _select_batch(self, now: float) -> Batch[T] | TimedOutRound[T] | None:
+        """Remove and return the next batch, given that a slot is free."""
 
-    def take(self, now: float) -> Batch[T] | Refusal[T] | None:
-        """What leaves at time `now`, or None. A batch that was taken runs until `finished`."""
+    def next_batch(self, now: float) -> Batch[T] | TimedOutRound[T] | None:
+        """Return what starts at time `now`, or None. A batch runs until `finish_batch`."""
         if self._running >= self._slots:
             return None
-        left = self._leave(now)
-        self._running += isinstance(left, Batch)
-        return left
+        batch = self._select_batch(now)
+        self._running += isinstance(batch, Batch)
+        return batch
 
-    def finished(self, now: float) -> None:
-        """A batch that was taken has ended at time `now`, however it ended: its slot is free."""
+    def finish_batch(self, now: float) -> None:
+        """Free the slot of a batch that has ended at time `now`, with or without an error."""
         if not self._running:
             raise ValueError("no batch is running")
         self._running -= 1
 
 
-_Line = dict[T, tuple[int, float, float]]
-"""Who waits, in order of arrival: the number of the arrival, its time, the weight."""
+_KeyQueue = dict[T, tuple[int, float, float]]
+"""Waiting items of one key in order of arrival: number and time of arrival, weight."""
 
 _Heap = list[tuple[int, Hashable]]
-_NONE = object()
+_EMPTY = object()
 
 
-class FillBatcher(Batcher[T]):
-    """Any callers, together; those of one key in a line of their own."""
+class FillScheduler(Scheduler[T]):
+    """A scheduler for `Fill`: any callers share a batch if their keys are equal."""
 
     def __init__(self, policy: Fill) -> None:
         super().__init__(policy, policy.max_concurrency)
         self._policy = policy
-        self._lines: dict[Hashable, _Line[T]] = {}  # none of them empty
-        self._keys: dict[T, Hashable] = {}  # where a key is not None
-        # Lines by the number of their oldest: all, and those that fill a batch. What holds no
-        # longer stays in a heap until it comes to the top, or the heap is tidied.
-        self._heads: _Heap = []
-        self._full: _Heap = []
+        self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
+        self._keys: dict[T, Hashable] = {}  # unless the key is None
+        # Keys by the arrival number of their oldest item: all keys, and those with a full batch.
+        # An outdated entry stays until it reaches the top, or `_push` rebuilds the heap.
+        self._by_age: _Heap = []
+        self._full_by_age: _Heap = []
         self._added = 0
         self._count = 0
 
     def __len__(self) -> int:
         return self._count
 
-    def has_room(self) -> bool:
-        most = self._policy.max_pending
-        return most is None or self._count < most
+    def can_accept(self) -> bool:
+        limit = self._policy.max_pending
+        return limit is None or self._count < limit
 
-    def add(self, item: T, now: float, traits: Traits = PLAIN) -> None:
+    def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
         key, weight, _ = traits
-        line = self._lines.get(key)
-        if line is None:
-            line = self._lines[key] = {}
-        line[item] = self._added, now, weight
-        if len(line) == 1:
-            self._put(self._heads, key)
+        queue = self._key_queues.get(key)
+        if queue is None:
+            queue = self._key_queues[key] = {}
+        queue[item] = self._added, now, weight
+        if len(queue) == 1:
+            self._push(self._by_age, key)
         if key is not None:
             self._keys[item] = key
         self._added += 1
         self._count += 1
-        if self._start(line)[1]:
-            self._put(self._full, key)
+        if self._next_size(queue)[1]:
+            self._push(self._full_by_age, key)
 
     def discard(self, item: T) -> bool:
         key = self._keys.get(item)
-        if item not in self._lines.get(key, ()):
+        if item not in self._key_queues.get(key, ()):
             return False
         self._remove(key, (item,))
         return True
@@ -177,90 +177,92 @@ class FillBatcher(Batcher[T]):
     def deadline(self) -> float | None:
         if self._running >= self._slots or not self._count:
             return None
-        key = self._first(self._heads)
-        assert key is not _NONE
-        return _oldest(self._lines[key])[1] + self._policy.max_wait
+        key = self._peek(self._by_age)
+        assert key is not _EMPTY
+        return _oldest(self._key_queues[key])[1] + self._policy.max_wait
 
     def close(self) -> tuple[T, ...]:
-        waiting = {item: each for line in self._lines.values() for item, each in line.items()}
-        for every in (self._lines, self._keys, self._heads, self._full):
-            every.clear()
+        waiting: _KeyQueue[T] = {}
+        for queue in self._key_queues.values():
+            waiting.update(queue)
+        for each in (self._key_queues, self._keys, self._by_age, self._full_by_age):
+            each.clear()
         self._count = 0
         return tuple(sorted(waiting, key=waiting.__getitem__))
 
-    def _leave(self, now: float) -> Batch[T] | None:
-        # Of the lines that may leave, the one whose oldest came first: no key starves. If its
-        # oldest has not waited long enough, nobody's has, and only full ones may.
-        for heap in (self._heads, self._full):
-            key = self._first(heap)
-            if key is _NONE:
+    def _select_batch(self, now: float) -> Batch[T] | None:
+        # The key with the oldest item goes first: no key starves. If that item has not waited long
+        # enough, no item has, and only a full batch may start.
+        for heap in (self._by_age, self._full_by_age):
+            key = self._peek(heap)
+            if key is _EMPTY:
                 return None
-            line = self._lines[key]
-            size, is_full = self._start(line)
-            if (reason := self._reason(line, now, is_full=is_full)) is not None:
-                items = tuple(islice(line, size))
+            queue = self._key_queues[key]
+            size, is_full = self._next_size(queue)
+            if (reason := self._reason(queue, now, is_full=is_full)) is not None:
+                items = tuple(islice(queue, size))
                 self._remove(key, items)
                 return Batch(items, reason)
         return None
 
-    def _put(self, heap: _Heap, key: Hashable) -> None:
-        heappush(heap, (_oldest(self._lines[key])[0], key))
-        if len(heap) > 2 * len(self._lines) + 16:  # most of it holds no longer
+    def _push(self, heap: _Heap, key: Hashable) -> None:
+        heappush(heap, (_oldest(self._key_queues[key])[0], key))
+        if len(heap) > 2 * len(self._key_queues) + 16:  # most entries are outdated
             heap[:] = [
-                (_oldest(line)[0], key)
-                for key, line in self._lines.items()
-                if heap is self._heads or self._start(line)[1]
+                (_oldest(queue)[0], key)
+                for key, queue in self._key_queues.items()
+                if heap is self._by_age or self._next_size(queue)[1]
             ]
             heapify(heap)
 
-    def _first(self, heap: _Heap) -> Hashable:
-        """The key of the first line of a heap, or `_NONE`."""
+    def _peek(self, heap: _Heap) -> Hashable:
+        """Return the first key of a heap, or `_EMPTY`; drop outdated entries before it."""
         while heap:
             number, key = heap[0]
-            line = self._lines.get(key)
-            holds = line is not None and _oldest(line)[0] == number
-            if holds and (heap is self._heads or self._start(self._lines[key])[1]):
+            queue = self._key_queues.get(key)
+            is_valid = queue is not None and _oldest(queue)[0] == number
+            if is_valid and (heap is self._by_age or self._next_size(self._key_queues[key])[1]):
                 return key
             heappop(heap)
-        return _NONE
+        return _EMPTY
 
-    def _reason(self, line: _Line[T], now: float, *, is_full: bool) -> Reason | None:
+    def _reason(self, queue: _KeyQueue[T], now: float, *, is_full: bool) -> Reason | None:
         if is_full:
             return Reason.FULL
         if self._policy.max_wait == 0.0:
             return Reason.SLOT
-        # The same sum as deadline(): `now - oldest >= max_wait` can be false at the deadline
-        # itself, by rounding, and the timer would spin.
-        return Reason.WAITED if now >= _oldest(line)[1] + self._policy.max_wait else None
+        # The same sum as in deadline(): rounding can make `now - oldest >= max_wait` false at the
+        # deadline itself, and the timer would fire for ever.
+        return Reason.WAITED if now >= _oldest(queue)[1] + self._policy.max_wait else None
 
-    def _start(self, line: _Line[T]) -> tuple[int, bool]:
-        """How many of its first go together, at least one, and whether they fill a batch."""
-        size, most = self._policy.max_size, self._policy.max_weight
-        if most is not None:
+    def _next_size(self, queue: _KeyQueue[T]) -> tuple[int, bool]:
+        """Return the size of the next batch, at least one, and whether that batch is full."""
+        size, limit = self._policy.max_size, self._policy.max_weight
+        if limit is not None:
             weight = 0.0
-            for count, (_, _, own) in enumerate(islice(line.values(), size)):
+            for count, (_, _, own) in enumerate(islice(queue.values(), size)):
                 weight += own
-                if count and weight > most:
+                if count and weight > limit:
                     return count, True
-                if weight >= most:
+                if weight >= limit:
                     return count + 1, True
-        return size, len(line) >= size
+        return size, len(queue) >= size
 
     def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
-        line = self._lines[key]
-        head = _oldest(line)[0]
+        queue = self._key_queues[key]
+        head = _oldest(queue)[0]
         self._count -= len(items)
         for item in items:
-            del line[item]
+            del queue[item]
             if key is not None:
                 del self._keys[item]
-        if not line:
-            del self._lines[key]
-        elif _oldest(line)[0] != head:
-            self._put(self._heads, key)
-            if self._start(line)[1]:
-                self._put(self._full, key)
+        if not queue:
+            del self._key_queues[key]
+        elif _oldest(queue)[0] != head:
+            self._push(self._by_age, key)
+            if self._next_size(queue)[1]:
+                self._push(self._full_by_age, key)
 
 
-def _oldest(line: _Line[T]) -> tuple[int, float, float]:
-    return next(iter(line.values()))
+def _oldest(queue: _KeyQueue[T]) -> tuple[int, float, float]:
+    return next(iter(queue.values()))

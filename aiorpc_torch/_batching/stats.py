@@ -1,115 +1,139 @@
-"""What the batches of a `@batched` function were like, in numbers.
+"""Statistics of the batches of `@batched` functions: counted by the queues, read in any thread."""
 
-Counted by its queues, of whichever instance, and read by `stats`, in any thread.
-"""
-
+import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from statistics import quantiles
-
-from .registry import Living
+from typing import Generic, TypeVar
 
 __all__ = ("BatchStats",)
 
-RECENT = 1024  # waits that are remembered
+T = TypeVar("T")
+
+RECENT = 1024  # waiting times kept per function
 
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """Of one `@batched` function in this process, all its instances together."""
+    """Statistics of one `@batched` function in this process, over all instances."""
 
     batches: int
-    """How many have left."""
+    """Batches that have started."""
     items: int
-    """Calls in them, all together."""
+    """Calls in these batches."""
     size: int
-    """Most calls in a batch, or those of a round."""
+    """Calls in a full batch, or in a round."""
     reasons: dict[str, int]
-    """How many batches left because they were `full`, had `waited`, found a free `slot`, were a
-    `round` or the `quorum` of one; of how many the callers were sent away by a `timeout` or, as
-    the worker stopped, by `closed`.
+    """Batches by the reason of their start: `full`, `waited`, `slot` (one was free), `round` or
+    `quorum`; and how often waiting calls failed: by `timeout` of a round, or `closed` as the worker
+    stopped.
     """
     waiting: int
     """Calls that wait now."""
     wait_p50: float | None
-    """Seconds from a call's arrival until its batch left: the median of recent ones."""
+    """Seconds from a call's arrival to the start of its batch: median of recent calls."""
     wait_p99: float | None
-    """The same, 99 of 100 waited less."""
+    """Seconds from a call's arrival to the start of its batch: 99th percentile."""
 
     @property
     def mean(self) -> float:
-        """Calls in a batch."""
+        """Calls in a batch, on average."""
         return self.items / self.batches if self.batches else 0.0
 
     @property
     def fill(self) -> float:
-        """How full batches are, between 0 and 1."""
+        """Average size of a batch divided by the size of a full one."""
         return self.mean / self.size
 
 
+class WeakRegistry(Generic[T]):
+    """A list of objects that does not keep them alive.
+
+    Not a `WeakSet`: its iteration fails if another thread adds an object meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._refs: dict[int, weakref.ref[T]] = {}  # by identity
+
+    def __len__(self) -> int:
+        return len(self._refs)
+
+    def add(self, item: T) -> None:
+        """List `item` while it is alive."""
+        refs, key = self._refs, id(item)
+        refs[key] = weakref.ref(item, lambda _: refs.pop(key, None))
+
+    def all(self) -> list[T]:
+        """Return the objects that are alive."""
+        # `[*values()]` of a dict is one step of the interpreter: no thread can interrupt it.
+        found = [ref() for ref in [*self._refs.values()]]
+        return [item for item in found if item is not None]
+
+
 @dataclass(eq=False)
-class Tally:
-    """Of the function `name`."""
+class BatchCounters:
+    """Counters of the function `name`."""
 
     name: str
     size: int
-    queues: Living[Sized] = field(default_factory=Living)
+    queues: WeakRegistry[Sized] = field(default_factory=WeakRegistry)
     items: int = 0
     batches: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
     waits: deque[float] = field(default_factory=lambda: deque(maxlen=RECENT))
 
-    def left(self, reason: str, waits: Sequence[float]) -> None:
-        """A batch has left, whose callers had waited so many seconds."""
+    def count_batch(self, reason: str, waits: Sequence[float]) -> None:
+        """Count a batch that starts, and the seconds that each of its calls has waited."""
         self.batches += 1
         self.items += len(waits)
         self.reasons[reason] += 1
         self.waits.extend(waits)
 
-    def dismissed(self, reason: str) -> None:
-        """Callers that waited were sent away."""
+    def count_rejected(self, reason: str) -> None:
+        """Count waiting calls that failed together."""
         self.reasons[reason] += 1
 
-    def was_used(self) -> bool:
-        """Whether there is anything to tell."""
+    @property
+    def is_used(self) -> bool:
+        """Return whether the function was called."""
         return bool(self.reasons or self.queues)
 
 
-_tallies: Living[Tally] = Living()
+_all_counters: WeakRegistry[BatchCounters] = WeakRegistry()
 
 
-def new_tally(name: str, size: int) -> Tally:
-    """Of a function, for as long as that lives."""
-    tally = Tally(name, size)
-    _tallies.add(tally)
-    return tally
+def new_counters(name: str, size: int) -> BatchCounters:
+    """Return new counters, listed in `batch_stats` while they are alive."""
+    counters = BatchCounters(name, size)
+    _all_counters.add(counters)
+    return counters
 
 
 def batch_stats() -> dict[str, BatchStats]:
-    """Of every function that was called, by its name."""
-    found: defaultdict[str, list[Tally]] = defaultdict(list)
-    for tally in _tallies.all():
-        if tally.was_used():
-            found[tally.name].append(tally)
-    return {name: _snapshot(tallies) for name, tallies in found.items()}
+    """Return the statistics of every function that was called, by name."""
+    found: defaultdict[str, list[BatchCounters]] = defaultdict(list)
+    for counters in _all_counters.all():
+        if counters.is_used:
+            found[counters.name].append(counters)
+    return {name: _snapshot(group) for name, group in found.items()}
 
 
-def _snapshot(tallies: Sequence[Tally]) -> BatchStats:
-    """Of functions of one name, made by one factory for instance."""
+def _snapshot(group: Sequence[BatchCounters]) -> BatchStats:
+    """Add up the counters of functions of one name, such as those that one factory made."""
     reasons: Counter[str] = Counter()
     waits: list[float] = []
-    for tally in tallies:
-        reasons.update({**tally.reasons})  # copied in one step: its loop may be counting
-        waits += [*tally.waits]
+    for counters in group:
+        reasons.update({**counters.reasons})  # copied in one step: its loop may be counting
+        waits += [*counters.waits]
     waits = waits[-RECENT:]
-    marks = quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else waits * 99
+    percentiles = quantiles(waits, n=100, method="inclusive") if len(waits) > 1 else waits * 99
     return BatchStats(
-        batches=sum(tally.batches for tally in tallies),
-        items=sum(tally.items for tally in tallies),
-        size=max(tally.size for tally in tallies),
+        batches=sum(counters.batches for counters in group),
+        items=sum(counters.items for counters in group),
+        size=max(counters.size for counters in group),
         reasons=dict(reasons),
-        waiting=sum(len(queue) for tally in tallies for queue in tally.queues.all()),
-        wait_p50=marks[49] if marks else None,
-        wait_p99=marks[98] if marks else None,
+        waiting=sum(len(queue) for counters in group for queue in counters.queues.all()),
+        wait_p50=percentiles[49] if percentiles else None,
+        wait_p99=percentiles[98] if percentiles else None,
     )

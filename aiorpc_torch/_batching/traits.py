@@ -1,7 +1,6 @@
-"""What a policy says of a call as it arrives: its key, its weight, who it is, whether it stacks.
+"""The traits of a call, found once as it arrives: its key, weight and member.
 
-The policy's functions are the user's: each is called once for a call, and what it raises is that
-caller's alone. Knows arguments, and no queue.
+An exception in one of the policy's functions reaches only the caller of that call.
 """
 
 from collections.abc import Callable, Hashable
@@ -10,58 +9,60 @@ from typing import Any
 
 from torch import Tensor
 
-from .collate import kind_of
+from .collate import collate_key
 from .policies import Policy, Round
-from .scheduler import PLAIN, Traits
+from .scheduler import DEFAULT_TRAITS, CallTraits
 
-Row = tuple[Any, ...]
-"""One caller's arguments in the order of the body's parameters."""
+CallArgs = tuple[Any, ...]
+"""One call's arguments in the order of the function's parameters."""
 
-Admission = Callable[[Row, str], Traits]
-"""Of a row and the worker that it comes from."""
+TraitsFunction = Callable[[CallArgs, str], CallTraits]
+"""Returns the traits of a call from its arguments and its worker's name."""
 
 
-def admission(policy: Policy, name: str, *, stacked: bool) -> Admission:
-    """How calls of the function `name` are let in. What it returns raises for a bad call."""
+def traits_function(policy: Policy, name: str, *, stacked: bool) -> TraitsFunction:
+    """Return the traits function of the batched function `name`; it raises for invalid calls."""
     if isinstance(policy, Round):
-        return _contributions(policy, stacked)
+        return _round_traits(policy, stacked)
     key, weight = policy.key, policy.weight
 
-    def traits(row: Row, _: str) -> Traits:
-        own = None if key is None else _identity("key", key(*row))
-        weighs = 1.0 if weight is None else _checked(weight(*row), name)
-        return Traits((own, _kinds(row)) if stacked else own, weighs)
+    def traits(args: CallArgs, _: str) -> CallTraits:
+        group = None if key is None else _check_hashable("key", key(*args))
+        weighs = 1.0 if weight is None else _check_weight(weight(*args), name)
+        return CallTraits((group, _collate_keys(args)) if stacked else group, weighs)
 
-    return traits if stacked or key is not None or weight is not None else _plain
-
-
-def _plain(row: Row, caller: str) -> Traits:
-    return PLAIN
+    return traits if stacked or key is not None or weight is not None else _default_traits
 
 
-def _contributions(policy: Round, stacked: bool) -> Admission:
+def _default_traits(args: CallArgs, caller: str) -> CallTraits:
+    return DEFAULT_TRAITS
+
+
+def _round_traits(policy: Round, stacked: bool) -> TraitsFunction:
     member = policy.member
 
-    def traits(row: Row, caller: str) -> Traits:
-        who = caller if member is None else _identity("member", member(*row))
-        return Traits(_kinds(row) if stacked else None, member=who)
+    def traits(args: CallArgs, caller: str) -> CallTraits:
+        name = caller if member is None else _check_hashable("member", member(*args))
+        return CallTraits(_collate_keys(args) if stacked else None, member=name)
 
     return traits
 
 
-def _kinds(row: Row) -> Any:
-    return tuple(map(kind_of, row))
+def _collate_keys(args: CallArgs) -> Any:
+    return tuple(map(collate_key, args))
 
 
-def _identity(what: str, value: Any) -> Hashable:
-    # A tensor has a hash, but its own: no two of them are the same key.
+def _check_hashable(trait: str, value: Any) -> Hashable:
+    # A tensor's hash is its identity: two equal tensors would be two keys.
     if isinstance(value, Tensor):
-        raise TypeError(f"a {what} is a plain value, not a tensor: take its .item()")
+        raise TypeError(f"a {trait} must be a plain value, got a tensor: return its .item()")
     hash(value)
     return value  # type: ignore[no-any-return]
 
 
-def _checked(weight: Any, name: str) -> float:
+def _check_weight(weight: Any, name: str) -> float:
     if isinstance(weight, Real) and 0 <= float(weight) < float("inf"):
         return float(weight)
-    raise ValueError(f"the weight of a call of {name} is at least 0 and finite, not {weight!r}")
+    raise ValueError(
+        f"the weight of a call of {name} must be at least 0 and finite, got {weight!r}"
+    )

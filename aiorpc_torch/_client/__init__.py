@@ -1,1 +1,1 @@
-"""Calls out: the public functions, the pool of connections, pending calls, streams in."""
+"""The calling side: public functions, connection pool, pending calls and streams."""

@@ -1,46 +1,47 @@
-"""What answers calls beside frames of results: answers of torch's, and last frames."""
+"""Results and errors that do not come in frames of results: torch's replies, and last frames."""
 
 import logging
-from typing import Any
+from typing import Any, NoReturn
 
-from .._protocol.exceptions import Failure
-from .._protocol.messages import load_results
-from .._protocol.payloads import detach
-from .._protocol.recording import plain_answer
+from .._protocol.exceptions import RemoteFailure
+from .._protocol.messages import decode_reply
+from .._protocol.payloads import detach_data
+from .._protocol.pickling import CallAborted
+from .._protocol.recording import without_gradient_parts
 from .._protocol.tensors import INLINE_BYTES
-from .._torch.transport import transport_error
+from .._torch.transport import classify_error
 from ..errors import NotServing, RemoteError, RemoteTraceback, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")
 
 
 def read_answer(answer: Any, peer: str, *, recorded: bool = False) -> list[Any] | RpcError:
-    """Return the results in an answer of torch's, which is there, or what came of it."""
+    """Return the results in a completed reply of torch, or the error that it stands for."""
     try:
         results = answer.wait()
-        if isinstance(results, Failure):  # nobody serves there, or it was not taken in
-            results.get()
+        if isinstance(results, RemoteFailure):  # the peer does not serve, or rejected the message
+            results.raise_()
     except RpcError as exc:
         return exc
-    except BaseException as exc:  # of whatever class the peer names: SystemExit is not ours
-        return transport_error(exc, peer)
+    except BaseException as exc:  # the peer chooses the class: SystemExit must not be raised here
+        return classify_error(exc, peer)
     try:
         if recorded:
-            results = plain_answer(results)
+            results = without_gradient_parts(results)
         parts = (results, ()) if isinstance(results, bytes) else results
-        return load_results(*detach(*parts))
+        return decode_reply(*detach_data(*parts))
     except BaseException as exc:
-        log.warning("an answer of worker %r cannot be read: %r", peer, exc)
-        return RemoteError(f"the answer of worker {peer!r} cannot be read: {exc!r}")
+        log.warning("a reply of worker %r cannot be read: %r", peer, exc)
+        return RemoteError(f"a reply of worker {peer!r} cannot be read: {exc!r}")
 
 
 def is_inline(results: Any) -> bool:
-    """Return whether the results in an answer of torch's would have gone on the connection."""
+    """Return whether the results in a reply of torch are small enough for the connection."""
     return isinstance(results, bytes) or (not results[1] and len(results[0]) <= INLINE_BYTES)
 
 
-def error_of(peer: str, what: str, text: str) -> RpcError:
-    """Return what the peer's last frame means for calls that it has not answered."""
+def error_of_close(peer: str, what: str, text: str) -> RpcError:
+    """Return the error of calls that were pending when the peer's last frame came."""
     if what == "failed":
         summary, _, rest = text.partition("\n")
         error = WorkerLost(peer, summary)
@@ -49,3 +50,11 @@ def error_of(peer: str, what: str, text: str) -> RpcError:
     if what == "broken":
         return RemoteError(f"worker {peer!r} has closed the connection: {text}")
     return NotServing(text or f"worker {peer!r} has stopped")
+
+
+def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
+    """Raise the error of a call without a reply; WorkerLost names the call."""
+    error = aborted.error
+    if type(error) is WorkerLost and error.method is None:
+        raise WorkerLost(error.worker, error.reason, method=name) from error
+    aborted.raise_()

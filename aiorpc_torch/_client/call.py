@@ -1,8 +1,7 @@
-"""A call that was written down and waits to be awaited, or iterated.
+"""Remote calls and streams: what the user awaits or iterates. Deadlines and cancellation.
 
-`remote(r).m(x)` is one: a coroutine for whoever awaits it or makes a task of it, and a stream for
-`async for`. Nothing is sent before. It knows deadlines and cancellation; how calls travel is the
-connection's.
+`remote(rref).method(x)` makes a `RemoteCall`, and sends nothing. `await` or a task sends it as a
+coroutine; `async for` sends it as a stream.
 """
 
 import asyncio
@@ -12,23 +11,25 @@ from collections.abc import AsyncIterator, Coroutine, Generator
 from typing import Any, NoReturn
 
 from .._aio.deadlines import deadline_in
-from .._aio.scopes import scope_deadline
-from .._protocol.exceptions import Failure
-from .._protocol.targets import Broken, Target
+from .._aio.scopes import anyio_scope_deadline, is_unbounded
+from .._protocol.exceptions import RemoteFailure
+from .._protocol.pickling import CallAborted
+from .._protocol.targets import Target, target_name
 from .._torch.compat import RRefBase
 from ..errors import CallTimeout
+from .answers import raise_aborted
 from .connection import Connection
-from .pool import Worker, link_to
-from .stream_reader import Incoming
+from .pool import WorkerRef, connection_to
+from .stream_reader import StreamReader
 
-TWICE = "this call was awaited already: make a new one"
+_ALREADY_AWAITED = "this call was awaited already: make a new one"
 
 
-class _Spent:
-    """The steps of a call that has none left."""
+class _UsedSteps:
+    """The steps of a call that has ended, or is iterated: each raises RuntimeError."""
 
     def send(self, *_: Any) -> NoReturn:
-        raise RuntimeError(TWICE)
+        raise RuntimeError(_ALREADY_AWAITED)
 
     throw = send
 
@@ -36,23 +37,31 @@ class _Spent:
         pass
 
 
-_SPENT = _Spent()
+_USED = _UsedSteps()
 
 
-class Calling(Coroutine[Any, Any, Any]):
-    """`target(*args, **kwargs)` on `worker`, which may be an RRef's owner, in `timeout` seconds."""
+class RemoteCall(Coroutine[Any, Any, Any]):
+    """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef.
+
+    Args:
+        worker: the worker, or the RRef.
+        target: what to call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
+    """
 
     __slots__ = ("__weakref__", "_args", "_kwargs", "_steps", "_target", "_timeout", "_worker")
 
     def __init__(
         self,
-        worker: "Worker | RRefBase[Any]",
+        worker: "WorkerRef | RRefBase[Any]",
         target: Target,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None = None,
     ) -> None:
-        self._steps: Generator[Any, Any, Any] | _Spent | None = None
+        self._steps: Generator[Any, Any, Any] | _UsedSteps | None = None
         self._worker = worker
         self._target = target
         self._args = args
@@ -60,26 +69,26 @@ class Calling(Coroutine[Any, Any, Any]):
         self._timeout = timeout
 
     def __repr__(self) -> str:
-        return f"<call of {self._target}>"
+        return f"<call of {target_name(self._target)}>"
 
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
     def __await__(self) -> Generator[Any, Any, Any]:
         if self._steps is not None:
-            raise RuntimeError(TWICE)
+            raise RuntimeError(_ALREADY_AWAITED)
         self._steps = steps = self._run()
         return steps
 
     def send(self, value: Any) -> Any:
-        """The next step, when a task runs it."""
+        """Run the next step, for a task."""
         return (self._steps or self.__await__()).send(value)
 
     def throw(self, *exc: Any) -> Any:
-        """The next step, with an exception."""
+        """Raise an exception in the call, for a task."""
         return (self._steps or self.__await__()).throw(*exc)
 
     def close(self) -> None:
-        """Give up."""
+        """Cancel the call."""
         (self._steps or self.__await__()).close()
 
     def __del__(self) -> None:
@@ -87,110 +96,119 @@ class Calling(Coroutine[Any, Any, Any]):
             warnings.warn(f"{self!r} was never awaited", RuntimeWarning, stacklevel=2, source=self)
 
     def _run(self) -> Generator[Any, Any, Any]:
-        link = link_to(self._worker)
-        due, bound = _bounds(self._timeout)
-        # The target keeps its RRef, and with it the object, alive until the answer is here.
-        number, wait = link.call(self._target, (self._args, self._kwargs), bound)
-        timer = None if due is None else _timer(link, number, due)
+        connection = connection_to(self._worker)
+        due = bound = None
+        if self._timeout is not None or not is_unbounded():
+            due, bound = self._bounds(connection)
+        # The target keeps its RRef, so the object lives until the result is here.
+        number, future = connection.call(self._target, (self._args, self._kwargs), bound)
+        timer = None if due is None else self._start_timer(connection, number, due)
         try:
-            answer = yield from wait.__await__()
-            if type(answer) is Failure and _is_over(bound):
-                yield  # the time of a scope may be over too, and then it is the scope that says so
+            answer = yield from future.__await__()
+            if type(answer) is RemoteFailure and _has_passed(bound):
+                yield  # if a scope's deadline has passed as well, the scope reports it
         except BaseException:
-            link.cancel(number)
+            connection.cancel(number)
             raise
         finally:
-            self._steps = _SPENT
+            self._steps = _USED
             if timer is not None:
                 timer.cancel()
-        if type(answer) is Failure or type(answer) is Broken:
-            answer.get()
+        if type(answer) is RemoteFailure:
+            answer.raise_()
+        if type(answer) is CallAborted:
+            raise_aborted(answer, target_name(self._target))
         return answer
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 
-    def __aiter__(self) -> "Stream":
+    def __aiter__(self) -> "RemoteStream":
         if self._steps is not None:
-            raise RuntimeError(TWICE)
-        self._steps = _SPENT
-        link = link_to(self._worker)
-        due, bound = _bounds(self._timeout)
-        number, incoming = link.stream(self._target, (self._args, self._kwargs), bound)
-        timer = None if due is None else _timer(link, number, due)
-        return Stream(link, number, incoming, bound, timer, self._target)
+            raise RuntimeError(_ALREADY_AWAITED)
+        self._steps = _USED
+        connection = connection_to(self._worker)
+        due, bound = self._bounds(connection)
+        number, reader = connection.stream(self._target, (self._args, self._kwargs), bound)
+        timer = None if due is None else self._start_timer(connection, number, due)
+        return RemoteStream(connection, number, reader, bound, timer, self._target)
+
+    # ── deadlines ───────────────────────────────────────────────────────────────────────────────
+
+    def _bounds(self, connection: Connection) -> tuple[float | None, float | None]:
+        """Return the call's own deadline, and the earlier of it and a scope's deadline."""
+        due = deadline_in(self._timeout)
+        if _has_passed(due):
+            method, peer = target_name(self._target), connection.peer.name
+            text = f"{method} on worker {peer!r} timed out before the call was sent"
+            raise CallTimeout(text, worker=peer, method=method)
+        # A scope's deadline is sent along and not enforced here: the scope cancels the call.
+        scope = anyio_scope_deadline()
+        return due, due if scope is None else scope if due is None else min(due, scope)
+
+    def _start_timer(self, connection: Connection, number: int, due: float) -> asyncio.TimerHandle:
+        left = due - time.monotonic()
+        loop = asyncio.get_running_loop()
+        return loop.call_later(left, connection.expire, number, left, self._target)
 
 
-class Stream(AsyncIterator[Any]):
-    """The items of a remote generator. Left before its end, it closes the generator."""
+class RemoteStream(AsyncIterator[Any]):
+    """The items of a remote generator. If the consumer leaves early, the generator is closed."""
 
     def __init__(
         self,
-        link: Connection,
+        connection: Connection,
         number: int,
-        incoming: Incoming,
+        reader: StreamReader,
         bound: float | None,
         timer: asyncio.TimerHandle | None,
         target: Target,
     ) -> None:
         self._loop = asyncio.get_running_loop()
-        self._link = link
+        self._connection = connection
         self._number = number
-        self._incoming = incoming
+        self._reader = reader
         self._bound = bound
         self._timer = timer
         self._target = target
 
     def __repr__(self) -> str:
-        return f"<stream of {self._target}>"
+        return f"<stream of {target_name(self._target)}>"
 
     async def __anext__(self) -> Any:
-        if self._incoming.is_awaited():  # as for an async generator
+        if self._reader.is_awaited():  # as for an async generator
             raise RuntimeError("another task waits for the next item of this stream")
         try:
-            return await self._incoming.next()
+            return await self._reader.next()
         except BaseException as exc:
-            self._leave()
-            if isinstance(exc, Exception) and _is_over(self._bound):
-                await asyncio.sleep(0)  # as above: a scope speaks first
+            self._stop()
+            if isinstance(exc, Exception) and _has_passed(self._bound):
+                await asyncio.sleep(0)  # as in `RemoteCall._run`: the scope reports it
             raise
 
     async def aclose(self) -> None:
-        """Close the remote generator: its `finally` runs. Also what `break` does."""
-        self._leave()
+        """Close the remote generator: its `finally` runs. `break` does the same."""
+        self._stop()
 
     def __del__(self) -> None:
-        # Garbage may be collected in any thread, and after the loop has ended.
+        # Garbage may be collected in any thread, and after the loop's end.
         if not self._loop.is_closed():
             if asyncio._get_running_loop() is self._loop:
-                self._leave()
+                self._stop()
             else:
-                self._loop.call_soon_threadsafe(_leave, self._link, self._number, self._timer)
+                self._loop.call_soon_threadsafe(
+                    _cancel, self._connection, self._number, self._timer
+                )
 
-    def _leave(self) -> None:
-        self._incoming.close()
-        _leave(self._link, self._number, self._timer)
+    def _stop(self) -> None:
+        self._reader.close()
+        _cancel(self._connection, self._number, self._timer)
 
 
-def _leave(link: Connection, number: int, timer: asyncio.TimerHandle | None) -> None:
-    link.cancel(number)
+def _cancel(connection: Connection, number: int, timer: asyncio.TimerHandle | None) -> None:
+    connection.cancel(number)
     if timer is not None:
         timer.cancel()
 
 
-def _bounds(seconds: float | None) -> tuple[float | None, float | None]:
-    """Return when the call's own time is over, and when that or a scope's is."""
-    due = deadline_in(seconds)
-    if _is_over(due):
-        raise CallTimeout("the deadline had passed before the call was sent")
-    # Sent along, but not enforced here: the scope cancels, and says what that means.
-    scope = scope_deadline()
-    return due, due if scope is None else scope if due is None else min(due, scope)
-
-
-def _is_over(bound: float | None) -> bool:
-    return bound is not None and bound <= time.monotonic()
-
-
-def _timer(link: Connection, number: int, due: float) -> asyncio.TimerHandle:
-    left = due - time.monotonic()
-    return asyncio.get_running_loop().call_later(left, link.expire, number, left)
+def _has_passed(deadline: float | None) -> bool:
+    return deadline is not None and deadline <= time.monotonic()

@@ -1,128 +1,130 @@
-"""The calls of one event loop to one peer, over a connection of their own.
+"""A connection: the calls of one event loop to one peer.
 
-A driver: what leaves when is `SendState`'s to decide, who waits for what is `Pending`'s to know.
+`SendState` decides when calls are sent; `PendingCalls` holds the receivers of their replies.
 Payloads that do not travel on the connection go by torch RPC.
 """
 
 import asyncio
 import contextvars
-import logging
 import time
 from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 
-from .._aio.inline_future import Wait, wake_all
+from .._aio.inline_future import InlineFuture, resume_all
 from .._protocol import endpoints
-from .._protocol.ancestry import sent_by
-from .._protocol.channel import Channel, describe
-from .._protocol.columns import END
+from .._protocol.ancestry import to_wire
+from .._protocol.channel import Channel, channel_repr
+from .._protocol.columns import STREAM_END
 from .._protocol.connection_state import SendState
-from .._protocol.frames import CALLS, CONTROL, MAX_FRAME, RESULTS, SLOT, ProtocolError, frame
-from .._protocol.handshake import Party
-from .._protocol.messages import (
-    Outgoing,
-    Short,
-    Work,
-    dump,
-    dump_payload,
-    lay_out,
-    load_results,
-    lone_frame,
-    outgoing,
-    shorten,
+from .._protocol.frames import (
+    CALLS,
+    CONTROL,
+    MAX_FRAME,
+    RESULT,
+    RESULTS,
+    SLOT,
+    ProtocolError,
+    frame,
 )
-from .._protocol.payloads import EVERY, attach
-from .._protocol.recording import Recorded, current
-from .._protocol.targets import Broken, Method, Target, order_key
-from .._protocol.targets import describe as target_name
-from .._protocol.tensors import INLINE_BYTES, Table, size_of
-from .._protocol.window import TRICKLE, Window
+from .._protocol.handshake import Party
+from .._protocol.lone import decode_result, encode_call
+from .._protocol.messages import (
+    Arguments,
+    EncodedCall,
+    EncodedTarget,
+    decode_reply,
+    dump_payload,
+    dump_plain,
+    encode_calls,
+    encode_grouped_call,
+    encode_target,
+)
+from .._protocol.payloads import UNKNOWN_OBJECT, attach_data
+from .._protocol.pickling import CallAborted
+from .._protocol.recording import RecordedCall, record_for_call
+from .._protocol.targets import MethodTarget, Target, order_key, target_name
+from .._protocol.tensors import TensorTable, size_of
+from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
 from .._torch import devices, rrefs
 from .._torch.compat import WorkerInfo
-from .._torch.rrefs import Ident
-from .._torch.transport import in_autograd_context, send, transport_error, when_done
-from ..errors import (
-    CallTimeout,
-    NotServing,
-    RemoteError,
-    RpcError,
-    WorkerLost,
-)
-from .answers import error_of, is_inline, read_answer
+from .._torch.rrefs import RRefId
+from .._torch.transport import classify_error, enter_context_id, send, when_done
+from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
+from .answers import error_of_close, is_inline, read_answer
 from .introduction import Introductions
-from .pending import Pending, Sink
-from .stream_reader import Incoming, Item
+from .pending import PendingCalls, ReplyReceiver
+from .stream_reader import Item, StreamReader
 
-log = logging.getLogger("aiorpc_torch")
-
-REMEMBERED = 1024  # methods whose results were large, of one connection
+MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
 
 
-class Observer(Protocol):
-    """What is told of the peer of a connection."""
+class PeerObserver(Protocol):
+    """An observer of peers, told by each connection. Its methods are thread-safe."""
 
-    def heard(self, peer: str) -> None:
-        """Note a sign of life. In any thread."""
-        ...
+    def on_message(self, peer: str) -> None:
+        """Record a message from `peer`."""
 
-    def suspected(self, peer: str, number: int) -> None:
-        """Note that a connection has ended without a last frame. In any thread."""
-        ...
+    def on_disconnect(self, peer: str, number: int) -> None:
+        """Handle the end of a connection to process `number` of `peer` without a leave message."""
 
-    def parted(self, peer: str, number: int, what: str, text: str) -> None:
-        """Note the peer's last frame. In any thread."""
-        ...
+    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+        """Handle the leave message of process `number` of `peer`: its kind and its reason."""
 
 
 class Connection(Channel):
-    """One-way: calls go out, results come back. Confined to the loop that it was made on.
+    """A connection to one peer, one-way: calls go out, results come in. Confined to its loop.
 
     Args:
         me: this process.
-        peer: whom it calls.
-        link: number of this connection among those of this process.
-        observer: is told of the peer.
-        mapped: devices that tensors for the peer may be on, beside the CPU.
+        peer: the process that runs the calls.
+        number: number of this connection among those of this process.
+        observer: is told of the peer's messages and of the connection's end.
+        sendable_devices: devices that tensors for the peer may be on, beside the CPU.
+
+    Attributes:
+        is_finished: whether the next call needs another connection.
     """
 
     def __init__(
         self,
         me: Party,
         peer: WorkerInfo,
-        link: int,
-        observer: Observer,
-        mapped: Collection[torch.device] = (),
+        number: int,
+        observer: PeerObserver,
+        sendable_devices: Collection[torch.device] = (),
     ) -> None:
         super().__init__()
         self.peer = peer
         self._me = me
-        self._key = (me.name, me.number, link)
+        self._key = (me.name, me.number, number)
         self._observer = observer
-        self._mapped = mapped
+        self._sendable_devices = sendable_devices
         self._calls = self._messages = self._bytes = 0
-        self._pending = Pending()
-        self._state: SendState[Outgoing] = SendState(self._pending, Window(), self._dropped)
-        self._trickling: asyncio.TimerHandle | None = None
-        self._large: set[Short] = set()  # targets whose results were large
-        self._slot_keys: dict[int, Any] = {}  # of calls whose payload travels by torch
-        self._wake: list[Wait] = []  # whom the current read has answered
+        self._pending = PendingCalls()
+        self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
+        self._trickle_timer: asyncio.TimerHandle | None = None
+        self._large_results: set[EncodedTarget] = set()  # targets whose results were large
+        self._slot_keys: dict[int, Any] = {}  # objects of calls whose payloads go by torch
+        self._wake: list[InlineFuture] = []  # resolved by the current read
         self._opening: asyncio.Task[None] | None = None
-        self._recorded: set[Recorded] = set()  # those of autograd contexts that are not answered
-        self._error: RpcError | None = None  # why it has ended
-        self.is_over = False  # whether another connection has to be made for the next call
+        self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
+        self._error: RpcError | None = None  # reason of its end
+        self.is_finished = False
 
     def __repr__(self) -> str:
-        return describe(self, f"to {self.peer.name}", f"{len(self._pending)} waiting", self._state)
+        return channel_repr(
+            self, f"to {self.peer.name}", f"{len(self._pending)} waiting", self._state
+        )
 
     @property
     def waiting(self) -> int:
-        """How many calls and streams wait for an answer."""
+        """The number of calls and streams that wait for a reply."""
         return len(self._pending)
 
-    def tally(self) -> dict[str, int]:
-        """What it has done and is doing; the names are those of `Stats`."""
+    def counters(self) -> dict[str, int]:
+        """Return the counters of this connection, by the names of `Stats`."""
         return {
             "calls": self._calls,
             "in_flight": len(self._pending),
@@ -132,99 +134,106 @@ class Connection(Channel):
             "late": self._pending.late,
         }
 
-    # ── what a call asks for ────────────────────────────────────────────────────────────────────
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
-    def call(self, target: Target, work: Work, due: float | None) -> tuple[int, Wait]:
-        """Send a call; its number, and what is to be awaited: its value, `Failure` or `Broken`."""
-        wait = Wait(self._loop)
-        is_plain = due is None and not work[1] and not self._pending
-        if is_plain and self._state.may_send_alone() and self._send_alone(target, work[0], wait):
-            return self._calls - 1, wait
-        call = self._outgoing(target, False, work, due)
-        self._submit(call, wait, target)
-        return call.number, wait
+    def call(self, target: Target, args: Arguments, due: float | None) -> tuple[int, InlineFuture]:
+        """Send a call; return its number and the future of its value, or of its failure."""
+        future = InlineFuture(self._loop)
+        is_plain = due is None and not args[1] and not self._pending
+        if is_plain and self._state.may_send_alone() and self._send_lone(target, args[0], future):
+            return self._calls - 1, future
+        call = self._encode(target, False, args, due)
+        self._submit(call, future, target)
+        return call.number, future
 
-    def _send_alone(self, target: Target, args: tuple[Any, ...], wait: Wait) -> bool:
-        """Send a lone call at once, without the queue; return whether it could be done."""
-        if type(target) is not Method or (ident := _ident(target)) is None:
-            return False  # to pack what only torch finds is to fork its RRef: once, by who sends it
-        number, short = self._calls, (ident, target.name)
-        if short in self._large or sent_by(self._me.name) or current() is not None:
+    def _send_lone(self, target: Target, args: tuple[Any, ...], future: InlineFuture) -> bool:
+        """Send a lone call at once, without the queue; return False if the queue has to."""
+        if type(target) is not MethodTarget or (rref_id := _rref_id(target)) is None:
+            return False  # packing such an RRef forks it, and `_encode` does so too
+        number, encoded = self._calls, (rref_id, target.name)
+        is_large = encoded in self._large_results
+        if is_large or to_wire(self._me.name) or record_for_call() is not None:
             return False
-        data = lone_frame(number, short, args)
-        if data is None or len(data) > INLINE_BYTES:
+        data = encode_call(number, rref_id, target.name, args)
+        if data is None:
             return False
         self._calls += 1
         self._messages += 1
         self._bytes += len(data)
         self._state.window.sent(number, len(data))
-        self._pending[number] = wait
-        wait.target = short
-        self.write(frame(CALLS, data))
+        self._pending[number] = future
+        future.target = encoded
+        self.write(data)
         return True
 
-    def stream(self, target: Target, work: Work, due: float | None) -> tuple[int, Incoming]:
-        """Send a call whose items are awaited one by one; its number, and where they arrive."""
-        call = self._outgoing(target, True, work, due)
-        number = call.number  # and not the call, which has the arguments
-        incoming = Incoming(lambda credit: self._grant(number, credit))
-        self._submit(call, incoming, target)
-        return number, incoming
+    def stream(
+        self, target: Target, args: Arguments, due: float | None
+    ) -> tuple[int, StreamReader]:
+        """Send a call of a generator; return its number and the reader of its items."""
+        call = self._encode(target, True, args, due)
+        number = call.number  # the closure must not keep the arguments of the call
+        reader = StreamReader(target_name(target), lambda credit: self._grant(number, credit))
+        self._submit(call, reader, target)
+        return number, reader
 
     def cancel(self, number: int) -> None:
-        """Nobody waits for that call any more."""
-        waits = self._pending.pop(number, None) is not None
-        if waits and self._state.cancel(number) and not self._loop.is_closed():
+        """Cancel a call: its caller does not wait any more."""
+        was_pending = self._pending.pop(number, None) is not None
+        if was_pending and self._state.cancel(number) and not self._loop.is_closed():
             self.flush_soon()
 
-    def expire(self, number: int, seconds: float) -> None:
-        """The time of that call is over."""
+    def expire(self, number: int, seconds: float, target: Target) -> None:
+        """End a call with CallTimeout: it has no result after `seconds`."""
         if number in self._pending:
-            late = CallTimeout(f"no answer from worker {self.peer.name!r} within {seconds:.3g} s")
-            self._pending.fail((number,), late)
+            peer, method = self.peer.name, target_name(target)
+            limit = round(seconds, 2) or seconds
+            text = f"{method} on worker {peer!r} timed out after {limit:.3g} s; it may have run"
+            self._pending.fail((number,), CallTimeout(text, worker=peer, method=method))
             if self._state.cancel(number):
                 self.flush_soon()
 
-    def _outgoing(self, target: Target, stream: bool, work: Work, due: float | None) -> Outgoing:
-        short = shorten(target, _ident(target))
-        call = outgoing(self._calls, short, stream, work, due, sent_by(self._me.name))
-        if call.header[2] is None:  # packed as a whole
-            devices.check(call.cells[0].devices(), self._mapped, self.peer.name)
+    def _encode(
+        self, target: Target, stream: bool, args: Arguments, due: float | None
+    ) -> EncodedCall:
+        encoded = encode_target(target, _rref_id(target))
+        call = encode_grouped_call(self._calls, encoded, stream, args, due, to_wire(self._me.name))
+        if call.header[2] is None:  # pickled as a whole
+            devices.check_sendable(call.cells[0].devices(), self._sendable_devices, self.peer.name)
         return call
 
-    def _dropped(self, call: Outgoing) -> None:
-        """Forget a call that was given up before it was sent."""
+    def _on_dropped(self, call: EncodedCall) -> None:
+        """Forget a call that was cancelled before it was sent."""
         self._slot_keys.pop(call.number, None)
         if call.recorded is not None:
-            call.recorded.failed("was given up before it was sent")
+            call.recorded.failed("was cancelled before it was sent")
 
     def _grant(self, number: int, credit: int) -> None:
         self._state.credits.append((number, credit))
         self.flush_soon()
 
-    def _submit(self, call: Outgoing, sink: Sink, target: Target) -> None:
+    def _submit(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> None:
         self._calls += 1
-        if (recording := current()) is not None:  # in a context of autograd
+        if (recording := record_for_call()) is not None:  # in an autograd context
             name = target_name(target)
-            recorded = recording.begin(name, self.peer.name, self._recorded)
+            recorded = recording.begin(name, self.peer.name, self._recorded_calls)
             if recorded is not None:
                 call = call._replace(by_torch=True, recorded=recorded)
-        if self._large and call.header[0] in self._large:
+        if self._large_results and call.header[0] in self._large_results:
             call = call._replace(by_torch=True)
         if call.by_torch:
-            self._slot_keys[call.number] = _ident(target) or order_key(target)
+            self._slot_keys[call.number] = _rref_id(target) or order_key(target)
         is_idle = not self._pending
-        self._pending[call.number] = sink
-        sink.target = call.header[0]
+        self._pending[call.number] = receiver
+        receiver.target = call.header[0]
         if self._state.submit(call, is_idle=is_idle):
             self.flush()
         else:
             self.flush_soon()
 
-    # ── what leaves ─────────────────────────────────────────────────────────────────────────────
+    # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
-    def opened(self, transport: asyncio.Transport) -> None:
-        """Send what has waited for the connection."""
+    def start_sending(self, transport: asyncio.Transport) -> None:
+        """Send the calls that have waited for the connection."""
         self.start(transport)
         self._state.is_paused = False
         self.flush()
@@ -240,20 +249,20 @@ class Connection(Channel):
         if not self.is_open:
             return
         frames: list[bytes] = []
-        payloads: list[Outgoing] = []
-        if (controls := self._state.controls()) is not None:  # before calls that come after them
-            frames.append(frame(CONTROL, dump(controls)))
+        payloads: list[EncodedCall] = []
+        if (controls := self._state.controls()) is not None:  # before later calls
+            frames.append(frame(CONTROL, dump_plain(controls)))
         while calls := self._state.take():
-            frames += self._frames(calls, payloads)
+            frames += self._encode_frames(calls, payloads)
             if payloads or len(frames) > 1:  # the socket may be full
                 self._write(frames)
                 frames = []
                 while payloads:
                     self._send_payload(payloads.pop())
         self._write(frames)
-        if len(self._state) and self._trickling is None and not self._state.is_paused:
+        if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
             answers = self._state.window.answers
-            self._trickling = self._loop.call_later(TRICKLE, self._trickle, answers)
+            self._trickle_timer = self._loop.call_later(TRICKLE_INTERVAL, self._trickle, answers)
 
     def _write(self, frames: list[bytes]) -> None:
         if frames:
@@ -262,225 +271,243 @@ class Connection(Channel):
             self.write(data)
 
     def _trickle(self, answers: int) -> None:
-        self._trickling = None
+        self._trickle_timer = None
         is_stuck = answers == self._state.window.answers and not self._state.is_paused
         if is_stuck and self.is_open:
-            payloads: list[Outgoing] = []
-            self._write(self._frames(self._state.force(), payloads))
+            payloads: list[EncodedCall] = []
+            self._write(self._encode_frames(self._state.force(), payloads))
             for call in payloads:
                 self._send_payload(call)
         self.flush_soon()
 
-    def _frames(self, calls: Sequence[Outgoing], payloads: list[Outgoing]) -> list[bytes]:
-        """Return calls as a frame; those that go by torch are added to `payloads`."""
+    def _encode_frames(
+        self, calls: Sequence[EncodedCall], payloads: list[EncodedCall]
+    ) -> list[bytes]:
+        """Return the frames of calls; calls that go by torch are added to `payloads`."""
         if not calls:
             return []
         if calls[0].by_torch:
             self._messages += 1
             payloads.append(calls[0])
             number = calls[0].number
-            return [frame(SLOT, dump((number, self._slot_keys.pop(number, EVERY))))]
+            return [frame(SLOT, dump_plain((number, self._slot_keys.pop(number, UNKNOWN_OBJECT))))]
         try:
-            data = dump(tuple(lay_out(calls, time.monotonic(), Table())))
-        except Exception as exc:  # no memory, say: nothing was sent
-            self._fail([call.number for call in calls], RpcError(f"the call cannot be sent: {exc}"))
+            data = dump_plain(tuple(encode_calls(calls, time.monotonic(), TensorTable())))
+        except Exception as exc:  # out of memory, for one; nothing was sent
+            error = RpcError(f"a call to worker {self.peer.name!r} could not be sent: {exc}")
+            self._fail([call.number for call in calls], error)
             return []
         if len(data) <= MAX_FRAME:
             self._messages += 1
             return [frame(CALLS, data)]
         if len(calls) == 1:
-            return self._frames([calls[0]._replace(by_torch=True)], payloads)
-        return [each for call in calls for each in self._frames([call], payloads)]
+            return self._encode_frames([calls[0]._replace(by_torch=True)], payloads)
+        return [each for call in calls for each in self._encode_frames([call], payloads)]
 
-    def _send_payload(self, call: Outgoing) -> None:
-        """Send what a slot stands for."""
+    def _send_payload(self, call: EncodedCall) -> None:
+        """Send the payload of a slot by torch."""
         number, recorded = call.number, call.recorded
         context = -1 if recorded is None else recorded.context
         try:
-            table = Table()
-            calls = lay_out((call,), time.monotonic(), table)
-            data, tensors = attach(dump_payload(self._key, context, calls), table)
+            table = TensorTable()
+            calls = encode_calls((call,), time.monotonic(), table)
+            data, tensors = attach_data(dump_payload(self._key, context, calls), table)
             self._bytes += len(data) + sum(map(size_of, tensors))
             if recorded is None:
                 answer = send(self.peer, endpoints.payload, data, tensors)
             else:
-                with torch.enable_grad(), in_autograd_context(context):
-                    sent = recorded.leave(tensors)
+                with torch.enable_grad(), enter_context_id(context):
+                    sent = recorded.attach_arguments(tensors)
                     answer = send(self.peer, endpoints.payload, data, sent)
-        except Exception as exc:  # nothing was sent: the slot is withdrawn
-            self._payload_failed(number, transport_error(exc, self.peer.name), recorded)
+        except Exception as exc:  # nothing was sent: withdraw the slot
+            self._payload_failed(number, classify_error(exc, self.peer.name), recorded)
             return
         first = None if recorded is None else recorded.done
-        when_done(answer, lambda done: self._answered(number, done, recorded), first)
+        when_done(answer, lambda done: self._on_payload_reply(number, done, recorded), first)
 
-    def _payload_failed(self, number: int, error: RpcError, recorded: Recorded | None) -> None:
+    def _payload_failed(self, number: int, error: RpcError, recorded: RecordedCall | None) -> None:
         if recorded is not None:
             recorded.failed(error)
         if self._state.cancel(number):
             self.flush_soon()
         self._fail([number], error)
         if isinstance(error, WorkerLost):
-            self._observer.suspected(self.peer.name, self.peer.id)
+            self._observer.on_disconnect(self.peer.name, self.peer.id)
 
     def _fail(self, numbers: Sequence[int], error: RpcError) -> None:
         self._state.window.answered(numbers)
         self._pending.fail(numbers, error)
 
-    # ── what comes back ─────────────────────────────────────────────────────────────────────────
+    # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def on_frame(self, kind: int, data: bytes) -> int:
+        if kind == RESULT:
+            return self._one_result(*decode_result(data))
         if kind != RESULTS:
-            raise ProtocolError(f"a callee sends no frame of kind {kind}")
-        outcomes = load_results(data)
-        self._state.window.answered(self._pending.settle(outcomes, self._wake, self._collect))
+            raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
+        outcomes = decode_reply(data)
+        self._state.window.answered(self._pending.resolve(outcomes, self._wake, self._collect))
         return len(outcomes)
 
-    def on_read(self) -> None:
-        self._observer.heard(self.peer.name)
-        self._woken()
+    def _one_result(self, number: int, value: Any) -> int:
+        receiver = self._pending.get(number)
+        if type(receiver) is not InlineFuture:  # a stream, or a cancelled call
+            outcomes = ((number, value),)
+            self._state.window.answered(self._pending.resolve(outcomes, self._wake, self._collect))
+            return 1
+        del self._pending[number]
+        self._state.window.answered((number,))
+        if receiver.set_result(value):
+            self._wake.append(receiver)
+        return 1
 
-    def _woken(self) -> None:
-        """Wake those who were answered; what they call is sent together."""
+    def on_read(self) -> None:
+        self._observer.on_message(self.peer.name)
+        self._resume_callers()
+
+    def _resume_callers(self) -> None:
+        """Resume the callers that have their results; the calls they make are sent together."""
         wake, self._wake = self._wake, []
         self._state.woken = len(wake)
         if len(self._state):
             self.flush()
         if len(wake) == 1:
-            wake[0].wake()
+            wake[0].resume()
         else:
-            wake_all(wake, self._loop)
+            resume_all(wake, self._loop)
 
-    def _collect(self, key: Any, sink: Sink, item: Item | None) -> None:
-        """Ask for a result that the callee holds."""
-        if item is None and len(self._large) < REMEMBERED:
-            self._large.add(sink.target)
+    def _collect(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> None:
+        """Request a result that the callee holds."""
+        if item is None and len(self._large_results) < MAX_LARGE_RESULTS:
+            self._large_results.add(receiver.target)
         self._messages += 1
         try:
-            answer = send(self.peer, endpoints.collect, dump((self._key, key)))
+            answer = send(self.peer, endpoints.collect, dump_plain((self._key, key)))
         except Exception as exc:
-            self._collected(key, sink, item, transport_error(exc, self.peer.name))
+            self._on_collected(key, receiver, item, classify_error(exc, self.peer.name))
         else:
+            peer = self.peer.name
             when_done(
                 answer,
-                lambda done: self._collected(key, sink, item, read_answer(done, self.peer.name)),
+                lambda done: self._on_collected(key, receiver, item, read_answer(done, peer)),
             )
 
-    def _collected(
-        self, key: Any, sink: Sink, item: Item | None, answer: list[Any] | RpcError
+    def _on_collected(
+        self, key: Any, receiver: ReplyReceiver, item: Item | None, answer: list[Any] | RpcError
     ) -> None:
         if isinstance(answer, RpcError):
-            outcomes: list[Any] = [(key, Broken(answer))]
+            outcomes: list[Any] = [(key, CallAborted(answer))]
         else:
-            gone = Broken(RemoteError("the result is no longer held"))
+            gone = CallAborted(RemoteError(f"worker {self.peer.name!r} no longer holds the result"))
             outcomes = [each for each in answer if each[0] == key][:1] or [(key, gone)]
-        if item is not None and isinstance(sink, Incoming):
-            sink.fill(item, outcomes[0][1])
-        elif self._pending.get(key) is sink:  # else it was cancelled meanwhile
-            self._settle(outcomes)
+        if item is not None and isinstance(receiver, StreamReader):
+            receiver.fill(item, outcomes[0][1])
+        elif self._pending.get(key) is receiver:  # else it was cancelled
+            self._resolve(outcomes)
 
-    def _answered(self, number: int, answer: Any, recorded: Recorded | None) -> None:
-        """Take the answer to a payload."""
+    def _on_payload_reply(self, number: int, answer: Any, recorded: RecordedCall | None) -> None:
+        """Deliver the results in the reply to a payload."""
         outcomes = read_answer(answer, self.peer.name, recorded=recorded is not None)
         if isinstance(outcomes, RpcError):
             self._payload_failed(number, outcomes, None)
             return
-        ours = [each for each in outcomes if each[0] == number]
-        if not ours and number in self._pending:
-            error = RemoteError(f"worker {self.peer.name!r} has taken a call and does not answer")
+        own = [each for each in outcomes if each[0] == number]
+        if not own and number in self._pending:
+            error = RemoteError(f"worker {self.peer.name!r} received a call and sent no result")
             self._payload_failed(number, error, None)
             return
-        # The end of a stream is behind its items, on the connection.
-        ours = [each for each in ours if each[1] is not END]
-        sink = self._pending.get(number)
-        if self._large and sink is not None and is_inline(answer.wait()):
-            self._large.discard(sink.target)
-        self._state.window.answered((number,))  # also if its caller has given it up
-        self._settle(ours)
+        # The end of a stream comes on the connection, after its items.
+        own = [each for each in own if each[1] is not STREAM_END]
+        receiver = self._pending.get(number)
+        if self._large_results and receiver is not None and is_inline(answer.wait()):
+            self._large_results.discard(receiver.target)
+        self._state.window.answered((number,))  # also if it was cancelled
+        self._resolve(own)
 
-    def _settle(self, outcomes: Sequence[Any]) -> None:
-        self._observer.heard(self.peer.name)
-        self._state.window.answered(self._pending.settle(outcomes, self._wake, self._collect))
-        self._woken()
+    def _resolve(self, outcomes: Sequence[Any]) -> None:
+        self._observer.on_message(self.peer.name)
+        self._state.window.answered(self._pending.resolve(outcomes, self._wake, self._collect))
+        self._resume_callers()
 
-    # ── its beginning and its end ───────────────────────────────────────────────────────────────
+    # ── opening and closing ─────────────────────────────────────────────────────────────────────
 
     def open(self, introductions: Introductions) -> None:
-        """Begin to connect."""
+        """Start to connect, in a task."""
         opening = self._open(introductions)
-        context = contextvars.Context()  # in nobody's deadline
+        context = contextvars.Context()  # without the deadline of the first caller
         self._opening = self._loop.create_task(opening, name="aiorpc-connect", context=context)
-        self._opening.add_done_callback(self._not_opened)
+        self._opening.add_done_callback(self._on_opened)
 
     async def _open(self, introductions: Introductions) -> None:
         transport = await introductions.connect(self.peer, self._key[2])
         if self._error is None:
-            self.opened(transport)
+            self.start_sending(transport)
         else:
             transport.abort()
 
-    def _not_opened(self, opening: "asyncio.Task[None]") -> None:
-        """Note what came of connecting, if it failed."""
+    def _on_opened(self, opening: "asyncio.Task[None]") -> None:
+        """Fail the pending calls if there is no connection."""
         if self.is_open:
             return
         exc = None if opening.cancelled() else opening.exception()
         if isinstance(exc, RpcError):
-            self._over(exc)
+            self._finish(exc)
         else:
-            self._over(RpcError(f"no connection to worker {self.peer.name!r}: {exc!r}"))
+            self._finish(RpcError(f"worker {self.peer.name!r} cannot be connected: {exc!r}"))
         self.ended.set()
         if isinstance(exc, WorkerLost):
-            self._observer.suspected(self.peer.name, self.peer.id)
+            self._observer.on_disconnect(self.peer.name, self.peer.id)
 
     def leave(self, what: str, text: str, error: RpcError) -> None:
-        """Close the connection: whoever still waits learns `error`, the peer `what` and `text`."""
-        self._give_up(error)
-        if what != "ended":  # torch still answers calls in autograd contexts, whatever loop ends
+        """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""
+        self._fail_calls(error)
+        if what != "ended":  # after the loop's end torch still answers recorded calls
             self._fail_recorded(error)
         self._error = self._error or error
-        self.is_over = True
+        self.is_finished = True
         if self._transport is not None:
             self.close(what, text)
         elif self._opening is not None:
             self._opening.cancel()
 
-    def lost(self, error: RpcError) -> None:
-        """The peer gives no sign of life. Should it come back, what it ran for us is cancelled."""
-        self._give_up(error)
+    def on_peer_lost(self, error: RpcError) -> None:
+        """Fail all pending calls; a peer that was only unreachable gets their cancellations."""
+        self._fail_calls(error)
         self._fail_recorded(error)
 
-    def _give_up(self, error: RpcError) -> None:
+    def _fail_calls(self, error: RpcError) -> None:
         self._state.cancels += self._state.clear()
         self._pending.fail([*self._pending], error)
         self.flush_soon()
 
     def _fail_recorded(self, error: RpcError) -> None:
-        for recorded in [*self._recorded]:
+        for recorded in [*self._recorded_calls]:
             recorded.failed(error)
 
-    def _over(self, error: RpcError) -> None:
+    def _finish(self, error: RpcError) -> None:
         if self._error is None:
             self._error = error
-            self.is_over = True
-            self.lost(error)
-            if self._trickling is not None:
-                self._trickling.cancel()
+            self.is_finished = True
+            self.on_peer_lost(error)
+            if self._trickle_timer is not None:
+                self._trickle_timer.cancel()
 
     def on_close(self, what: str, text: str) -> None:
-        self._observer.parted(self.peer.name, self.peer.id, what, text)
-        self._over(error_of(self.peer.name, what, text))
+        self._observer.on_leave_message(self.peer.name, self.peer.id, what, text)
+        self._finish(error_of_close(self.peer.name, what, text))
 
     def on_broken(self, exc: Exception) -> None:
-        error = f"what worker {self.peer.name!r} sent, perhaps this result, cannot be read: {exc!r}"
-        self._over(RemoteError(error))
+        text = f"worker {self.peer.name!r} sent a frame, perhaps this result, that cannot be read"
+        self._finish(RemoteError(f"{text}: {exc!r}"))
 
     def on_end(self, error: Exception | None) -> None:
         if error is not None and self._error is None:
-            self._observer.suspected(self.peer.name, self.peer.id)
-            self._over(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
-        self._over(NotServing(f"the connection to worker {self.peer.name!r} was closed"))
+            self._observer.on_disconnect(self.peer.name, self.peer.id)
+            self._finish(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
+        self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))
 
 
-def _ident(target: Target) -> Ident | None:
-    """Return by what the peer finds the object of a call, None if only torch does."""
+def _rref_id(target: Target) -> RRefId | None:
+    """Return the RRef id of a call's object, None if only torch can find the object."""
     on = target.on
-    return on if on is None or isinstance(on, tuple) else rrefs.ident(on)
+    return on if on is None or isinstance(on, tuple) else rrefs.rref_id(on)

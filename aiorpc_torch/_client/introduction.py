@@ -1,4 +1,4 @@
-"""How a caller comes to a connection: torch RPC introduces it, then both sides prove themselves."""
+"""Opening a connection: an introduction by torch RPC, then a handshake that both sides prove."""
 
 import asyncio
 import contextlib
@@ -8,33 +8,33 @@ from collections.abc import Callable
 from typing import Any, cast
 
 from .._protocol import endpoints
-from .._protocol.exceptions import Failure
+from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import (
     NONCE,
     PROOF,
     Addresses,
     Credentials,
     Party,
-    hello,
-    is_answered,
+    encode_hello,
+    is_callee_proven,
     load_introduction,
     network_namespace,
     new_nonce,
 )
-from .._protocol.messages import dump
+from .._protocol.messages import dump_plain
 from .._torch.compat import WorkerInfo
-from .._torch.transport import send, transport_error, wrap_future
+from .._torch.transport import classify_error, send, wrap_future
 from ..errors import NotServing, RpcError
 
 Introduction = tuple[Credentials, Addresses]
 
-DIAL = 5.0  # seconds for the network to accept a connection
-# Seconds between attempts. A listener that strangers keep busy closes connections for a moment.
-_PAUSES = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
+DIAL_TIMEOUT = 5.0  # seconds for the network to accept a connection
+# Seconds between attempts. A listener with too many unproven connections closes new ones.
+_RETRY_DELAYS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
 
 
 class Introductions:
-    """The introductions of one process to its peers, kept for all its loops."""
+    """The introductions of one process to its peers, for all its event loops."""
 
     def __init__(self, me: Party) -> None:
         self._me = me
@@ -44,83 +44,85 @@ class Introductions:
     def __repr__(self) -> str:
         return f"<Introductions of {self._me.name} to {[name for name, _ in self._known]}>"
 
-    async def connect(self, peer: WorkerInfo, link: int) -> asyncio.Transport:
-        """Return a connection to `peer`, which both sides have proven.
+    async def connect(self, peer: WorkerInfo, number: int) -> asyncio.Transport:
+        """Return the transport of a new connection to `peer` after its handshake.
 
         Raises:
             WorkerLost: if torch RPC does not reach the peer.
             NotServing: if the peer does not serve.
-            RpcError: if its listener does not answer; the message names the address.
+            RpcError: if the listener of the peer does not answer; the message names its address.
         """
         failure: Exception | None = None
-        for pause in _PAUSES:
+        for delay in _RETRY_DELAYS:
             credentials, addresses = await self._introduction(peer)
-            address = self._address(addresses)
+            address = self._address(peer.name, addresses)
             try:
-                return await _dial(address, credentials, link)
+                return await _dial(address, credentials, number)
             except (OSError, TimeoutError) as exc:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
-                    break  # a firewall, say
+                    break  # a firewall, for one
                 failure = exc
-                self._known.pop((peer.name, peer.id), None)  # it may be of a listener that is gone
-            await asyncio.sleep(pause)
+                self._known.pop((peer.name, peer.id), None)  # the listener may be closed
+            await asyncio.sleep(delay)
         raise RpcError(
-            f"worker {peer.name!r} does not answer at {_in_words(address)}: {failure!r}. "
-            "Let this worker reach that address and port"
+            f"worker {peer.name!r} does not answer at {_format_address(address)}: {failure!r}. "
+            "Open that address and port for this worker"
         ) from failure
 
     async def _introduction(self, peer: WorkerInfo) -> Introduction:
         known = self._known.get((peer.name, peer.id))
         if known is not None:
             return known
-        data = dump((self._me.name, self._me.number))
+        data = dump_plain((self._me.name, self._me.number))
         try:
             answer = await wrap_future(send(peer, endpoints.introduce, data))
         except Exception as exc:
-            raise transport_error(exc, peer.name) from None
-        if isinstance(answer, Failure):
-            answer.get()
+            raise classify_error(exc, peer.name) from None
+        if isinstance(answer, RemoteFailure):
+            answer.raise_()
         found = self._known[peer.name, peer.id] = load_introduction(answer)
         return found
 
-    def _address(self, addresses: Addresses) -> str | tuple[str, int]:
+    def _address(self, peer: str, addresses: Addresses) -> str | tuple[str, int]:
         if addresses.namespace and addresses.namespace == self._namespace:
             return addresses.unix
         if addresses.tcp is None:
-            raise NotServing("the peer listens in another network namespace only")
+            raise NotServing(f"worker {peer!r} listens in another network namespace only")
         return addresses.tcp
 
 
-def _in_words(address: str | tuple[str, int]) -> str:
+def _format_address(address: str | tuple[str, int]) -> str:
     if isinstance(address, str):
         return f"the abstract Unix socket {address}"
     return f"TCP address {address[0]}, port {address[1]}"
 
 
 async def _dial(
-    address: str | tuple[str, int], credentials: Credentials, link: int
+    address: str | tuple[str, int], credentials: Credentials, number: int
 ) -> asyncio.Transport:
     loop = asyncio.get_running_loop()
-    make: Callable[[], Any] = functools.partial(_Handshake, credentials, link)
+    factory: Callable[[], Any] = functools.partial(_Handshake, credentials, number)
     transport: asyncio.Transport
-    async with asyncio.timeout(DIAL):
+    async with asyncio.timeout(DIAL_TIMEOUT):
         if isinstance(address, str):
-            transport, protocol = await loop.create_unix_connection(make, sock=_connected(address))
+            transport, protocol = await loop.create_unix_connection(
+                factory, sock=_connect_unix(address)
+            )
         else:
-            transport, protocol = await loop.create_connection(make, *address)
+            transport, protocol = await loop.create_connection(factory, *address)
     try:
-        await protocol.proven  # a callee whose loop is busy takes its time, and is not lost
+        await protocol.proven  # no timeout: a callee whose loop is busy is not lost
     except BaseException:
         transport.abort()
         raise
     return transport
 
 
-def _connected(name: str) -> socket.socket:
+def _connect_unix(name: str) -> socket.socket:
     """Return a socket that is connected to an abstract Unix socket.
 
-    Not by asyncio: where the backlog is full, its connection seems to succeed and the first write
-    fails. Here `connect` says so at once.
+    If the backlog is full, this `connect` fails. asyncio's seems to succeed, and the first write
+    fails.
     """
     unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     try:
@@ -133,37 +135,39 @@ def _connected(name: str) -> socket.socket:
 
 
 class _Handshake(asyncio.Protocol):
-    """The caller's side of a connection until the callee has proven itself."""
+    """The caller's side of the handshake of a connection."""
 
-    def __init__(self, credentials: Credentials, link: int) -> None:
+    def __init__(self, credentials: Credentials, number: int) -> None:
         self.proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._credentials = credentials
-        self._link = link
-        self._mine = new_nonce()
+        self._number = number
+        self._nonce = new_nonce()
         self._received = b""
         self._is_sent = False
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        theirs, proof = self._received[:NONCE], self._received[NONCE:]
-        if len(theirs) == NONCE and not self._is_sent and self._transport is not None:
+        peer_nonce, proof = self._received[:NONCE], self._received[NONCE:]
+        if len(peer_nonce) == NONCE and not self._is_sent and self._transport is not None:
             self._is_sent = True
-            self._transport.write(hello(self._credentials, self._link, theirs, self._mine))
+            self._transport.write(
+                encode_hello(self._credentials, self._number, peer_nonce, self._nonce)
+            )
         if len(proof) < PROOF or self.proven.done():
             return
-        if is_answered(self._credentials, self._link, theirs, self._mine, proof):
+        if is_callee_proven(self._credentials, self._number, peer_nonce, self._nonce, proof):
             self.proven.set_result(None)
         else:
-            self._fail(ConnectionError("the listener does not know the secret"))
+            self._fail(ConnectionError("the listener did not prove the secret"))
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._fail(exc or ConnectionResetError("closed before its proof"))
+        self._fail(exc or ConnectionResetError("closed before the handshake was done"))
 
     def _fail(self, exc: Exception) -> None:
         with contextlib.suppress(asyncio.InvalidStateError):
             self.proven.set_exception(exc)
-            self.proven.exception()  # who waits may have gone
+            self.proven.exception()  # its waiter may have been cancelled

@@ -1,86 +1,92 @@
-"""Who waits for what on one connection: calls' futures and streams' incoming ends, by number.
+"""The calls of one connection that wait for a reply: futures and stream readers, by number.
 
-Each is settled once, with whatever comes first; what comes for nobody is counted. Confined to the
-loop of its connection.
+Each is resolved once, by the first result or error. Confined to the loop of its connection.
 """
 
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._aio.inline_future import Wait
-from .._protocol.columns import END, Held
-from .._protocol.exceptions import Failure
-from .._protocol.messages import Key
-from .._protocol.targets import Broken
+from .._aio.inline_future import InlineFuture
+from .._protocol.columns import STREAM_END, HeldResult
+from .._protocol.exceptions import RemoteFailure
+from .._protocol.messages import ResultKey
+from .._protocol.pickling import CallAborted
 from ..errors import RemoteError, RpcError
-from .stream_reader import Incoming, Item
+from .stream_reader import Item, StreamReader
 
-Sink = Wait | Incoming
-"""Where an outcome goes."""
+ReplyReceiver = InlineFuture | StreamReader
+"""A receiver of the reply to one call."""
 
-_NO_STREAM = Broken(RemoteError("a value came in place of the items of a stream"))
+_NOT_A_STREAM = CallAborted(RemoteError("a value came in place of the items of a stream"))
 
-Collect = Callable[[Key, Sink, Item | None], None]
+Collect = Callable[[ResultKey, ReplyReceiver, Item | None], None]
 """Asks for a result that the callee holds: a call's, or an item's."""
 
 
-class Pending(dict[int, Sink]):
-    """The waiting of one connection. `late`: how many answers came for nobody."""
+class PendingCalls(dict[int, ReplyReceiver]):
+    """The pending calls of one connection.
+
+    Attributes:
+        late: number of replies to calls that were given up.
+    """
 
     late = 0
 
-    def settle(
-        self, outcomes: Iterable[tuple[Key, Any]], wake: list[Wait], collect: Collect
+    def resolve(
+        self, outcomes: Iterable[tuple[ResultKey, Any]], wake: list[InlineFuture], collect: Collect
     ) -> list[int]:
-        """Deliver results and items; returns the numbers of those that have ended.
+        """Deliver results and items; return the numbers of the calls that have ended.
 
-        Whose task is to be woken is added to `wake`; what is held is asked for with `collect`.
+        Args:
+            outcomes: keys and values of the results and items.
+            wake: futures whose tasks the caller has to resume are added to it.
+            collect: is called for each result that the callee holds.
         """
         ended = []
         for key, value in outcomes:
             if type(key) is int:
-                sink = self.get(key)
-                if type(value) is Held and sink is not None:
-                    collect(key, sink, None)
+                receiver = self.get(key)
+                if type(value) is HeldResult and receiver is not None:
+                    collect(key, receiver, None)
                     continue
                 ended.append(key)
                 self.pop(key, None)
-                if sink is None:
+                if receiver is None:
                     self.late += 1
-                elif type(sink) is Wait:
-                    if sink.settle(value):
-                        wake.append(sink)
-                elif isinstance(sink, Incoming):  # it could not be read there: no stream was begun
-                    sink.fail(value if type(value) is Failure else _NO_STREAM)
-            elif self._deliver(key, value, collect):
+                elif type(receiver) is InlineFuture:
+                    if receiver.set_result(value):
+                        wake.append(receiver)
+                elif isinstance(receiver, StreamReader):  # the callee could not begin the stream
+                    receiver.fail(value if type(value) is RemoteFailure else _NOT_A_STREAM)
+            elif self._add_item(key, value, collect):
                 ended.append(key[0])  # type: ignore[index]
         return ended
 
-    def _deliver(self, key: Any, value: Any, collect: Collect) -> bool:
-        """Deliver an item of a stream; whether the stream has ended."""
+    def _add_item(self, key: Any, value: Any, collect: Collect) -> bool:
+        """Deliver an item of a stream; return whether the stream has ended."""
         number, index, price = key
         if not (type(number) is type(index) is type(price) is int):
-            raise TypeError(f"{key!r} is no item's number")
-        sink = self.get(number)
-        if type(sink) is not Incoming:
-            if sink is not None:
-                raise TypeError(f"an item of a stream for call {number}, which is none")
+            raise TypeError(f"the key of a stream's item must be three ints, got {key!r}")
+        receiver = self.get(number)
+        if type(receiver) is not StreamReader:
+            if receiver is not None:
+                raise TypeError(f"an item of a stream came for call {number}, which is no stream")
             return price == 0  # only the end is free
-        if price == 0 and not (value is END or type(value) in (Failure, Held)):
-            raise TypeError(f"an item of a stream for call {number} that costs nothing")
-        if (item := sink.arrived(value, price)) is not None:
-            collect(key, sink, item)
+        if price == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):
+            raise TypeError(f"an item of the stream of call {number} must have a price, got 0")
+        if (item := receiver.add(value, price)) is not None:
+            collect(key, receiver, item)
         if price == 0:
             del self[number]
-            sink.arrived(END, 0)  # also after a held one: an error, too large for a frame
+            receiver.add(STREAM_END, 0)  # also after a held end: a failure too large for a frame
         return price == 0
 
     def fail(self, numbers: Iterable[int], error: RpcError) -> None:
-        """No answer will come for these."""
+        """End calls with an error: no reply will come."""
         for number in numbers:
-            sink = self.pop(number, None)
-            if isinstance(sink, Incoming):
-                sink.fail(Broken(error))
-            elif sink is not None and sink.settle(Broken(error)):
-                # This may be called by a task: another's step cannot be taken inside its own.
-                sink.get_loop().call_soon(sink.wake)
+            receiver = self.pop(number, None)
+            if isinstance(receiver, StreamReader):
+                receiver.fail(CallAborted(error))
+            elif receiver is not None and receiver.set_result(CallAborted(error)):
+                # A task may call this, and no task's step can run inside another's.
+                receiver.get_loop().call_soon(receiver.resume)

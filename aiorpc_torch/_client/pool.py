@@ -1,4 +1,4 @@
-"""The caller's connections: one for each of its loops and each peer. It knows who they are."""
+"""The pool of connections: one for each event loop that calls and each peer."""
 
 import asyncio
 import contextlib
@@ -10,56 +10,62 @@ from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequ
 from typing import Any
 
 from .._protocol.handshake import Party
-from .._torch.agent import Member
+from .._torch.agent import PeerInfo
 from .._torch.compat import RRefBase, WorkerInfo
-from .._torch.devices import Reach
+from .._torch.devices import DeviceRoutes
 from ..errors import NotServing, RpcError, WorkerLost
-from .connection import Connection
+from .connection import Connection, PeerObserver
 from .introduction import Introductions
 
-Worker = str | int | WorkerInfo
+# Quicker than the method of rpc.RRef, which torch wraps in Python.
+_owner_name = RRefBase.owner_name
+
+WorkerRef = str | int | WorkerInfo
 """A worker by name, by rank or as torch's `WorkerInfo`."""
 
-_Links = tuple[Callable[[], asyncio.AbstractEventLoop | None], dict[str, Connection]]
+_LoopConnections = tuple[
+    Callable[[], asyncio.AbstractEventLoop | None], dict[str, Connection]
+]  # a weak reference to the loop, and its connections by peer
 
 
-class Outbox:
-    """Sends on behalf of the process `me` to any of `members` (all of the world, in rank order).
+class ConnectionPool:
+    """The connections of process `me` to the peers of its world.
 
-    It is the observer of its connections, and passes on what they see to whom it is given.
+    Args:
+        me: this process.
+        members: all workers of the world, in rank order.
+        observer: is told what the connections see of the peers.
     """
 
-    def __init__(self, me: Party, members: Sequence[Member]) -> None:
+    def __init__(self, me: Party, members: Sequence[PeerInfo], observer: PeerObserver) -> None:
         self.name = me.name
         self.me = me
+        self._observer = observer
         self._introductions = Introductions(me)
-        self._members: dict[str | int, Member] = {}
+        self._members: dict[str | int, PeerInfo] = {}
         for member in members:
             self._members[member.name] = self._members[member.rank] = member
         maps = {member.name: member.device_maps for member in members}
-        self._mapped = Reach.of(me.name, maps).calls
-        self._past: dict[str, str] = {}  # the owners of objects that went with their process
-        # Each loop that calls has links of its own, so nothing here needs a lock.
-        # By identity and not in a WeakKeyDictionary: other threads count them, at any time.
-        self._links: dict[int, _Links] = {}
-        self._last: _Links = (lambda: None, {})  # those of the loop that called last
-        self._holders: dict[int, AsyncGenerator[None]] = {}  # of those loops
+        self._sendable_devices = DeviceRoutes.for_worker(me.name, maps).calls
+        self._replaced: dict[str, str] = {}  # owners of objects of processes that were replaced
+        # Each loop has its own connections, so nothing here needs a lock. The keys are ids, since
+        # other threads read the counters: a WeakKeyDictionary cannot be iterated meanwhile.
+        self._by_loop: dict[int, _LoopConnections] = {}
+        self._last: _LoopConnections = (lambda: None, {})  # of the loop that called last
+        self._closers: dict[int, AsyncGenerator[None]] = {}  # close a loop's connections
         self._numbers = itertools.count()
-        self._finished: Counter[str] = Counter()  # what connections that have ended had done
-        self._needed: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
-        self.heard: Callable[[str], None] = _ignore
-        self.suspected: Callable[[str, int], None] = _ignore
-        self.parted: Callable[[str, int, str, str], None] = _ignore
+        self._finished: Counter[str] = Counter()  # counters of finished connections
+        self._watches: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
 
     def __repr__(self) -> str:
-        links = [link for _, links in self._every() for link in links.values()]
-        return f"<Outbox of {self.name}: {links}>"
+        every = [each for _, by_peer in self._loops() for each in by_peer.values()]
+        return f"<ConnectionPool of {self.name}: {every}>"
 
-    def find(self, worker: Worker) -> str:
-        """The name of a worker of this world.
+    def find(self, worker: WorkerRef) -> str:
+        """Return the name of a worker of this world.
 
         Raises:
-            ValueError: if there is none; the message names those there are.
+            ValueError: if there is no such worker; the message names the workers.
         """
         key = worker.name if isinstance(worker, WorkerInfo) else worker
         try:
@@ -68,171 +74,183 @@ class Outbox:
             names = ", ".join(name for name in self._members if isinstance(name, str))
             raise ValueError(f"no worker {worker!r} in this world; there are: {names}") from None
 
-    def link(self, worker: str) -> Connection:
-        """From the running loop to `worker`."""
+    # ── connections ─────────────────────────────────────────────────────────────────────────────
+
+    def connection(self, worker: str) -> Connection:
+        """Return the connection of the running loop to `worker`, a new one if there is none."""
         loop = asyncio.get_running_loop()
-        last, links = self._last
+        last, by_peer = self._last
         if last() is not loop:
-            links = self._links_of(loop)
-        link = links.get(worker)
-        if link is None or link.is_over:
-            link = links[worker] = self._connect(worker, link)
-        return link
+            by_peer = self._connections_of(loop)
+        connection = by_peer.get(worker)
+        if connection is None or connection.is_finished:
+            connection = by_peer[worker] = self._connect(worker, connection)
+        return connection
 
     def _connect(self, worker: str, former: Connection | None) -> Connection:
         peer = self._peer(worker)
         if former is not None:
-            self._finished.update(former.tally())
-        mapped = self._mapped.get(worker, ())
-        connection = Connection(self.me, peer, next(self._numbers), self, mapped)
+            self._finished.update(former.counters())
+        devices = self._sendable_devices.get(worker, ())
+        connection = Connection(self.me, peer, next(self._numbers), self._observer, devices)
         connection.open(self._introductions)
         return connection
 
     def _peer(self, worker: str) -> WorkerInfo:
-        if (name := self._past.get(worker)) is not None:
-            raise WorkerLost(name, "this object went with its process, which has a successor")
+        if (name := self._replaced.get(worker)) is not None:
+            reason = "it was restarted, and this RRef belongs to its old process. create() it again"
+            raise WorkerLost(name, reason)
         return self._members[worker].info
 
-    def _links_of(self, loop: asyncio.AbstractEventLoop) -> dict[str, Connection]:
-        every, key = self._links, id(loop)
+    def _connections_of(self, loop: asyncio.AbstractEventLoop) -> dict[str, Connection]:
+        every, key = self._by_loop, id(loop)
         known = every.get(key)
         if known is None or known[0]() is not loop:
-            for other in [each for each, (ref, _) in [*every.items()] if _is_over(ref())]:
-                self._forget_loop(other)  # it ended without a word
+            for other in [each for each, (ref, _) in [*every.items()] if _is_closed(ref())]:
+                self._forget_loop(other)  # it ended without closing its asynchronous generators
             known = every[key] = weakref.ref(loop), {}
-            # The loop knows an asynchronous generator from its first step on, and closes it when it
-            # ends, as `asyncio.run` and its like end it.
-            holder = self._holders[key] = self._hold(key, known[1])
+            # The loop knows an asynchronous generator from its first step on. `asyncio.run` and
+            # its like close it when the loop ends.
+            closer = self._closers[key] = self._close_with_loop(key, known[1])
             with contextlib.suppress(StopIteration):
-                holder.__anext__().send(None)
+                closer.__anext__().send(None)
         self._last = known
         return known[1]
 
-    async def _hold(self, key: int, links: dict[str, Connection]) -> AsyncGenerator[None]:
+    async def _close_with_loop(
+        self, key: int, by_peer: dict[str, Connection]
+    ) -> AsyncGenerator[None]:
         """Close the running loop's connections when it ends, or when this worker leaves."""
         try:
             yield
         finally:
-            open_links = [link for link in links.values() if not link.ended.is_set()]
-            for link in open_links:
-                link.leave("ended", "", NotServing("the event loop of this call has ended"))
+            connections = [each for each in by_peer.values() if not each.ended.is_set()]
+            for each in connections:
+                each.leave("ended", "", NotServing("the event loop of this call has ended"))
             self._forget_loop(key)
-            await asyncio.gather(*(link.ended.wait() for link in open_links))
+            await asyncio.gather(*(each.ended.wait() for each in connections))
 
     def _forget_loop(self, key: int) -> None:
         self._last = (lambda: None, {})
-        _, links = self._links.pop(key, (None, {}))
-        self._holders.pop(key, None)
-        for link in [*links.values()]:  # nobody waits any more, on a loop that has ended
-            self._finished.update(link.tally() | {"in_flight": 0, "unsent": 0})
+        _, by_peer = self._by_loop.pop(key, (None, {}))
+        self._closers.pop(key, None)
+        for each in [*by_peer.values()]:  # no task waits on a loop that has ended
+            self._finished.update(each.counters() | {"in_flight": 0, "unsent": 0})
 
-    def _every(self) -> list[tuple[asyncio.AbstractEventLoop, dict[str, Connection]]]:
-        found = [(loop(), links) for loop, links in [*self._links.values()]]
-        return [(loop, links) for loop, links in found if loop is not None]
+    def _loops(self) -> list[tuple[asyncio.AbstractEventLoop, dict[str, Connection]]]:
+        found = [(loop(), by_peer) for loop, by_peer in [*self._by_loop.values()]]
+        return [(loop, by_peer) for loop, by_peer in found if loop is not None]
 
-    def tally(self) -> dict[str, int]:
-        """What the links have done, added up; the names are those of `Stats`. In any thread."""
+    # ── counters ────────────────────────────────────────────────────────────────────────────────
+
+    def counters(self) -> dict[str, int]:
+        """Return the summed counters of the connections, by the names of `Stats`. Thread-safe."""
         total = Counter(self._finished)
-        for _, links in self._every():
-            for link in [*links.values()]:
-                total.update(link.tally())
+        for _, by_peer in self._loops():
+            for each in [*by_peer.values()]:
+                total.update(each.counters())
         return {**total}
 
-    def waited_for(self) -> set[str]:
-        """The peers from whom an answer is awaited."""
-        every = self._every()
-        calls = {peer for _, links in every for peer, link in [*links.items()] if link.waiting}
-        return calls.union(*(workers for workers, _ in [*self._needed.values()]))
+    def connected(self) -> set[str]:
+        """Return the peers to which the running loop has a connection."""
+        by_peer = self._connections_of(asyncio.get_running_loop())
+        return {name for name, each in by_peer.items() if each.is_open}
+
+    # ── losses ──────────────────────────────────────────────────────────────────────────────────
+
+    def awaited_peers(self) -> set[str]:
+        """Return the peers that a call or a watch waits for."""
+        loops = self._loops()
+        called = {peer for _, by_peer in loops for peer, each in [*by_peer.items()] if each.waiting}
+        return called.union(*(peers for peers, _ in [*self._watches.values()]))
 
     @contextlib.contextmanager
-    def needing(self, workers: Collection[str], tell: Callable[[RpcError], None]) -> Iterator[None]:
-        """Meanwhile something waits for those peers: the loss of one is told, on this loop."""
-        on_loop = functools.partial(_on, asyncio.get_running_loop(), tell)
-        self._needed[key := object()] = workers, on_loop
+    def watching_peers(
+        self, peers: Collection[str], on_loss: Callable[[RpcError], None]
+    ) -> Iterator[None]:
+        """Watch peers inside the block: `on_loss` is called on this loop if one is lost."""
+        on_loop = functools.partial(_call_on, asyncio.get_running_loop(), on_loss)
+        self._watches[key := object()] = peers, on_loop
         try:
             yield
         finally:
-            del self._needed[key]
+            del self._watches[key]
 
-    def lost(self, worker: str, error: RpcError) -> None:
-        """That peer gives no sign of life."""
-        for workers, tell in [*self._needed.values()]:
-            if worker in workers:
-                tell(error)
-        for loop, links in self._every():
-            if worker in links:
-                _on(loop, links[worker].lost, error)
+    def on_peer_lost(self, peer: str, error: RpcError) -> None:
+        """Fail all calls and watches that wait for `peer`."""
+        for peers, on_loss in [*self._watches.values()]:
+            if peer in peers:
+                on_loss(error)
+        for loop, by_peer in self._loops():
+            if peer in by_peer:
+                _call_on(loop, by_peer[peer].on_peer_lost, error)
 
-    def connected(self) -> set[str]:
-        """The peers to which the running loop has a connection."""
-        loop = asyncio.get_running_loop()
-        return {name for name, each in self._links_of(loop).items() if each.is_open}
+    def replace(self, member: PeerInfo, past: str) -> None:
+        """Connect to the replacement process of a peer from now on. Thread-safe.
 
-    def replace(self, member: Member, past: str) -> None:
-        """A worker has come back; objects of its predecessor are owned by `past`. On any thread."""
+        Args:
+            member: the replacement process.
+            past: name of the owner of the old process's objects.
+        """
         self._members[member.name] = self._members[member.rank] = member
-        self._past[past] = member.name
-        error = WorkerLost(member.name, "its process has a successor")
-        for loop, links in self._every():
-            _on(loop, self._forget, links, member.name, error)
+        self._replaced[past] = member.name
+        error = WorkerLost(member.name, "its process was replaced")
+        for loop, by_peer in self._loops():
+            _call_on(loop, self._forget, by_peer, member.name, error)
 
-    def _forget(self, links: dict[str, Connection], worker: str, error: RpcError) -> None:
-        link = links.pop(worker, None)
-        if link is not None:
-            link.lost(error)
-            link.leave("ended", "", error)
-            self._finished.update(link.tally())
+    def _forget(self, by_peer: dict[str, Connection], peer: str, error: RpcError) -> None:
+        connection = by_peer.pop(peer, None)
+        if connection is not None:
+            connection.on_peer_lost(error)
+            connection.leave("ended", "", error)
+            self._finished.update(connection.counters())
 
     async def close(self, what: str = "left", text: str = "") -> None:
-        """This process leaves its world: every call that is still awaited ends.
+        """Close all connections, since this process leaves its world: pending calls fail.
 
         Args:
             what: "left" or "failed", for the peers.
-            text: why it failed.
+            text: reason of the failure.
         """
-        for _, tell in [*self._needed.values()]:
-            tell(NotServing("this worker has left its world"))
-        here = asyncio.get_running_loop()
-        for loop, links in self._every():
-            for link in [*links.values()]:
-                error = NotServing(f"this worker left its world before {link.peer.name!r} answered")
-                if loop is here:
-                    link.leave(what, text, error)
+        for _, on_loss in [*self._watches.values()]:
+            on_loss(NotServing("this worker has left its world"))
+        running = asyncio.get_running_loop()
+        for loop, by_peer in self._loops():
+            for each in [*by_peer.values()]:
+                error = NotServing(f"this worker left its world before {each.peer.name!r} answered")
+                if loop is running:
+                    each.leave(what, text, error)
                 else:
-                    _on(loop, link.leave, what, text, error)
-        if (holder := self._holders.get(id(here))) is not None:
-            await holder.aclose()
+                    _call_on(loop, each.leave, what, text, error)
+        if (closer := self._closers.get(id(running))) is not None:
+            await closer.aclose()
 
 
-def _is_over(loop: asyncio.AbstractEventLoop | None) -> bool:
+def _is_closed(loop: asyncio.AbstractEventLoop | None) -> bool:
     return loop is None or loop.is_closed()
 
 
-def _ignore(*_: Any) -> None:
-    """Observe nothing: replaced by the failure detector."""
-
-
-def _on(loop: asyncio.AbstractEventLoop, step: Callable[..., None], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # that loop is closed
+def _call_on(loop: asyncio.AbstractEventLoop, step: Callable[..., None], *args: Any) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
         loop.call_soon_threadsafe(step, *args)
 
 
-_current: Outbox | None = None
+_current: ConnectionPool | None = None
 
 
-def use(outbox: Outbox | None) -> None:
-    """Let `outbox` send for this process; None: nobody does."""
+def set_current(pool: ConnectionPool | None) -> None:
+    """Set the pool of this process, None if it is in no world."""
     global _current
-    _current = outbox
+    _current = pool
 
 
-def find_current() -> Outbox | None:
-    """The outbox of this process's worker, if it is one."""
+def find_current() -> ConnectionPool | None:
+    """Return the pool of this process, None if it is in no world."""
     return _current
 
 
-def current() -> Outbox:
-    """The outbox of this process's worker.
+def current() -> ConnectionPool:
+    """Return the pool of this process.
 
     Raises:
         NotServing: if this process is in no world.
@@ -242,14 +260,14 @@ def current() -> Outbox:
     return _current
 
 
-def link_to(worker: "Worker | RRefBase[Any]") -> Connection:
-    """From the running loop to that worker, or to the owner of that RRef.
+def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
+    """Return the connection of the running loop to a worker, or to the owner of an RRef.
 
     Raises:
         NotServing: if this process is in no world.
-        ValueError: if there is no such worker in it.
+        ValueError: if there is no such worker.
     """
-    outbox = current()
+    pool = current()
     if isinstance(worker, RRefBase):
-        return outbox.link(worker.owner_name())
-    return outbox.link(outbox.find(worker))
+        return pool.connection(_owner_name(worker))
+    return pool.connection(pool.find(worker))

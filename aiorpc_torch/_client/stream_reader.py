@@ -1,6 +1,6 @@
-"""The consumer's end of a stream: items in order, credit for those that were taken.
+"""The receiving end of a stream: items in order, and credit for those that the consumer took.
 
-Knows futures of one loop; how items arrive and credit leaves is the connection's.
+The connection delivers the items and sends the credit. Confined to its event loop.
 """
 
 import asyncio
@@ -8,14 +8,15 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any
 
-from .._protocol.columns import END, Held
-from .._protocol.exceptions import Failure
-from .._protocol.targets import Broken
-from .._protocol.window import CREDIT
+from .._protocol.columns import STREAM_END, HeldResult
+from .._protocol.exceptions import RemoteFailure
+from .._protocol.pickling import CallAborted
+from .._protocol.window import INITIAL_CREDIT
+from .answers import raise_aborted
 
 
 class Item:
-    """A place in the order of items: its value, `Held` until it was collected, and its price."""
+    """An item of a stream: its value, `HeldResult` until collected, and its price in credit."""
 
     __slots__ = ("price", "value")
 
@@ -24,20 +25,26 @@ class Item:
         self.price = price
 
 
-class Incoming:
-    """What a connection delivers to. `grant` sends credit for so much that was consumed."""
+class StreamReader:
+    """The items of one stream that the consumer has not taken.
 
-    def __init__(self, grant: Callable[[int], None]) -> None:
+    Args:
+        name: name of the remote generator, for errors.
+        grant: sends credit for items that the consumer took.
+    """
+
+    def __init__(self, name: str, grant: Callable[[int], None]) -> None:
+        self._name = name
         self._grant = grant
         self._items: deque[Item] = deque()
-        self._taken = 0
-        self._end: Any = None  # END, or what raises; nothing comes after it
+        self._consumed = 0  # credit to grant
+        self._end: Any = None  # STREAM_END, or a failure; nothing comes after it
         self._waiter: asyncio.Future[None] | None = None
-        self.target: Any = None  # of the call that yields them
+        self.target: Any = None  # of the call
 
-    def arrived(self, value: Any, price: int) -> Item | None:
-        """Take the next item, or the end; the place of an item that is held yet."""
-        if value is END or type(value) is Failure:
+    def add(self, value: Any, price: int) -> Item | None:
+        """Add the next item or the end; return the item if it is held by the callee."""
+        if value is STREAM_END or type(value) is RemoteFailure:
             self._finish(value)
             return None
         if self._end is not None:  # the consumer has left
@@ -45,55 +52,62 @@ class Incoming:
         item = Item(value, price)
         self._items.append(item)
         self._wake()
-        return item if type(value) is Held else None
+        return item if type(value) is HeldResult else None
 
     def fill(self, item: Item, value: Any) -> None:
-        """Take the value of an item that was held."""
+        """Set the value of an item that was held."""
         item.value = value
         self._wake()
 
-    def fail(self, broken: Broken | Failure) -> None:
-        """Nothing more will come."""
-        while any(type(item.value) is Held for item in self._items):
+    def fail(self, failure: CallAborted | RemoteFailure) -> None:
+        """End the stream with a failure; items that were not collected are dropped."""
+        while any(type(item.value) is HeldResult for item in self._items):
             self._items.pop()
-        self._finish(broken)
+        self._finish(failure)
 
     def close(self) -> None:
-        """The consumer has left: whoever asks for an item finds the end."""
+        """Drop all items: the consumer has left, and `next` finds the end."""
         self._items.clear()
-        self._end = END
+        self._end = STREAM_END
         self._wake()
 
     def is_awaited(self) -> bool:
-        """Whether somebody waits for the next item."""
+        """Return whether a task waits for the next item."""
         return self._waiter is not None and not self._waiter.done()
 
     async def next(self) -> Any:
-        """The next item; what was yielded before an error comes before it.
+        """Return the next item. A failure is raised after the items that came before it.
 
         Raises:
             StopAsyncIteration: at the end.
         """
-        while not self._items or type(self._items[0].value) is Held:
+        while not self._items or type(self._items[0].value) is HeldResult:
             if self._end is not None and not self._items:
-                self._raise()
+                self._raise_end()
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         item = self._items.popleft()
-        if type(item.value) is Failure or type(item.value) is Broken:  # it was not to be had
+        if (
+            type(item.value) is RemoteFailure or type(item.value) is CallAborted
+        ):  # it could not be collected
             self.close()
-            item.value.get()
-        self._taken += item.price
-        if self._taken >= CREDIT // 2 and self._end is None:
-            self._grant(self._taken)
-            self._taken = 0
+            self._raise(item.value)
+        self._consumed += item.price
+        if self._consumed >= INITIAL_CREDIT // 2 and self._end is None:
+            self._grant(self._consumed)
+            self._consumed = 0
         return item.value
 
-    def _raise(self) -> None:
-        end, self._end = self._end, END  # an error is raised once, then it is over
-        if end is END:
+    def _raise_end(self) -> None:
+        end, self._end = self._end, STREAM_END  # a failure is raised once
+        if end is STREAM_END:
             raise StopAsyncIteration
-        end.get()
+        self._raise(end)
+
+    def _raise(self, failure: CallAborted | RemoteFailure) -> None:
+        if type(failure) is CallAborted:
+            raise_aborted(failure, self._name)
+        failure.raise_()
 
     def _finish(self, end: Any) -> None:
         if self._end is None:

@@ -1,1 +1,1 @@
-"""What travels between workers: codecs, frames, flow control, entry points for torch RPC."""
+"""Messages between workers: codecs, frames, flow control, entry points for torch RPC."""

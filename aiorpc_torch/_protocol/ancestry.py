@@ -1,7 +1,7 @@
-"""For which batches something is done: they cannot end before it does.
+"""Ancestor batches: the batches that cannot end before the current code does.
 
-A body that waits for its own queue would wait for ever. What it calls, and what that calls in turn,
-is on an errand for its batch: so batches travel with calls. Knows no queue, no call.
+A batch function that waits for its own queue would wait for ever. So the ids of ancestor batches
+travel with each call that the function makes, directly or through other workers.
 """
 
 import itertools
@@ -9,16 +9,18 @@ from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 
 BatchId = tuple[str, int]
-"""A batch: the worker that runs it, and its number there. `HERE` is the worker of this process."""
+"""A batch: the worker that runs it and the batch's number on that worker."""
 
 HERE = ""
-NONE: frozenset[BatchId] = frozenset()
+"""Name of this process's worker in a `BatchId`."""
+
+NO_BATCHES: frozenset[BatchId] = frozenset()
 
 _numbers = itertools.count()
 
 
-class Errand:
-    """What is done for `batches`, which wait for it while it `is_open`."""
+class BatchScope:
+    """Work that `batches` wait for while it `is_open`."""
 
     __slots__ = ("batches", "is_open")
 
@@ -27,42 +29,43 @@ class Errand:
         self.is_open = is_open
 
     def __repr__(self) -> str:
-        return f"<Errand for {sorted(self.batches)}, {'open' if self.is_open() else 'over'}>"
+        state = "open" if self.is_open() else "closed"
+        return f"<BatchScope of {sorted(self.batches)}, {state}>"
 
 
-_errands: ContextVar[frozenset[Errand]] = ContextVar("aiorpc_errands", default=frozenset())
+_scopes: ContextVar[frozenset[BatchScope]] = ContextVar("aiorpc_batch_scopes", default=frozenset())
 
 
 def new_batch() -> BatchId:
-    """A batch that this process runs."""
+    """Return the id of a new batch of this process."""
     return HERE, next(_numbers)
 
 
-def errands() -> frozenset[Errand]:
-    """What this context is a part of and somebody still waits for."""
-    found = _errands.get()
-    return found and frozenset(errand for errand in found if errand.is_open())
+def current_scopes() -> frozenset[BatchScope]:
+    """Return the open scopes of this context."""
+    found = _scopes.get()
+    return found and frozenset(scope for scope in found if scope.is_open())
 
 
-def set_out(on: Iterable[Errand]) -> None:
-    """From now on, this context is a part of these."""
-    _errands.set(frozenset(on))
+def enter_scopes(scopes: Iterable[BatchScope]) -> None:
+    """Make this context a part of these scopes and of no others."""
+    _scopes.set(frozenset(scopes))
 
 
-def waiting() -> frozenset[BatchId]:
-    """The batches that cannot end before what this context does."""
-    if not (found := _errands.get()):  # almost always, and with each call
-        return NONE
-    return NONE.union(*(errand.batches for errand in found if errand.is_open()))
+def ancestor_batches() -> frozenset[BatchId]:
+    """Return the batches that cannot end before this context's work does."""
+    if not (found := _scopes.get()):  # the common case, on each call
+        return NO_BATCHES
+    return NO_BATCHES.union(*(scope.batches for scope in found if scope.is_open()))
 
 
-def sent_by(worker: str) -> tuple[BatchId, ...]:
-    """The same, as worker `worker` names them to others: always in one order."""
-    if not _errands.get():  # almost always, and with each call
+def to_wire(worker: str) -> tuple[BatchId, ...]:
+    """Return the ancestor batches as `worker`, this process's, names them to others. Sorted."""
+    if not _scopes.get():  # the common case, on each call
         return ()
-    return tuple(sorted((where or worker, number) for where, number in waiting()))
+    return tuple(sorted((name or worker, number) for name, number in ancestor_batches()))
 
 
-def received_by(worker: str, batches: Iterable[BatchId]) -> frozenset[BatchId]:
-    """How worker `worker` knows those that another has named."""
-    return frozenset((HERE if where == worker else where, number) for where, number in batches)
+def from_wire(worker: str, batches: Iterable[BatchId]) -> frozenset[BatchId]:
+    """Return the batches that a peer named, as `worker`, this process's, names them itself."""
+    return frozenset((HERE if name == worker else name, number) for name, number in batches)

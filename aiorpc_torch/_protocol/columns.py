@@ -1,8 +1,8 @@
-"""Values as cells, and the cells of one kind as a column: many small values for the price of few.
+"""Encoding of values as cells, and of cells of one kind as columns.
 
-A plain number or text is its own cell, a small tensor's cell is its bytes, a large one stays a
-tensor, anything else is packed. A column of small tensors of one dtype and shape is one run of
-bytes with one header.
+The cell of a number or short text is the value, and that of a small tensor its bytes. A large
+tensor is its own cell. Any other value is pickled. A column of small tensors of one dtype and shape
+is one run of bytes with one header.
 """
 
 from collections.abc import Iterator, Sequence
@@ -11,13 +11,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .exceptions import Failure
-from .targets import Packed, pack, unpack
+from .exceptions import RemoteFailure
+from .pickling import PickledValue, pack, unpack
 from .tensors import (
     INLINE_BYTES,
-    Kind,
-    Table,
-    compact,
+    TensorKind,
+    TensorTable,
+    compact_storage,
     from_bytes,
     read_kind,
     size_of,
@@ -26,49 +26,43 @@ from .tensors import (
 )
 
 PLAIN = "plain"  # the cell is the value
-TENSOR = "tensor"  # the cell is a tensor that stays outside the bytes
-PACKED = "packed"  # the cell is a Packed
-FAILED = "failed"  # the cell is a Failure
-ENDED = "ended"  # of a stream: there is no cell
-HELD = "held"  # the cell is a number of bytes: the value is collected by torch RPC
+TENSOR = "tensor"  # the cell is a tensor, outside the bytes
+PACKED = "packed"  # the cell is a PickledValue
+FAILED = "failed"  # the cell is a RemoteFailure
+ENDED = "ended"  # the end of a stream, without a cell
+HELD = "held"  # the cell is a size; the caller collects the value by torch RPC
 
-CellKind = str | Kind
+CellKind = str | TensorKind
 
 Column = tuple[Any, Any]
-"""What stands for it in a message: a kind in plain words, and the cells as plain data."""
+"""A column in a message: its kind and its cells, as plain values."""
 
 _ATOMS = frozenset((int, float, bool, complex, type(None)))
 
 
-def plain_cell(value: Any) -> tuple[CellKind, Any] | None:
-    """The kind and the cell of a tensor or a small plain value, or None for all others."""
-    found = inline_cell(value)
-    if found is None and type(value) is Tensor and not value.is_cuda:
-        return TENSOR, compact(value)
-    return found
-
-
-def inline_cell(value: Any) -> tuple[CellKind, Any] | None:
-    """The kind and the cell of a small tensor or plain value, or None for all others."""
+def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
+    """Return the kind and the cell of a value that needs no pickling, None for any other."""
     cls = type(value)
     if cls is Tensor:
         data = small_bytes(value)
-        return None if data is None else ((value.dtype, value.shape), data)
+        if data is not None:
+            return (value.dtype, value.shape), data
+        return None if value.is_cuda else (TENSOR, compact_storage(value))
     if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= INLINE_BYTES):
         return PLAIN, value
     return None
 
 
-def cell(value: Any) -> tuple[CellKind, Any]:
-    """The kind and the cell of any value, which may be changed afterwards.
+def encode_cell(value: Any) -> tuple[CellKind, Any]:
+    """Return the kind and the cell of any value. Raises what pickling raises.
 
-    Only large tensors are not copied. Raises what pickling raises.
+    Large tensors are not copied; everything else may be changed afterwards.
     """
-    return plain_cell(value) or (PACKED, pack(value))
+    return direct_cell(value) or (PACKED, pack(value))
 
 
-class Shared:
-    """One value for many receivers: its cell is made once."""
+class SharedValue:
+    """A value for many receivers, which is encoded once."""
 
     __slots__ = ("_cell", "value")
 
@@ -77,21 +71,21 @@ class Shared:
         self._cell: tuple[CellKind, Any] | None = None
 
     def cell(self) -> tuple[CellKind, Any]:
-        """As `cell` of the value."""
+        """Return the result of `encode_cell` for the value."""
         if self._cell is None:
-            self._cell = cell(self.value)
+            self._cell = encode_cell(self.value)
         return self._cell
 
 
-def loose(kind: CellKind, content: Any) -> Sequence[Tensor]:
-    """The tensors of a cell that stay outside the bytes."""
+def cell_tensors(kind: CellKind, content: Any) -> Sequence[Tensor]:
+    """Return the tensors of a cell that travel outside the bytes."""
     if kind == PACKED:
         return content.tensors  # type: ignore[no-any-return]
     return (content,) if kind == TENSOR else ()
 
 
-def bulk(kind: CellKind, content: Any) -> int:
-    """Bytes that a cell takes, beside what any cell takes."""
+def cell_bytes(kind: CellKind, content: Any) -> int:
+    """Return the bytes of a cell, without its constant overhead."""
     if kind == PACKED:
         return content.size  # type: ignore[no-any-return]
     if kind == FAILED:
@@ -101,22 +95,22 @@ def bulk(kind: CellKind, content: Any) -> int:
     return len(content) if isinstance(content, bytes | str) else 0
 
 
-def copied(kind: CellKind, content: Any) -> Any:
-    """The cell, with large tensors of its own too."""
+def copy_cell(kind: CellKind, content: Any) -> Any:
+    """Return the cell with copies of its large tensors."""
     if kind == PACKED:
-        return Packed(content.data, [tensor.clone() for tensor in content.ready()])
+        return PickledValue(content.data, [tensor.clone() for tensor in content.ready_tensors()])
     return content.clone() if kind == TENSOR else content
 
 
-def without_graph(kind: CellKind, content: Any) -> Any:
-    """The cell, whose tensors require no gradient."""
+def detach_cell(kind: CellKind, content: Any) -> Any:
+    """Return the cell with its tensors detached from the autograd graph."""
     if kind == PACKED:
-        return Packed(content.data, [tensor.detach() for tensor in content.ready()])
+        return PickledValue(content.data, [tensor.detach() for tensor in content.ready_tensors()])
     return content.detach() if kind == TENSOR else content
 
 
-def write(kind: CellKind, cells: Sequence[Any], tensors: Table) -> Column:
-    """The column of these cells; what stays outside the bytes is added to `tensors`."""
+def write_column(kind: CellKind, cells: Sequence[Any], tensors: TensorTable) -> Column:
+    """Return the column of these cells; add tensors that travel outside the bytes to `tensors`."""
     if kind in (PLAIN, HELD):
         return kind, list(cells)
     if kind == TENSOR:
@@ -125,34 +119,25 @@ def write(kind: CellKind, cells: Sequence[Any], tensors: Table) -> Column:
         return kind, len(cells)
     if kind == PACKED:
         for packed in cells:
-            tensors.put(packed.ready())
+            tensors.put(packed.ready_tensors())
         return kind, [(packed.data, len(packed.tensors)) for packed in cells]
     if kind == FAILED:
-        return kind, [failure.plain() for failure in cells]
+        return kind, [failure.astuple() for failure in cells]
     if kind == ENDED:
         return kind, len(cells)
     assert isinstance(kind, tuple)
     return write_kind(kind), (b"".join(cells), len(cells))
 
 
-def write_lone(kind: CellKind, content: Any, tensors: Table) -> Column:
-    """The column of one cell."""
-    if kind is PLAIN:
-        return PLAIN, [content]
-    if type(kind) is tuple:
-        return write_kind(kind), (content, 1)
-    return write(kind, [content], tensors)
+class StreamEnd:
+    """The value that stands for the end of a stream."""
 
 
-class End:
-    """What the end of a stream is read as."""
+STREAM_END = StreamEnd()
 
 
-END = End()
-
-
-class Held:
-    """What a result is read as whose value is still at the callee. `size`: its bytes."""
+class HeldResult:
+    """A result whose value, of `size` bytes, is still at the callee."""
 
     __slots__ = ("size",)
 
@@ -160,46 +145,46 @@ class Held:
         self.size = size
 
 
-def read(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
-    """The `count` values of a column. One that cannot be read is a `Failure` in its place.
+def read_column(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
+    """Return the `count` values of a column, with a `RemoteFailure` for each unreadable one.
 
     Raises:
-        ValueError: if it is not a column of so many; nothing was made then of what it declares.
+        ValueError: if the column has another number of cells. Nothing was allocated for them.
     """
     kind, cells = column
     if type(kind) is tuple and cells[1] == count:
         return from_bytes(read_kind(kind), cells[0], count)
     if _size(kind, cells) != count:
-        raise ValueError(f"a column of {_size(kind, cells)!r} cells in place of {count}")
+        raise ValueError(f"a column must have {count} cells, got {_size(kind, cells)!r}")
     if kind == PLAIN:
         return cells  # type: ignore[no-any-return]
     if kind == TENSOR:
         found = [*islice(tensors, count)]
         if len(found) < count:
-            raise ValueError("a column of tensors that are not in the message")
+            raise ValueError(f"a column has {count} tensors, the message only {len(found)} more")
         return found
     if kind == PACKED:
         return [unpack(data, list(islice(tensors, inside))) for data, inside in cells]
     if kind == FAILED:
-        return [Failure(*plain) for plain in cells]
+        return [RemoteFailure(*plain) for plain in cells]
     if kind == ENDED:
-        return [END] * count
+        return [STREAM_END] * count
     if kind == HELD:
-        return [*map(Held, cells)]
-    raise ValueError(f"no column is of kind {kind!r}")
+        return [*map(HeldResult, cells)]
+    raise ValueError(f"unknown kind of column: {kind!r}")
 
 
-def skip(column: Column, tensors: Iterator[Tensor]) -> None:
-    """Leave a column unread: only the tensors that it has in the message are taken off."""
+def skip_column(column: Column, tensors: Iterator[Tensor]) -> None:
+    """Discard a column and its tensors in the message."""
     kind, cells = column
     if kind == TENSOR:
-        _take(tensors, cells)
+        _discard(tensors, cells)
     elif kind == PACKED:
         for _, inside in cells:
-            _take(tensors, inside)
+            _discard(tensors, inside)
 
 
-def _take(tensors: Iterator[Tensor], count: int) -> None:
+def _discard(tensors: Iterator[Tensor], count: int) -> None:
     for _ in islice(tensors, count):
         pass
 

@@ -1,29 +1,28 @@
-"""When the calls and the results of one connection leave, and how many together.
+"""Decide when the calls and results of one connection are sent, and how many together.
 
-Pure state machines without a loop, a clock or torch. `SendState` is the caller's, `ReplyState` the
-callee's. Their drivers are `_client.connection` and `_server.session`.
+State machines without an event loop, a clock or torch. The caller has a `SendState`, driven by
+`_client.connection`. The callee has a `ReplyState`, driven by `_server.session`.
 
-A lone call and a lone result leave at once: a loop iteration more would be a tenth of a lone call.
-What others join leaves at the end of the iteration, as one frame: callers that were woken together
-call again together, and a straggler that left before the others would split their batch.
-(tests/test_connection_state.py)
+A lone call or result is sent at once: another loop iteration would be a tenth of a lone call. Calls
+of one iteration are sent at its end, in one frame. Callers that were woken together call together
+again; sending the first call early would split their batch. (tests/test_connection_state.py)
 """
 
 from collections import deque
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from .window import Window
+from .window import FlowWindow
 
 MAX_CALLS = 256
 """Calls or results in one frame, and in one callback of the loop."""
 
 FRAME_BYTES = 512 * 1024
-"""Bytes of calls or results that are put into one frame, if it has more than one."""
+"""Bytes of calls or results in one frame, unless it has only one."""
 
 
 class Sendable(Protocol):
-    """What the queue has to know of a call."""
+    """A call as the queue sees it."""
 
     @property
     def number(self) -> int: ...
@@ -37,19 +36,20 @@ C = TypeVar("C", bound=Sendable)
 
 
 class SendState(Generic[C]):
-    """The calls of a connection that have not left, and the window of those that have.
+    """Unsent calls of a connection, and the window of unanswered ones.
 
     Args:
-        pending: numbers of the calls that somebody waits for; a call that is not among them any
-            more when its turn comes is dropped.
-        window: bounds what was sent and is not answered.
-        drop: called for each dropped call.
+        pending: Numbers of the calls that have a waiting caller; other calls are dropped, not sent.
+        window: Bound of sent and unanswered calls.
+        drop: Callback for each dropped call.
     """
 
-    def __init__(self, pending: Container[int], window: Window, drop: Callable[[C], None]) -> None:
+    def __init__(
+        self, pending: Container[int], window: FlowWindow, drop: Callable[[C], None]
+    ) -> None:
         self.window = window
-        self.woken = 0  # callers that the last read has woken
-        self.is_paused = True  # until the connection is open, and while its socket is full
+        self.woken = 0  # callers that the last read woke
+        self.is_paused = True  # before the connection opens, and while its socket is full
         self.cancels: list[int] = []
         self.credits: list[tuple[int, int]] = []
         self._pending = pending
@@ -64,35 +64,35 @@ class SendState(Generic[C]):
         return len(self._queue)
 
     def submit(self, call: C, *, is_idle: bool) -> bool:
-        """Queue a call; return whether to send now, and not at the end of the loop iteration.
+        """Queue a call; return whether to send now instead of at the end of the iteration.
 
         Args:
-            call: the call.
-            is_idle: whether no other call of this connection is pending.
+            call: Call to queue.
+            is_idle: True if no other call of this connection is pending.
         """
         self._queue.append(call)
         return (is_idle and self.woken == 1) or len(self._queue) >= MAX_CALLS
 
     def may_send_alone(self) -> bool:
-        """Return whether a call on an idle connection may leave at once, without the queue."""
+        """Return whether a call on an idle connection may skip the queue."""
         is_free = self.woken == 1 and not self.is_paused and not self._queue
         return is_free and not self.cancels and not self.credits and not len(self.window)
 
     def cancel(self, number: int) -> bool:
-        """Return whether the peer has to be told that nobody waits for that call."""
-        if number not in self.window:  # it has not left and will not
+        """Return whether the peer must be told that this call was cancelled."""
+        if number not in self.window:  # unsent: the call will be dropped
             return False
         self.cancels.append(number)
         return True
 
     def take(self) -> list[C]:
-        """Return the calls of the next frame that may leave; one that goes by torch is alone."""
+        """Return the calls of the next frame; a call whose payload goes by torch is alone."""
         if not self._queue or self.is_paused:
             return []
         return self._next_batch()
 
     def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
-        """Return cancellations and credit to be sent, None if there are none."""
+        """Return and forget the cancellations and credit to send, None if there are none."""
         if not self.cancels and not self.credits:
             return None
         found = self.cancels, self.credits
@@ -100,7 +100,7 @@ class SendState(Generic[C]):
         return found
 
     def force(self) -> list[C]:
-        """Return the next call whatever the window says, or nothing if none is left."""
+        """Return the next call even if the window is full; an empty list if there is none."""
         while self._queue:
             call = self._queue.popleft()
             if call.number in self._pending:
@@ -110,7 +110,7 @@ class SendState(Generic[C]):
         return []
 
     def clear(self) -> list[int]:
-        """Drop what has not left; return the numbers of calls that were sent and not answered."""
+        """Drop the unsent calls; return the numbers of the sent and unanswered ones."""
         for call in self._queue:
             self._drop(call)
         self._queue.clear()
@@ -137,7 +137,7 @@ class SendState(Generic[C]):
 
 
 class ReplyState:
-    """The results of a connection that have not left."""
+    """Unsent results of a connection."""
 
     def __init__(self) -> None:
         self._results: list[tuple[Any, Any, Any]] = []
@@ -150,16 +150,20 @@ class ReplyState:
         """Queue a result of `size` bytes; return whether to send now.
 
         Args:
-            result: what is sent.
-            size: its bytes, roughly.
-            is_last: whether no other call of this connection is running.
+            result: Result to queue.
+            size: Approximate bytes of the result.
+            is_last: True if no other call of this connection is running.
         """
         self._results.append(result)
         self._sizes.append(size)
         return is_last and len(self._results) == 1
 
+    def is_empty(self) -> bool:
+        """Return whether every result was sent."""
+        return not self._results
+
     def batches(self) -> Iterator[Sequence[tuple[Any, Any, Any]]]:
-        """Yield the results of each frame, all that there are."""
+        """Yield the results of each frame until none is left."""
         results, sizes = self._results, self._sizes
         self._results, self._sizes = [], []
         if len(results) == 1:

@@ -1,10 +1,9 @@
-"""How an exception crosses to another process: plain Python, no torch, no event loop.
+"""Transfer of exceptions to other processes.
 
-`pickle` makes an exception again by calling its class with `exc.args`. That fails, or quietly
-doubles the message, for every class whose `__init__` takes something other than what it hands to
-`super().__init__`. So a class that does not say itself how it pickles is rebuilt *around* its
-`__init__`: the nearest builtin base makes it from the arguments that base was given, and the
-attributes follow.
+`pickle` rebuilds an exception by calling its class with `exc.args`. That fails, or doubles the
+message, if `__init__` passes other arguments to `super().__init__` than it takes. So a class
+without its own `__reduce__` is rebuilt without its `__init__`. The nearest builtin base creates the
+exception from `exc.args`; then the attributes are set.
 """
 
 import asyncio
@@ -17,9 +16,9 @@ from typing import Any, NoReturn
 
 from ..errors import RemoteError, RemoteTraceback
 
-# Addressed to the process or task in which they are raised (the first four), or impossible to
-# raise out of a coroutine (PEP 479): none of them may be raised in the caller.
-_STAY = (
+# Never raised in the caller. The first four address the process or task that they are raised in;
+# the last two cannot be raised from a coroutine (PEP 479).
+_NOT_TRANSFERABLE = (
     KeyboardInterrupt,
     SystemExit,
     asyncio.CancelledError,
@@ -29,8 +28,8 @@ _STAY = (
 )
 
 
-class Failure:
-    """An exception on its way: the pickled object where it can be pickled, and always the text."""
+class RemoteFailure:
+    """An exception of another worker: always its text, and its pickle if there is one."""
 
     __slots__ = ("pickled", "summary", "text", "worker")
 
@@ -41,62 +40,62 @@ class Failure:
         self.pickled = pickled
 
     def __repr__(self) -> str:
-        return f"<Failure on {self.worker}: {self.summary}>"
+        return f"<RemoteFailure on {self.worker}: {self.summary}>"
 
     @classmethod
-    def of(cls, exc: BaseException, worker: str) -> "Failure":
-        """Describe `exc`, raised on `worker`. Never raises, whatever `exc` is."""
+    def of(cls, exc: BaseException, worker: str) -> "RemoteFailure":
+        """Describe `exc`, raised on `worker`. Never raises."""
         return cls(worker, _summary(exc), _text(exc), _dump(exc))
 
-    def plain(self) -> tuple[str, str, str, bytes | None]:
-        """What it is made of: `Failure(*plain)` is the same again."""
+    def astuple(self) -> tuple[str, str, str, bytes | None]:
+        """Return the arguments that make an equal `RemoteFailure`."""
         return self.worker, self.summary, self.text, self.pickled
 
-    def get(self) -> NoReturn:
-        """Raise it here: where a value would be got, there is none."""
+    def raise_(self) -> NoReturn:
+        """Raise the exception in this process."""
         raise self.exception()
 
     def exception(self) -> BaseException:
-        """A new exception to raise here, with the remote traceback as its cause."""
+        """Return a new exception whose cause is the remote traceback."""
         exc = _load(self.pickled)
         if exc is None:
             exc = RemoteError(f"worker {self.worker!r} raised {self.summary}")
         return _caused(exc, RemoteTraceback(self.worker, self.text))
 
 
-def replica(exc: BaseException, doing: str) -> BaseException:
-    """A distinct exception like `exc`, caused by it: one for each caller of a shared failure."""
+def copy_exception(exc: BaseException, doing: str) -> BaseException:
+    """Return a copy of `exc`, caused by it: one for each caller of a shared failure."""
     copy = _load(_dump(exc))
     if copy is None:
         copy = RemoteError(f"{doing} raised {_summary(exc)}")
     return _caused(copy, exc)
 
 
-def note(exc: BaseException, text: str) -> None:
-    """Add a note, if the exception takes one: its class may be anybody's."""
+def try_add_note(exc: BaseException, text: str) -> None:
+    """Add a note; do nothing if a user's class refuses it."""
     with contextlib.suppress(Exception):
         exc.add_note(text)
 
 
-def raisable(exc: BaseException, doing: str) -> BaseException:
-    """`exc` itself, or where it must not be raised in a caller, an exception that it causes."""
-    return replica(exc, doing) if isinstance(exc, _STAY) else exc
+def ensure_raisable(exc: BaseException, doing: str) -> BaseException:
+    """Return `exc`, or an exception caused by it if `exc` must not be raised in a caller."""
+    return copy_exception(exc, doing) if isinstance(exc, _NOT_TRANSFERABLE) else exc
 
 
 def _caused(exc: BaseException, cause: BaseException) -> BaseException:
-    object.__setattr__(exc, "__cause__", cause)  # a frozen dataclass forbids the plain way
+    object.__setattr__(exc, "__cause__", cause)  # works for frozen dataclasses too
     return exc
 
 
 def _summary(exc: BaseException) -> str:
     try:
         return "".join(traceback.format_exception_only(exc)).strip()
-    except BaseException:  # a SyntaxError whose line number is a text, for one
+    except BaseException:  # a SyntaxError whose line number is a str, for example
         return type(exc).__qualname__
 
 
 def _text(exc: BaseException) -> str:
-    # The first frame is ours (the one that called the user's code): of no use to the reader.
+    # The first frame is our own, which called the user's code: leave it out.
     where = exc.__traceback__
     where = where and (where.tb_next or where)
     try:
@@ -106,12 +105,12 @@ def _text(exc: BaseException) -> str:
 
 
 def _dump(exc: BaseException) -> bytes | None:
-    if isinstance(exc, _STAY):
+    if isinstance(exc, _NOT_TRANSFERABLE):
         return None
     file = io.BytesIO()
     try:
         _ExceptionPickler(file).dump(exc)
-    except BaseException:  # whatever a user's __reduce__ raises: the text still crosses
+    except BaseException:  # from a user's __reduce__: the text is sent anyway
         return None
     return file.getvalue()
 
@@ -121,10 +120,12 @@ def _load(pickled: bytes | None) -> BaseException | None:
         return None
     try:
         exc = pickle.loads(pickled)
-    except BaseException:  # the class is not importable here, or its pickle raises: SystemExit, say
+    except BaseException:  # not importable here, or its __reduce__ raises, even SystemExit
         return None
-    # `_dump` writes none of those that must not be raised in a caller, but somebody else may.
-    return exc if isinstance(exc, BaseException) and not isinstance(exc, _STAY) else None
+    # `_dump` writes no exception that must not be raised in a caller, but a malicious peer may.
+    return (
+        exc if isinstance(exc, BaseException) and not isinstance(exc, _NOT_TRANSFERABLE) else None
+    )
 
 
 class _ExceptionPickler(pickle.Pickler):
@@ -133,19 +134,19 @@ class _ExceptionPickler(pickle.Pickler):
 
 
 def reduce_exception(exc: BaseException) -> Any:
-    """The pickle of an exception, or NotImplemented where its class has its own."""
+    """Return the reduction of an exception, NotImplemented if its class has its own."""
     cls, base = type(exc), _builtin_base(type(exc))
     own = cls.__reduce__ is not base.__reduce__ or cls.__reduce_ex__ is not base.__reduce_ex__
     if own or cls in copyreg.dispatch_table:
         return NotImplemented
-    reduced: Any = base.__reduce__(exc)  # the class, its arguments and, if there is one, a state
+    reduced: Any = base.__reduce__(exc)  # class, arguments and, optionally, state
     slots = {name: getattr(exc, name) for name in _slots(cls) if hasattr(exc, name)}
     state = {**(reduced[2] or {}), **slots} if len(reduced) > 2 else slots
     return rebuild, (cls, reduced[1], state)
 
 
 def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any = None) -> BaseException:
-    """Make the exception without running a Python `__init__` of its class."""
+    """Create the exception without the `__init__` of its class."""
     base = _builtin_base(cls)
     exc = base.__new__(cls, *args)
     base.__init__(exc, *args)
@@ -153,7 +154,7 @@ def rebuild(cls: type[BaseException], args: tuple[Any, ...], state: Any = None) 
         exc.__setstate__(state)
     elif state:
         for name, value in state.items():
-            object.__setattr__(exc, name, value)  # a frozen dataclass forbids the plain way
+            object.__setattr__(exc, name, value)  # works for frozen dataclasses too
     return exc
 
 

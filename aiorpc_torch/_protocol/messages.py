@@ -1,8 +1,8 @@
-"""What goes to a worker at once, and what comes back: how it is laid out in bytes.
+"""Encoding of calls and of results that are sent together.
 
-Calls of one method with arguments of the same kinds form a group, whose arguments travel as
-columns; so do results of one kind. Plain tuples are pickled, not classes: a group costs little, a
-call in it next to nothing. Knows no link, no server and no order of arrival.
+Calls of one method with arguments of the same kinds form a group, whose arguments are columns.
+Results of one kind form a column too. Only plain tuples are pickled, no classes: a group costs
+little, another call in it next to nothing.
 """
 
 import functools
@@ -15,43 +15,44 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from .._torch.rrefs import Ident
+from .._torch.rrefs import RRefId
 from .ancestry import BatchId
 from .columns import (
     PACKED,
     PLAIN,
     TENSOR,
     CellKind,
-    inline_cell,
-    plain_cell,
-    read,
-    skip,
-    write,
-    write_lone,
+    direct_cell,
+    read_column,
+    skip_column,
+    write_column,
 )
-from .targets import Create, Function, Method, Packed, Target, pack, plain, unpack
-from .tensors import INLINE_BYTES, Table, size_of
+from .pickling import PickledValue, load_plain, pack, unpack
+from .targets import CreateTarget, FunctionTarget, MethodTarget, Target
+from .tensors import INLINE_BYTES, TensorTable, size_of
 
-# ── calls, on their way out ─────────────────────────────────────────────────────────────────────
+# ── calls to send ─────────────────────────────────────────────────────────────────────────────────
 
-Header = tuple[Any, ...]
-"""Of a group: the target, whether it is a stream, names of keywords, kinds of arguments.
+GroupHeader = tuple[Any, ...]
+"""The common part of a group: target, stream or not, keyword names, kinds of arguments, ancestors.
 
-Names are None where arguments are packed whole, as one cell. Behind them the batches that wait for
-the calls: mostly none.
+The names are None if the arguments are pickled together, as one cell. Ancestor batches are last.
 """
 
-OVERHEAD = 64  # bytes that any call takes, roughly
+CALL_OVERHEAD = 64  # approximate bytes of a call without arguments
 
 
-class Outgoing(NamedTuple):
-    """A call that has not left yet. `due`: by when it must be answered, in `time.monotonic()`.
+class EncodedCall(NamedTuple):
+    """A call to send.
 
-    `by_torch`: its payload travels by torch RPC; `recorded`: in a context of autograd.
+    Attributes:
+        due: Deadline of the answer in `time.monotonic()`, or None.
+        by_torch: True if the payload travels by torch RPC.
+        recorded: The `RecordedCall` if the call is in an autograd context, else None.
     """
 
     number: int
-    header: Header
+    header: GroupHeader
     cells: tuple[Any, ...]
     due: float | None
     size: int
@@ -59,16 +60,19 @@ class Outgoing(NamedTuple):
     recorded: Any = None
 
 
-Short = tuple[Ident, str] | Packed
-"""How a target is named in a message."""
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""Positional and keyword arguments."""
+
+EncodedTarget = tuple[RRefId, str] | PickledValue
+"""A target in a message."""
 
 
-def shorten(target: Target, on: Ident | None) -> Short:
-    """How a target is named, with the ident `on` in place of its RRef, if it has one."""
+def encode_target(target: Target, on: RRefId | None) -> EncodedTarget:
+    """Return the target as sent, with the RRef id `on`, unless None, instead of its RRef."""
     if on is not None:
-        if type(target) is Method:  # most calls
+        if type(target) is MethodTarget:  # the common case
             return on, target.name
-        if not isinstance(target, Function | Create):
+        if not isinstance(target, FunctionTarget | CreateTarget):
             target = target._replace(on=on)
     by_name = target.on is None or on is not None
     by_name = by_name and _goes_by_name(getattr(target, "function", None))
@@ -76,32 +80,32 @@ def shorten(target: Target, on: Ident | None) -> Short:
 
 
 def _goes_by_name(function: Any) -> bool:
-    if type(function) is types.BuiltinFunctionType:  # or a method of an object, which has a state
+    if type(function) is types.BuiltinFunctionType:  # not a method of an object that has state
         return isinstance(function.__self__, types.ModuleType | type | None)
     return type(function) is types.FunctionType
 
 
-# One object for all calls of a function: so they form one group.
+# Calls of one function share one object, so that they form one group.
 _packed_once = functools.lru_cache(maxsize=1024, typed=True)(pack)
 
 
-def outgoing(
+def encode_grouped_call(
     number: int,
-    target: Short,
+    target: EncodedTarget,
     stream: bool,
-    work: "Work",
+    arguments: Arguments,
     due: float | None,
     batches: tuple[BatchId, ...] = (),
-) -> Outgoing:
-    """A call that `batches` wait for. Small arguments are copied. Raises what pickling raises."""
-    args, kwargs = work
-    if kwargs and {*map(type, kwargs)} != {str}:  # an enum's, say: the frame has plain names only
-        return _whole(number, target, stream, work, due, batches)
-    kinds, cells, tensors, size = [], [], [], OVERHEAD
+) -> EncodedCall:
+    """Encode a call with ancestor `batches`; copy small arguments. Raises what pickling raises."""
+    args, kwargs = arguments
+    if kwargs and {*map(type, kwargs)} != {str}:  # a str enum cannot be sent as a plain value
+        return _encode_pickled_call(number, target, stream, arguments, due, batches)
+    kinds, cells, tensors, size = [], [], [], CALL_OVERHEAD
     for value in (*args, *kwargs.values()) if kwargs else args:
-        found = plain_cell(value)
+        found = direct_cell(value)
         if found is None:
-            return _whole(number, target, stream, work, due, batches)
+            return _encode_pickled_call(number, target, stream, arguments, due, batches)
         kind, content = found
         kinds.append(kind)
         cells.append(content)
@@ -111,80 +115,52 @@ def outgoing(
         elif type(content) is str or type(content) is bytes:
             size += len(content)
     if len(tensors) > 1 and len(set(tensors)) < len(tensors):  # one passed twice arrives as one
-        return _whole(number, target, stream, work, due, batches)
-    header: Header = (target, stream, tuple(kwargs), tuple(kinds))
+        return _encode_pickled_call(number, target, stream, arguments, due, batches)
+    header: GroupHeader = (target, stream, tuple(kwargs), tuple(kinds))
     if batches:
         header += batches
-    if type(target) is Packed:
+    if type(target) is PickledValue:
         size += target.size
-    by_torch = size > INLINE_BYTES or TENSOR in kinds or bool(outside(target))
-    return Outgoing(number, header, tuple(cells), due, size, by_torch)
+    by_torch = size > INLINE_BYTES or TENSOR in kinds or bool(target_tensors(target))
+    return EncodedCall(number, header, tuple(cells), due, size, by_torch)
 
 
-_NO_TENSORS = Table()
+def target_tensors(target: EncodedTarget) -> Sequence[Tensor]:
+    """Return the tensors of a target that travel outside its bytes: of a partial, for example."""
+    return target.tensors if type(target) is PickledValue else ()
 
 
-def lone_frame(number: int, target: Short, args: tuple[Any, ...]) -> bytes | None:
-    """The data of a frame with one call and nothing beside it: quickly, as most calls are.
-
-    None for a call that takes more: a target that is packed, arguments that do not travel inline.
-    """
-    if type(target) is not tuple or len(args) > 1:  # one tensor passed twice arrives as one
-        return None
-    columns = []
-    for value in args:
-        found = inline_cell(value)
-        if found is None:
-            return None
-        kind, content = found
-        columns.append(write_lone(kind, content, _NO_TENSORS))
-    return dump(((number,), (), ((target, False, (), 1, columns),), ()))
-
-
-def outside(target: Short) -> Sequence[Tensor]:
-    """The tensors of a target that do not travel in its bytes: of a partial, say."""
-    return target.tensors if type(target) is Packed else ()
-
-
-Work = tuple[tuple[Any, ...], dict[str, Any]]
-"""Arguments and keyword arguments."""
-
-
-def _whole(
+def _encode_pickled_call(
     number: int,
-    target: Short,
+    target: EncodedTarget,
     stream: bool,
-    work: Work,
+    arguments: Arguments,
     due: float | None,
     batches: tuple[BatchId, ...],
-) -> Outgoing:
-    # In one pickle, so that what is passed twice arrives as one object.
-    packed = pack(work)
-    size = OVERHEAD + packed.size + (target.size if type(target) is Packed else 0)
-    by_torch = size > INLINE_BYTES or bool(packed.tensors) or bool(outside(target))
+) -> EncodedCall:
+    # In one pickle, so that an argument that is passed twice arrives as one object.
+    packed = pack(arguments)
+    size = CALL_OVERHEAD + packed.size + (target.size if type(target) is PickledValue else 0)
+    by_torch = size > INLINE_BYTES or bool(packed.tensors) or bool(target_tensors(target))
     header = (target, stream, None, (PACKED,), *batches)
-    return Outgoing(number, header, (packed,), due, size, by_torch)
+    return EncodedCall(number, header, (packed,), due, size, by_torch)
 
 
 # ── a frame of calls ──────────────────────────────────────────────────────────────────────────────
 
 
 class Calls(NamedTuple):
-    """The calls of a frame, or of a payload."""
+    """Calls of a frame or a payload."""
 
     numbers: Sequence[int]
-    order: Sequence[int]  # of which group each is; empty: there is only one
+    order: Sequence[int]  # index of each call's group; empty if there is only one
     groups: Sequence[Any]
-    budgets: Sequence[float | None]  # seconds left for each call; empty: none has a limit
+    budgets: Sequence[float | None]  # seconds left for each call; empty if none has a deadline
 
 
-def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
-    """Calls in groups; what stays outside the message's bytes is added to `tensors`."""
-    if len(calls) == 1:  # mostly
-        number, header, cells, due, *_ = calls[0]
-        budgets = () if due is None else (float(due - now),)
-        return Calls((number,), (), (_write_lone(header, cells, tensors),), budgets)
-    groups: dict[Header, list[tuple[Any, ...]]] = {}
+def encode_calls(calls: Sequence[EncodedCall], now: float, tensors: TensorTable) -> Calls:
+    """Group calls; add tensors that travel outside the bytes to `tensors`."""
+    groups: dict[GroupHeader, list[tuple[Any, ...]]] = {}
     timed = False
     for call in calls:
         rows = groups.get(call.header)
@@ -204,64 +180,65 @@ def lay_out(calls: Sequence[Outgoing], now: float, tensors: Table) -> Calls:
     )
 
 
-def _write_lone(header: Header, cells: tuple[Any, ...], tensors: Table) -> Any:
-    target, stream, names, kinds, *batches = header
-    columns = [write_lone(kind, cell, tensors) for kind, cell in zip(kinds, cells, strict=True)]
-    return _write_target(target, tensors), stream, names, 1, columns, *batches
-
-
-def _write_target(target: Short, tensors: Table) -> Any:
-    if type(target) is Packed:
-        tensors.put(target.ready())
+def _write_target(target: EncodedTarget, tensors: TensorTable) -> Any:
+    if type(target) is PickledValue:
+        tensors.put(target.ready_tensors())
         return target.data, len(target.tensors)
     return target
 
 
-def _write_group(header: Header, rows: list[tuple[Any, ...]], tensors: Table) -> Any:
+def _write_group(header: GroupHeader, rows: list[tuple[Any, ...]], tensors: TensorTable) -> Any:
     target, stream, names, kinds, *batches = header
     target = _write_target(target, tensors)
     cells = zip(*rows, strict=True)
-    columns = [write(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)]
+    columns = [
+        write_column(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)
+    ]
     return target, stream, names, len(rows), columns, *batches
 
 
-def dump(fields: tuple[Any, ...]) -> bytes:
-    """The bytes of a message with these fields, in their order."""
+def dump_plain(fields: tuple[Any, ...]) -> bytes:
+    """Return the pickle of plain values, for `load_plain`."""
     return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
 
 
 def load_calls(data: bytes) -> Calls:
-    """The calls of a frame, their groups still as they travel. Runs nobody's code.
+    """Return the calls of a frame, with encoded groups. Runs no user code.
 
     Raises:
-        TypeError: if it is no frame of calls; or what reading plain values raises.
+        TypeError, ValueError, or what `load_plain` raises: if the frame is malformed.
     """
-    return _checked(Calls(*plain(data)))
+    return _checked(Calls(*load_plain(data)))
 
 
 def dump_payload(session: tuple[str, int, int], context: int, calls: Calls) -> bytes:
-    """The bytes of a call whose payload travels by torch RPC; `context` of autograd, or -1."""
-    return dump((session, context, *calls))
+    """Return the payload of a call for torch RPC; `context` is an autograd context id or -1."""
+    return dump_plain((session, context, *calls))
 
 
 def load_payload(data: bytes) -> tuple[tuple[str, int, int], int, Calls]:
-    """What `dump_payload` was given. Raises as `load_calls`."""
-    session, context, *calls = plain(data)
+    """Return the arguments of `dump_payload`. Raises the same as `load_calls`."""
+    session, context, *calls = load_plain(data)
     if tuple(map(type, session)) != (str, int, int) or type(context) is not int:
-        raise TypeError("no payload: it names no session")
+        raise TypeError("a payload must name its session and context")
     checked = _checked(Calls(*calls))
     if len(checked.numbers) != 1:
-        raise TypeError("a payload is of one call")
+        raise TypeError(f"a payload must have one call, got {len(checked.numbers)}")
     return session, context, checked
 
 
 def _checked(calls: Calls) -> Calls:
-    # All of them at once; what a field holds is looked at by whoever uses it.
+    # The contents of other fields are checked where they are used.
     if tuple(map(type, calls)) not in _SHAPES:
-        raise TypeError(f"no calls: {[type(field).__name__ for field in calls]}")
+        raise TypeError(
+            f"fields of calls must be sequences, got {[type(field).__name__ for field in calls]}"
+        )
     numbers = calls.numbers
     if set(map(type, numbers)) != _INTS or len(set(numbers)) < len(numbers):
-        raise TypeError("no calls: they are numbered, each with a number of its own")
+        raise TypeError("calls must have distinct int numbers")
+    # A RESULT frame has 64 bits for the number; a larger one would never be answered.
+    if min(numbers) < 0 or max(numbers) >= 1 << 64:
+        raise ValueError("numbers of calls must be unsigned 64-bit integers")
     return calls
 
 
@@ -269,39 +246,43 @@ _INTS = {int}
 _SHAPES = frozenset(itertools.product((list, tuple), repeat=4))  # of the fields of calls
 
 
-# ── calls, arrived ──────────────────────────────────────────────────────────────────────────────
+# ── received calls ────────────────────────────────────────────────────────────────────────────────
 
 
 Unpack = Callable[[bytes, Sequence[Tensor]], Any]
 
 
-class Group:
-    """The calls of one target: first `target`, and then either `calls` or `skip`.
+class CallGroup:
+    """A received group of calls. Use `target` first, then either `calls` or `skip`.
 
-    In this order, so that nothing is unpickled of calls whose target is refused. Of `most` calls
-    at most, and of the tensors that `tensors` has next.
+    So the arguments of calls with a rejected target are never unpickled.
+
+    Args:
+        group: The encoded group.
+        tensors: Tensors of the message; the group takes its own from the front.
+        most: Maximum number of calls in the group.
     """
 
     __slots__ = ("_columns", "_count", "_names", "_target", "_tensors", "batches", "stream")
 
     def __init__(self, group: Any, tensors: Iterator[Tensor], most: int) -> None:
         self._target, self.stream, self._names, self._count, self._columns, *batches = group
-        self.batches: Sequence[BatchId] = batches  # that wait for them
+        self.batches: Sequence[BatchId] = batches  # ancestors of the calls
         self._tensors = tensors
         if not 0 < self._count <= most:
-            raise ValueError(f"a group of {self._count} calls in a message of {most}")
+            raise ValueError(f"a group must have 1 to {most} calls, got {self._count}")
 
     def target(self, unpack: Unpack = unpack) -> Any:
-        """What is called: whatever was packed, or a Failure."""
+        """Return the unpickled target, or a RemoteFailure."""
         first, second = self._target
         if isinstance(first, bytes):
             return unpack(first, list(islice(self._tensors, second)))
-        return Method(first, second)
+        return MethodTarget(first, second)
 
     def calls(self) -> list[Any]:
-        """Of each call the arguments, or a Failure if they cannot be read."""
+        """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled."""
         count, names, columns = self._count, self._names, self._columns
-        values = [read(column, self._tensors, count) for column in columns]
+        values = [read_column(column, self._tensors, count) for column in columns]
         if names is None:
             return values[0]
         rows = zip(*values, strict=True) if values else [()] * count
@@ -311,52 +292,48 @@ class Group:
         return [(row[:split], dict(zip(names, row[split:], strict=True))) for row in rows]
 
     def skip(self) -> None:
-        """Leave the arguments unread; the next group finds its own tensors."""
+        """Discard the arguments and their tensors."""
         for column in self._columns:
-            skip(column, self._tensors)
+            skip_column(column, self._tensors)
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
 
-Key = int | tuple[int, int, int]
-"""A call's number; for a stream, its number, the item's, and what the item takes of the credit."""
+ResultKey = int | tuple[int, int, int]
+"""A call's number; for an item of a stream: the call's number, the item's number, its credit."""
 
-Result = tuple[Key, CellKind, Any]
-"""Whose it is, and what it is: a cell."""
-
-
-ITEMS = object()
+EncodedResult = tuple[ResultKey, CellKind, Any]
+"""A key, and the kind and content of a cell."""
 
 
-def dump_results(results: Sequence[Result]) -> tuple[bytes, Table]:
-    """The bytes of results, and the tensors that stay outside of them."""
-    tensors = Table()
-    if len(results) == 1:  # mostly
-        key, kind, content = results[0]
-        lone = [([key], write_lone(kind, content, tensors))]
-        return pickle.dumps(lone, pickle.HIGHEST_PROTOCOL), tensors
-    columns: list[tuple[CellKind, list[Key], list[Any]]] = []
-    open_columns: dict[Any, tuple[CellKind, list[Key], list[Any]]] = {}
+_ITEMS = object()  # stands for the kind of every item of a stream
+
+
+def encode_reply(results: Sequence[EncodedResult]) -> tuple[bytes, TensorTable]:
+    """Return the bytes of results, and the tensors that travel outside the bytes."""
+    tensors = TensorTable()
+    columns: list[tuple[CellKind, list[ResultKey], list[Any]]] = []
+    open_columns: dict[Any, tuple[CellKind, list[ResultKey], list[Any]]] = {}
     for key, kind, content in results:
-        # Items of streams stay in order: a column of them ends where their kind changes.
-        name = ITEMS if type(key) is tuple else kind
+        # Items of streams stay in order: their column ends where the kind changes.
+        name = _ITEMS if type(key) is tuple else kind
         column = open_columns.get(name)
         if column is None or column[0] != kind:
             column = open_columns[name] = kind, [], []
             columns.append(column)
         column[1].append(key)
         column[2].append(content)
-    plain = [(keys, write(kind, cells, tensors)) for kind, keys, cells in columns]
-    return pickle.dumps(plain, pickle.HIGHEST_PROTOCOL), tensors
+    columns_of_kinds = [(keys, write_column(kind, cells, tensors)) for kind, keys, cells in columns]
+    return pickle.dumps(columns_of_kinds, pickle.HIGHEST_PROTOCOL), tensors
 
 
-def load_results(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[Key, Any]]:
-    """What `dump_results` made: each key with its value, `Failure`, `Held` or `END`.
+def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[ResultKey, Any]]:
+    """Return each key with its value, `RemoteFailure`, `HeldResult` or `STREAM_END`.
 
-    Raises whatever it raises to read what is none.
+    Raises an exception of any class if the reply is malformed.
     """
     rest = iter(tensors)
-    found: list[tuple[Key, Any]] = []
-    for keys, column in plain(data):
-        found += zip(keys, read(column, rest, len(keys)), strict=True)
+    found: list[tuple[ResultKey, Any]] = []
+    for keys, column in load_plain(data):
+        found += zip(keys, read_column(column, rest, len(keys)), strict=True)
     return found

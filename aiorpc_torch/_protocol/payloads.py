@@ -1,8 +1,8 @@
-"""Calls and results whose payload travels by torch RPC: large, on a device, or recorded.
+"""Order of calls whose payload travels by torch RPC: large, on a device, or in autograd.
 
-The connection is the order. A call with such a payload sends a slot on it, and its payload in one
-torch message. The callee holds back later calls of the same object until the payload is there.
-Calls of other objects go on. `Slots` decides that, without a loop and without torch.
+The connection defines the order. Such a call sends a slot on the connection, and its payload in a
+torch message. The callee holds back later calls of the same object until the payload arrives. Calls
+of other objects start. `Slots` decides which calls start, without an event loop and without torch.
 (tests/test_payloads.py)
 """
 
@@ -16,14 +16,14 @@ from torch import Tensor
 
 T = TypeVar("T")
 
-EVERY: None = None
-"""Key of a call of an object that the callee cannot tell from others: it holds back every call."""
+UNKNOWN_OBJECT: None = None
+"""Key of a call of an unknown object, which holds back every later call."""
 
-_ATTACHED = 64 * 1024  # bytes from which a payload's data is a tensor: torch does not pickle those
+_ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
 
 
 class _Entry(Generic[T]):
-    """A call in a line: its item, once it is there."""
+    """A call in a queue; `item` is None until its payload arrives."""
 
     __slots__ = ("item", "key", "number")
 
@@ -34,10 +34,10 @@ class _Entry(Generic[T]):
 
 
 class Slots(Generic[T]):
-    """Calls whose payload is on its way, and the calls behind them. Items are never None."""
+    """Calls without their payload, and the calls held back behind them. Items are never None."""
 
     def __init__(self) -> None:
-        self._lines: dict[Hashable, deque[_Entry[T]]] = {}
+        self._queues: dict[Hashable, deque[_Entry[T]]] = {}
         self._open: dict[int, _Entry[T]] = {}
         self._early: dict[int, T] = {}
         self._last = -1  # highest number of a slot so far
@@ -46,8 +46,8 @@ class Slots(Generic[T]):
         return f"<Slots {len(self._open)} open, {len(self._early)} payloads early>"
 
     def __bool__(self) -> bool:
-        """Whether anything is held back."""
-        return bool(self._lines)
+        """Return whether any call is held back."""
+        return bool(self._queues)
 
     def open(self, number: int, key: Hashable) -> list[T]:
         """Open the slot of call `number` of the object `key`; return the items to start now."""
@@ -56,22 +56,23 @@ class Slots(Generic[T]):
         if item is not None:
             return [item] if self.admit(key, item, number) else []
         entry = self._open[number] = _Entry[T](number, key)
-        self._lines.setdefault(EVERY if EVERY in self._lines else key, deque()).append(entry)
+        behind = UNKNOWN_OBJECT if UNKNOWN_OBJECT in self._queues else key
+        self._queues.setdefault(behind, deque()).append(entry)
         return []
 
     def admit(self, key: Hashable, item: T, number: int = -1) -> bool:
-        """Return whether a call may start; else it is held, and returned when it may."""
-        for each in (EVERY, key):
-            if (line := self._lines.get(each)) is not None:
-                line.append(_Entry(number, key, item))
+        """Return whether a call may start; else hold it back, to be returned later."""
+        for each in (UNKNOWN_OBJECT, key):
+            if (queue := self._queues.get(each)) is not None:
+                queue.append(_Entry(number, key, item))
                 return False
         return True
 
     def fill(self, number: int, item: T) -> list[T] | None:
         """Take the payload of call `number`; return the items to start now.
 
-        A payload that is ahead of its slot is kept. None is returned if there is no such slot: it
-        was dropped, or filled before.
+        A payload that arrives before its slot is kept. Return None if the slot was dropped or
+        filled before.
         """
         entry = self._open.pop(number, None)
         if entry is None:
@@ -83,60 +84,60 @@ class Slots(Generic[T]):
         return self._advance(entry.key)
 
     def drop(self, number: int) -> list[T]:
-        """Close the slot of a call that was given up; return the items to start now."""
+        """Close the slot of a cancelled call; return the items to start now."""
         entry = self._open.pop(number, None)
         if entry is None:
             return []
-        line = self._lines.get(entry.key)
-        if line is not None and entry in line:
-            line.remove(entry)
+        queue = self._queues.get(entry.key)
+        if queue is not None and entry in queue:
+            queue.remove(entry)
             return self._advance(entry.key)
-        self._lines[EVERY].remove(entry)  # behind its head, which is open
+        self._queues[UNKNOWN_OBJECT].remove(entry)  # not the head, whose slot is open
         return []
 
     def take(self, number: int) -> T | None:
-        """Return the item of a slot that is filled and held back: it will not start."""
-        for line in self._lines.values():
-            for entry in line:
+        """Remove and return the item of a filled slot that is held back, None if there is none."""
+        for queue in self._queues.values():
+            for entry in queue:
                 if entry.number == number and entry.item is not None:
-                    line.remove(entry)  # not its head, which is open
+                    queue.remove(entry)  # not the head, whose slot is open
                     return entry.item
         return None
 
     def close(self) -> list[T]:
-        """Forget everything; return the items that have not started."""
-        items = [entry.item for line in self._lines.values() for entry in line]
+        """Clear the slots; return the items that have not started."""
+        items = [entry.item for queue in self._queues.values() for entry in queue]
         left = [item for item in (*items, *self._early.values()) if item is not None]
-        self._lines.clear()
+        self._queues.clear()
         self._open.clear()
         self._early.clear()
         return left
 
     def _advance(self, key: Hashable) -> list[T]:
-        """Return the items of a line, and of those it held back, that may start now."""
-        line, ready = self._lines.pop(key, None), []
-        while line:
-            entry = line[0]
-            if entry.key == key and entry.item is None:  # its head again
-                self._lines[key] = line
+        """Return the items in a queue, and in the queues behind it, that may start now."""
+        queue, ready = self._queues.pop(key, None), []
+        while queue:
+            entry = queue[0]
+            if entry.key == key and entry.item is None:  # the next open slot of this object
+                self._queues[key] = queue
                 break
-            line.popleft()
-            if entry.key != key and (entry.item is None or entry.key in self._lines):
-                self._lines.setdefault(entry.key, deque()).append(entry)
+            queue.popleft()
+            if entry.key != key and (entry.item is None or entry.key in self._queues):
+                self._queues.setdefault(entry.key, deque()).append(entry)
             else:
                 ready.append(entry.item)
         return ready  # type: ignore[return-value]
 
 
-def attach(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """Return data and tensors for torch: long data is the last tensor, and empty itself."""
+def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """Return data and tensors for torch; long data becomes b"" and one more tensor."""
     if len(data) <= _ATTACHED:
         return data, [*tensors]
     return b"", [*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
 
 
-def detach(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
-    """Return what `attach` was given."""
+def detach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
+    """Return the arguments of `attach_data`."""
     if data:
         return data, tensors
     *rest, last = tensors

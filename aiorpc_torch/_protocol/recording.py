@@ -1,9 +1,8 @@
-"""What is called in a context of torch's distributed autograd: by its opener, or by one call in it.
+"""Records of the calls that are made in a context of torch's distributed autograd.
 
-torch records a message in the context that is open in the thread that sends it, and on an event
-loop one thread sends for everybody. So the context is known by a context variable, and open in the
-thread only while a message of its own is sent. Knows contexts and the calls in them; not links,
-and not how a call is answered.
+torch records a message in the context that is open in the sending thread. On an event loop one
+thread sends for every task. So a context variable holds the context. It is open in the thread only
+while one of its messages is sent.
 """
 
 import asyncio
@@ -15,92 +14,96 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from .._torch.autograd import arrive, cut, leave
-from .._torch.compat import RawFuture, autograd_context
-from .._torch.transport import in_autograd_context, transport_error
+from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
+from .._torch.compat import RawFuture, current_context_id
+from .._torch.transport import classify_error, enter_context_id
 from ..errors import RpcError
-from .exceptions import Failure
+from .exceptions import RemoteFailure
 
 T = TypeVar("T")
 
-Answer = Any
-"""What answers a message: bytes; or bytes, tensors, a token or None, and which calls were lost."""
+RecordedReply = Any
+"""A reply: bytes, or a tuple of bytes, tensors, a token or None, and the names of lost calls."""
 
 
-class Recording:
-    """The calls that are made in context `number` by one opener of it, or by one call in it.
+class ContextRecord:
+    """Calls in context `number`, made by its opener or by one call in it. Thread-safe.
 
-    It is settled when all of them are answered. In any thread.
+    The record is settled when all these calls are answered.
+
+    Args:
+        number: Id of the autograd context.
+        recv_edge: Receive edge of the call that this record belongs to, None for an opener.
     """
 
-    def __init__(self, number: int, end: Tensor | None = None) -> None:
+    def __init__(self, number: int, recv_edge: Tensor | None = None) -> None:
         self.id = number
-        self.carries = end is not None  # gradients, back to whoever called
+        self.carries = recv_edge is not None  # whether gradients go to the caller
         self.is_open = True
-        self.lost: list[str] = []  # calls for which no gradient will ever come back
+        self.lost: list[str] = []  # calls whose gradients are lost
         self.keeps_graph = True
-        self._ends = [] if end is None else [end]
-        self._keeps_ends = True
-        self._closes = False  # as soon as it is settled
+        self._recv_edges = [] if recv_edge is None else [recv_edge]
+        self._keeps_edges = True
+        self._closes = False  # close as soon as the record is settled
         self._made: dict[str, int] = {}
-        self.peers: set[str] = set()  # of whom they were made
+        self.peers: set[str] = set()  # names of the callees
         self._pending: dict[object, str] = {}
         self._settled: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
         state = "open" if self.is_open else "closed"
-        return f"<Recording in context {self.id}, {state}, {len(self._pending)} calls pending>"
+        return f"<ContextRecord of context {self.id}, {state}, {len(self._pending)} calls pending>"
 
     @property
-    def ends(self) -> list[Tensor]:
-        """Where a backward has to start beside its roots."""
-        return self._ends[:]
+    def recv_edges(self) -> list[Tensor]:
+        """Return the receive edges: further roots of the backward pass."""
+        return self._recv_edges[:]
 
     @property
     def pending(self) -> list[str]:
-        """The calls that have not been answered."""
+        """Return the names of unanswered calls."""
         return [*self._pending.values()]
 
-    def begin(self, name: str, peer: str, among: "set[Recorded]") -> "Recorded | None":
-        """A call of that name is made, of `peer`; None if it comes too late to be recorded.
+    def begin(self, name: str, peer: str, among: "set[RecordedCall]") -> "RecordedCall | None":
+        """Record a call of `name` on `peer`; return None if the record is closed.
 
-        It is in the set `among` until it is answered.
+        The call is in the set `among` until it is answered.
         """
-        what = f"{name} of worker {peer!r}"
+        label = f"{name} of worker {peer!r}"
         with self._lock:
             if not self.is_open:
                 return None
-            recorded = Recorded(self, what, peer, among)
-            self._pending[recorded] = what
-            self._made[what] = self._made.get(what, 0) + 1
+            recorded = RecordedCall(self, label, peer, among)
+            self._pending[recorded] = label
+            self._made[label] = self._made.get(label, 0) + 1
             self.peers.add(peer)
         return recorded
 
-    def made(self) -> str:
-        """The calls that were made, in words."""
+    def describe_calls(self) -> str:
+        """Return the calls and their counts, as text for an error."""
         counts = [*self._made.items()]
-        return ", ".join(f"{what} ({count})" for what, count in counts) or "no calls at all"
+        return ", ".join(f"{label} ({count})" for label, count in counts) or "no calls"
 
-    def hold(self, key: object, what: str) -> None:
-        """It is not settled before that has `ended`."""
+    def hold(self, key: object, label: str) -> None:
+        """Keep the record unsettled until `release` is called for `key`."""
         with self._lock:
-            self._pending[key] = what
+            self._pending[key] = label
 
-    def hold_settled(self, key: object, what: str) -> list[Tensor] | None:
-        """`hold`, if all is answered: the ends of all. None if something is not."""
+    def hold_if_settled(self, key: object, label: str) -> list[Tensor] | None:
+        """Hold a settled record and return its receive edges; return None if it is not settled."""
         with self._lock:
             if self._pending:
                 return None
-            self._pending[key] = what
-            return self._ends[:]
+            self._pending[key] = label
+            return self._recv_edges[:]
 
-    def ended(self, key: object, end: Tensor | None = None) -> None:
-        """A call has been answered."""
+    def release(self, key: object, recv_edge: Tensor | None = None) -> None:
+        """Release a call or `key`; add the receive edge of its answer."""
         with self._lock:
             self._pending.pop(key, None)
-            if end is not None and self._keeps_ends:
-                self._ends.append(end)
+            if recv_edge is not None and self._keeps_edges:
+                self._recv_edges.append(recv_edge)
             if self._pending:
                 return
             settled, self._settled = self._settled, []
@@ -109,9 +112,9 @@ class Recording:
             then()
 
     def when_settled(self, then: Callable[[], None], *, close: bool = False) -> None:
-        """Call `then`, at once or on any thread, once all calls that were made are answered.
+        """Call `then` as soon as the record is settled, in any thread.
 
-        With `close`, nothing is recorded from that very moment: another thread may be about to.
+        With `close`, the record closes at the same moment, so no other thread adds a call.
         """
         with self._lock:
             self._closes = self._closes or close
@@ -121,138 +124,140 @@ class Recording:
             self.is_open = self.is_open and not self._closes
         then()
 
-    def leave_graph(self, name: str) -> None:
-        """What `name` computes for this call is for callers in other contexts as well.
+    def drop_graph(self, name: str) -> None:
+        """Drop the graph of this call: `name` computes for several contexts together.
 
         Raises:
-            TypeError: if gradients of its arguments are asked for.
+            TypeError: if the caller needs gradients of the arguments.
         """
         if self.carries:
             raise TypeError(
-                f"{name} computes for calls in many autograd contexts together, so no gradient can "
-                "come back: detach() its arguments"
+                f"{name} computes for several autograd contexts together and returns no gradient: "
+                "detach() its arguments"
             )
         self.keeps_graph = False
 
     def close(self) -> None:
-        """From now on nothing is recorded, and no graph is kept: a task may keep this for long."""
+        """Record nothing more and drop the receive edges; a task may keep the record for long."""
         with self._lock:
-            self.is_open = self._keeps_ends = False
-            self._ends.clear()
+            self.is_open = self._keeps_edges = False
+            self._recv_edges.clear()
 
     def run(self, function: Callable[[], T]) -> T:
-        """Run `function` with the context open in this thread, for what calls by plain torch."""
-        with in_autograd_context(self.id):
+        """Run `function` with the context open in this thread, for calls by plain torch RPC."""
+        with enter_context_id(self.id):
             return function()
 
 
-class Recorded:
-    """One call in a context, on the caller's side."""
+class RecordedCall:
+    """A call in a context, at the caller."""
 
-    __slots__ = ("_among", "_carries", "_peer", "_recording", "_what")
+    __slots__ = ("_among", "_carries", "_label", "_peer", "_record")
 
-    def __init__(self, recording: Recording, what: str, peer: str, among: "set[Recorded]") -> None:
-        self._recording = recording
-        self._what = what
+    def __init__(
+        self, record: ContextRecord, label: str, peer: str, among: "set[RecordedCall]"
+    ) -> None:
+        self._record = record
+        self._label = label
         self._peer = peer
         self._carries = False
         self._among = among
         among.add(self)
 
     def __repr__(self) -> str:
-        return f"<Recorded {self._what} in {self._recording!r}>"
+        return f"<RecordedCall {self._label} in {self._record!r}>"
 
     @property
     def context(self) -> int:
-        """The id of the context."""
-        return self._recording.id
+        """Return the id of the context."""
+        return self._record.id
 
-    def leave(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """What to send for its arguments' tensors."""
-        if not torch.is_grad_enabled():  # torch would send them as leaves, to nobody's use
-            return cut(tensors)
+    def attach_arguments(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Return the tensors to send for the tensors of the arguments."""
+        if not torch.is_grad_enabled():  # torch would send them as leaves, to no use
+            return detach_all(tensors)
         self._carries = any(tensor.requires_grad for tensor in tensors)
-        return leave(tensors)[0]
+        return attach_send_edges(tensors)[0]
 
     def done(self, answer: "RawFuture[Any]") -> None:
-        """Its message is answered, or will not be. In any thread: its loop may be closed by now."""
+        """Handle the end of the torch message. In any thread, as the event loop may be closed."""
         try:
             results = answer.wait()
-            if isinstance(results, Failure):
-                results.get()
+            if isinstance(results, RemoteFailure):
+                results.raise_()
             self.answered(results)
-        except BaseException as exc:  # of whatever class the peer names
-            self.failed(exc if isinstance(exc, RpcError) else transport_error(exc, self._peer))
+        except BaseException as exc:  # of any class: the peer chooses it
+            self.failed(exc if isinstance(exc, RpcError) else classify_error(exc, self._peer))
 
-    def answered(self, answer: Answer) -> None:
-        """Its message was answered."""
-        end = None
+    def answered(self, answer: RecordedReply) -> None:
+        """Handle the reply."""
+        recv_edge = None
         if isinstance(answer, tuple):
             _, tensors, token, lost = answer
-            end = arrive(tensors, token)
-            self._recording.lost += lost
-        if self._carries and end is None:
-            self.failed("was answered without having been served")
+            recv_edge = attach_recv_edge(tensors, token)
+            self._record.lost += lost
+        if self._carries and recv_edge is None:
+            self.failed("was answered without being served")
         else:
-            self._end(end)
+            self._end(recv_edge)
 
     def failed(self, why: object) -> None:
-        """No answer came, or none ever will."""
+        """Note that no reply will arrive."""
         if self._carries and self in self._among:
-            self._recording.lost.append(f"{self._what}: {why}")
+            self._record.lost.append(f"{self._label}: {why}")
         self._end(None)
 
-    def _end(self, end: Tensor | None) -> None:
+    def _end(self, recv_edge: Tensor | None) -> None:
         self._among.discard(self)
-        self._recording.ended(self, end)
+        self._record.release(self, recv_edge)
 
 
-def plain_answer(answer: Answer) -> Answer:
-    """The answer to a message in a context, without what is added for gradients."""
+def without_gradient_parts(answer: RecordedReply) -> RecordedReply:
+    """Return the bytes and tensors of a reply."""
     return answer[:2] if isinstance(answer, tuple) else answer
 
 
-# ── in which context this is ────────────────────────────────────────────────────────────────────
+# ── the current record ─────────────────────────────────────────────────────────────────────────
 
-_current: ContextVar[Recording | None] = ContextVar("aiorpc_recording", default=None)
+_current: ContextVar[ContextRecord | None] = ContextVar("aiorpc_context_record", default=None)
 
 
-def entered() -> Recording | None:
-    """What this task, or thread, is a part of."""
+def current_record() -> ContextRecord | None:
+    """Return the record of this task or thread, None if there is none."""
     return _current.get()
 
 
-def enter(recording: Recording | None) -> None:
-    """From now on, this is a part of it."""
-    _current.set(recording)
+def enter_record(record: ContextRecord | None) -> None:
+    """Make this task or thread a part of `record`."""
+    _current.set(record)
 
 
-def current() -> Recording | None:
-    """Where a call that is made here is recorded; also in a context that plain torch has opened.
+def record_for_call() -> ContextRecord | None:
+    """Return the record for a call made now, also in a context opened by plain torch.
 
-    None under no_grad(): torch would record one end of it, and then wait for the other.
+    Return None under no_grad(): torch would record one end only, and then wait for the other.
     """
     found = _current.get()
     if found is not None and found.is_open:
         return found if torch.is_grad_enabled() else None
-    return in_torchs()
+    return record_of_torch_context()
 
 
-def in_torchs() -> Recording | None:
-    """What is called in the context that is open in this thread, if one is."""
-    number = autograd_context()
-    return None if number < 0 else Recording(number)
+def record_of_torch_context() -> ContextRecord | None:
+    """Return a new record of the context that is open in this thread, None if there is none."""
+    number = current_context_id()
+    return None if number < 0 else ContextRecord(number)
 
 
-async def settle(recording: Recording) -> None:
-    """Wait until all its calls are answered."""
+async def wait_until_settled(record: ContextRecord) -> None:
+    """Wait until every call of `record` is answered."""
     loop = asyncio.get_running_loop()
     settled = asyncio.Event()
 
-    def tell() -> None:
+    def notify() -> None:
         if not loop.is_closed():
             loop.call_soon_threadsafe(settled.set)
 
-    if recording.pending:
-        recording.when_settled(tell)
+    if record.pending:
+        record.when_settled(notify)
         await settled.wait()

@@ -1,7 +1,7 @@
-"""The worker that serves in this process, as code that runs on its loop finds it.
+"""Access to the serving worker's threads and event loop, for code that may run without a worker.
 
-`@batched` functions and coroutines for plain torch clients run on the serving worker if there is
-one; without a worker they run on the event loop that awaits them.
+`@batched` functions and coroutines for plain torch clients run on the serving worker. Without a
+worker they run on the event loop that awaits them.
 """
 
 import asyncio
@@ -9,21 +9,21 @@ import contextvars
 import functools
 import inspect
 import types
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 from torch.futures import Future
 
-from .._aio.threads import daemon, run_blocking
+from .._aio.threads import daemon_thread_starter, run_in_thread
 from ..errors import NotServing
 from . import endpoints
-from .recording import entered
+from .recording import current_record
 
 T = TypeVar("T")
 
 
-def answer_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
-    """Run a function that wants the loop for a plain torch client; return the client's future."""
+def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
+    """Run a function on the worker's event loop; return the plain torch client's future."""
     endpoint = endpoints.serving()
     if endpoint is None:
         raise NotServing(endpoints.NOT_SERVING)
@@ -31,46 +31,38 @@ def answer_torch(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Fu
 
 
 async def in_thread(function: Callable[[], T]) -> T:
-    """Run a plain function in one of the worker's threads; without a worker, in a new one."""
+    """Run a plain function in a thread of the worker; without a worker, in a new thread."""
     endpoint = endpoints.serving()
-    start = daemon("aiorpc-def") if endpoint is None else endpoint.lend_thread
-    if (recording := entered()) is not None:
+    start = daemon_thread_starter("aiorpc-def") if endpoint is None else endpoint.lend_thread
+    if (recording := current_record()) is not None:
         function = functools.partial(recording.run, function)
-    return await run_blocking(start, functools.partial(contextvars.copy_context().run, function))
+    return await run_in_thread(start, functools.partial(contextvars.copy_context().run, function))
 
 
-def start(coroutine: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-    """Start a coroutine on the running loop. It must not raise."""
-    endpoint = endpoints.serving()
-    if endpoint is not None:
-        return endpoint.start(coroutine, name)
-    return asyncio.get_running_loop().create_task(coroutine, name=name)
-
-
-def on_a_loop() -> bool:
+def in_event_loop() -> bool:
     """Return whether this thread runs an event loop."""
     return asyncio._get_running_loop() is not None
 
 
-_WANTS_LOOP = "_aiorpc_wants_loop"
+_ON_LOOP = "_aiorpc_runs_on_loop"
 
 
-def wants_loop(function: Any) -> None:
-    """Mark a callable that returns an awaitable when it is called on an event loop."""
-    setattr(function, _WANTS_LOOP, True)
+def mark_runs_on_loop(function: Any) -> None:
+    """Mark a callable that returns an awaitable if it is called on an event loop."""
+    setattr(function, _ON_LOOP, True)
 
 
 _ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR
 
 
 def runs_on_loop(function: Callable[..., Any]) -> bool:
-    """Return whether a call of `function` starts on the loop and not in a thread."""
+    """Return whether calls of `function` start on the event loop, not in a thread."""
     code = getattr(function, "__code__", None)  # a method has its function's
     if isinstance(code, types.CodeType) and code.co_flags & _ASYNC:
         return True
-    if getattr(function, _WANTS_LOOP, False) is True:  # a proxy has any attribute
+    if getattr(function, _ON_LOOP, False) is True:  # not only true: a proxy has any attribute
         return True
-    # A partial, or what `inspect.markcoroutinefunction` has marked.
+    # A partial, or marked by `inspect.markcoroutinefunction`.
     return code is None and (
         inspect.iscoroutinefunction(function) or inspect.isasyncgenfunction(function)
     )

@@ -1,7 +1,7 @@
-"""Tensors as bytes: which may ride in a message itself, and how many of one shape become a column.
+"""Small tensors as bytes, and tables of large tensors.
 
-A tensor in torch's table costs about 100 µs a message, whatever its size; as bytes, a few. Large
-ones stay in the table, where they are not copied. Knows tensors, and nothing of messages.
+A tensor in torch's table costs about 100 µs a message at any size; as bytes, a few µs. Large
+tensors stay in the table, which does not copy them.
 """
 
 import ctypes
@@ -14,13 +14,13 @@ from torch import Tensor
 from .._torch.compat import dispatch_keys
 
 INLINE_BYTES = 128 * 1024
-"""Bytes up to which a tensor, an argument list or a result travels on the connection. What is
-larger travels by torch RPC (`python -m benchmarks.threshold`)."""
+"""Maximum bytes of a tensor, of a call's arguments or of a result that travel on the connection.
+Larger ones travel by torch RPC (`python -m benchmarks.threshold`)."""
 
-SHARED = 4096  # bytes up to which the tensors of a column share one buffer
+SHARED_BUFFER_BYTES = 4096  # maximum bytes of a column whose tensors share one buffer
 
-Kind = tuple[torch.dtype, tuple[int, ...]]
-"""What tensors of one column have in common: dtype and shape."""
+TensorKind = tuple[torch.dtype, tuple[int, ...]]
+"""Dtype and shape of the tensors of one column."""
 
 
 _copy = ctypes.string_at
@@ -36,44 +36,45 @@ _PLAIN = _plain_keys()
 
 
 def small_bytes(tensor: Tensor) -> bytes | None:
-    """A copy of the elements, in order, of a tensor for which its bytes may stand: small, plain,
-    dense, on the CPU, outside autograd. None of any other.
+    """Return a copy of the elements of a small, plain, dense CPU tensor outside autograd.
+
+    Return None for any other tensor.
     """
-    # Its dispatch keys say at once that it is not sparse, quantised, conjugated, negated, wrapped
-    # or elsewhere. is_conj() and is_neg() give up the GIL, which costs 20 µs in a busy process.
+    # The dispatch keys exclude sparse, quantised, conjugated, negated, wrapped and device tensors.
+    # is_conj() and is_neg() release the GIL, which costs 20 µs in a busy process.
     if dispatch_keys(tensor).raw_repr() not in _PLAIN or tensor.requires_grad:
         return None
     size = tensor.nbytes
     if size > INLINE_BYTES:
         return None
-    # Not numpy(), which knows no bfloat16 and may not be installed.
+    # Not numpy(): it has no bfloat16 and may not be installed.
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
     return _copy(dense.data_ptr(), size) if size else b""
 
 
-def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
-    """The `count` tensors whose bytes were joined: each with a storage of its own extent.
+def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
+    """Return the `count` tensors whose bytes were joined.
 
     Raises:
-        ValueError: if there are more or fewer bytes than they have.
+        ValueError: if the number of bytes is wrong.
     """
     dtype, shape = kind
     length = math.prod(shape)
     if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
-    if count == 1 and len(shape) == 1 and length:  # mostly
+    if count == 1 and len(shape) == 1 and length:  # the common case
         return [torch.frombuffer(bytearray(data), dtype=dtype)]
     if not length:
         return [torch.empty(shape, dtype=dtype) for _ in range(count)]
-    # Not unbind(): its rows are views, which autograd forbids to change in place, and each would
-    # take the whole column along wherever it is saved.
+    # Not unbind(): its rows are views. Autograd forbids to change them in place, and saving one row
+    # would save the whole column.
     buffer, size = bytearray(data), len(data) // count
-    if len(data) <= SHARED:
+    if len(data) <= SHARED_BUFFER_BYTES:
         flat = [
             torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
             for offset in range(0, count * size, size)
         ]
-    else:  # or one that is kept would keep the memory of all
+    else:  # separate buffers: one kept tensor must not keep the memory of all
         starts = range(0, count * size, size)
         flat = [torch.frombuffer(buffer[at : at + size], dtype=dtype) for at in starts]
     return flat if len(shape) == 1 else [row.reshape(shape) for row in flat]
@@ -82,39 +83,39 @@ def from_bytes(kind: Kind, data: bytes, count: int) -> list[Tensor]:
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
-    # Quantised tensors are not their bytes alone; to make one of bytes ends the process, now and
-    # then (seen on 2.15, tests/test_fuzz.py).
+    # A quantised tensor is more than its bytes. Creating one from bytes sometimes ends the process
+    # (seen with torch 2.15, tests/test_fuzz.py).
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
-def write_kind(kind: Kind) -> tuple[str, tuple[int, ...]]:
-    """A kind in plain words: quicker to pickle, and to read, than torch's own objects."""
+def write_kind(kind: TensorKind) -> tuple[str, tuple[int, ...]]:
+    """Return a kind as plain values, which pickle faster than torch's objects."""
     return _NAMES[kind[0]], tuple(kind[1])
 
 
-def read_kind(words: tuple[str, tuple[int, ...]]) -> Kind:
-    """What `write_kind` wrote."""
-    return _DTYPES[words[0]], words[1]
+def read_kind(plain: tuple[str, tuple[int, ...]]) -> TensorKind:
+    """Return the argument of `write_kind`."""
+    return _DTYPES[plain[0]], plain[1]
 
 
-class Table(list[Tensor]):
-    """The tensors of a message that stay outside its bytes.
+class TensorTable(list[Tensor]):
+    """The tensors of a message that travel outside its bytes.
 
-    torch sends a storage once for a message, and who unpacks it twice gets it twice. So calls, or
-    results, that were given one tensor get copies of it: what one does with it is not the other's.
+    torch sends each storage of a message once. So a tensor of several calls, or results, is copied
+    for each: what one receiver changes must not change for another.
     """
 
     _storages: frozenset[int] = frozenset()
 
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """Those of one call, or of one result."""
+        """Add the tensors of one call or one result."""
         own = set()
         for tensor in tensors:
             storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
             if storage in self._storages:
-                # In a context of distributed autograd the copy is a part of the graph.
+                # In a distributed autograd context the copy is a part of the graph.
                 copy = tensor.clone()
                 needs = tensor.requires_grad and not copy.requires_grad
                 self.append(copy.requires_grad_() if needs else copy)
@@ -125,14 +126,14 @@ class Table(list[Tensor]):
         self._storages |= own
 
 
-def compact(tensor: Tensor) -> Tensor:
-    """The tensor, or a copy if it would drag a larger storage along."""
+def compact_storage(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy of it if its storage is larger than the tensor."""
     if tensor.layout is not torch.strided or tensor.device.type == "meta":
         return tensor
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
 def size_of(tensor: Tensor) -> int:
-    """Bytes that it takes to send."""
-    # A sparse tensor does not know its own; what it may have is large.
+    """Return the bytes of the tensor to send."""
+    # A sparse tensor does not know its bytes; assume that they are many.
     return tensor.nbytes if tensor.layout is torch.strided else 1 << 20

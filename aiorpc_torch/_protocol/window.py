@@ -1,25 +1,24 @@
-"""How much may be sent to a peer before it answers: a state machine without a clock or a loop.
+"""Flow control: bounds of unanswered calls and of unread stream items.
 
-A caller that outruns its callee must exhaust neither's memory; so what is sent and not answered is
-bounded, in calls and in bytes, and the rest waits at the caller. But calls that are answered may
-wait for one that is not sent yet, and a bound that is never lifted would be a deadlock: so a full
-window from which no answer comes lets one more call pass now and then.
+Unanswered calls are bounded in number and bytes; further calls wait at the caller. So a fast caller
+exhausts no memory. But sent calls may wait for one that is not sent yet. To avoid that deadlock, a
+full window without answers admits one more call at each `TRICKLE_INTERVAL`.
 """
 
 from collections.abc import Iterable
 
-CALLS = 131_072
-BYTES = 1 << 30
-TRICKLE = 1.0  # seconds without an answer after which a full window lets one call pass
+MAX_OPEN_CALLS = 131_072  # calls without an answer
+MAX_OPEN_BYTES = 1 << 30  # bytes of such calls
+TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window admits one call
 
 
-class Window:
-    """What was sent and is not answered."""
+class FlowWindow:
+    """The calls that were sent and not answered."""
 
-    def __init__(self, calls: int = CALLS, size: int = BYTES) -> None:
+    def __init__(self, calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES) -> None:
         self._calls = calls
         self._bytes = size
-        self._open: dict[int, int] = {}  # each call's number and its bytes
+        self._open: dict[int, int] = {}  # number of each call: its bytes
         self._size = 0
         self.answers = 0
 
@@ -33,18 +32,18 @@ class Window:
         return number in self._open
 
     def admits(self, size: int) -> bool:
-        """Whether a call of so many bytes may be sent. The first may, however large."""
+        """Return whether a call of `size` bytes may be sent. A single call always may."""
         if not self._open:
             return True
         return len(self._open) < self._calls and self._size + size <= self._bytes
 
     def sent(self, number: int, size: int) -> None:
-        """A call is on its way."""
+        """Count a sent call."""
         self._open[number] = size
         self._size += size
 
     def answered(self, numbers: Iterable[int]) -> None:
-        """Their answers have come. One that was not expected is none."""
+        """Release these calls; ignore unknown numbers."""
         for number in numbers:
             size = self._open.pop(number, None)
             if size is not None:
@@ -52,7 +51,7 @@ class Window:
                 self.answers += 1
 
     def clear(self) -> list[int]:
-        """No answers will come any more: the numbers of the calls that were open."""
+        """Release every call; return their numbers."""
         numbers = [*self._open]
         self._open.clear()
         self._size = 0
@@ -61,10 +60,10 @@ class Window:
 
 # ── items of a stream ───────────────────────────────────────────────────────────────────────────
 
-CREDIT = 64  # small items that may be on their way to a consumer, or wait for it
-LARGE = 64 * 1024  # bytes of an item that cost as much as a small item more
+INITIAL_CREDIT = 64  # small items of a stream that may be sent before the consumer takes one
+BYTES_PER_CREDIT = 64 * 1024  # each of these blocks of bytes in an item costs one more credit
 
 
-def price(size: int) -> int:
-    """Return what an item of `size` bytes takes of the credit."""
-    return 1 + size // LARGE
+def credit_cost(size: int) -> int:
+    """Return the credit that an item of `size` bytes takes."""
+    return 1 + size // BYTES_PER_CREDIT

@@ -1,124 +1,120 @@
-"""One call being answered: what runs, and how its end is told.
+"""One call that this worker runs for a caller.
 
-A job ends in exactly one of `succeed` and `fail`, whichever comes first; a later end is dropped.
-It does not know where it runs: that is the runner's.
+A call ends with `succeed` or `fail`, whichever comes first. A later end is ignored.
 """
 
-import abc
 import asyncio
 import functools
 import inspect
 import time
-import traceback
 from collections.abc import Callable
 from typing import Any
 
 from torch.distributed.rpc import RRef
-from torch.futures import Future
 
-from .._aio.deadlines import adopt
-from .._protocol.ancestry import Errand, set_out
-from .._protocol.columns import FAILED, PLAIN, Shared, cell, loose
-from .._protocol.exceptions import Failure, note
-from .._protocol.messages import Work
-from .._protocol.recording import Recording, enter
-from .._torch.compat import RemoteException
-from .._torch.cuda import Fence
-from .reply import Reply
+from .._aio.deadlines import set_deadline
+from .._protocol.ancestry import BatchScope, enter_scopes
+from .._protocol.columns import FAILED, PLAIN, SharedValue, cell_tensors, encode_cell
+from .._protocol.exceptions import RemoteFailure, try_add_note
+from .._protocol.messages import Arguments
+from .._protocol.recording import ContextRecord, enter_record
+from .._torch.cuda import StreamFence
+from .reply import DeferredReply
 from .session import Session
 
-_TAKEN: Work = (), {}
+_TAKEN: Arguments = (), {}
 
-Join = Callable[[Callable[[Any], None], Work, str], Callable[[], object]]
-"""Joins a batch: told how to settle the caller, its arguments and its worker, returns how to leave
-again.
-"""
+Joiner = Callable[[Callable[[Any], None], Arguments, str], Callable[[], object]]
+"""Adds a call to a batch, given its `settle`, arguments and caller; returns how to remove it."""
 
 
-class Job(abc.ABC):
-    """`function(*args, **kwargs)` for a caller who waits. `deadline` is a `time.monotonic()`."""
+class ServerCall:
+    """A call of `function` for a caller. `deadline` is a `time.monotonic()` value."""
 
     __slots__ = (
-        "abandoned",
-        "begun",
+        "arguments",
         "deadline",
-        "errand",
         "fence",
         "function",
-        "join",
-        "leave",
+        "has_started",
+        "is_cancelled",
+        "joiner",
+        "leave_batch",
         "recording",
+        "scope",
         "task",
-        "work",
     )
 
+    worker: str  # name of this worker, set by each subclass
+
     def __init__(
-        self, function: Callable[..., Any], work: Work, deadline: float | None = None
+        self, function: Callable[..., Any], arguments: Arguments, deadline: float | None = None
     ) -> None:
         self.function = function
-        self.work = work
+        self.arguments = arguments
         self.deadline = deadline
-        self.abandoned = False
-        self.begun = False
-        self.task: asyncio.Task[None] | None = None  # what runs it, on the loop
-        self.join: Join | None = None  # a batch, instead of being run
-        self.leave: Callable[[], object] | None = None  # gives up its place in a batch
-        self.errand: Errand | None = None  # for the batches that wait for it
-        self.fence: Fence | None = None  # behind which its arguments are ready
-        self.recording: Recording | None = None  # of an autograd context, if it was called in one
+        self.is_cancelled = False
+        self.has_started = False
+        self.task: asyncio.Task[None] | None = None  # set while it runs on the loop
+        self.joiner: Joiner | None = None  # set if `function` is batched
+        self.leave_batch: Callable[[], object] | None = None  # removes it from its batch
+        self.scope: BatchScope | None = None  # batches that wait for it
+        self.fence: StreamFence | None = None  # until its arguments are ready
+        self.recording: ContextRecord | None = None  # set in an autograd context
 
     def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}{', abandoned' if self.abandoned else ''}>"
+        return f"<{type(self).__name__} {self.name}{', cancelled' if self.is_cancelled else ''}>"
 
     @property
     def name(self) -> str:
-        """The function's."""
+        """Return the function's name."""
         try:
             return self.function.__qualname__
-        except AttributeError:  # a partial's, say
+        except AttributeError:  # e.g. a partial
             return repr(self.function)
 
-    def abandon(self) -> None:
-        """Nobody waits any more: stop what can be stopped. On the loop's thread."""
-        self.abandoned = True
-        if self.leave is not None:
-            self.leave()
+    def cancel(self) -> None:
+        """Stop the call as far as possible. On the loop's thread."""
+        self.is_cancelled = True
+        if self.leave_batch is not None:
+            self.leave_batch()
             self.fail(asyncio.CancelledError())
-        elif self.task is not None and self.begun:  # else it sees it when it begins
+        elif self.task is not None and self.has_started:  # else it ends when it starts
             self.task.cancel()
 
-    def is_late(self) -> bool:
-        """Whether its time is over."""
+    def is_past_deadline(self) -> bool:
+        """Return whether the deadline has passed."""
         return self.deadline is not None and time.monotonic() >= self.deadline
 
-    def call(self) -> Any:
-        """Run the function, in whichever thread and context this is."""
+    def invoke(self) -> Any:
+        """Run the function in the current thread and context."""
         if self.deadline is not None:
-            adopt(self.deadline)
-        self.set_out()
-        args, kwargs = self.take_work()
+            set_deadline(self.deadline)
+        if self.scope is not None or self.recording is not None:
+            self.enter_context()
+        args, kwargs = self.take_arguments()
         return self.function(*args, **kwargs)
 
-    def set_out(self) -> None:
-        """From now on, this context is a part of the call."""
-        if self.errand is not None:
-            set_out((self.errand,))
+    def enter_context(self) -> None:
+        """Make the current context a part of the call."""
+        if self.scope is not None:
+            enter_scopes((self.scope,))
         if self.recording is not None:
-            enter(self.recording)
+            enter_record(self.recording)
 
-    def take_work(self) -> Work:
-        """The arguments, once: a call may wait for long, and they are its own from now on.
+    def take_arguments(self) -> Arguments:
+        """Return the arguments and release them, so that a long call does not keep them alive.
 
-        In the thread that makes use of them.
+        Call it once, in the thread that uses the arguments: their CUDA events are awaited here.
         """
         if self.fence is not None:
             self.fence.wait()
             self.fence = None
-        work, self.work = self.work, _TAKEN
-        return work
+        arguments, self.arguments = self.arguments, _TAKEN
+        return arguments
 
     def settle(self, answer: Any) -> None:
-        """End with what a batch has for this caller: a value, or an exception to raise."""
+        """End with the result of a batch: a value, or an exception to raise."""
         if isinstance(answer, BaseException):
             self.fail(answer)
         else:
@@ -126,22 +122,22 @@ class Job(abc.ABC):
 
     @property
     def caller(self) -> str:
-        """The worker that waits."""
+        """Return the name of the calling worker."""
         return "a torch client"
 
-    @abc.abstractmethod
     def succeed(self, value: Any) -> None:
-        """The function returned `value`."""
+        """End with a return value."""
+        raise NotImplementedError
 
-    @abc.abstractmethod
     def fail(self, exc: BaseException) -> None:
-        """The function raised `exc`."""
+        """End with an exception."""
+        raise NotImplementedError
 
 
-class RpcJob(Job):
-    """Call `number` of a session; `reply` answers it if it came by torch RPC."""
+class RpcCall(ServerCall):
+    """Call `number` of a session. `reply` is set if the call came by torch RPC."""
 
-    __slots__ = ("key", "number", "on_loop", "reply", "session", "worker")
+    __slots__ = ("number", "on_loop", "order_key", "reply", "session", "worker")
 
     def __init__(
         self,
@@ -149,122 +145,83 @@ class RpcJob(Job):
         reply: Any,
         number: int,
         function: Callable[..., Any],
-        work: Work,
+        arguments: Arguments,
         deadline: float | None,
         worker: str,
         on_loop: bool,
-        join: Join | None = None,
+        joiner: Joiner | None = None,
     ) -> None:
-        # All of Job's own, once a call: half a microsecond.
+        # Without super().__init__, which costs half a microsecond a call.
         self.function = function
-        self.work = work
+        self.arguments = arguments
         self.deadline = deadline
-        self.abandoned = self.begun = False
-        self.task = self.leave = self.errand = self.fence = None
-        self.recording = reply.recording if type(reply) is Reply else None
+        self.is_cancelled = self.has_started = False
+        self.task = self.leave_batch = self.scope = self.fence = None
+        self.recording = reply.recording if type(reply) is DeferredReply else None
         self.on_loop = on_loop
-        self.join = join
-        self.key: Any = None
+        self.joiner = joiner
+        self.order_key: Any = None
         self.session = session
         self.reply = reply
         self.number = number
         self.worker = worker
-        session.jobs[number] = self
+        session.calls[number] = self
 
     @property
     def caller(self) -> str:
         return self.session.caller
 
     def grant(self, credit: int) -> None:
-        """Its caller takes more of what it yields: nothing to a call that yields nothing."""
+        """Add stream credit. Ignored unless the call is a stream."""
 
     def succeed(self, value: Any) -> None:
+        is_plain = self.reply is None and type(self) is RpcCall
+        if is_plain and self.session.send_lone_result(self.number, value):
+            self.leave_batch = None
+            return
         try:
-            kind, content = self._cell(value)
-        except BaseException as exc:  # whatever pickling a user's object raises
-            note(exc, f"(while pickling the result of {self.name}{_hint(value)})")
+            kind, content = self._encode(value)
+        except BaseException as exc:  # pickling a user's object may raise anything
+            try_add_note(exc, f"(while pickling the result of {self.name}{_stream_hint(value)})")
             self.fail(exc)
         else:
-            self._end(kind, content)
+            self._finish(kind, content)
 
     def fail(self, exc: BaseException) -> None:
-        if self.number in self.session.jobs:
-            self._end(FAILED, Failure.of(exc, self.worker))
+        if self.number in self.session.calls:
+            self._finish(FAILED, RemoteFailure.of(exc, self.worker))
 
-    def _cell(self, value: Any) -> tuple[Any, Any]:
-        kind, content = value.cell() if type(value) is Shared else cell(value)
-        if kind is PLAIN or type(kind) is tuple:  # mostly
+    def _encode(self, value: Any) -> tuple[Any, Any]:
+        kind, content = value.cell() if type(value) is SharedValue else encode_cell(value)
+        if kind is PLAIN or type(kind) is tuple:  # the common case
             return kind, content
-        if tensors := loose(kind, content):
-            self.session.check(tensors)
+        if tensors := cell_tensors(kind, content):
+            self.session.check_sendable(tensors)
         return kind, content
 
-    def _end(self, kind: Any, content: Any) -> None:
-        if self.session.jobs.pop(self.number, None) is not None:
-            self.leave = None
-            self.session.done((self.number, kind, content), self.reply)
+    def _finish(self, kind: Any, content: Any) -> None:
+        if self.session.calls.pop(self.number, None) is not None:
+            self.leave_batch = None
+            self.session.send_result((self.number, kind, content), self.reply)
 
 
-def _hint(value: Any) -> str:
+def _stream_hint(value: Any) -> str:
     is_stream = inspect.isgenerator(value) or inspect.isasyncgen(value)
-    return ", which is a stream: iterate it with `async for`" if is_stream else ""
+    return ": a generator; use `async for`, not `await`" if is_stream else ""
 
 
-class CreateJob(RpcJob):
-    """A call whose result stays here: the caller gets an RRef of it."""
+class CreateCall(RpcCall):
+    """A call whose result stays on this worker. The caller gets an RRef to it."""
 
     __slots__ = ()
 
-    def _cell(self, value: Any) -> tuple[Any, Any]:
-        return cell(RRef(value.value if type(value) is Shared else value))
+    def _encode(self, value: Any) -> tuple[Any, Any]:
+        return encode_cell(RRef(value.value if type(value) is SharedValue else value))
 
 
-class TorchJob(Job):
-    """A call that plain torch made: answered as torch itself answers, by a future."""
-
-    # Never set_exception: torch would hand the exception to the caller as a *value* (seen on 2.13
-    # and 2.15, tests/test_interop.py).
-    __slots__ = ("_open", "reply", "worker")
-
-    def __init__(
-        self,
-        open_jobs: "set[TorchJob]",
-        reply: "Future[Any]",
-        function: Callable[..., Any],
-        work: Work,
-        worker: str,
-    ) -> None:
-        super().__init__(function, work)
-        self.reply = reply
-        self.worker = worker
-        self._open = open_jobs
-        open_jobs.add(self)
-
-    def succeed(self, value: Any) -> None:
-        self._end(value)
-
-    def fail(self, exc: BaseException) -> None:
-        text = "".join(traceback.format_exception(exc))
-        message = f"On worker {self.worker}:\n{exc!r}\n{text}"
-        # torch decodes the message with unicode_escape (internal.py, 2.11 to 2.15), which garbles
-        # what is not ASCII and chokes on a backslash; encoded first, it comes out as it was.
-        message = message.encode("unicode_escape").decode("ascii")
-        self._end(RemoteException(message, type(exc)))
-
-    def _end(self, answer: Any) -> None:
-        try:
-            self._open.remove(self)
-        except KeyError:  # it has ended already
-            return
-        self.reply.set_result(answer)
-
-
-# ── where a job runs ────────────────────────────────────────────────────────────────────────────
-
-
-def join_of(function: Callable[..., Any]) -> Join | None:
-    """How a caller joins the batches of `function`, if it has any."""
-    inner: Any = getattr(function, "__func__", function)  # a method's
-    if not hasattr(type(inner), "_aiorpc_join"):
+def batch_joiner(function: Callable[..., Any]) -> Joiner | None:
+    """Return how a call joins the batches of `function`, None if it is not batched."""
+    inner: Any = getattr(function, "__func__", function)  # of a bound method
+    if not hasattr(type(inner), "__aiorpc_join__"):
         return None
-    return functools.partial(inner._aiorpc_join, getattr(function, "__self__", None))
+    return functools.partial(inner.__aiorpc_join__, getattr(function, "__self__", None))

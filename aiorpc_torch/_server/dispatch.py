@@ -1,7 +1,6 @@
-"""The calls of a message that came in, as jobs: what each runs, found once for all of a group.
+"""Turn the calls of a message into `RpcCall`s: resolve the target of each group once.
 
-What cannot be read or found is its own calls' answer, and nobody else's. Where a job runs, and
-when, is not known here.
+A call that cannot be read or resolved fails alone.
 """
 
 import functools
@@ -12,138 +11,145 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._aio.deadlines import deadline_after
-from .._protocol.ancestry import BatchId, Errand, received_by
-from .._protocol.columns import read
-from .._protocol.exceptions import Failure
-from .._protocol.messages import Calls, Group, Work
+from .._protocol.ancestry import BatchId, BatchScope, from_wire
+from .._protocol.exceptions import RemoteFailure
+from .._protocol.messages import Arguments, CallGroup, Calls
 from .._protocol.runtime import runs_on_loop
-from .._protocol.targets import Create, order_key, public
+from .._protocol.targets import CreateTarget, MethodTarget, order_key, public_method
 from .._torch import rrefs
-from .calls import CreateJob, Join, RpcJob, join_of
-from .exports import Exports
+from .calls import CreateCall, Joiner, RpcCall, batch_joiner
+from .exports import ExportPolicy
 from .session import Session
-from .stream_writer import StreamJob
+from .stream_writer import StreamCall
 
 
-def arrived(
+def calls_of(
     message: Calls,
     tensors: Sequence[Tensor],
     session: Session,
     reply: Any,
     worker: str,
-    exports: Exports | None = None,
-) -> list[RpcJob]:
-    """A job for each call of `message`, in their order. Raises if the message makes no sense.
+    exports: ExportPolicy | None = None,
+) -> list[RpcCall]:
+    """Return the calls of `message`, in order. Raises if the message is inconsistent.
 
-    `reply` answers calls that came by torch RPC; None: their session does.
+    `reply` answers calls that came by torch RPC. If it is None, the session answers.
     """
-    if exports is None and not tensors and len(message.numbers) == 1:
-        lone = _lone(message, session, reply, worker)
-        if lone is not None:
-            return [lone]
     if {*map(type, message.budgets)} - _SECONDS:
-        raise TypeError("budgets are seconds")  # or the loop could not compare its deadlines
-    jobs = []
-    rest, most = iter(tensors), len(message.numbers)
-    groups = [_Found.of(Group(group, rest, most), exports) for group in message.groups]
+        raise TypeError("the budgets of a message must be numbers of seconds")
+    calls = []
+    rest, count = iter(tensors), len(message.numbers)
+    groups = [
+        ResolvedTarget.resolve(CallGroup(group, rest, count), exports) for group in message.groups
+    ]
     order = message.order or itertools.repeat(0)
     budgets = message.budgets or itertools.repeat(None)
     for number, index, budget in zip(message.numbers, order, budgets, strict=False):
         found = groups[index]
-        function, join, work = found.function, found.join, next(found.calls)
-        if isinstance(work, Failure):
-            function, join, work = work.get, None, _NOTHING
-        due = None if budget is None else deadline_after(budget)
-        job = found.job(session, reply, number, function, work, due, worker, found.on_loop, join)
-        job.key = found.key
+        function, joiner, arguments = found.function, found.joiner, next(found.arguments)
+        if isinstance(arguments, RemoteFailure):
+            function, joiner, arguments = arguments.raise_, None, _NO_ARGUMENTS
+        deadline = None if budget is None else deadline_after(budget)
+        call = found.call_type(
+            session, reply, number, function, arguments, deadline, worker, found.on_loop, joiner
+        )
+        call.order_key = found.order_key
         if found.batches:
-            job.errand = _errand(received_by(worker, found.batches), session, number)
-        jobs.append(job)
-    if len(jobs) < most:
-        raise ValueError(f"a message of {most} calls has {len(jobs)}")
-    return jobs
+            call.scope = _batch_scope(from_wire(worker, found.batches), session, number)
+        calls.append(call)
+    if len(calls) < count:
+        raise ValueError(f"a message must have {count} calls, got {len(calls)}")
+    return calls
 
 
-def _lone(message: Calls, session: Session, reply: Any, worker: str) -> RpcJob | None:
-    """The job of a call by itself, as most are; None for one that takes more, or has a mistake."""
+def lone_call(
+    session: Session,
+    number: int,
+    on: rrefs.RRefId,
+    name: str,
+    args: tuple[Any, ...],
+    worker: str,
+    exports: ExportPolicy | None = None,
+) -> RpcCall:
+    """Return the call of a frame of one call. It fails if its target cannot be resolved."""
+    call = RpcCall(session, None, number, _unresolved, (args, {}), None, worker, True)
+    call.order_key = on
     try:
-        target, stream, names, _, columns, *batches = message.groups[0]
-        ident, name = target
-        if stream or names != () or batches or message.budgets or type(ident) is not tuple:
-            return None
-        function = public(rrefs.find(ident), name)
-        args = tuple([read(column, _NO_TENSORS, 1)[0] for column in columns])
-        on_loop, join = runs_on_loop(function), join_of(function)
-    except BaseException:  # it is raised again, for its caller
-        return None
-    (number,) = message.numbers
-    job = RpcJob(session, reply, number, function, (args, {}), None, worker, on_loop, join)
-    job.key = ident
-    return job
+        found = rrefs.find_object(on)
+        if exports is not None:
+            exports.check(MethodTarget(on, name), found)
+        call.function = public_method(found, name)
+        call.on_loop, call.joiner = runs_on_loop(call.function), batch_joiner(call.function)
+    except BaseException as exc:
+        call.fail(exc)
+    return call
 
 
-_NO_TENSORS: Iterator[Tensor] = iter(())
+def _unresolved(*_: Any) -> None:
+    """Stand in for the function until the target is resolved."""
+
 
 _SECONDS = {float, int, type(None)}
 
 
-def _errand(batches: frozenset[BatchId], session: Session, number: int) -> Errand:
-    # Not a job's own method: a task that the call leaves behind would keep its object alive.
-    jobs = session.jobs
+def _batch_scope(batches: frozenset[BatchId], session: Session, number: int) -> BatchScope:
+    # Not a method of the call: tasks that outlive the call would keep its object alive.
+    calls = session.calls
 
     def is_open() -> bool:
-        job = jobs.get(number)
-        return job is not None and not job.abandoned
+        call = calls.get(number)
+        return call is not None and not call.is_cancelled
 
-    return Errand(batches, is_open)
+    return BatchScope(batches, is_open)
 
 
-def unreadable(
+def failing_calls(
     message: Calls, session: Session, reply: Any, worker: str, exc: BaseException
-) -> list[RpcJob]:
-    """A job that raises `exc` for each call of `message`."""
+) -> list[RpcCall]:
+    """Return a call that raises `exc` for each call of `message`."""
     function = functools.partial(_raise, exc)
     return [
-        RpcJob(session, reply, number, function, ((), {}), None, worker, False)
+        RpcCall(session, reply, number, function, ((), {}), None, worker, False)
         for number in message.numbers
     ]
 
 
-class _Found(NamedTuple):
-    """A group whose function is known: what to run, or what raises."""
+class ResolvedTarget(NamedTuple):
+    """The function of a group of calls, or a function that raises the reason why there is none."""
 
     function: Callable[..., Any]
     on_loop: bool
-    join: Join | None
-    job: Callable[..., RpcJob]
-    calls: Iterator[Any]
+    joiner: Joiner | None
+    call_type: Callable[..., RpcCall]
+    arguments: Iterator[Any]
     batches: Sequence[BatchId]
-    key: Any = None
+    order_key: Any = None
 
     @classmethod
-    def of(cls, group: Group, exports: Exports | None) -> "_Found":
-        kind: Callable[..., RpcJob] = StreamJob if group.stream else RpcJob
+    def resolve(cls, group: CallGroup, exports: ExportPolicy | None) -> "ResolvedTarget":
+        kind: Callable[..., RpcCall] = StreamCall if group.stream else RpcCall
         try:
-            target = group.target() if exports is None else group.target(exports.unpack)
-            if isinstance(target, Failure):
-                target.get()
-            found = None if target.on is None else rrefs.find(target.on)
+            target = group.target() if exports is None else group.target(exports.load_target)
+            if isinstance(target, RemoteFailure):
+                target.raise_()
+            found = None if target.on is None else rrefs.find_object(target.on)
             if exports is not None:
                 exports.check(target, found)
             function = target.bind(found)
-            join = None if group.stream else join_of(function)
+            joiner = None if group.stream else batch_joiner(function)
             on_loop = runs_on_loop(function)
-        except BaseException as exc:  # not read, not found, not to be called: each call's answer
+        except BaseException as exc:  # each call of the group raises it
             group.skip()
-            calls = itertools.repeat(_NOTHING)
-            return cls(functools.partial(_raise, exc), False, None, kind, calls, ())
-        if isinstance(target, Create):
-            kind = CreateJob
-        found_calls: Iterator[Any] = iter(group.calls())
-        return cls(function, on_loop, join, kind, found_calls, group.batches, order_key(target))
+            nothing = itertools.repeat(_NO_ARGUMENTS)
+            return cls(functools.partial(_raise, exc), False, None, kind, nothing, ())
+        if isinstance(target, CreateTarget):
+            kind = CreateCall
+        arguments = iter(group.calls())
+        key = order_key(target)
+        return cls(function, on_loop, joiner, kind, arguments, group.batches, key)
 
 
-_NOTHING: Work = (), {}
+_NO_ARGUMENTS: Arguments = (), {}
 
 
 def _raise(exc: BaseException, *_: Any, **__: Any) -> None:

@@ -1,8 +1,4 @@
-"""Where a job runs: on the loop, or in a thread.
-
-Knows how each kind of function is started and how its end reaches the job; not where jobs come
-from, nor in which order.
-"""
+"""Run calls on the event loop or in threads, and end each with its result."""
 
 import asyncio
 import contextvars
@@ -10,201 +6,198 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable, Coroutine, Iterable
-from contextvars import Context
+from collections.abc import Callable, Iterable
 from types import CoroutineType
 from typing import Any
 
 import torch
 
-from .._aio.deadlines import adopt
-from .._aio.entry_queue import Inbox
-from .._aio.tasks import timed
-from .._aio.threads import Threads
-from .._protocol.ancestry import set_out
-from .._protocol.recording import enter
+from .._aio.deadlines import set_deadline
+from .._aio.entry_queue import EntryQueue
+from .._aio.tasks import warn_if_blocking
+from .._aio.threads import DaemonThreadPool
+from .._protocol.ancestry import enter_scopes
+from .._protocol.recording import enter_record
 from .._torch.compat import RawFuture
-from .._torch.thread_state import tune
+from .._torch.thread_state import set_intra_op_threads
 from ..errors import CallTimeout
-from .calls import Job, Join
-from .stream_writer import StreamJob, check_streamable, run_in_thread, stream
+from .calls import Joiner, ServerCall
+from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
 
 log = logging.getLogger("aiorpc_torch")
 
-# From Python 3.12 on a coroutine takes its first step at once: one that never waits is done without
-# a loop iteration of its own.
+# From Python 3.12 on, a task's first step runs at once. A coroutine that never waits then needs no
+# loop iteration.
 _EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
 
-def start_task(
-    loop: asyncio.AbstractEventLoop,
-    coroutine: Coroutine[Any, Any, None],
-    name: str,
-    context: Context,
-) -> "asyncio.Task[None]":
-    """Return a task for `coroutine`. Outside any task."""
-    return asyncio.Task(coroutine, loop=loop, name=name, context=context, **_EAGER)
-
-
-class Runner:
-    """Runs jobs for one worker, on the loop that it was made on and in up to `threads` threads."""
+class Executor:
+    """The executor of one worker's calls: on the running loop and in up to `threads` threads."""
 
     def __init__(self, threads: int) -> None:
         self._loop = asyncio.get_running_loop()
-        self._context = contextvars.copy_context()  # what a method sees, whoever calls it
-        self._context.run(adopt, None)
-        self._context.run(set_out, ())
-        self._context.run(enter, None)
-        self._inbox: Inbox[Callable[[], None]] = Inbox(self._loop, lambda step: step())
+        self._context = contextvars.copy_context()  # of every call
+        self._context.run(set_deadline, None)
+        self._context.run(enter_scopes, ())
+        self._context.run(enter_record, None)
+        self._steps: EntryQueue[Callable[[], None]] = EntryQueue(self._loop, lambda step: step())
         self._intra_op = torch.get_num_threads()
-        tune(self._intra_op)
-        self._threads = Threads(threads, functools.partial(tune, self._intra_op))
-        self._is_behind = False  # whether cancelled coroutines have yet to see it
+        set_intra_op_threads(self._intra_op)
+        self._threads = DaemonThreadPool(
+            threads, functools.partial(set_intra_op_threads, self._intra_op)
+        )
+        self._has_cancelled = False  # whether cancelled coroutines have not run since
 
     def __repr__(self) -> str:
-        return f"<Runner {self._inbox}, {self._threads}>"
+        return f"<Executor {self._steps}, {self._threads}>"
 
-    def on_loop(self, step: Callable[[], None]) -> None:
-        """Run `step` on the loop, after all that was handed over before."""
-        self._inbox.push(step)
+    def call_on_loop(self, step: Callable[[], None]) -> None:
+        """Run `step` on the loop, in the order of the calls to this method. In any thread."""
+        self._steps.put(step)
 
-    def in_threads(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run each task in a thread; they start in order."""
+    def submit_to_threads(self, tasks: Iterable[Callable[[], None]]) -> None:
+        """Run each task in a thread. The tasks start in order."""
         self._threads.submit(tasks)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    def begin(self, job: Job) -> None:
-        """Start a job whose function wants the loop."""
-        if _expired(job):
+    def start_on_loop(self, call: ServerCall) -> None:
+        """Start a call whose function runs on the loop."""
+        if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
             return
-        if job.join is not None:
-            is_alone = job.errand is None and job.recording is None
+        if call.joiner is not None:
+            is_alone = call.scope is None and call.recording is None
             context = self._context if is_alone else self._context.copy()
-            context.run(_join, job, job.join)
+            context.run(_join, call, call.joiner)
         else:
-            self._start(job)
+            self._start_task(call)
 
-    def cancel(self, job: Job) -> None:
-        """Cancel a job: its coroutine sees that before jobs that come later start."""
-        job.abandon()
-        if not self._is_behind:
-            self._is_behind = True
-            self._loop.call_soon(self._caught_up)
+    def cancel(self, call: ServerCall) -> None:
+        """Cancel a call. Its coroutine is resumed before later calls start."""
+        call.cancel()
+        if not self._has_cancelled:
+            self._has_cancelled = True
+            self._loop.call_soon(self._clear_cancelled)
 
-    def _caught_up(self) -> None:
-        self._is_behind = False
+    def _clear_cancelled(self) -> None:
+        self._has_cancelled = False
 
-    def _start(self, job: Job) -> None:
-        context = self._context.copy()
-        if self._is_behind:  # cancelled coroutines have their step first
-            job.task = self._loop.create_task(_run(job), name=job.name, context=context)
+    def _start_task(self, call: ServerCall) -> None:
+        context, name = self._context.copy(), call.name
+        if self._has_cancelled:  # cancelled coroutines run first
+            call.task = self._loop.create_task(_run(call, name), name=name, context=context)
         else:
-            job.task = start_task(self._loop, _run(job), job.name, context)
+            call.task = asyncio.Task(
+                _run(call, name), loop=self._loop, name=name, context=context, **_EAGER
+            )
 
-    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        """Start what is nobody's job, on the running loop. It must not raise."""
-        return start_task(asyncio.get_running_loop(), coroutine, name, Context())
-
-    def _go_on(self, job: Job, value: Any, context: contextvars.Context) -> None:
-        job.task = self._loop.create_task(_run(job, value), name=job.name, context=context)
+    def _resume_on_loop(self, call: ServerCall, value: Any, context: contextvars.Context) -> None:
+        call.task = self._loop.create_task(
+            _run(call, call.name, value), name=call.name, context=context
+        )
 
     # ── in a thread ─────────────────────────────────────────────────────────────────────────────
 
-    def work(self, job: Job) -> None:
-        """Run a job with a plain function."""
-        if not _expired(job):
-            self._context.copy().run(self._work, job)
+    def run_plain(self, call: ServerCall) -> None:
+        """Run a call of a plain function in this thread."""
+        if not _fail_if_expired(call):
+            self._context.copy().run(self._run_plain, call)
 
-    def _work(self, job: Job) -> None:
+    def _run_plain(self, call: ServerCall) -> None:
         try:
-            value = job.call() if job.recording is None else job.recording.run(job.call)
-        except BaseException as exc:  # SystemExit too is the caller's to see, not this process's
-            job.fail(exc)
+            value = call.invoke() if call.recording is None else call.recording.run(call.invoke)
+        except BaseException as exc:  # SystemExit too goes to the caller
+            call.fail(exc)
         else:
-            self._returned(job, value)
+            self._on_return(call, value)
 
-    def _returned(self, job: Job, value: Any) -> None:
-        # torch's own async_execution style; who iterates is told that it is no generator
-        if isinstance(value, RawFuture) and not isinstance(job, StreamJob):
-            value.add_done_callback(functools.partial(_take, job))
+    def _on_return(self, call: ServerCall, value: Any) -> None:
+        # A function in torch's own async_execution style. A stream of it fails in check_streamable.
+        if isinstance(value, RawFuture) and not isinstance(call, StreamCall):
+            value.add_done_callback(functools.partial(_settle_from, call))
         elif inspect.iscoroutine(value) or hasattr(type(value), "__anext__"):
-            # An `async def` behind a decorator that is a plain def. A copy of the context: this
-            # thread is still inside it, and two threads cannot be in one.
+            # An `async def` behind a plain decorator. The context is copied because this thread is
+            # still inside it, and two threads cannot enter one context.
             context = contextvars.copy_context()
-            self.on_loop(functools.partial(self._go_on, job, value, context))
-        elif isinstance(job, StreamJob):
-            self._stream_in_thread(job, value)
+            self.call_on_loop(functools.partial(self._resume_on_loop, call, value, context))
+        elif isinstance(call, StreamCall):
+            self._stream_in_thread(call, value)
         else:
-            job.succeed(value)
+            call.succeed(value)
 
-    def _stream_in_thread(self, job: StreamJob, value: Any) -> None:
+    def _stream_in_thread(self, call: StreamCall, value: Any) -> None:
         try:
-            check_streamable(value, job.name)
+            check_streamable(value, call.name)
         except TypeError as exc:
-            job.fail(exc)
+            call.fail(exc)
         else:
-            run_in_thread(job, value, lambda task: self.in_threads((task,)))
+            pump_in_thread(call, value, lambda task: self.submit_to_threads((task,)))
 
-    def close(self, patience: float, name: str) -> None:
-        """End the threads of that worker; those that still run user code are counted in the log."""
-        if stuck := self._threads.close(patience):
+    def close(self, timeout: float, name: str) -> None:
+        """Stop the threads, and log how many still run user code after `timeout` seconds."""
+        if stuck := self._threads.close(timeout):
             log.warning("%d plain `def` calls still run on worker %s", stuck, name)
 
 
-def _expired(job: Job) -> bool:
-    """End a job for which nobody waits, instead of starting it."""
-    if job.abandoned:
-        job.fail(asyncio.CancelledError())
-    elif job.is_late():
-        job.fail(CallTimeout("the deadline had passed when the call was to start"))
+def _fail_if_expired(call: ServerCall) -> bool:
+    """Fail a call that was cancelled or is past its deadline; return whether it was."""
+    if call.is_cancelled:
+        call.fail(asyncio.CancelledError())
+    elif call.is_past_deadline():
+        text = f"{call.name} on worker {call.worker!r} timed out before it was started"
+        call.fail(CallTimeout(text, worker=call.worker, method=call.name))
     else:
         return False
     return True
 
 
-def _join(job: Job, join: Join) -> None:
-    job.set_out()
+def _join(call: ServerCall, joiner: Joiner) -> None:
+    call.enter_context()
     try:
-        job.leave = join(job.settle, job.take_work(), job.caller)
-    except BaseException as exc:  # as for any function of the user's
-        job.fail(exc)
+        call.leave_batch = joiner(call.settle, call.take_arguments(), call.caller)
+    except BaseException as exc:  # raised by user code
+        call.fail(exc)
 
 
-_NOT_YET = object()
+_NOT_CALLED = object()
 
 
-async def _run(job: Job, value: Any = _NOT_YET) -> None:
-    """Run a job to its end: one frame for each call that waits, of a hundred thousand perhaps.
+async def _run(call: ServerCall, name: str, value: Any = _NOT_CALLED) -> None:
+    """Run a call to its end.
 
-    `value` is what its function has returned already, in a thread.
+    Each waiting call keeps one such frame, so it stays small: there may be 100,000.
+
+    Args:
+        call: the call.
+        name: name for the warning about a slow step.
+        value: awaitable that the function has returned in a thread, if it ran there.
     """
-    job.begun = True
-    if job.abandoned and value is _NOT_YET:
-        job.fail(asyncio.CancelledError())
+    call.has_started = True
+    if call.is_cancelled and value is _NOT_CALLED:
+        call.fail(asyncio.CancelledError())
         return
-    if job.abandoned and (task := asyncio.current_task()):
+    if call.is_cancelled and (task := asyncio.current_task()):
         task.cancel()  # the coroutine sees it at its first await
     try:
-        if value is _NOT_YET:
-            value = job.call()
-        if type(value) is CoroutineType:  # mostly
-            value = await timed(value, job.name)
+        if value is _NOT_CALLED:
+            value = call.invoke()
+        if type(value) is CoroutineType:  # the common case
+            value = await warn_if_blocking(value, name)
         elif inspect.isawaitable(value):
-            value = await (timed(value, job.name) if inspect.iscoroutine(value) else value)
-        if isinstance(job, StreamJob):
-            check_streamable(value, job.name)
-            await stream(job, value)
-    except BaseException as exc:  # a KeyboardInterrupt would otherwise end the serving loop
-        job.fail(exc)
+            value = await (warn_if_blocking(value, name) if inspect.iscoroutine(value) else value)
+        if isinstance(call, StreamCall):
+            check_streamable(value, call.name)
+            await pump_async(call, value)
+    except BaseException as exc:  # a KeyboardInterrupt must not end the serving loop
+        call.fail(exc)
     else:
-        job.succeed(value)
+        call.succeed(value)
 
 
-def _take(job: Job, future: "RawFuture[Any]") -> None:
+def _settle_from(call: ServerCall, future: "RawFuture[Any]") -> None:
     try:
         value = future.wait()
-    except BaseException as exc:  # of whatever class the worker named that completed it
-        job.fail(exc)
+    except BaseException as exc:  # the worker that completed it chose the class
+        call.fail(exc)
     else:
-        job.succeed(value)
+        call.succeed(value)

@@ -1,8 +1,8 @@
-"""What a worker answers to, if not to everything: the classes, functions and modules it was given.
+"""The export policy of a worker: restrict what callers can reach.
 
-What a call is of is read here without importing, running or changing what it names: by an unpickler
-that knows the few words of our own and takes any other name for no more than a name. Knows how a
-call names its target, and nothing of where it comes from.
+The target of a call is read without importing, running or changing what it names. Its unpickler
+knows the target classes; any other global is read as a name, and only exported names are looked up.
+(tests/test_exports.py)
 """
 
 import importlib
@@ -15,96 +15,95 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from .._protocol.pickling import read_rref
 from .._protocol.targets import (
-    Create,
-    Fetch,
-    Function,
-    Method,
+    BoundTarget,
+    CreateTarget,
+    FetchTarget,
+    FunctionTarget,
+    MethodTarget,
     Target,
-    TypedMethod,
-    check_public,
-    read_rref,
+    check_public_name,
 )
 from .._torch.compat import RRefBase
 from ..errors import NotExported
 
 Export = Callable[..., Any] | str
-"""A class, a function, or the name of a module: all that it and the modules in it define."""
+"""A class, a function, or the name of a module, which includes its submodules."""
 
 
-def as_exports(exports: Iterable[Export]) -> tuple[Export, ...]:
-    """What the user gave.
+def checked_exports(exports: Iterable[Export]) -> tuple[Export, ...]:
+    """Return `exports` as a tuple, checked.
 
     Raises:
-        TypeError: if it is one thing and not a list of such, or holds what cannot be exported.
-        ImportError: if there is no module of a name in it.
+        TypeError: if it is not a list, or has a member that cannot be exported.
+        ImportError: if a module in it does not exist.
     """
     if isinstance(exports, str | type):
-        raise TypeError(f"exports is a list of what is exported, as in [{exports!r}]")
+        raise TypeError(f"exports must be a list, got {exports!r}; write [{exports!r}]")
     given = tuple(exports)
-    Exports(given)
+    ExportPolicy(given)
     return given
 
 
-class Exports:
-    """Decides which calls are answered."""
+class ExportPolicy:
+    """Decides which calls a worker runs."""
 
     def __init__(self, exports: Iterable[Export]) -> None:
-        self._things = tuple(each for each in exports if not isinstance(each, str))
+        self._objects = tuple(each for each in exports if not isinstance(each, str))
         self._modules = tuple(each for each in exports if isinstance(each, str))
-        for thing in self._things:
-            if not (callable(thing) and hasattr(thing, "__qualname__")):
+        for exported in self._objects:
+            if not (callable(exported) and hasattr(exported, "__qualname__")):
                 raise TypeError(
-                    f"exports holds classes, functions and names of modules, not {thing!r}"
+                    f"exports must hold classes, functions and names of modules, got {exported!r}"
                 )
         for module in self._modules:
-            importlib.import_module(module)  # a name that is none is the caller's to see
+            importlib.import_module(module)  # raises ImportError
 
     def __repr__(self) -> str:
-        names = [*(each.__qualname__ for each in self._things), *self._modules]
-        return f"<Exports {', '.join(names)}>"
+        names = [*(each.__qualname__ for each in self._objects), *self._modules]
+        return f"<ExportPolicy {', '.join(names)}>"
 
-    def unpack(self, data: bytes, tensors: Sequence[Tensor]) -> Target:
-        """The target that was packed; in place of `_wire.unpack`.
+    def load_target(self, data: bytes, tensors: Sequence[Tensor]) -> Target:
+        """Return the target that was pickled.
 
         Raises:
-            NotExported: if it names anything that is not exported, or is more than a name.
+            NotExported: if it is not exported, or is not pickled by name.
         """
         try:
-            asked = _Reader(BytesIO(data)).load()
-            kind = type(asked).kind
-            parts = zip(kind._fields, asked, strict=False)
-            target: Target = kind(*(self._understood(kind, *each) for each in parts))
+            stub = _NameUnpickler(BytesIO(data)).load()
+            kind = type(stub).kind
+            parts = zip(kind._fields, stub, strict=False)
+            target: Target = kind(*(self._resolve(kind, *each) for each in parts))
         except NotExported:
             raise
         except BaseException as exc:
             raise NotExported(
-                "this worker answers to what its exports name, and this call is not of a class or "
-                f"function by its name ({type(exc).__name__}: {exc})"
+                "the worker has exports=, so the target of a call must be pickled by name "
+                f"({type(exc).__name__}: {exc})"
             ) from None
         return target
 
     def check(self, target: Target, found: Any) -> None:
-        """Raise NotExported unless `target`, of the object `found`, is answered to."""
-        if isinstance(target, Method):
-            check_public(target.name)
+        """Raise NotExported unless `target`, a method of the object `found`, is exported."""
+        if isinstance(target, MethodTarget):
+            check_public_name(target.name)
             if not self._has_class(type(found)):
-                _refuse(f"{_name(type(found))}.{target.name}")
-        elif isinstance(target, TypedMethod):
+                _refuse(f"{_describe(type(found))}.{target.name}")
+        elif isinstance(target, BoundTarget):
             function = target.function
             if not (self._is_method(function, found) or self._has_function(function)):
-                _refuse(_name(function))
-        # A class or function by itself was looked at when it was read; to hold an RRef is to be
-        # allowed to fetch.
+                _refuse(_describe(function))
+        # `load_target` has checked functions and classes. Who holds an RRef may fetch its object.
 
-    def _understood(self, kind: type, field: str, part: Any) -> Any:
-        if isinstance(part, _FIELDS[field]):
+    def _resolve(self, kind: type, field: str, part: Any) -> Any:
+        if isinstance(part, _FIELD_TYPES[field]):
             is_name = isinstance(part, _Name)
-            return self._find(part.text, by_itself=kind is not TypedMethod) if is_name else part
-        raise TypeError(f"a {type(part).__name__} in place of {field!r}")
+            return self._find(part.text, by_itself=kind is not BoundTarget) if is_name else part
+        raise TypeError(f"{field!r} must not be a {type(part).__name__}")
 
     def _find(self, name: str, *, by_itself: bool) -> Any:
-        """What has that name in the modules that are loaded; nothing runs while it is looked up."""
+        """Return the object of that name in a loaded module, without running user code."""
         module, _, path = name.partition(":")
         if self._has_module(module):
             importlib.import_module(module)
@@ -112,7 +111,7 @@ class Exports:
         found: Any = sys.modules.get(module)
         parts = path.split(".")
         for part in parts:
-            owner, found = found, _look(found, part)
+            owner, found = found, _static_attribute(found, part)
         if isinstance(owner, type) and isinstance(found, _BOUND_BY_CLASS):
             found = getattr(owner, parts[-1])
         is_public = not any(part.startswith("_") for part in parts)
@@ -124,19 +123,19 @@ class Exports:
         return found
 
     def _check_itself(self, found: Any, name: str, is_public: bool) -> None:
-        exported = self._has_thing(found)
+        exported = self._has_object(found)
         if not exported and is_public:
             exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
         if not exported:
             _refuse(name)
 
-    def _has_thing(self, found: Any) -> bool:
-        return any(found is each or _same(found, each) for each in self._things)
+    def _has_object(self, found: Any) -> bool:
+        return any(found is each or _is_same_callable(found, each) for each in self._objects)
 
     def _has_function(self, function: Any) -> bool:
         is_public = not getattr(function, "__name__", "_").startswith("_")
         inside = is_public and self._has_module(getattr(function, "__module__", None))
-        return inside or self._has_thing(function)
+        return inside or self._has_object(function)
 
     def _is_method(self, function: Any, found: Any) -> bool:
         name = getattr(function, "__name__", "")
@@ -145,7 +144,7 @@ class Exports:
 
     def _has_class(self, cls: type) -> bool:
         return any(
-            base in self._things or self._has_module(base.__module__) for base in cls.__mro__
+            base in self._objects or self._has_module(base.__module__) for base in cls.__mro__
         )
 
     def _has_module(self, name: Any) -> bool:
@@ -158,8 +157,8 @@ class Exports:
         )
 
 
-def _look(owner: Any, name: str) -> Any:
-    """An attribute of a module or a class, as it lies there: nothing of the user's runs."""
+def _static_attribute(owner: Any, name: str) -> Any:
+    """Return an attribute of a module or class without running descriptors or `__getattr__`."""
     if isinstance(owner, type):
         return next((vars(cls)[name] for cls in owner.__mro__ if name in vars(cls)), None)
     return vars(owner).get(name) if isinstance(owner, types.ModuleType) else None
@@ -173,32 +172,32 @@ _BOUND_BY_CLASS = (
 )
 
 
-def _same(one: Any, other: Any) -> bool:
-    # Made anew at each look: a method of a class, and most of what is in torch.
+def _is_same_callable(one: Any, other: Any) -> bool:
+    # Each access makes a new object of class methods and of most torch functions.
     kinds = types.BuiltinFunctionType, types.MethodType
     return type(one) is type(other) and isinstance(one, kinds) and one == other
 
 
-def _name(thing: Any) -> str:
-    return f"{getattr(thing, '__module__', '?')}.{getattr(thing, '__qualname__', repr(thing))}"
+def _describe(found: Any) -> str:
+    return f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', repr(found))}"
 
 
 def _refuse(name: str) -> NoReturn:
     name = name.replace(":", ".")
-    raise NotExported(f"{name} is not among what this worker answers to: see its exports=")
+    raise NotExported(f"the worker does not export {name}; add it to that worker's exports=")
 
 
-# ── names, and no more ──────────────────────────────────────────────────────────────────────────
+# ── unpickling names ────────────────────────────────────────────────────────────────────────────
 
 
 class _Sealed(type):
-    # A pickle can set the attributes of whatever it can name.
+    # The BUILD opcode of a pickle could set attributes of any class that it names.
     def __setattr__(cls, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a pickle may not set {name}")
+        raise AttributeError(f"a pickle must not set {name}")
 
 
-class _Asked(tuple[Any, ...], metaclass=_Sealed):
-    """Stands for one of the classes by which a call names its target."""
+class _TargetStub(tuple[Any, ...], metaclass=_Sealed):
+    """A stand-in for one of the target classes."""
 
     __slots__ = ()
     kind: Any
@@ -207,16 +206,16 @@ class _Asked(tuple[Any, ...], metaclass=_Sealed):
         return super().__new__(cls, parts)
 
 
-_WORDS = {
+_TARGET_STUBS = {
     (kind.__module__, kind.__name__): _Sealed(
-        kind.__name__, (_Asked,), {"__slots__": (), "kind": kind}
+        kind.__name__, (_TargetStub,), {"__slots__": (), "kind": kind}
     )
-    for kind in (Method, TypedMethod, Function, Create, Fetch)
+    for kind in (MethodTarget, BoundTarget, FunctionTarget, CreateTarget, FetchTarget)
 }
 
 
 class _Name(metaclass=_Sealed):
-    """Stands for anything else: `module:qualified.name`."""
+    """A stand-in for any other global: `module:qualified.name`."""
 
     __slots__ = ("text",)
     text: str
@@ -225,29 +224,29 @@ class _Name(metaclass=_Sealed):
         object.__setattr__(self, "text", text)
 
     def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a pickle may not set {name}")
+        raise AttributeError(f"a pickle must not set {name}")
 
 
-class _Reader(pickle.Unpickler):
+class _NameUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        word = _WORDS.get((module, name))
-        if word is not None:
-            return word
+        stub = _TARGET_STUBS.get((module, name))
+        if stub is not None:
+            return stub
         if (module, name) == (read_rref.__module__, read_rref.__name__):
-            return lambda *parts: read_rref(*parts)  # its own: see _Sealed
-        if (module, name) == ("builtins", "getattr"):  # how a class method is named
+            return lambda *parts: read_rref(*parts)  # a new object, since BUILD could change it
+        if (module, name) == ("builtins", "getattr"):  # class methods are pickled with it
             return lambda owner, name: _attribute(owner, name)
         return _Name(f"{module}:{name}")
 
 
 def _attribute(owner: Any, name: str) -> _Name:
     if not isinstance(owner, _Name):
-        raise pickle.UnpicklingError(f"an attribute of {type(owner).__name__}")
+        raise pickle.UnpicklingError(f"getattr on a {type(owner).__name__}")
     return _Name(f"{owner.text}.{name}")
 
 
-# What may stand in the fields of those classes.
-_FIELDS: dict[str, Any] = {
+# The types allowed in the fields of the target classes.
+_FIELD_TYPES: dict[str, Any] = {
     "on": RRefBase | tuple | None,
     "name": str,
     "function": _Name,

@@ -1,8 +1,8 @@
-"""Where callers connect: an abstract Unix socket, and TCP if a peer is in another namespace.
+"""The listening sockets of a worker: an abstract Unix socket and, for remote peers, a TCP port.
 
-A connection becomes a session once its caller has proven that this worker was introduced to it by
-torch RPC. Until then it gets a fixed buffer and a few seconds, and there are only so many of them.
-(tests/test_connections.py)
+A connection becomes a session once its caller has proven that torch RPC gave it the credentials.
+Until then the connection has a fixed buffer and a time limit, and the number of such connections is
+limited. (tests/test_connections.py)
 """
 
 import asyncio
@@ -14,7 +14,7 @@ import struct
 from collections.abc import Callable
 from typing import cast
 
-from .._aio.fork import keep_from_children
+from .._aio.fork import close_on_fork
 from .._protocol.channel import Channel
 from .._protocol.handshake import (
     HELLO,
@@ -28,18 +28,18 @@ from .._protocol.handshake import (
 
 log = logging.getLogger("aiorpc_torch")
 
-UNPROVEN = 64  # connections at once whose caller has proven nothing; of more the oldest is closed
-PATIENCE = 5.0  # seconds for the proof
+MAX_UNPROVEN = 64  # unauthenticated connections; beyond it the oldest is closed
+PROOF_TIMEOUT = 5.0  # seconds
 BACKLOG = 128
 _UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _OVERFLOW = "/proc/sys/kernel/overflowuid"
 
 Accept = Callable[[Party, int], Channel]
-"""Makes the session of a caller's link."""
+"""Makes the session of a caller's connection with that number."""
 
 
 class Listener:
-    """The listening sockets of one worker, and whom it was introduced to."""
+    """The listening sockets of one worker, and the credentials that it gave to callers."""
 
     def __init__(self, me: Party, accept: Accept) -> None:
         self._me = me
@@ -47,7 +47,7 @@ class Listener:
         self._servers: list[asyncio.Server] = []
         self._credentials: dict[bytes, Credentials] = {}
         self._introduced: dict[Party, Credentials] = {}
-        self._unproven: dict[_Unproven, None] = {}  # the oldest first
+        self._unproven: dict[_Unproven, None] = {}  # oldest first
         self.addresses = Addresses(network_namespace(), "")
 
     def __repr__(self) -> str:
@@ -55,7 +55,7 @@ class Listener:
 
     @classmethod
     async def start(cls, me: Party, host: str | None, accept: Accept) -> "Listener":
-        """Listen on a new abstract Unix socket, and on a port of `host` if it is given."""
+        """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given."""
         listener = cls(me, accept)
         name = f"aiorpc-{secrets.token_hex(16)}"
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
@@ -73,7 +73,7 @@ class Listener:
 
     async def _serve(self, listening: socket.socket) -> None:
         listening.setblocking(False)
-        keep_from_children(listening)
+        close_on_fork(listening)
         loop = asyncio.get_running_loop()
         make = lambda: _Unproven(self)  # noqa: E731
         if listening.family == socket.AF_UNIX:
@@ -83,52 +83,52 @@ class Listener:
         self._servers.append(server)
 
     def introduce(self, caller: Party) -> tuple[Credentials, Addresses]:
-        """Return what that caller's process needs to connect: always the same."""
+        """Return the credentials and addresses for a caller; the same at each request."""
         known = self._introduced.get(caller)
         if known is None:
             known = self._introduced[caller] = Credentials(caller, self._me)
             self._credentials[known.key] = known
         return known, self.addresses
 
-    def forget(self, caller: str) -> None:
-        """Accept no more connections of the processes that were introduced by that name."""
+    def revoke(self, caller: str) -> None:
+        """Revoke the credentials of all processes of the worker `caller`."""
         for party in [each for each in self._introduced if each.name == caller]:
             del self._credentials[self._introduced.pop(party).key]
 
     def find(self, key: bytes) -> Credentials | None:
-        """Return the credentials of an introduction."""
+        """Return the credentials with that key, None if there are none."""
         return self._credentials.get(key)
 
     def close(self) -> None:
-        """Listen no more."""
+        """Stop listening."""
         for server in self._servers:
             server.close()
         for each in [*self._unproven]:
-            each.refuse("the worker leaves")
+            each.refuse("this worker leaves")
 
-    def admit(self, unproven: "_Unproven") -> None:
-        """Let one more connection prove its caller; the oldest of too many is closed.
+    def add_unproven(self, unproven: "_Unproven") -> None:
+        """Add an unauthenticated connection, and close the oldest beyond `MAX_UNPROVEN`.
 
-        A caller proves itself in milliseconds, so strangers cannot keep its place.
+        A member proves itself within milliseconds, so strangers cannot keep members out.
         """
-        while len(self._unproven) >= UNPROVEN:
-            next(iter(self._unproven)).refuse("too many at once")
+        while len(self._unproven) >= MAX_UNPROVEN:
+            next(iter(self._unproven)).refuse("too many unauthenticated connections")
         self._unproven[unproven] = None
 
-    def settle(self, unproven: "_Unproven") -> None:
-        """Forget a connection that has proven its caller, or has gone."""
+    def remove_unproven(self, unproven: "_Unproven") -> None:
+        """Remove a connection that is authenticated or closed."""
         self._unproven.pop(unproven, None)
 
-    def begin(
+    def start_session(
         self, transport: asyncio.Transport, credentials: Credentials, hello: Hello, nonce: bytes
     ) -> None:
-        """Answer a proof, and make the connection a session."""
-        transport.write(hello.answer(credentials, nonce))
-        self._accept(credentials.caller, hello.link).start(transport)
+        """Answer the caller's proof, and start the session of the connection."""
+        transport.write(hello.callee_proof(credentials, nonce))
+        self._accept(credentials.caller, hello.connection).start(transport)
 
 
 class _Unproven(asyncio.BufferedProtocol):
-    """A connection until its caller has proven who it is."""
+    """A connection until its caller is authenticated."""
 
     def __init__(self, listener: Listener) -> None:
         self._listener = listener
@@ -139,14 +139,14 @@ class _Unproven(asyncio.BufferedProtocol):
         self._timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        opened = cast(asyncio.Transport, transport)  # uvloop's is none by inheritance
+        opened = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self._transport = opened
-        if not _is_ours(opened):
+        if not _is_same_user(opened):
             opened.abort()
             return
-        self._listener.admit(self)
-        keep_from_children(opened)
-        self._timer = asyncio.get_running_loop().call_later(PATIENCE, self.refuse, "no proof")
+        self._listener.add_unproven(self)
+        close_on_fork(opened)
+        self._timer = asyncio.get_running_loop().call_later(PROOF_TIMEOUT, self.refuse, "no proof")
         opened.write(self._nonce)
 
     def get_buffer(self, sizehint: int) -> memoryview:
@@ -165,29 +165,29 @@ class _Unproven(asyncio.BufferedProtocol):
         if credentials is None or not hello.is_proven(credentials, self._nonce):
             self.refuse("a wrong proof")
             return
-        self._end()
-        self._listener.begin(self._transport, credentials, hello, self._nonce)
+        self._end_handshake()
+        self._listener.start_session(self._transport, credentials, hello, self._nonce)
 
-    def refuse(self, why: str) -> None:
-        """Close the connection of a stranger."""
-        log.debug("%r closes a connection: %s", self._listener, why)
-        self._end()
+    def refuse(self, reason: str) -> None:
+        """Close the connection, and log the reason."""
+        log.debug("%r refused a connection: %s", self._listener, reason)
+        self._end_handshake()
         if self._transport is not None:
             self._transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._end()
+        self._end_handshake()
         self._transport = None
 
-    def _end(self) -> None:
+    def _end_handshake(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        self._listener.settle(self)
+        self._listener.remove_unproven(self)
 
 
-def _is_ours(transport: asyncio.Transport) -> bool:
-    """Return whether a Unix connection is of this user; others prove who they are."""
+def _is_same_user(transport: asyncio.Transport) -> bool:
+    """Return False for a Unix socket of another user; the handshake checks all others."""
     peer = transport.get_extra_info("socket")
     if peer.family != socket.AF_UNIX:
         return True
@@ -197,7 +197,7 @@ def _is_ours(transport: asyncio.Transport) -> bool:
 
 
 def _overflow_uid() -> int:
-    """Return the number that stands for users of another user namespace."""
+    """Return the user id that stands for users of other user namespaces."""
     try:
         with open(_OVERFLOW) as file:
             return int(file.read())

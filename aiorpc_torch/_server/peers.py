@@ -1,6 +1,6 @@
-"""What a worker knows of its peers beside their calls: who may call, who has left, who came back.
+"""The peers of one worker: which may connect, which have left, which rejoin.
 
-Confined to the worker's loop, but for `check`.
+Confined to the worker's loop.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,70 +11,70 @@ from torch.futures import Future
 from .._protocol.handshake import Party
 from ..errors import NotServing
 
-Meet = Callable[[bytes, "Future[Any]"], None]
-"""Answers a worker that has come back."""
+OnRejoin = Callable[[bytes, "Future[Any]"], None]
+"""Answers a worker that rejoins: takes its description and the future of the answer."""
 
 
-def replaced(worker: str) -> str:
-    """Return what a process is told whose place a newer process has taken."""
+def replaced_text(worker: str) -> str:
+    """Return the error text for a process that was replaced."""
     return f"worker {worker!r} was restarted: a newer process has replaced this one"
 
 
-class Peers:
-    """The peers of one worker, and what they said when they left."""
+class PeerTable:
+    """The peers of one worker, and their leave messages."""
 
     def __init__(self) -> None:
-        self.numbers: dict[str, int] = {}  # the number of each member's process
-        self.goodbyes: dict[str, str] = {}  # each peer's: "" if it left in order, else why
-        self.failed: Callable[[str, str], None] = _ignore
-        self._meet: Meet | None = None  # until this worker knows its peers
-        self._newcomers: list[tuple[bytes, Future[Any]]] = []
+        self.process_numbers: dict[str, int] = {}  # of each member
+        self.leave_messages: dict[str, str] = {}  # of each peer: "" or its failure
+        self.on_failure: Callable[[str, str], None] = _ignore
+        self._on_rejoin: OnRejoin | None = None  # None until this worker knows its peers
+        self._waiting_rejoins: list[tuple[bytes, Future[Any]]] = []
 
     def __repr__(self) -> str:
-        return f"<Peers, have left: {', '.join(self.goodbyes)}>"
+        return f"<PeerTable, left: {', '.join(self.leave_messages)}>"
 
-    def know(self, numbers: Mapping[str, int]) -> None:
-        """Set the members of this world, and the number of each one's process."""
-        self.numbers = {**numbers}
+    def set_members(self, process_numbers: Mapping[str, int]) -> None:
+        """Set the members of this world, each with its process number."""
+        self.process_numbers = {**process_numbers}
 
-    def check(self, caller: Party) -> None:
-        """Raise for a caller that is not one of this world's.
+    def check_member(self, caller: Party) -> None:
+        """Check that a caller is a current member of this world.
 
         Raises:
             ValueError: if no member has that name.
-            NotServing: if another process has taken its place.
+            NotServing: if another process has replaced the caller.
         """
-        if caller.name not in self.numbers:
+        if caller.name not in self.process_numbers:
             raise ValueError(f"no worker {caller.name!r} in this world")
-        if caller.number != self.numbers[caller.name]:
-            raise NotServing(replaced(caller.name))
+        if caller.number != self.process_numbers[caller.name]:
+            raise NotServing(replaced_text(caller.name))
 
-    def part(self, peer: str, number: int, what: str, text: str) -> None:
-        """Note how the connection of a peer has ended: "left" and "failed" are the peer's end."""
-        if self.numbers.get(peer) != number or what not in ("left", "failed"):
+    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+        """Record that a peer has left or has failed with error `text`; ignore other reasons."""
+        if self.process_numbers.get(peer) != number or what not in ("left", "failed"):
             return
-        first = peer not in self.goodbyes
-        self.goodbyes[peer] = text if what == "failed" else ""
+        first = peer not in self.leave_messages
+        self.leave_messages[peer] = text if what == "failed" else ""
         if first and what == "failed":
-            self.failed(peer, text)
+            self.on_failure(peer, text)
 
-    def welcome(self, meet: Meet) -> None:
-        """From now on `meet` is told of workers that come back, and of those that have."""
-        self._meet = meet
-        while self._newcomers:
-            meet(*self._newcomers.pop(0))
+    def set_rejoin_handler(self, handler: OnRejoin) -> None:
+        """Set the handler of workers that rejoin, and call it for those that wait."""
+        self._on_rejoin = handler
+        while self._waiting_rejoins:
+            handler(*self._waiting_rejoins.pop(0))
 
-    def introduce(self, member: bytes, reply: "Future[Any]") -> None:
-        """Take the word of a worker that has come back, and waits for `reply`."""
-        self._newcomers.append((member, reply))
-        if self._meet is not None:
-            self.welcome(self._meet)
+    def on_rejoin(self, member: bytes, reply: "Future[Any]") -> None:
+        """Pass a worker that rejoins to the handler, at once or when there is one."""
+        self._waiting_rejoins.append((member, reply))
+        if self._on_rejoin is not None:
+            self.set_rejoin_handler(self._on_rejoin)
 
     def replace(self, peer: Party) -> None:
-        """Take a worker that has come back for its predecessor, whose goodbye is void."""
-        self.numbers[peer.name] = peer.number
-        self.goodbyes.pop(peer.name, None)
+        """Replace a member's process, and drop the leave message of the old process."""
+        self.process_numbers[peer.name] = peer.number
+        self.leave_messages.pop(peer.name, None)
 
 
 def _ignore(*_: Any) -> None:
-    """Observe nothing: replaced by the failure detector."""
+    """Ignore the event. The failure detector replaces this."""

@@ -1,366 +1,376 @@
-"""The callee: calls of every session in the order in which each was sent, and results out.
+"""The server of one worker: starts the calls of its sessions in the order of their sending.
 
-All of it runs on the worker's event loop, but for what torch RPC calls on its own threads, which
-hands over to the loop. It does not know how a caller waits, or what `@batched` is: only that some
-callables want the loop.
+It runs on the worker's event loop. Methods that torch RPC calls on its own threads pass their work
+to the loop.
 """
 
 import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Sequence
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
-from .._aio.tasks import disown
-from .._protocol.endpoints import completed
-from .._protocol.exceptions import Failure
+from .._aio.tasks import detach_task
+from .._protocol.endpoints import completed_future
+from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party, dump_introduction
-from .._protocol.messages import Calls, dump_results, load_payload
-from .._protocol.payloads import detach
-from .._protocol.recording import in_torchs
-from .._protocol.targets import plain
+from .._protocol.messages import Calls, encode_reply, load_payload
+from .._protocol.payloads import detach_data
+from .._protocol.pickling import load_plain
+from .._protocol.recording import record_of_torch_context
 from .._torch.compat import RawFuture
-from .._torch.cuda import fence, fence_of
-from .._torch.devices import Reach
+from .._torch.cuda import fence_tensors, fence_tree
+from .._torch.devices import DeviceRoutes
+from .._torch.rrefs import RRefId
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
-from .calls import Job, RpcJob, TorchJob
-from .dispatch import arrived, unreadable
-from .executor import Runner
-from .exports import Exports
+from .calls import RpcCall, ServerCall
+from .dispatch import calls_of, failing_calls, lone_call
+from .executor import Executor
+from .exports import ExportPolicy
 from .listener import Listener
-from .peers import Peers, replaced
-from .reply import recorded
+from .peers import PeerTable, replaced_text
+from .reply import reply_for
 from .session import Key, Payload, Session
+from .torch_clients import TorchCall
 
 log = logging.getLogger("aiorpc_torch")
 
-NOTHING, _ = dump_results(())  # the answer to a message whose sender does not wait any more
+NO_RESULTS, _ = encode_reply(())  # the reply to a cancelled call
 
 
 class Server:
-    """Answers calls on the loop that it was made on, from `open` until `close`."""
+    """The server of one worker, on the loop that it was made on. Serves from `open` to `close`."""
 
-    def __init__(self, name: str, threads: int, exports: Exports | None = None) -> None:
+    def __init__(self, name: str, threads: int, exports: ExportPolicy | None = None) -> None:
         self.name = name
-        self.peers = Peers()
-        self.observed: Callable[[str], None] = _ignore
-        self.suspected: Callable[[str, int], None] = _ignore
+        self.peers = PeerTable()
+        self.on_message: Callable[[str], None] = _ignore
+        self.on_disconnect: Callable[[str, int], None] = _ignore
         self._exports = exports
-        self._reach = Reach()
-        self._runner = Runner(threads)
+        self._routes = DeviceRoutes()
+        self._executor = Executor(threads)
         self._listener: Listener | None = None
         self._sessions: dict[Key, Session] = {}
-        self._ended: list[Session] = []  # sessions that have ended, some of whose calls have not
-        self._served = 0  # by sessions that have ended
+        self._ended_sessions: list[Session] = []  # those with calls that still run
+        self._served = 0  # calls of ended sessions
         self._closed = False
-        self._failure = ""  # what ended this worker's block, if something did
-        self._torch_jobs: set[TorchJob] = set()
-        self._early: list[tuple[bytes, Future[Any]]] | None = []  # introductions, until `open`
+        self._failure = ""  # the error that ended this worker's block
+        self._torch_calls: set[TorchCall] = set()
+        # Requests until `open`, None from then on.
+        self._early_introductions: list[tuple[bytes, Future[Any]]] | None = []
 
     def __repr__(self) -> str:
-        running = sum(len(session.jobs) for session in self._sessions.values())
-        return f"<Server {self.name}: {running} running, {self._runner}>"
+        running = sum(len(session.calls) for session in self._sessions.values())
+        return f"<Server {self.name}: {running} running, {self._executor}>"
 
-    def use(self, reach: Reach) -> None:
-        """Set the devices on which tensors may come and go. Before torch starts."""
-        self._reach = reach
+    def set_device_routes(self, routes: DeviceRoutes) -> None:
+        """Set the devices between which tensors travel. Call it before torch starts."""
+        self._routes = routes
 
     async def open(self, me: Party, host: str | None = None) -> None:
-        """Listen, and answer peers that want a connection.
+        """Listen, and answer peers that request an introduction.
 
         Args:
             me: this process.
             host: address for peers in other network namespaces, None if there are none.
         """
         self._listener = await Listener.start(me, host, self._accept)
-        early, self._early = self._early or [], None
+        early, self._early_introductions = self._early_introductions or [], None
         for data, reply in early:
             reply.set_result(self._introduction(data))
 
-    def _accept(self, caller: Party, link: int) -> Session:
-        """Return the session for a connection whose caller has proven who it is."""
-        mapped = self._reach.answers.get(caller.name, ())
-        session = Session(self, caller, link, self._runner.on_loop, mapped)
-        if (former := self._sessions.get(session.key)) is not None:  # its caller has given it up
+    def _accept(self, caller: Party, connection: int) -> Session:
+        """Return the session of an authenticated connection."""
+        mapped = self._routes.answers.get(caller.name, ())
+        session = Session(self, caller, connection, self._executor.call_on_loop, mapped)
+        if (former := self._sessions.get(session.key)) is not None:  # given up by the caller
             former.abort()
         self._sessions[session.key] = session
         return session
 
-    # ── on threads of torch's ───────────────────────────────────────────────────────────────────
+    # ── on threads of torch ────────────────────────────────────────────────────────────────────
 
     def introduce(self, data: bytes) -> "Future[Any]":
-        """Answer a caller that wants a connection, once this worker is open."""
+        """Answer a request for an introduction, once this worker is open."""
         reply: Future[Any] = Future()
-        self._runner.on_loop(functools.partial(self._introduce, data, reply))
+        self._executor.call_on_loop(functools.partial(self._introduce, data, reply))
         return reply
 
     def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
-        """Take the payload of a call. The future completes with its result."""
-        answer: Any = RawFuture(self._reach.used)  # torch.futures.Future's base: quicker to make
+        """Handle the payload of a call. The future completes with its result."""
+        answer: Any = RawFuture(self._routes.used)  # base of torch.futures.Future, faster to create
         try:
-            data, tensors = detach(data, tensors)
-            key, context, calls = load_payload(data)
-            reply = recorded(context, answer, tensors)
+            data, tensors = detach_data(data, tensors)
+            key, context, message = load_payload(data)
+            reply = reply_for(context, answer, tensors)
         except BaseException as exc:
-            log.warning("worker %r takes a payload for none: %r", self.name, exc)
+            log.warning("worker %r rejected an unreadable payload: %r", self.name, exc)
             error = RemoteError(f"worker {self.name!r} cannot read the payload of a call: {exc!r}")
-            return completed(Failure.of(error, self.name))
-        payload = Payload(calls, tensors, reply, context, fence(tensors))
-        self._runner.on_loop(functools.partial(self._fill, key, payload))
+            return completed_future(RemoteFailure.of(error, self.name))
+        payload = Payload(message, tensors, reply, context, fence_tensors(tensors))
+        self._executor.call_on_loop(functools.partial(self._on_payload, key, payload))
         return answer  # type: ignore[no-any-return]
 
     def collect(self, data: bytes) -> "Future[Any]":
-        """Answer with a result that is held."""
-        reply: Any = RawFuture(self._reach.used)
+        """Answer with a held result."""
+        reply: Any = RawFuture(self._routes.used)
         session = None
         try:
-            key, number = plain(data)
+            key, number = load_plain(data)
             session = self._sessions.get(key)
         except Exception as exc:
-            log.warning("worker %r is asked for what is no result: %r", self.name, exc)
+            log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
         if session is None:
-            reply.set_result(Failure.of(self._why_not(), self.name))
+            reply.set_result(RemoteFailure.of(self._not_serving_error(), self.name))
         else:
             session.collect(number, reply)
         return reply  # type: ignore[no-any-return]
 
-    def farewell(self, data: bytes) -> "Future[Any]":
-        """Learn that a peer fails and leaves, from a peer without a connection."""
-        name, number, failure = plain(data)
+    def leave_message(self, data: bytes) -> "Future[Any]":
+        """Record that a peer without a connection to this worker has failed."""
+        name, number, failure = load_plain(data)
         if (type(name), type(number), type(failure)) != (str, int, str):
-            raise TypeError("no farewell")
-        self._runner.on_loop(lambda: self.peers.part(name, number, "failed", failure))
-        return completed(None)
+            raise TypeError("not a leave message")
+        self._executor.call_on_loop(
+            lambda: self.peers.on_leave_message(name, number, "failed", failure)
+        )
+        return completed_future(None)
 
     def rejoin(self, data: bytes) -> "Future[Any]":
-        """Answer a worker that has come back: what the loop says to that."""
+        """Answer a worker that rejoins, from the loop."""
         reply: Future[Any] = Future()
-        self._runner.on_loop(lambda: self.peers.introduce(data, reply))
+        self._executor.call_on_loop(lambda: self.peers.on_rejoin(data, reply))
         return reply
 
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> "Future[Any]":
-        """Run `function`, which wants the loop, for a plain torch client."""
-        reply: Future[Any] = Future(devices=[*self._reach.used])
-        job = TorchJob(self._torch_jobs, reply, function, (args, kwargs), self.name)
-        if self._reach.used:
-            job.fence = fence_of((args, kwargs))
-        job.recording = in_torchs()
-        self._runner.on_loop(functools.partial(self._runner.begin, job))
+        """Run `function`, which runs on the loop, for a plain torch client."""
+        reply: Future[Any] = Future(devices=[*self._routes.used])
+        call = TorchCall(self._torch_calls, reply, function, (args, kwargs), self.name)
+        if self._routes.used:
+            call.fence = fence_tree((args, kwargs))
+        call.recording = record_of_torch_context()
+        self._executor.call_on_loop(functools.partial(self._executor.start_on_loop, call))
         return reply
 
     def lend_thread(self, task: Callable[[], None]) -> None:
         """Run `task` in one of the threads for plain `def`s. From any thread."""
-        self._runner.in_threads((task,))
-
-    def start(self, coroutine: Coroutine[Any, Any, None], name: str) -> "asyncio.Task[None]":
-        """Start what is nobody's call, as the runner does. On a loop."""
-        return self._runner.start(coroutine, name)
+        self._executor.submit_to_threads((task,))
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
     def _introduce(self, data: bytes, reply: "Future[Any]") -> None:
-        if self._early is None:
+        if self._early_introductions is None:
             reply.set_result(self._introduction(data))
         else:
-            self._early.append((data, reply))
+            self._early_introductions.append((data, reply))
 
     def _introduction(self, data: bytes) -> Any:
         try:
-            caller = Party(*plain(data))
-            self.peers.check(caller)
+            caller = Party(*load_plain(data))
+            self.peers.check_member(caller)
             if self._closed or self._listener is None:
-                raise self._why_not()
+                raise self._not_serving_error()
             return dump_introduction(*self._listener.introduce(caller))
         except RpcError as exc:
-            return Failure.of(exc, self.name)
+            return RemoteFailure.of(exc, self.name)
         except Exception as exc:
-            log.warning("worker %r introduces itself to nobody: %r", self.name, exc)
-            return Failure.of(RemoteError(f"no connection to worker {self.name!r}: {exc}"), "")
+            log.warning("worker %r rejected a request for an introduction: %r", self.name, exc)
+            return RemoteFailure.of(
+                RemoteError(f"no connection to worker {self.name!r}: {exc}"), ""
+            )
 
-    def heard(self, caller: str) -> None:
-        """Note a sign of life."""
-        self.observed(caller)
-
-    def begin(self, session: Session, calls: Calls) -> None:
-        """Start the calls of a frame, in their order."""
-        jobs = self._jobs(session, calls, (), None)
-        if session.slots:
-            jobs = [job for job in jobs if session.admit(job)]
-        self._start(jobs)
-
-    def begin_payload(self, session: Session, payload: Payload) -> None:
-        """Start a call whose payload is there."""
-        if payload.calls.numbers[0] in session.jobs:
-            payload.reply.set_result(NOTHING)  # a caller that counts wrongly has it so
+    def start_lone_call(
+        self, session: Session, number: int, on: RRefId, name: str, args: tuple[Any, ...]
+    ) -> None:
+        """Start the call of a frame of one call."""
+        session.served += 1
+        if number in session.calls:
+            raise ValueError(f"call number {number} is already running")
+        call = lone_call(session, number, on, name, args, self.name, self._exports)
+        if number not in session.calls or not session.admit(call):  # failed, or waits for a payload
             return
-        jobs = self._jobs(session, payload.calls, payload.tensors, payload)
-        for job in jobs:
-            job.fence = payload.fence
-        self._start(jobs)
+        if call.on_loop and not self._closed:
+            self._executor.start_on_loop(call)
+        else:
+            self._start((call,))
 
-    def begin_job(self, job: RpcJob) -> None:
-        """Start a call that was held back."""
-        self._start([job])
+    def start_calls(self, session: Session, message: Calls) -> None:
+        """Start the calls of a frame, in order."""
+        calls = self._calls_of(session, message, (), None)
+        if session.slots:
+            calls = [call for call in calls if session.admit(call)]
+        self._start(calls)
 
-    def _jobs(
+    def start_payload_call(self, session: Session, payload: Payload) -> None:
+        """Start a call whose payload has arrived."""
+        if payload.message.numbers[0] in session.calls:
+            payload.reply.set_result(NO_RESULTS)  # the caller repeated a number
+            return
+        calls = self._calls_of(session, payload.message, payload.tensors, payload)
+        for call in calls:
+            call.fence = payload.fence
+        self._start(calls)
+
+    def start_held_call(self, call: RpcCall) -> None:
+        """Start a call that waited for the payload of an earlier call."""
+        self._start([call])
+
+    def _calls_of(
         self,
         session: Session,
-        calls: Calls,
+        message: Calls,
         tensors: Sequence[Tensor],
         payload: Payload | None,
-    ) -> list[RpcJob]:
-        session.served += len(calls.numbers)
-        if not session.jobs.keys().isdisjoint(calls.numbers):
-            raise ValueError("a call has the number of a running one")
+    ) -> list[RpcCall]:
+        session.served += len(message.numbers)
+        if not session.calls.keys().isdisjoint(message.numbers):
+            raise ValueError("a message has the number of a call that is already running")
         reply = None if payload is None else payload.reply
         try:
-            return arrived(calls, tensors, session, reply, self.name, self._exports)
-        except (
-            BaseException
-        ) as exc:  # whatever is wrong with them, those that follow have their turn
-            log.warning("calls from %s cannot be read: %r", session.caller, exc)
-            return unreadable(calls, session, reply, self.name, exc)
+            return calls_of(message, tensors, session, reply, self.name, self._exports)
+        except BaseException as exc:  # later calls of the session must still be served
+            log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
+            return failing_calls(message, session, reply, self.name, exc)
 
-    def _start(self, jobs: list[RpcJob]) -> None:
+    def _start(self, calls: Sequence[RpcCall]) -> None:
         if self._closed:
-            self._refuse(jobs)
+            self._refuse(calls)
             return
-        if len(jobs) == 1:
-            job = jobs[0]
-            if job.on_loop:
-                self._runner.begin(job)
+        if len(calls) == 1:
+            call = calls[0]
+            if call.on_loop:
+                self._executor.start_on_loop(call)
             else:
-                self._in_threads(jobs)
+                self._start_in_threads(calls)
             return
-        for on_loop, group in itertools.groupby(jobs, _on_loop):
+        for on_loop, group in itertools.groupby(calls, attrgetter("on_loop")):
             if on_loop:
-                for job in group:
-                    self._runner.begin(job)
+                for call in group:
+                    self._executor.start_on_loop(call)
             else:
-                self._in_threads([*group])
+                self._start_in_threads([*group])
 
-    def _fill(self, key: Key, payload: Payload) -> None:
+    def _on_payload(self, key: Key, payload: Payload) -> None:
         session = self._sessions.get(key)
         if session is None:
-            payload.reply.set_result(NOTHING)
+            payload.reply.set_result(NO_RESULTS)
         else:
-            session.payload(payload.calls.numbers[0], payload)
+            session.on_payload(payload.message.numbers[0], payload)
 
-    def _in_threads(self, jobs: Sequence[Job]) -> None:
+    def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
         try:
-            self._runner.in_threads([functools.partial(self._runner.work, job) for job in jobs])
-        except RuntimeError as exc:  # no thread can be started
-            for job in jobs:
-                job.fail(exc)
+            self._executor.submit_to_threads(
+                [functools.partial(self._executor.run_plain, call) for call in calls]
+            )
+        except RuntimeError as exc:  # no thread could be started
+            for call in calls:
+                call.fail(exc)
 
-    def cancel(self, job: RpcJob) -> None:
-        """Cancel a call: nobody waits for it."""
-        self._runner.cancel(job)
+    def cancel(self, call: RpcCall) -> None:
+        """Cancel a call."""
+        self._executor.cancel(call)
 
-    def ended(self, session: Session, what: str, text: str) -> None:
-        """Cancel what runs for a connection that has ended."""
+    def on_session_end(self, session: Session, what: str, text: str) -> None:
+        """Cancel the calls of a session that has ended, and report why it has."""
         if self._sessions.get(session.key) is session:
             del self._sessions[session.key]
         self._served += session.served
-        self._abandon(session)
-        self._ended = [each for each in (*self._ended, session) if each.jobs]
+        self._cancel_calls(session)
+        self._ended_sessions = [each for each in (*self._ended_sessions, session) if each.calls]
         name, number, _ = session.key
         if what == "lost":
-            self.suspected(name, number)
+            self.on_disconnect(name, number)
         else:
-            self.peers.part(name, number, what, text)
+            self.peers.on_leave_message(name, number, what, text)
 
-    def _abandon(self, session: Session) -> None:
-        for job in [*session.jobs.values()]:
-            job.abandon()
-            if job.task is None:  # in a thread, or waiting behind what will never come
-                job.fail(asyncio.CancelledError())
+    def _cancel_calls(self, session: Session) -> None:
+        for call in [*session.calls.values()]:
+            call.cancel()
+            if call.task is None:  # in a thread, or waits for a payload
+                call.fail(asyncio.CancelledError())
 
-    # ── who calls ───────────────────────────────────────────────────────────────────────────────
+    # ── callers ─────────────────────────────────────────────────────────────────────────────────
 
     def callers(self) -> set[str]:
-        """Return the workers for whom something runs here."""
-        return {each.caller for each in [*self._sessions.values()] if each.jobs}
+        """Return the workers that have calls running here."""
+        return {each.caller for each in [*self._sessions.values()] if each.calls}
 
     def connected(self) -> set[str]:
         """Return the workers that have a connection to this one."""
         return {each.caller for each in [*self._sessions.values()]}
 
     def tally(self) -> tuple[int, int, int]:
-        """Return how many calls came in, how many of them run, and the bytes of held results."""
+        """Return the calls served, those that run, and the bytes of held results."""
         sessions = [*self._sessions.values()]
         served = self._served + sum(each.served for each in sessions)
-        running = sum(len(each.jobs) for each in (*sessions, *self._ended))
+        running = sum(len(each.calls) for each in (*sessions, *self._ended_sessions))
         return served, running, sum(each.held_bytes for each in sessions)
 
-    def lost(self, caller: str) -> None:
-        """Cancel what runs for a worker that is lost."""
+    def cancel_calls_of(self, caller: str) -> None:
+        """Cancel the calls of a worker."""
         for session in [*self._sessions.values()]:
             if session.caller == caller:
-                self._abandon(session)
+                self._cancel_calls(session)
 
-    def replace(self, caller: Party) -> None:
-        """Forget the predecessor of a worker that has come back."""
-        self.lost(caller.name)
+    def replace_peer(self, caller: Party) -> None:
+        """Replace a member's process by the one that rejoins; close the old one's sessions."""
+        self.cancel_calls_of(caller.name)
         self.peers.replace(caller)
         if self._listener is not None:
-            self._listener.forget(caller.name)
+            self._listener.revoke(caller.name)
         for session in [*self._sessions.values()]:
             if session.caller == caller.name:
-                session.close("replaced", replaced(caller.name))
+                session.close("replaced", replaced_text(caller.name))
 
-    # ── its end ─────────────────────────────────────────────────────────────────────────────────
+    # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _refuse(self, jobs: Sequence[Job]) -> None:
-        for job in jobs:
-            job.fail(self._why_not())
+    def _refuse(self, calls: Sequence[ServerCall]) -> None:
+        for call in calls:
+            call.fail(self._not_serving_error())
 
-    def _why_not(self) -> RpcError:
+    def _not_serving_error(self) -> RpcError:
         if self._failure:
             return WorkerLost(self.name, self._failure)
         return NotServing(f"worker {self.name!r} has stopped")
 
-    def _running(self) -> list[Job]:
-        sessions = [*self._sessions.values(), *self._ended]
-        jobs = [job for each in sessions for job in [*each.jobs.values()]]
-        return [*jobs, *self._torch_jobs]
+    def _open_calls(self) -> list[ServerCall]:
+        sessions = [*self._sessions.values(), *self._ended_sessions]
+        calls = [call for each in sessions for call in [*each.calls.values()]]
+        return [*calls, *self._torch_calls]
 
-    async def close(self, patience: float, failure: str = "", text: str = "") -> None:
-        """Answer everybody, cancel what runs and close the connections.
+    async def close(self, timeout: float, failure: str = "", text: str = "") -> None:
+        """Fail and cancel all calls, and close the connections.
 
         Args:
-            patience: seconds for what was cancelled to end.
-            failure: what ends this worker's block, in one line, if not the user's will.
-            text: the same with its traceback.
+            timeout: seconds for cancelled calls to end.
+            failure: the error that ended this worker's block, in one line (default: none).
+            text: the same error with its traceback.
         """
         self._closed = True
         self._failure = failure
-        self._refuse(jobs := self._running())
-        for job in jobs:
-            job.abandon()
+        self._refuse(calls := self._open_calls())
+        for call in calls:
+            call.cancel()
         sessions = [*self._sessions.values()]
         for session in sessions:
             session.close("failed" if failure else "left", text)
         if self._listener is not None:
             self._listener.close()
-        tasks = {job.task: job for job in jobs if job.task is not None}
-        for task in tasks and (await asyncio.wait(tasks, timeout=patience))[1]:
-            disown(task, f"{tasks[task]} of worker {self.name}")
+        tasks = {call.task: call for call in calls if call.task is not None}
+        for task in tasks and (await asyncio.wait(tasks, timeout=timeout))[1]:
+            detach_task(task, f"{tasks[task]} of worker {self.name}")
         await asyncio.gather(*(session.ended.wait() for session in sessions))
-        for data, reply in self._early or []:
+        for data, reply in self._early_introductions or []:
             reply.set_result(self._introduction(data))
-        self._runner.close(0.1, self.name)
-
-
-def _on_loop(job: RpcJob) -> bool:
-    return job.on_loop
+        self._executor.close(0.1, self.name)
 
 
 def _ignore(*_: Any) -> None:
-    """Observe nothing: replaced by the failure detector."""
+    """Ignore the event. The failure detector replaces this."""

@@ -1,40 +1,53 @@
-"""One connection of a caller, as the callee sees it: calls in, results out.
+"""The callee's end of one connection: calls in, results out.
 
-It knows which calls run, which wait for a payload, and which results are held until their caller
-collects them. Where a call runs, it does not know.
+A session knows the calls that run, those that wait for a payload, and the results held for their
+caller.
 """
 
-import asyncio
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
+from threading import get_ident
 from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from .._protocol.channel import Channel, describe
-from .._protocol.columns import FAILED, HELD, bulk, loose
+from .._protocol.channel import Channel, channel_repr
+from .._protocol.columns import FAILED, HELD, cell_bytes, cell_tensors
 from .._protocol.connection_state import ReplyState
-from .._protocol.exceptions import Failure
-from .._protocol.frames import CALLS, CONTROL, MAX_FRAME, RESULTS, SLOT, ProtocolError, frame
+from .._protocol.exceptions import RemoteFailure
+from .._protocol.frames import (
+    CALL,
+    CALLS,
+    CONTROL,
+    MAX_FRAME,
+    RESULTS,
+    SLOT,
+    ProtocolError,
+    frame,
+)
 from .._protocol.handshake import Party
-from .._protocol.messages import Calls, Result, dump_results, load_calls
-from .._protocol.payloads import Slots, attach
-from .._protocol.targets import plain
+from .._protocol.lone import decode_call, decode_method, encode_result
+from .._protocol.messages import Calls, EncodedResult, encode_reply, load_calls
+from .._protocol.payloads import Slots, attach_data
+from .._protocol.pickling import load_plain
 from .._protocol.tensors import INLINE_BYTES
 from .._torch import devices
+from .._torch.rrefs import RRefId
+
+MAX_CACHED_TARGETS = 1024  # of one connection
 
 log = logging.getLogger("aiorpc_torch")
 
 Key = tuple[str, int, int]
-"""Of a session: the caller's name and process number, and the number of its link."""
+"""A session's key: the caller's name and process number, and the connection number."""
 
 
 class Payload(NamedTuple):
-    """A call that came by torch RPC, and what answers it."""
+    """A call that came by torch RPC, and the future of its reply."""
 
-    calls: Calls
+    message: Calls
     tensors: Sequence[Tensor]
     reply: Any
     context: int
@@ -42,164 +55,202 @@ class Payload(NamedTuple):
 
 
 class Handler(Protocol):
-    """What a session hands calls to."""
+    """The receiver of a session's calls."""
 
-    def begin(self, session: "Session", calls: Calls) -> None:
-        """Start the calls of a frame."""
+    def start_lone_call(
+        self, session: "Session", number: int, on: RRefId, name: str, args: tuple[Any, ...]
+    ) -> None:
+        """Start the call of a frame of one call: of method `name` of the object with id `on`."""
         ...
 
-    def begin_payload(self, session: "Session", payload: Payload) -> None:
-        """Start a call whose payload is there."""
+    def start_calls(self, session: "Session", message: Calls) -> None:
+        """Start the calls of a frame, in order."""
         ...
 
-    def begin_job(self, job: Any) -> None:
-        """Start a call that was held back."""
+    def start_payload_call(self, session: "Session", payload: Payload) -> None:
+        """Start a call whose payload has arrived."""
         ...
 
-    def cancel(self, job: Any) -> None:
-        """Cancel a call that runs, or that waits."""
+    def start_held_call(self, call: Any) -> None:
+        """Start a call that waited for the payload of an earlier call."""
         ...
 
-    def heard(self, caller: str) -> None:
-        """Note a sign of life."""
+    def cancel(self, call: Any) -> None:
+        """Cancel a call."""
         ...
 
-    def ended(self, session: "Session", what: str, text: str) -> None:
-        """Note that the connection has ended: "lost" without a last frame."""
+    @property
+    def on_message(self) -> Callable[[str], None]:
+        """Return the callback for input from a caller."""
+        ...
+
+    def on_session_end(self, session: "Session", what: str, text: str) -> None:
+        """Handle the end of the connection; `what` is "lost" if no last frame came."""
         ...
 
 
 class Session(Channel):
-    """Calls of one link of the worker `caller`. Results may come from any thread."""
+    """One connection from the worker `caller`. Results may come from any thread."""
 
-    HIGH_WATER = 8 << 20  # bytes of results unsent at which no more calls are read
+    HIGH_WATER = 8 << 20  # bytes of unsent results at which reading pauses
 
     def __init__(
         self,
         handler: Handler,
         caller: Party,
-        link: int,
-        on_loop: Callable[[Callable[[], None]], None],
+        connection: int,
+        call_on_loop: Callable[[Callable[[], None]], None],
         mapped: Collection[torch.device] = (),
     ) -> None:
         super().__init__()
         self.caller = caller.name
-        self.key: Key = (caller.name, caller.number, link)
-        self.jobs: dict[int, Any] = {}
+        self.key: Key = (caller.name, caller.number, connection)
+        self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
         self.served = 0
         self._handler = handler
-        self._on_loop = on_loop
+        self._call_on_loop = call_on_loop
         self._mapped = mapped
+        self._thread = get_ident()
         self._replies = ReplyState()
-        self._held: dict[Any, tuple[Result, int]] = {}  # with the bytes of each
+        self._targets: dict[bytes, tuple[RRefId, str]] = {}  # decoded
+        self._held: dict[Any, tuple[EncodedResult, int]] = {}  # with their sizes in bytes
 
     def __repr__(self) -> str:
-        return describe(self, f"from {self.caller}", f"{len(self.jobs)} running", self._replies)
+        return channel_repr(
+            self, f"from {self.caller}", f"{len(self.calls)} running", self._replies
+        )
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of the results that are held. In any thread."""
+        """Return the size of the held results in bytes. In any thread."""
         return sum(size for _, size in [*self._held.values()])
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
     def on_frame(self, kind: int, data: bytes) -> int:
-        if kind == CALLS:
-            calls = load_calls(data)
-            self._handler.begin(self, calls)
-            return len(calls.numbers)
-        if kind == CONTROL:
-            return self._control(*plain(data))
-        if kind == SLOT:
-            number, key = plain(data)
-            hash(key)  # before a payload that came early is taken out
-            self._begin(self.slots.open(number, key))
+        if kind == CALL:
+            number, target, args = decode_call(data)
+            on, name = self._resolve_target(target)
+            self._handler.start_lone_call(self, number, on, name, args)
             return 1
-        raise ProtocolError(f"a caller sends no frame of kind {kind}")
+        if kind == CALLS:
+            message = load_calls(data)
+            self._handler.start_calls(self, message)
+            return len(message.numbers)
+        if kind == CONTROL:
+            return self._on_control(*load_plain(data))
+        if kind == SLOT:
+            number, key = load_plain(data)
+            hash(key)  # raises before an early payload is taken out
+            self._start_held(self.slots.open(number, key))
+            return 1
+        raise ProtocolError(f"a callee must not get frames of kind {kind}")
+
+    def _resolve_target(self, target: bytes) -> tuple[RRefId, str]:
+        found = self._targets.get(target)
+        if found is None:
+            found = decode_method(target)
+            if len(self._targets) < MAX_CACHED_TARGETS:
+                self._targets[target] = found
+        return found
 
     def on_read(self) -> None:
-        self._handler.heard(self.caller)
+        self._handler.on_message(self.caller)
 
-    def admit(self, job: Any) -> bool:
-        """Return whether a call may start; else it does so after a payload that is on its way."""
-        return not self.slots or self.slots.admit(job.key, job)
+    def admit(self, call: Any) -> bool:
+        """Return whether a call may start now. Otherwise it starts after the payload before it."""
+        return not self.slots or self.slots.admit(call.order_key, call)
 
-    def payload(self, number: int, payload: Payload) -> None:
-        """Take a payload that has come by torch RPC."""
+    def on_payload(self, number: int, payload: Payload) -> None:
+        """Handle a payload that came by torch RPC."""
         if self.ended.is_set():
-            _answer(payload.reply, ())
+            _complete_reply(payload.reply, ())
             return
         ready = self.slots.fill(number, payload)
-        if ready is None:  # its caller has given it up
-            _answer(payload.reply, ())
+        if ready is None:  # cancelled by the caller
+            _complete_reply(payload.reply, ())
         else:
-            self._begin(ready)
+            self._start_held(ready)
 
-    def _begin(self, items: Iterable[Any]) -> None:
-        """Start calls that were held back."""
+    def _start_held(self, items: Iterable[Any]) -> None:
+        """Start calls that waited for a payload."""
         for item in items:
             if isinstance(item, Payload):
-                self._handler.begin_payload(self, item)
+                self._handler.start_payload_call(self, item)
             else:
-                self._handler.begin_job(item)
+                self._handler.start_held_call(item)
 
-    def _control(self, cancels: Sequence[int], grants: Sequence[tuple[int, int]]) -> int:
+    def _on_control(self, cancels: Sequence[int], grants: Sequence[tuple[int, int]]) -> int:
         for number in cancels:
-            self._begin(self.slots.drop(number))
-            if (held := self.slots.take(number)) is not None:  # behind another payload
-                _answer(held.reply, ())
+            self._start_held(self.slots.drop(number))
+            if (held := self.slots.take(number)) is not None:  # waits for another payload
+                _complete_reply(held.reply, ())
             self._release_all(number)
-            if (job := self.jobs.get(number)) is not None:
-                self._handler.cancel(job)
+            if (call := self.calls.get(number)) is not None:
+                self._handler.cancel(call)
         for number, credit in grants:
-            job = self.jobs.get(number)
-            if job is not None and type(credit) is int:
-                job.grant(credit)
+            call = self.calls.get(number)
+            if call is not None and type(credit) is int:
+                call.grant(credit)
         return len(cancels) + len(grants)
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
-    def done(self, result: Result, reply: Any = None) -> None:
-        """Send the result of a call that has ended, by torch if `reply` is given. In any thread."""
+    def send_result(self, result: EncodedResult, reply: Any = None) -> None:
+        """Send the result of an ended call, by torch if `reply` is given. In any thread."""
         if reply is not None:
-            _answer(reply, (result,))
-        elif asyncio._get_running_loop() is self._loop:
-            self._send(result)
+            _complete_reply(reply, (result,))
+        elif get_ident() == self._thread:
+            self._queue_result(result)
         else:
-            self._on_loop(functools.partial(self._send, result))
+            self._call_on_loop(functools.partial(self._queue_result, result))
 
-    def check(self, tensors: Iterable[Tensor]) -> None:
-        """Raise for a tensor that torch would not send back: it would fail its whole message."""
-        devices.check({tensor.device for tensor in tensors}, self._mapped, self.caller)
+    def send_lone_result(self, number: int, value: Any) -> bool:
+        """Send the result of the only running call at once; return whether this was possible."""
+        if len(self.calls) != 1 or get_ident() != self._thread or not self._replies.is_empty():
+            return False
+        try:
+            data = encode_result(number, value) if self.is_open else None
+        except MemoryError:  # `send_result` then reports it to the caller
+            return False
+        if data is None:
+            return False
+        if self.calls.pop(number, None) is not None:
+            self.write(data)
+        return True
 
-    def _send(self, result: Result) -> None:
+    def check_sendable(self, tensors: Iterable[Tensor]) -> None:
+        """Raise for a tensor that torch cannot send back, since it would fail its whole message."""
+        devices.check_sendable({tensor.device for tensor in tensors}, self._mapped, self.caller)
+
+    def _queue_result(self, result: EncodedResult) -> None:
         if self.ended.is_set() or self._is_closing:
             return
         kind, content = result[1:]
-        size = bulk(kind, content)
-        if size > INLINE_BYTES or (type(kind) is str and loose(kind, content)):
+        size = cell_bytes(kind, content)
+        if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
             result, size = self._hold(result, size), 0
-        if self._replies.add(result, size, is_last=not self.jobs):
+        if self._replies.add(result, size, is_last=not self.calls):
             self.flush()
         else:
             self.flush_soon()
 
-    def _hold(self, result: Result, size: int) -> Result:
-        """Keep a result until it is collected; return what is sent in its place."""
+    def _hold(self, result: EncodedResult, size: int) -> EncodedResult:
+        """Keep a result until it is collected; return the result to send in its place."""
         self._held[result[0]] = result, size
         return result[0], HELD, size
 
     def _release_all(self, number: int) -> None:
-        """Release what is held for a call, or for the items of a stream."""
+        """Release the held results of a call, or of a stream's items."""
         for key in [*self._held]:
             if number == (key[0] if isinstance(key, tuple) else key):
                 self._held.pop(key, None)
 
     def collect(self, key: Any, reply: Any) -> None:
-        """Answer with a result that was held; with nothing, if nobody waits for it any more."""
+        """Complete `reply` with a held result, or with none if it was released."""
         result, _ = self._held.pop(key, (None, 0))
-        _answer(reply, () if result is None else (result,))
+        _complete_reply(reply, () if result is None else (result,))
 
     def flush(self) -> None:
         if not self.is_open:
@@ -210,15 +261,15 @@ class Session(Channel):
         if frames:
             self.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
-    def _frames(self, results: Sequence[Result]) -> list[bytes]:
-        """Return the results as frames: one, unless they cannot be packed together."""
+    def _frames(self, results: Sequence[EncodedResult]) -> list[bytes]:
+        """Return the results as frames: one frame, unless they cannot be encoded together."""
         try:
-            data, _ = dump_results(results)
-        except Exception as exc:  # no memory, say; callers would wait for ever
-            log.warning("results for %s cannot be packed: %r", self.caller, exc)
+            data, _ = encode_reply(results)
+        except Exception as exc:  # e.g. no memory; callers would wait for ever
+            log.warning("results for worker %r cannot be encoded: %r", self.caller, exc)
             if len(results) == 1:
                 key, kind, _ = results[0]
-                failed = key, FAILED, Failure.of(exc, "the callee")
+                failed = key, FAILED, RemoteFailure.of(exc, "the callee")
                 return [] if kind == FAILED else self._frames([failed])
             data = b""
         if data and len(data) <= MAX_FRAME:
@@ -227,7 +278,7 @@ class Session(Channel):
             return self._frames([self._hold(results[0], len(data))])
         return [each for result in results for each in self._frames([result])]
 
-    # ── its end ─────────────────────────────────────────────────────────────────────────────────
+    # ── end ─────────────────────────────────────────────────────────────────────────────────
 
     def pause_writing(self) -> None:
         self.pause_reading("full")
@@ -236,26 +287,26 @@ class Session(Channel):
         self.resume_reading("full")
 
     def on_close(self, what: str, text: str) -> None:
-        self._handler.ended(self, what, text)
+        self._handler.on_session_end(self, what, text)
 
     def on_end(self, error: Exception | None) -> None:
         self._held.clear()
-        if not self._heard_close:
-            self._handler.ended(self, "lost" if error is not None else "ended", "")
+        if not self._received_close:
+            self._handler.on_session_end(self, "lost" if error is not None else "ended", "")
         for item in self.slots.close():
             if isinstance(item, Payload):
-                _answer(item.reply, ())
+                _complete_reply(item.reply, ())
 
 
-def _answer(reply: Any, results: Sequence[Result]) -> None:
-    """Answer a message of torch's. In any thread."""
+def _complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:
+    """Complete the reply to a message of torch RPC. In any thread."""
     try:
-        data, tensors = dump_results(results)
-        answer: Any = attach(data, tensors) if tensors or results else data
-    except Exception as exc:  # no memory, say; its sender would wait for ever
-        log.warning("a result cannot be packed: %r", exc)
+        data, tensors = encode_reply(results)
+        answer: Any = attach_data(data, tensors) if tensors or results else data
+    except Exception as exc:  # e.g. no memory; the caller would wait for ever
+        log.warning("a result cannot be encoded: %r", exc)
         answer = b""
     try:
         reply.set_result(answer)
-    except Exception as exc:  # torch has stopped: nobody is there to be answered
-        log.debug("no answer: %s", exc)
+    except Exception as exc:  # torch has stopped
+        log.debug("reply not sent: %s", exc)

@@ -1,103 +1,102 @@
-"""Generators being streamed to a caller: an item goes out when there is credit for it.
+"""Stream the items of generators to callers, as far as their credit goes.
 
-An async generator runs in a task on the loop; a plain one in a thread, as long as it has credit,
-and gives the thread back when it has none. Items are numbered: they may overtake each other.
+An async generator runs in a task on the loop. A plain generator runs in a thread, which it returns
+while it has no credit. Items are numbered, since they may arrive out of order.
 """
 
 import asyncio
 import contextvars
 import functools
-import inspect
 import threading
 from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
-from .._aio.tasks import timed
-from .._protocol.columns import ENDED, bulk, copied, without_graph
-from .._protocol.window import CREDIT, price
-from .calls import RpcJob
+from .._aio.tasks import warn_if_blocking
+from .._protocol.columns import ENDED, cell_bytes, copy_cell, detach_cell
+from .._protocol.window import INITIAL_CREDIT, credit_cost
+from .calls import RpcCall
 
 
-class StreamJob(RpcJob):
-    """A call whose caller iterates. It ends when its generator does."""
+class StreamCall(RpcCall):
+    """A call of a generator. It ends when the generator ends."""
 
-    __slots__ = ("_credit", "_items", "_lock", "_more", "resume")
+    __slots__ = ("_credit", "_credit_added", "_items", "_lock", "_resume")
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._items = 0
-        self._credit = CREDIT
+        self._credit = INITIAL_CREDIT
         self._lock = threading.Lock()
-        self._more = asyncio.Event()
-        self.resume: Callable[[], None] | None = None  # what waits for credit, or for its end
+        self._credit_added = asyncio.Event()
+        self._resume: Callable[[], None] | None = None  # called on credit or on cancellation
 
     def grant(self, credit: int) -> None:
-        """The consumer has taken items worth `credit`. On the loop's thread."""
+        """Add credit for items that the consumer has taken. On the loop's thread."""
         with self._lock:
             self._credit += credit
-            resume, self.resume = self.resume, None
-        self._more.set()
+            resume, self._resume = self._resume, None
+        self._credit_added.set()
         if resume is not None:
             resume()
 
     def send(self, item: Any) -> bool:
-        """Send an item; whether there is credit for another."""
-        kind, content = self._cell(item)
-        # It goes on to the next item before this one has left: into the same buffer, perhaps.
-        content = copied(kind, content if self.recording is None else without_graph(kind, content))
+        """Send an item; return whether there is credit for another."""
+        kind, content = self._encode(item)
+        # The generator runs on before this item is sent, and may reuse its buffer.
+        content = copy_cell(kind, content if self.recording is None else detach_cell(kind, content))
         number = self._items
         self._items += 1
-        cost = price(bulk(kind, content))
+        cost = credit_cost(cell_bytes(kind, content))
         with self._lock:
             self._credit -= cost
             has_credit = self._credit > 0
-        self.session.done(((self.number, number, cost), kind, content))
+        self.session.send_result(((self.number, number, cost), kind, content))
         return has_credit
 
-    def wait(self, resume: Callable[[], None]) -> bool:
-        """Have `resume` called when there is credit; False if there is some now."""
+    def call_when_credit(self, resume: Callable[[], None]) -> bool:
+        """Call `resume` on credit or on cancellation; return False if it need not wait."""
         with self._lock:
-            if self._credit > 0 or self.abandoned:
+            if self._credit > 0 or self.is_cancelled:
                 return False
-            self.resume = resume
+            self._resume = resume
             return True
 
-    async def credit(self) -> None:
-        """Wait until there is some."""
+    async def wait_for_credit(self) -> None:
+        """Wait until there is credit."""
         while self._credit <= 0:
-            self._more.clear()
-            await self._more.wait()
+            self._credit_added.clear()
+            await self._credit_added.wait()
 
     def succeed(self, value: Any) -> None:
-        """The generator has ended."""
-        self._end(ENDED, None)
+        """End the stream."""
+        self._finish(ENDED, None)
 
-    def abandon(self) -> None:
-        super().abandon()
+    def cancel(self) -> None:
+        super().cancel()
         with self._lock:  # a thread may be about to wait
-            resume, self.resume = self.resume, None
-        if resume is not None:  # it rests in no thread: all that is left to do is to close it
+            resume, self._resume = self._resume, None
+        if resume is not None:  # its generator is in no thread and is closed by `resume`
             self.fail(asyncio.CancelledError())
             resume()
 
-    def _end(self, kind: Any, content: Any) -> None:
-        # Numbered as an item, so that it is read after all of them.
-        if self.session.jobs.pop(self.number, None) is not None:
-            self.session.done(((self.number, self._items, 0), kind, content))
-            if self.reply is not None:  # torch waits for an answer to the message that brought it
-                self.session.done((self.number, ENDED, None), self.reply)
+    def _finish(self, kind: Any, content: Any) -> None:
+        # Numbered as an item, so that the caller reads it after all items.
+        if self.session.calls.pop(self.number, None) is not None:
+            self.session.send_result(((self.number, self._items, 0), kind, content))
+            if self.reply is not None:  # torch RPC awaits a reply to its message
+                self.session.send_result((self.number, ENDED, None), self.reply)
 
 
-async def stream(job: StreamJob, source: AsyncIterator[Any]) -> None:
-    """Send what an async generator yields. Whatever happens, the generator is closed."""
+async def pump_async(call: StreamCall, source: AsyncIterator[Any]) -> None:
+    """Send the items of an async generator, then close it."""
     try:
         while True:
             try:
-                item = await timed(_next(source), job.name)
+                item = await warn_if_blocking(_next(source), call.name)
             except StopAsyncIteration:
                 return
-            if not job.send(item):
-                await job.credit()
+            if not call.send(item):
+                await call.wait_for_credit()
     finally:
         close = getattr(source, "aclose", None)
         if close is not None:
@@ -108,31 +107,31 @@ async def _next(source: AsyncIterator[Any]) -> Any:
     return await anext(source)
 
 
-def run_in_thread(
-    job: StreamJob, source: Iterator[Any], again: Callable[[Callable[[], None]], None]
+def pump_in_thread(
+    call: StreamCall, source: Iterator[Any], submit: Callable[[Callable[[], None]], None]
 ) -> None:
-    """Send what a plain generator yields, in this thread while there is credit.
+    """Send the items of a plain generator in this thread, while there is credit.
 
-    `again` runs the rest in a thread when there is credit again.
+    Without credit it returns. `submit` runs the rest in a thread when there is credit again.
     """
     try:
-        while not job.abandoned:
+        while not call.is_cancelled:
             try:
                 item = next(source)
             except StopIteration:
-                job.succeed(None)
+                call.succeed(None)
                 return
-            if not job.send(item):
+            if not call.send(item):
                 rest = functools.partial(
-                    contextvars.copy_context().run, run_in_thread, job, source, again
+                    contextvars.copy_context().run, pump_in_thread, call, source, submit
                 )
-                if job.wait(functools.partial(again, rest)):
+                if call.call_when_credit(functools.partial(submit, rest)):
                     return
         _close(source)
-        job.fail(asyncio.CancelledError())
+        call.fail(asyncio.CancelledError())
     except BaseException as exc:
         _close(source)
-        job.fail(exc)
+        call.fail(exc)
 
 
 def _close(source: Iterator[Any]) -> None:
@@ -141,7 +140,9 @@ def _close(source: Iterator[Any]) -> None:
 
 
 def check_streamable(value: Any, name: str) -> None:
-    """Raise TypeError for what cannot be iterated by a remote `async for`."""
+    """Raise TypeError unless a remote `async for` can iterate `value`."""
     if not (hasattr(value, "__anext__") or hasattr(value, "__next__")):
-        kind = "a coroutine" if inspect.iscoroutine(value) else f"a {type(value).__name__}"
-        raise TypeError(f"{name} returned {kind}, which is no generator: `await` it")
+        kind = type(value).__name__
+        raise TypeError(
+            f"{name} is not a generator, it returned {kind}: use `await`, not `async for`"
+        )

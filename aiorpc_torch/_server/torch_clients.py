@@ -1,13 +1,18 @@
-"""`async def`s that plain torch clients may call."""
+"""Calls by plain torch clients."""
 
 import functools
 import inspect
+import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
 
 from torch.distributed.rpc import functions
+from torch.futures import Future
 
-from .._protocol.runtime import answer_torch, on_a_loop, wants_loop
+from .._protocol.messages import Arguments
+from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
+from .._torch.compat import RemoteException
+from .calls import ServerCall
 
 __all__ = ("async_execution",)
 
@@ -18,27 +23,66 @@ R = TypeVar("R")
 def async_execution(
     function: Callable[P, Coroutine[Any, Any, R]],
 ) -> Callable[P, Coroutine[Any, Any, R]]:
-    """Let plain torch clients call an `async def`, as with `torch`'s decorator of the same name.
+    """Let plain torch clients call an `async def`, like torch's decorator of the same name.
 
-    `rpc.rpc_sync("ps", f, args=...)` then runs the coroutine on the callee's serving loop and
-    occupies none of its RPC threads while it waits. Awaited locally, or called through this
-    library, it is the coroutine function that it was. As with torch's, `@staticmethod` and
-    `@classmethod` go outside.
+    `rpc.rpc_sync("ps", f, args=...)` then runs the coroutine on the callee's serving loop. It
+    occupies no RPC thread while it waits. Awaited locally or called through this library, the
+    function works as before. Put `@staticmethod` and `@classmethod` above this decorator.
 
     Raises:
         TypeError: if `function` is not an `async def`.
     """
     if not inspect.iscoroutinefunction(function):
         raise TypeError(
-            f"async_execution decorates an `async def`, and {function!r} is none; a function "
-            "that returns a torch Future takes torch's own rpc.functions.async_execution"
+            f"async_execution requires an `async def`, got {function!r}; for a function that "
+            "returns a torch Future use torch's own rpc.functions.async_execution"
         )
 
     @functools.wraps(function)
-    def door(*args: P.args, **kwargs: P.kwargs) -> Any:
-        if on_a_loop():
+    def wrapper(*args: P.args, **kwargs: P.kwargs) -> Any:
+        if in_event_loop():
             return function(*args, **kwargs)
-        return answer_torch(function, *args, **kwargs)
+        return run_for_torch_client(function, *args, **kwargs)
 
-    wants_loop(door)
-    return functions.async_execution(door)  # type: ignore[no-any-return, no-untyped-call]
+    mark_runs_on_loop(wrapper)
+    return functions.async_execution(wrapper)  # type: ignore[no-any-return, no-untyped-call]
+
+
+class TorchCall(ServerCall):
+    """A call by plain torch RPC, which is answered by a torch future."""
+
+    # Not `set_exception`: torch 2.13 and 2.15 then return the exception to the caller as a *value*.
+    # (tests/test_interop.py)
+    __slots__ = ("_open_calls", "reply", "worker")
+
+    def __init__(
+        self,
+        open_calls: "set[TorchCall]",
+        reply: "Future[Any]",
+        function: Callable[..., Any],
+        arguments: Arguments,
+        worker: str,
+    ) -> None:
+        super().__init__(function, arguments)
+        self.reply = reply
+        self.worker = worker
+        self._open_calls = open_calls
+        open_calls.add(self)
+
+    def succeed(self, value: Any) -> None:
+        self._finish(value)
+
+    def fail(self, exc: BaseException) -> None:
+        text = "".join(traceback.format_exception(exc))
+        message = f"On worker {self.worker}:\n{exc!r}\n{text}"
+        # torch 2.11 to 2.15 decodes the message with unicode_escape (internal.py). Unencoded, text
+        # beyond ASCII would be garbled and a backslash would raise.
+        message = message.encode("unicode_escape").decode("ascii")
+        self._finish(RemoteException(message, type(exc)))
+
+    def _finish(self, answer: Any) -> None:
+        try:
+            self._open_calls.remove(self)
+        except KeyError:  # ended before
+            return
+        self.reply.set_result(answer)

@@ -1,14 +1,12 @@
-"""torch's RPC agent of this process: started, told of its peers, stopped.
+"""torch's RPC agent of this process: its start, its table of peers, its end.
 
-The only room that knows how torch's RPC is set up. It does what `init_rpc` does in the end, without
-what comes before: a process group, and a start that waits for a missing rank for half an hour or
-for ever. Each agent keeps a table of its peers to itself, which is told of each of them, so that a
-peer that died can have a successor. Who the peers are and where, `_rendezvous` finds out.
+It does the last steps of `init_rpc`. The first ones, a process group and a wait for every rank, may
+block for half an hour or for ever. Each agent has a table of peers of its own, so that a dead peer
+can be replaced; `_world` finds the peers and their addresses.
 
-Seen on torch 2.13 and 2.15, held by tests/test_comeback.py and tests/test_worlds.py: an agent of a
-group without a world size takes peers in and lets them go at any time; a peer's number must be new
-if it comes back, since the broken pipe stays under the old one; after `join` what others close is
-closed without a word.
+Facts of torch 2.13 and 2.15, held by tests/test_comeback.py and tests/test_worlds.py: an agent of a
+group without a world size accepts and removes peers at any time. A replacement process needs a new
+worker id, since the broken pipe stays under the old one. After `join`, closed pipes raise no error.
 """
 
 import atexit
@@ -33,52 +31,59 @@ from .compat import (
     has_agent,
     init_autograd,
     init_rpc_states,
+    worker_names,
 )
-from .devices import Names
+from .devices import NamedDeviceMaps
 
-_first: int | None = None  # the number that this process had in its first world
-_to_stop = False  # whether an agent was started whose end nobody has begun
+_first_id: int | None = None  # the worker id of this process in its first world
+_needs_stop = False  # an agent was started, and nothing has begun to stop it
 
 # Shared memory polls from the agent's start: 85 % of a core in a world of one without a peer.
 DEFAULT_TRANSPORTS = ("uv",)
 
-# Seconds for a backward to end at the process's exit: of a program that failed, and of another.
-_FAILED, _DONE = 0.5, 5.0
+# Seconds for a backward to end at the exit of the process, after a failure and without one.
+_AFTER_FAILURE, _OTHERWISE = 0.5, 5.0
 
 
-def keeps_number() -> int | None:
-    """The number that this process should have in every world, None in its first.
+def process_worker_id() -> int | None:
+    """Return the worker id that this process must have in every world, None before its first.
 
-    torch's RRefs and autograd contexts of a process carry its first number for good.
+    torch's RRefs and autograd contexts of a process contain the id of its first world.
     """
-    return _first
+    return _first_id
 
 
 @dataclass(frozen=True, slots=True)
-class Member:
-    """A worker as others reach it."""
+class PeerInfo:
+    """A worker as its peers reach it."""
 
     name: str
     rank: int
     number: int
-    """torch's: unlike the rank it is a new one for a worker that came back."""
+    """torch's worker id: unlike the rank, it is new for a replacement process."""
     address: str
-    device_maps: Names = field(default_factory=dict)
-    """From its own devices to those of the peer of that name."""
+    device_maps: NamedDeviceMaps = field(default_factory=dict)
+    """For each peer's name, from its own devices to the peer's."""
 
     namespace: str = ""
-    """Of the network: what tells it from others, "" if that is not known."""
+    """Network namespace, "" if unknown."""
 
     @property
     def info(self) -> WorkerInfo:
-        """What torch calls it."""
+        """torch's reference to the worker."""
         return WorkerInfo(self.name, self.number)
 
 
 class Agent:
-    """The agent of this process, called `name`. Made once in a world; blocks for milliseconds.
+    """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 
-    In a world of `novices`, whose workers are all in their first, torch counts who holds an RRef.
+    Args:
+        name: name of this worker.
+        number: torch's worker id.
+        threads: number of torch's threads.
+        transports: torch's transports (default: `DEFAULT_TRANSPORTS`).
+        device_maps: device maps of this worker.
+        first_world: every worker is in its first world, so that torch counts references to RRefs.
     """
 
     def __init__(
@@ -88,111 +93,114 @@ class Agent:
         *,
         threads: int,
         transports: Sequence[str] | None,
-        device_maps: Names,
-        novices: bool,
+        device_maps: NamedDeviceMaps,
+        first_world: bool,
     ) -> None:
-        global _first, _to_stop
+        global _first_id, _needs_stop
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads,
             device_maps={**device_maps},  # type: ignore[dict-item]  # a dict of str is none of Any
             _transports=list(transports or DEFAULT_TRANSPORTS),
         )
         self._name = name
-        self._novices = novices
-        if _first is None:
-            _first = number
+        self._is_first_world = first_world
+        if _first_id is None:
+            _first_id = number
             init_autograd(number)
-        rrefs.begin(number, counted=novices)
+        rrefs.enter_world(number, counted=first_world)
         self._store = HashStore()
         self._agent = TensorPipeAgent(self._store, name, number, None, options, {}, [])
-        self._members: dict[str, Member] = {}
+        self._peers: dict[str, PeerInfo] = {}
         self._devices = {torch.device(own) for each in device_maps.values() for own in each}
-        _to_stop = True
+        _needs_stop = True
         init_rpc_states(self._agent)
         self.address: str = self._store.get(f"addrs/{name}").decode()
 
     def __repr__(self) -> str:
-        return f"<Agent {self._name}, peers: {', '.join(self._members)}>"
+        return f"<Agent {self._name}, peers: {', '.join(self._peers)}>"
 
-    def meet(self, member: Member) -> None:
-        """Learn of a peer. From any thread."""
-        if member.name == self._name:
+    def add_peer(self, peer: PeerInfo) -> None:
+        """Add a peer to torch's table. Callable from any thread."""
+        if peer.name == self._name:
             return
-        maps = {peer: self._reverse(each) for peer, each in self._members.items()}
-        maps[member.name] = self._reverse(member)
+        maps = self._reverse_maps()
+        maps[peer.name] = self._reverse_map(peer)
         devices = {*self._devices, *(torch.device(own) for each in maps.values() for own in each)}
-        self._members[member.name] = member
-        self._update(member, member.name, devices, maps)
+        self._peers[peer.name] = peer
+        self._update(peer, peer.name, devices, maps)
+        worker_names().add(peer.name)  # for torch's own gathering among all workers
 
-    def replace(self, member: Member) -> str:
-        """A peer has come back; the name under which its predecessor's objects are known."""
-        old = self._members.pop(member.name)
-        maps = {peer: self._reverse(each) for peer, each in self._members.items()}
-        # Without its entry, the objects that this process holds of it would have no owner at all.
+    def replace_peer(self, peer: PeerInfo) -> str:
+        """Replace a peer by its new process; return the new name of the old process."""
+        old = self._peers.pop(peer.name)
+        maps = self._reverse_maps()
+        # Without an entry for the old process, RRefs to its objects would have no owner.
         past = f"{old.name[:100]}:was:{old.number}"
         self._agent._update_group_membership(old.info, [*self._devices], maps, False)
         self._update(old, past, self._devices, maps)
-        self.meet(member)
+        self.add_peer(peer)
         return past
 
-    def _update(self, member: Member, name: str, devices: set[torch.device], maps: Any) -> None:
-        self._store.set(f"addrs/{name}", member.address)
-        info = WorkerInfo(name, member.number)
+    def _update(self, peer: PeerInfo, name: str, devices: set[torch.device], maps: Any) -> None:
+        self._store.set(f"addrs/{name}", peer.address)
+        info = WorkerInfo(name, peer.number)
         self._agent._update_group_membership(info, sorted(devices, key=str), maps, True)
         if devices:
-            # torch's own start does so too: a peer may send before this process uses its device.
+            # As `init_rpc` does: a peer may send before this process has used its device.
             torch.cuda.init()  # type: ignore[no-untyped-call]
 
-    def _reverse(self, member: Member) -> dict[torch.device, torch.device]:
-        """How answers to that peer map devices."""
-        mine = member.device_maps.get(self._name, {})
+    def _reverse_maps(self) -> dict[str, dict[torch.device, torch.device]]:
+        return {name: self._reverse_map(peer) for name, peer in self._peers.items()}
+
+    def _reverse_map(self, peer: PeerInfo) -> dict[torch.device, torch.device]:
+        """Return the device map of results for `peer`."""
+        mine = peer.device_maps.get(self._name, {})
         return {torch.device(here): torch.device(there) for there, here in mine.items()}
 
-    def release(self) -> None:
-        """Let go of the objects of others, which must all be alive. Blocks until they know it."""
-        if self._novices:  # from others torch's messages about RRefs do not come
+    def release_rrefs(self) -> None:
+        """Drop the RRefs of peers' objects. Blocks until the owners, all alive, have confirmed."""
+        if self._is_first_world:  # in later worlds torch's messages about RRefs do not arrive
             delete_rrefs(timedelta(seconds=1))
 
-    def seal(self) -> None:
-        """From now on it is no news if a peer closes its pipes. Blocks while calls are pending."""
+    def drain(self) -> None:
+        """Accept from now on that peers close their pipes. Blocks while calls are pending."""
         self._agent.join()
 
     def stop(self) -> None:
-        """Close the pipes and end the threads. Waits for no peer, but for what runs in a thread."""
-        global _to_stop
-        _to_stop = False  # once: what holds one of its threads would hold the process's exit too
+        """Close the pipes and end the threads. Waits for running threads, and for no peer."""
+        global _needs_stop
+        _needs_stop = False  # once: a blocked thread of the agent would block the exit as well
         _shut_down()
-        # torch's threads end with its object, which would wait for Python's collector of garbage.
+        # torch's threads end with this object, not with the next run of the garbage collector.
         del self._agent
 
 
 @atexit.register
 def _stop_at_exit() -> None:
-    # A process that ends inside its world would end with "terminate called" (2.13, 2.15).
-    if _to_stop and is_running():
+    # A process that exits inside its world would end with "terminate called" (2.13, 2.15).
+    if _needs_stop and is_running():
         _shut_down()
-    # And one in which torch computes a backward, for a worker that died say, would be aborted when
-    # that comes back to a Python that has ended, or would wait for it without end in torch's exit
-    # functions. (2.13, 2.15; tests/test_signals.py)
+    # A backward that returns after Python has ended aborts the process, and torch's exit functions
+    # wait for one without end. (2.13, 2.15; tests/test_signals.py)
     failure = getattr(sys, "last_value", None)
-    end = time.monotonic() + (_DONE if failure is None else _FAILED)
-    while _first is not None and int(autograd_debug_info()["num_current_backward_passes"]):
+    end = time.monotonic() + (_OTHERWISE if failure is None else _AFTER_FAILURE)
+    while _first_id is not None and int(autograd_debug_info()["num_current_backward_passes"]):
         if time.monotonic() > end:
-            _abandon(130 if isinstance(failure, KeyboardInterrupt) else 1)
+            _exit_now(130 if isinstance(failure, KeyboardInterrupt) else 1)
         time.sleep(0.01)
 
 
 def _shut_down() -> None:
-    with rrefs.closing():
+    with rrefs.leaving_world():
         rpc.shutdown(graceful=False)
 
 
-def _abandon(code: int) -> NoReturn:
+def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
     os._exit(code)
 
 
 def is_running() -> bool:
-    """Whether this process has an agent, whoever started it."""
+    """Return whether this process has an RPC agent, also one that `init_rpc` started."""
     return has_agent()

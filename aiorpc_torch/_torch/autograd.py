@@ -1,14 +1,14 @@
-"""What tensors pass where a call, or its answer, leaves one worker and arrives at another.
+"""Autograd edges of tensors that a call, or its result, sends from one worker to another.
 
-torch's distributed backward waits at each worker until a gradient has come back for everything
-that the worker has sent (2.13 and 2.15): for ever, if the other side made no use of one. So where
-tensors arrive they have an end, a scalar: whoever lets a backward start at the ends of all that it
-received, or sends them on with its own answer, leaves nothing out. What has only ends to send on,
-and nothing that requires a gradient, sends a token for them; else it would be 100 µs in vain.
+torch's distributed backward waits at each worker for a gradient of everything that the worker has
+sent (2.13, 2.15): for ever, if the other side does not use a tensor. So tensors that arrive get a
+receive edge, a scalar. A backward starts at every receive edge of its worker, or a worker sends the
+edges on with its own result; so no tensor is omitted. A result without tensors that require
+gradients sends a token for its receive edges. The token costs 100 µs, so others send none.
 
-torch puts zeros for gradients that there are not, and zeros times infinity would spoil gradients of
-what was not used. So such a gradient is sent as one of a kind that no other is of, and read as none
-where it comes back. Knows autograd graphs, and nothing of calls. (tests/test_autograd.py)
+torch fills absent gradients with zeros, and zero times infinity would spoil gradients of unused
+tensors. So an absent gradient travels as a sparse tensor of a form that no other gradient has.
+(tests/test_autograd.py, tests/test_passage.py)
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,66 +18,68 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from .thread_state import keep_state
+from .thread_state import pin_thread_state
 
 
-def leave(
-    tensors: Sequence[Tensor], ends: Sequence[Tensor] = ()
+def attach_send_edges(
+    tensors: Sequence[Tensor], edges: Sequence[Tensor] = ()
 ) -> tuple[list[Tensor], Tensor | None]:
-    """What to send for `tensors`, and the token to go with them, if one has to.
+    """Return the tensors to send for `tensors`, and a token if only the token carries `edges`.
 
-    Of the `ends` the next backward that comes this way will start as well.
+    Args:
+        tensors: tensors of a call or of a result.
+        edges: receive edges, at which a backward through this message is to start as well.
     """
     found = [*tensors]
     carrying = [index for index, tensor in enumerate(found) if tensor.requires_grad]
-    if not carrying and not ends:
+    if not carrying and not edges:
         return found, None
-    passed = _Leave.apply(len(ends), *ends, *(found[index] for index in carrying))
+    sent = _SendEdges.apply(len(edges), *edges, *(found[index] for index in carrying))
     if not carrying:
-        return found, passed[0]
-    for index, tensor in zip(carrying, passed, strict=True):
+        return found, sent[0]
+    for index, tensor in zip(carrying, sent, strict=True):
         found[index] = tensor
     return found, None
 
 
-def arrive(tensors: Sequence[Tensor], token: Tensor | None = None) -> Tensor | None:
-    """The end of what `leave` made, at the other side, if it has one. Changes the tensors."""
+def attach_recv_edge(tensors: Sequence[Tensor], token: Tensor | None = None) -> Tensor | None:
+    """Return the receive edge of a message, None if it has none. Changes the tensors in place."""
     carrying = [tensor for tensor in tensors if tensor.requires_grad]
     first = carrying[0] if carrying else token
-    if first is None or first.is_leaf:  # it was not recorded here, under no_grad()
+    if first is None or first.is_leaf:  # not recorded here, under no_grad()
         return None
     if not carrying:
         return token
     with torch.enable_grad():  # on the loop's thread a coroutine may wait in its no_grad()
-        end: Tensor = _Arrive.apply(*carrying)[0]
-    return end
+        edge: Tensor = _RecvEdge.apply(*carrying)[0]
+    return edge
 
 
-def cut(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """The same tensors, without a graph."""
+def detach_all(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return the tensors without a graph."""
     return [tensor.detach() if tensor.requires_grad else tensor for tensor in tensors]
 
 
-class _Leave(Function):
-    """From ends and tensors to the tensors, or to a token."""
+class _SendEdges(Function):
+    """From receive edges and tensors to the tensors, or to a token."""
 
     @staticmethod
-    def forward(ctx: Any, ends: int, *inputs: Tensor) -> tuple[Tensor, ...]:
-        ctx.ends = ends
+    def forward(ctx: Any, edges: int, *inputs: Tensor) -> tuple[Tensor, ...]:
+        ctx.edges = edges
         ctx.set_materialize_grads(False)
-        return tuple([tensor.detach() for tensor in inputs[ends:]]) or (_scalar(),)
+        return tuple([tensor.detach() for tensor in inputs[edges:]]) or (_scalar(),)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
-        keep_state()
-        before = [None] * (1 + ctx.ends)
-        if len(ctx.needs_input_grad) == len(before):  # it made a token
+        pin_thread_state()
+        before = [None] * (1 + ctx.edges)
+        if len(ctx.needs_input_grad) == len(before):  # forward made a token
             return (*before,)
         return (*before, *(None if _is_absent(each) else each for each in gradients))
 
 
-class _Arrive(Function):
-    """From tensors to an end and the tensors: in place, since others hold them."""
+class _RecvEdge(Function):
+    """From tensors to a receive edge and the same tensors, which others hold already."""
 
     @staticmethod
     def forward(ctx: Any, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -88,7 +90,7 @@ class _Arrive(Function):
 
     @staticmethod
     def backward(ctx: Any, _: Tensor, *gradients: Tensor | None) -> Any:
-        keep_state()
+        pin_thread_state()
         pairs = zip(gradients, ctx.kinds, strict=True)
         return tuple([_absent(*kind) if each is None else each for each, kind in pairs])
 
@@ -97,11 +99,11 @@ def _scalar() -> Tensor:
     return torch.zeros((), dtype=torch.float32, device="cpu")  # whatever the defaults are
 
 
-# ── the gradient that there is not ──────────────────────────────────────────────────────────────
+# ── absent gradients ────────────────────────────────────────────────────────────────────────────
 
 
 def _absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A sparse tensor without elements and, unlike any gradient, without sparse dimensions."""
+    """Return a sparse tensor without elements and, unlike any gradient, without sparse dims."""
     return torch.sparse_coo_tensor(
         torch.empty((0, 0), dtype=torch.int64, device=device),
         torch.empty((0, *shape), dtype=dtype, device=device),

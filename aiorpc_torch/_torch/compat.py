@@ -1,6 +1,6 @@
-"""Private names of torch that this library uses, imported here and nowhere else.
+"""Private names of torch, imported in this module only.
 
-A torch without one of them fails at import with a sentence that names the versions that work.
+Without one of them the import fails with an error that names the supported versions.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from .._version import __version__
 SUPPORTED = "2.11 to 2.15"
 
 try:
-    # A future of torch's RPC: the base of torch.futures.Future, and quicker to make.
+    # The base class of torch.futures.Future, and faster to make.
     from torch._C import Future as RawFuture
     from torch._C import _dispatch_keys as dispatch_keys
     from torch._C._distributed_autograd import (
@@ -37,7 +37,7 @@ try:
     )
     from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
-    # RRefBase: what arrives through torch; `rpc.RRef` is its subclass.
+    # The class of RRefs that torch unpickles; `rpc.RRef` is its subclass.
     from torch._C._distributed_rpc import PyRRef as RRefBase
     from torch._C._distributed_rpc import (
         TensorPipeAgent,
@@ -58,6 +58,8 @@ try:
     from torch.utils._pytree import tree_leaves
 
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
+    # The names that torch gathers from: `init_rpc_states` replaces the set.
+    worker_names: Callable[[], set[str]] = lambda: _api._ALL_WORKER_NAMES  # noqa: E731
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
     raise ImportError(
@@ -90,6 +92,7 @@ __all__ = (
     "release_context",
     "serialize",
     "tree_leaves",
+    "worker_names",
 )
 
 
@@ -102,9 +105,11 @@ _LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so
 def find_context_functions(
     library: str = _LIBRARY,
 ) -> tuple[Callable[[], int], Callable[[int], None] | None]:
-    """Return how to get and to set the autograd context of this thread, None if it cannot be set.
+    """Return functions that get and set the autograd context id of the calling thread.
 
-    torch's Python interface sets none, and asks by an exception, which takes 20 µs.
+    torch's Python interface cannot set it, and raises where there is none, which takes 20 µs. So
+    two C++ symbols are called. Without them the setter is None, with a warning.
+    (tests/test_bridge.py::test_torch_without_context_symbols)
     """
     try:
         loaded = ctypes.PyDLL(library)
@@ -113,22 +118,22 @@ def find_context_functions(
     except (OSError, AttributeError) as exc:
         warnings.warn(
             f"torch {torch.__version__} does not export its autograd contexts ({exc}): calls in a "
-            f"context will raise; supported are {SUPPORTED}",
+            f"context will raise. Supported versions: {SUPPORTED}",
             RuntimeWarning,
             stacklevel=2,
         )
-        return _context_by_exception, None
+        return _slow_context_id, None
     get.restype, get.argtypes = ctypes.c_int64, []
     put.restype, put.argtypes = None, [ctypes.c_int64]
     return get, put
 
 
-def _context_by_exception() -> int:
+def _slow_context_id() -> int:
     try:
         return int(current_context()._context_id())
     except RuntimeError:
         return -1
 
 
-autograd_context, force_context = find_context_functions()
-"""The id of the distributed autograd context that is open in this thread, -1 if none is."""
+current_context_id, force_context = find_context_functions()
+"""Return the id of this thread's distributed autograd context, -1 without one."""

@@ -1,8 +1,7 @@
-"""Which CUDA device of a worker stands for which of a peer's, for the tensors that travel.
+"""Device maps: which CUDA device of a peer receives the tensors of a device of this worker.
 
-torch checks device maps where `init_rpc` starts a world; this library starts its agents one by one
-and checks them itself, once all workers are known: each finds the same, in the same words. Knows
-names of devices, and no tensor.
+torch checks them in `init_rpc`. This library starts agents one by one, and checks the maps once all
+workers are known. Every worker then raises the same error.
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -14,22 +13,22 @@ import torch
 DeviceMap = Mapping[Any, Any]
 DeviceMaps = Mapping[str, DeviceMap] | Literal["auto"]
 
-Names = dict[str, dict[str, str]]
-"""For each peer, the names of own devices and of the peer's."""
+NamedDeviceMaps = dict[str, dict[str, str]]
+"""For each peer, from names of own devices to names of the peer's."""
 
 AUTO: Literal["auto"] = "auto"
 
 
-def named(maps: DeviceMaps) -> Names | Literal["auto"]:
-    """Device maps by the devices' names, as workers tell each other.
+def normalize_device_maps(maps: DeviceMaps) -> NamedDeviceMaps | Literal["auto"]:
+    """Return device maps with the names of the devices, as workers exchange them.
 
     Raises:
-        ValueError: if a device is none of CUDA's, or has no index.
-        TypeError: if it is no map at all.
+        ValueError: if a device is not a CUDA device, or has no index.
+        TypeError: if `maps` is not a map of maps.
     """
     if isinstance(maps, str):
         if maps != AUTO:
-            raise ValueError(f'device_maps is a map for each peer, or "auto", not {maps!r}')
+            raise ValueError(f'device_maps must be a map for each peer, or "auto", got {maps!r}')
         return AUTO
     return {
         peer: {_name(own): _name(theirs) for own, theirs in devices.items()}
@@ -38,37 +37,37 @@ def named(maps: DeviceMaps) -> Names | Literal["auto"]:
 
 
 def _name(device: Any) -> str:
-    # torch takes an index only where there is a device (2.13).
+    # `torch.device(0)` works only where there is a device (2.13).
     found = torch.device("cuda", device) if type(device) is int else torch.device(device)
     if found.type != "cuda" or found.index is None:
         raise ValueError(
-            f"device_maps names CUDA devices by their index, as 'cuda:0', not {str(found)!r}: "
-            "tensors on the CPU arrive there"
+            f"a device in device_maps must be a CUDA device with its index, as 'cuda:0', got "
+            f"{str(found)!r}. CPU tensors need no map"
         )
     return str(found)
 
 
-def how_many() -> int:
-    """The CUDA devices of this process."""
+def cuda_device_count() -> int:
+    """Return the number of CUDA devices of this process."""
     return torch.cuda.device_count()
 
 
 @dataclass(frozen=True, slots=True)
-class Reach:
-    """The devices that one worker's tensors may be on, when they travel."""
+class DeviceRoutes:
+    """The devices on which one worker's tensors may be when they are sent."""
 
     used: list[torch.device] = field(default_factory=list)
-    """Those that any map names, in order."""
+    """All devices below, sorted."""
 
     calls: Mapping[str, frozenset[torch.device]] = field(default_factory=dict)
-    """On which arguments for that peer may be."""
+    """For each peer, devices of arguments for it."""
 
     answers: Mapping[str, frozenset[torch.device]] = field(default_factory=dict)
-    """On which results for that peer may be: where its own map leads."""
+    """For each peer, devices of results for it: the targets of its own map."""
 
     @classmethod
-    def of(cls, worker: str, maps: Mapping[str, Names]) -> "Reach":
-        """That of `worker`, by the maps of all."""
+    def for_worker(cls, worker: str, maps: Mapping[str, NamedDeviceMaps]) -> "DeviceRoutes":
+        """Return the routes of `worker`, given the maps of all workers."""
         calls = {peer: _all(devices) for peer, devices in maps[worker].items()}
         answers = {
             peer: _all(each[worker].values()) for peer, each in maps.items() if worker in each
@@ -81,7 +80,9 @@ def _all(names: Iterable[str]) -> frozenset[torch.device]:
     return frozenset(map(torch.device, names))
 
 
-def check(devices: Iterable[torch.device], mapped: Collection[torch.device], peer: str) -> None:
+def check_sendable(
+    devices: Iterable[torch.device], mapped: Collection[torch.device], peer: str
+) -> None:
     """Raise ValueError for a device whose tensors torch would not send to `peer`."""
     for device in devices:
         if device.type != "cpu" and device not in mapped:

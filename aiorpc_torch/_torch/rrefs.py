@@ -1,13 +1,14 @@
-"""RRefs between workers: torch's books of who holds what, and a name where those do not serve.
+"""RRefs between workers: torch's reference counts where they work, an id elsewhere.
 
-torch counts the holders of an object: whoever pickles an RRef forks it, for which torch sends a
-message of its own. That costs more than a call does, and torch's books are those of a process's
-first world for good: in later ones it cannot send such a message, and says so with an error, and
-who is to be told that an RRef is gone waits for it. An RRef that reaches an owner who has closed
-its books is waited for without end. (2.13, 2.15; tests/test_rrefs.py)
+torch counts the references to an object: to pickle an RRef forks it, and torch sends a message for
+the fork. That costs more than a call. Also, torch counts correctly in a process's first world only:
+in later ones its messages fail, and an owner that waits for them reports an error. An RRef that
+reaches its owner after the owner has shut torch down is waited for without end. (2.13, 2.15;
+tests/test_rrefs.py)
 
-So calls name an object by torch's number for its RRef, its ident, by which the owner finds it here.
-Only in a world whose workers are all in their first does torch count; else nobody does.
+So a call refers to its object by the RRef id, torch's number for the RRef. The owner finds the
+object in a table of this module. torch counts only in a world whose workers are all in
+their first; in other worlds nothing counts.
 """
 
 import contextlib
@@ -19,182 +20,196 @@ from torch.distributed.rpc import RRef
 
 from .compat import RRefBase
 
-Ident = tuple[int, int]
-"""The number of the process that made an RRef, and that of the RRef there."""
+RRefId = tuple[int, int]
+"""The worker id of the process that made the RRef, and the RRef's number there."""
 
-Way = Literal["forked", "named", "kept"]
-"""How an RRef is used by its holders: torch's way alone, for what cannot be held weakly; by its
-ident, while torch counts; or by its ident, and its object lives until its owner's world ends."""
+SharingMode = Literal["forked", "named", "kept"]
+"""Ways to use an RRef, as the wire spells them.
 
-GONE = "the object of this call is gone: nobody held its RRef"
+"forked": by torch alone, for objects without weak references. "named": by RRef id, while torch
+counts. "kept": by RRef id, and the object lives until its owner's world ends.
+"""
+
+BY_TORCH: Literal["forked"] = "forked"
+BY_ID: Literal["named"] = "named"
+PINNED: Literal["kept"] = "kept"
+
+FREED = (
+    "the object of this call was freed, because every RRef of it was dropped: keep the one that "
+    "create() returned"
+)
 
 
-class _Books:
-    """Of one world that this process is in: its own objects that others know."""
+class RRefTable:
+    """The objects of this process that other workers of one world may refer to."""
 
-    def __init__(self, number: int, *, counted: bool) -> None:
-        self.number = number
+    def __init__(self, worker_id: int, *, counted: bool) -> None:
+        self.worker_id = worker_id
         self._counted = counted
-        self._named: weakref.WeakValueDictionary[Ident, Any] = weakref.WeakValueDictionary()
-        self._own: weakref.WeakValueDictionary[Ident, RRefBase[Any]] = weakref.WeakValueDictionary()
-        self._idents: weakref.WeakKeyDictionary[RRefBase[Any], Ident] = weakref.WeakKeyDictionary()
-        self._kept: set[RRefBase[Any]] = set()
-        self._again: weakref.WeakKeyDictionary[RRefBase[Any], RRef[Any]] = (
+        self._objects: weakref.WeakValueDictionary[RRefId, Any] = weakref.WeakValueDictionary()
+        self._rrefs: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
+            weakref.WeakValueDictionary()
+        )
+        self._ids: weakref.WeakKeyDictionary[RRefBase[Any], RRefId] = weakref.WeakKeyDictionary()
+        self._pinned: set[RRefBase[Any]] = set()
+        self._renewed: weakref.WeakKeyDictionary[RRefBase[Any], RRef[Any]] = (
             weakref.WeakKeyDictionary()
         )
-        self._closed = False
+        self._is_closed = False
 
-    def ident(self, rref: "RRefBase[Any]") -> Ident:
-        """By which this process calls an object of its own."""
-        if (known := self._idents.get(rref)) is not None:
+    def id_of(self, rref: "RRefBase[Any]") -> RRefId:
+        """Return the id of an RRef that this process made."""
+        if (known := self._ids.get(rref)) is not None:
             return known
         data = rref._serialize()
-        _take_back(data)
-        ident = self._idents[rref] = _ident(data)
-        self._own[ident] = rref
-        return ident
+        _cancel_fork(data)
+        found = self._ids[rref] = _id_in(data)
+        self._rrefs[found] = rref
+        return found
 
-    def enter(self, rref: "RRefBase[Any]", data: Any) -> Way:
-        """How those to whom it is sent are to use it."""
-        ident = _ident(data)
+    def share(self, rref: "RRefBase[Any]", data: Any) -> SharingMode:
+        """Register an RRef that is sent, and return how its receivers use it."""
+        own_id = _id_in(data)
         if not self._counted:
-            self._own[ident] = rref
-            self._kept.add(rref)
-            _take_back(data)
-            return "kept"
+            self._rrefs[own_id] = rref
+            self._pinned.add(rref)
+            _cancel_fork(data)
+            return PINNED
         try:
-            self._named[ident] = rref.local_value()
-        except TypeError:  # no weak references to its class
-            return "forked"
-        return "named"
+            self._objects[own_id] = rref.local_value()
+        except TypeError:  # its class has no weak references
+            return BY_TORCH
+        return BY_ID
 
-    def find(self, named: "RRefBase[Any] | Ident") -> Any:
-        """The object that a call names."""
-        if self._closed:  # torch may have closed its own, and would wait for it without end
+    def find(self, named: "RRefBase[Any] | RRefId") -> Any:
+        """Return the object of a call."""
+        if self._is_closed:  # torch may have shut down, and would wait for the object without end
             raise ReferenceError("the worker of this call has left its world")
         if not isinstance(named, tuple):
             return named.local_value()
-        if (rref := self._own.get(named)) is not None:
+        if (rref := self._rrefs.get(named)) is not None:
             return rref.local_value()
-        if (found := self._named.get(named)) is None:
-            raise ReferenceError(GONE)
+        if (found := self._objects.get(named)) is None:
+            raise ReferenceError(FREED)
         return found
 
-    def again(self, rref: "RRefBase[Any]") -> RRef[Any]:
-        """One of this world for an RRef of an own object from an earlier one."""
-        if (fresh := self._again.get(rref)) is None:
-            fresh = self._again[rref] = RRef(rref.local_value())
-        return fresh
+    def renew(self, rref: "RRefBase[Any]") -> RRef[Any]:
+        """Return an RRef of this world for one of an own object from an earlier world."""
+        if (renewed := self._renewed.get(rref)) is None:
+            renewed = self._renewed[rref] = RRef(rref.local_value())
+        return renewed
 
-    def its_own(self, ident: Ident) -> "RRefBase[Any]":
-        """The RRef of this process that has come back."""
-        if (rref := self._own.get(ident)) is None:
-            raise ReferenceError(GONE)
+    def own_rref(self, own_id: RRefId) -> "RRefBase[Any]":
+        """Return the RRef of this process with that id, which a peer has sent back."""
+        if (rref := self._rrefs.get(own_id)) is None:
+            raise ReferenceError(FREED)
         return rref
 
     def close(self) -> None:
-        """torch closes its own."""
-        self._closed = True
-        self._kept.clear()
+        """Disable `find`, and free pinned objects."""
+        self._is_closed = True
+        self._pinned.clear()
 
 
-class _Held(NamedTuple):
-    """What came with an RRef."""
+class _Received(NamedTuple):
+    """Facts of an RRef that another process made."""
 
-    books: _Books  # in whose world
-    way: Way
+    table: RRefTable  # of the world in which it arrived
+    mode: SharingMode
     data: Any
-    ident: Ident | None
+    rref_id: RRefId | None
 
 
-NOWHERE = -1
+NO_WORLD = -1
 
-_books = _Books(NOWHERE, counted=True)
-_held: "weakref.WeakKeyDictionary[RRefBase[Any], _Held]" = weakref.WeakKeyDictionary()
+_table = RRefTable(NO_WORLD, counted=True)
+_received: "weakref.WeakKeyDictionary[RRefBase[Any], _Received]" = weakref.WeakKeyDictionary()
 
 
-def begin(number: int, *, counted: bool) -> None:
-    """This process enters a world, by that number, in which torch counts holders or nobody."""
-    global _books
-    _books = _Books(number, counted=counted)
+def enter_world(worker_id: int, *, counted: bool) -> None:
+    """Start a new table for a world in which torch counts references, or does not."""
+    global _table
+    _table = RRefTable(worker_id, counted=counted)
 
 
 @contextlib.contextmanager
-def closing() -> Iterator[None]:
-    """It leaves: torch closes its books inside."""
-    global _books
-    _books.close()
+def leaving_world() -> Iterator[None]:
+    """Disable RRef lookup while torch shuts down."""
+    global _table
+    _table.close()
     try:
         yield
     finally:
-        _books = _Books(NOWHERE, counted=True)
+        _table = RRefTable(NO_WORLD, counted=True)
 
 
-def depart(rref: "RRefBase[Any]") -> tuple[Any, Way]:
-    """What `arrive` takes.
+def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
+    """Return the arguments of `deserialize_rref` at the receiver.
 
     Raises:
-        ReferenceError: if it is of a world that this process has left.
+        ReferenceError: if the RRef is of a world that this process has left.
     """
     rref = _in_this_world(rref)
-    held = _held.get(rref)
-    if held is not None and held.way == "kept":
-        return held.data, held.way
+    received = _received.get(rref)
+    if received is not None and received.mode == PINNED:
+        return received.data, received.mode
     data = rref._serialize()
-    if held is not None:
-        return data, held.way
-    # What torch made by `remote()` may wait for its object yet, and is not of this class.
-    return data, _books.enter(rref, data) if isinstance(rref, RRef) else "forked"
+    if received is not None:
+        return data, received.mode
+    # An RRef of `rpc.remote` is not of this class, and its object may not exist yet.
+    return data, _table.share(rref, data) if isinstance(rref, RRef) else BY_TORCH
 
 
-def arrive(data: Any, way: Way) -> "RRefBase[Any]":
-    """The RRef, at a worker that may be its owner.
+def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
+    """Return the RRef of `serialize_rref`, at a worker that may be its owner.
 
     Raises:
-        ReferenceError: if it is of an object of this worker that is gone.
+        ReferenceError: if it is of an object of this worker that was freed.
     """
-    if way == "kept" and data[0] == _books.number:
-        return _books.its_own(_ident(data))
+    if mode == PINNED and data[0] == _table.worker_id:
+        return _table.own_rref(_id_in(data))
     rref: RRefBase[Any] = RRefBase._deserialize(data)
-    _held[rref] = _Held(_books, way, data, None if way == "forked" else _ident(data))
+    _received[rref] = _Received(_table, mode, data, None if mode == BY_TORCH else _id_in(data))
     return rref
 
 
-def ident(rref: "RRefBase[Any]") -> Ident | None:
-    """By which its owner finds the object, None if only torch does.
+def rref_id(rref: "RRefBase[Any]") -> RRefId | None:
+    """Return the id with which the owner finds the object, None if only torch finds it.
 
     Raises:
-        ReferenceError: if it is of a world that this process has left.
+        ReferenceError: if the RRef is of a world that this process has left.
     """
-    held = _held.get(rref)
-    if held is not None and held.books is _books:  # most calls
-        return held.ident
+    received = _received.get(rref)
+    if received is not None and received.table is _table:  # the usual case
+        return received.rref_id
     rref = _in_this_world(rref)
-    return _books.ident(rref) if isinstance(rref, RRef) else None
+    return _table.id_of(rref) if isinstance(rref, RRef) else None
 
 
-def find(named: "RRefBase[Any] | Ident") -> Any:
-    """The object of this worker that a call names.
+def find_object(named: "RRefBase[Any] | RRefId") -> Any:
+    """Return the object of this worker to which a call refers.
 
     Raises:
-        ReferenceError: if it is gone, or this worker's world is.
+        ReferenceError: if the object was freed, or this worker has left its world.
     """
-    return _books.find(named)
+    return _table.find(named)
 
 
 def _in_this_world(rref: "RRefBase[Any]") -> "RRefBase[Any]":
-    held = _held.get(rref)
-    if held is None or held.books is _books:
+    received = _received.get(rref)
+    if received is None or received.table is _table:
         return rref
-    if rref.is_owner():  # the object is here, whichever world it is
-        return _books.again(rref)
-    raise ReferenceError("this RRef is of a world that this process has left")
+    if rref.is_owner():  # the object is in this process
+        return _table.renew(rref)
+    raise ReferenceError(
+        "this RRef is of a world that this process has left: create() the object again"
+    )
 
 
-def _ident(data: Any) -> Ident:
+def _id_in(data: Any) -> RRefId:
     return data[1], data[2]
 
 
-def _take_back(data: Any) -> None:
-    # At its owner it ends the fork, for which torch would wait, or warn.
+def _cancel_fork(data: Any) -> None:
+    # At the owner this ends the fork, for which torch would wait, or warn.
     RRefBase._deserialize(data)

@@ -1,6 +1,6 @@
-"""Python's states of torch's threads: kept while the threads live, given back when they are gone.
+"""Python's thread states in torch's threads, and torch's intra-op thread count in ours.
 
-Knows threads, nothing of torch's RPC.
+The four functions of Python's C interface exist in CPython 3.11 and 3.12. (tests/test_states.py)
 """
 
 import contextlib
@@ -17,7 +17,7 @@ _thread = threading.local()
 
 
 def _python(name: str, result: Any, *arguments: Any) -> Callable[..., Any]:
-    """A function of Python's C interface, called with the GIL held."""
+    """Return a function of Python's C interface, which is called with the GIL held."""
     found = ctypes.pythonapi[name]
     found.restype, found.argtypes = result, arguments
     return found
@@ -30,68 +30,67 @@ _delete = _python("PyThreadState_Delete", None, ctypes.c_void_p)
 
 
 class _Mark:
-    """Thread-local, so it is there as long as the state is that holds it."""
+    """A thread-local object: it lives as long as the thread state that holds it."""
 
 
-class _Kept(NamedTuple):
-    """A state that was kept."""
+class _Pinned(NamedTuple):
+    """A pinned thread state."""
 
-    thread: int  # Linux's number
+    thread: int  # Linux's thread id
     address: int
     mark: ref[_Mark]
 
 
-_kept: list[_Kept] = []
+_pinned: list[_Pinned] = []
 
 _THREADS = "/proc/self/task"
 
 
-def keep_state() -> None:
-    """Let this thread, which Python did not start, keep its Python state until it ends.
+def pin_thread_state() -> None:
+    """Keep the Python thread state of this thread, which torch started, until the thread ends.
 
-    torch's threads make a thread state whenever they enter Python and drop it when they leave,
-    several times a call: of a lone call of 450 µs it is 100 (torch 2.13 and 2.15, Python 3.11). A
-    reference that is never given back keeps it, and with it what is thread-local. When the thread
-    has ended, `give_back` frees it, which is 20 KB.
+    torch's threads make a state whenever they enter Python and drop it when they leave, several
+    times a call: 100 of the 450 µs of a lone call (torch 2.13, 2.15, Python 3.11). One more
+    reference keeps the state and what is thread-local. `free_dead_thread_states` frees its 20 KB.
     """
     if not hasattr(_thread, "mark"):
         _ensure()
         mark = _thread.mark = _Mark()
-        _kept.append(_Kept(threading.get_native_id(), _current(), ref(mark)))
+        _pinned.append(_Pinned(threading.get_native_id(), _current(), ref(mark)))
 
 
-def give_back() -> None:
-    """Free the states of threads that have ended. Blocks, for less than a millisecond."""
-    ended = [each for each in [*_kept] if not os.path.exists(f"{_THREADS}/{each.thread}")]
-    if ended and os.path.isdir(_THREADS):  # elsewhere nobody says which threads there are
-        # In a thread that does nothing else: with each state that is deleted, Python 3.12 forgets
-        # which one the deleting thread has, and C code there that asks for one waits for itself.
+def free_dead_thread_states() -> None:
+    """Free the pinned states of threads that have ended. Blocks for less than a millisecond."""
+    ended = [each for each in [*_pinned] if not os.path.exists(f"{_THREADS}/{each.thread}")]
+    if ended and os.path.isdir(_THREADS):  # without /proc, dead threads are unknown
+        # In a thread of its own: when Python 3.12 deletes a state, the deleting thread forgets its
+        # own one, and C code there that asks for one deadlocks.
         thread = threading.Thread(target=lambda: _free(ended), name="aiorpc-states", daemon=True)
         thread.start()
         thread.join()
 
 
-def kept_states() -> int:
-    """How many are kept; those that are yet to be given back are among them."""
-    return len(_kept)
+def pinned_state_count() -> int:
+    """Return how many states are pinned, those of dead threads included."""
+    return len(_pinned)
 
 
-def _free(ended: list[_Kept]) -> None:
+def _free(ended: list[_Pinned]) -> None:
     for each in ended:
-        with contextlib.suppress(ValueError):  # somebody else does the same
-            _kept.remove(each)
-            # A thread that Python started, and in which a future came to be done, took it along.
+        with contextlib.suppress(ValueError):  # another thread frees it
+            _pinned.remove(each)
+            # Python itself freed the state, mark included, if it had started the thread.
             if each.mark() is not None:
                 _clear(each.address)
                 _delete(each.address)
 
 
-def tune(intra_op: int) -> None:
-    """Tell this thread torch's intra-op thread count, once.
+def set_intra_op_threads(count: int) -> None:
+    """Set torch's intra-op thread count in this thread, if it is not set yet.
 
-    A thread that was never told opens an OpenMP team of its own for each operator: a 64-row MLP
-    took 18 ms in place of 0.1 (torch 2.13, two cores).
+    A thread without it opens an OpenMP team for each operator: a 64-row MLP took 18 ms in place of
+    0.1 (torch 2.13, two cores).
     """
-    if getattr(_thread, "intra_op", None) != intra_op:
-        torch.set_num_threads(intra_op)
-        _thread.intra_op = intra_op
+    if getattr(_thread, "intra_op", None) != count:
+        torch.set_num_threads(count)
+        _thread.intra_op = count

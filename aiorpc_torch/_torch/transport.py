@@ -1,9 +1,9 @@
-"""A torch Future as an awaitable, and torch's transport errors by name.
+"""torch's futures as awaitables, and its messages and their errors.
 
-With `_world` the only room that knows how torch completes. Facts, seen on torch 2.13 and 2.15 and
-held by tests/test_bridge.py: a callback runs on one of torch's threads, or at once on the caller's
-if the future is done; `wait()` on a done future does not block and orders CUDA streams, `value()`
-does not; a future cannot be cancelled and keeps its callbacks until it completes.
+Facts of torch 2.13 and 2.15, held by tests/test_bridge.py: a callback runs on one of torch's
+threads, or at once in the caller's if the future is done. On a done future `wait()` does not block
+and orders CUDA streams; `value()` does not order them. A future cannot be cancelled, and keeps its
+callbacks until it is done.
 """
 
 import asyncio
@@ -16,41 +16,45 @@ import torch
 from torch import Tensor
 from torch.futures import Future
 
-from .._aio.entry_queue import Inbox
-from ..errors import RemoteError, RpcError, WorkerLost, said
+from .._aio.entry_queue import EntryQueue
+from ..errors import RemoteError, RpcError, WorkerLost, safe_str
 from .compat import (
     PythonUDF,
     RawFuture,
     WorkerInfo,
-    autograd_context,
+    current_context_id,
     force_context,
     invoke_rpc,
     serialize,
 )
-from .thread_state import keep_state
+from .thread_state import pin_thread_state
 
 __all__ = ("wrap_future",)
 
 T = TypeVar("T")
 
-_Completion = tuple["Callable[[Future[Any]], None]", "Future[Any]"]
+_Callback = Callable[["Future[Any]"], None]
+_Completion = tuple[_Callback, "Future[Any]"]
 
-_inboxes: WeakKeyDictionary[asyncio.AbstractEventLoop, Inbox[_Completion]] = WeakKeyDictionary()
+_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, EntryQueue[_Completion]] = WeakKeyDictionary()
 
 
 def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
-    """An asyncio future of the running loop for any `torch.futures.Future`.
+    """Return an asyncio future of the running loop for a `torch.futures.Future`.
 
-    The result is taken with `wait()` on the loop's thread, so work queued on the current CUDA
-    stream after the `await` is ordered after whatever produced the result. Cancelling the
-    awaiting task drops the result; a torch future itself cannot be cancelled.
+    The result is taken with `wait()` on the loop's thread. So work queued on the current CUDA
+    stream after the `await` runs after the work that produced the result. Cancelling the awaiting
+    task drops the result; a torch future itself cannot be cancelled.
+
+    Args:
+        future: any torch future, as of `rpc_async`.
 
     Raises:
         TypeError: if `future` is not a `torch.futures.Future`.
         RuntimeError: if no event loop is running in this thread.
     """
     if not isinstance(future, RawFuture):
-        raise TypeError(f"wrap_future takes a torch.futures.Future, not {future!r}")
+        raise TypeError(f"future must be a torch.futures.Future, got {future!r}")
     loop = asyncio.get_running_loop()
     result: asyncio.Future[T] = loop.create_future()
     if future.done():
@@ -60,37 +64,37 @@ def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
     return result
 
 
-def when_done(
-    future: "Future[Any]",
-    take: "Callable[[Future[Any]], None]",
-    first: "Callable[[Future[Any]], None] | None" = None,
-) -> None:
-    """Call `take(future)` on the running loop's thread when the future is done; never at once.
+def when_done(future: "Future[Any]", callback: _Callback, first: _Callback | None = None) -> None:
+    """Call `callback(future)` on the thread of the running loop when the future is done.
 
-    Before that `first(future)`, which must not raise, on whatever thread it is done: should the
-    loop be closed by then, nothing else is called.
+    It is never called before this returns, nor on a loop that is closed.
+
+    Args:
+        future: a torch future.
+        callback: function to call on the loop.
+        first: function to call before, on the thread that completes the future; must not raise.
     """
-    inbox = _inbox_of(asyncio.get_running_loop())
+    queue = _queue_of(asyncio.get_running_loop())
 
     def on_done(done: "Future[Any]") -> None:
-        keep_state()
+        pin_thread_state()
         if first is not None:
             first(done)
-        inbox.push((take, done))
+        queue.put((callback, done))
 
     future.add_done_callback(on_done)
 
 
-def _inbox_of(loop: asyncio.AbstractEventLoop) -> Inbox[_Completion]:
-    inbox = _inboxes.get(loop)
-    if inbox is None:
-        inbox = _inboxes[loop] = Inbox(loop, _take)
-    return inbox
+def _queue_of(loop: asyncio.AbstractEventLoop) -> EntryQueue[_Completion]:
+    queue = _queues.get(loop)
+    if queue is None:
+        queue = _queues[loop] = EntryQueue(loop, _handle)
+    return queue
 
 
-def _take(completion: _Completion) -> None:
-    take, future = completion
-    take(future)
+def _handle(completion: _Completion) -> None:
+    callback, future = completion
+    callback(future)
 
 
 def _deliver(result: "asyncio.Future[T]", future: "Future[T]") -> None:
@@ -111,8 +115,8 @@ def send(
 ) -> "Future[Any]":
     """Call `function(data)`, or `function(data, tensors)`, on another worker by torch RPC.
 
-    `function` is an `async_execution` function. It is `rpc_async` without the look-up among torch's
-    operators and without the profiler's record.
+    `function` must be an `async_execution` function. This is `rpc_async` without its look-up among
+    torch's operators and without the profiler's record.
     """
     args = (data, [*tensors]) if tensors else (data,)
     payload, table = serialize(PythonUDF(function, args, {}))  # type: ignore[no-untyped-call]
@@ -120,11 +124,18 @@ def send(
 
 
 @contextlib.contextmanager
-def in_autograd_context(number: int) -> Iterator[None]:
-    """Have that context open in this thread, -1: none; afterwards, what was."""
+def enter_context_id(number: int) -> Iterator[None]:
+    """Make `number` the autograd context of this thread inside the block, -1 for none.
+
+    Raises:
+        RuntimeError: if this torch does not export the function for it.
+    """
     if force_context is None:
-        raise RuntimeError(f"this torch, {torch.__version__}, does not let its contexts be set")
-    before = autograd_context()
+        raise RuntimeError(
+            f"torch {torch.__version__} cannot set the autograd context of a thread: calls in a "
+            "context are not supported"
+        )
+    before = current_context_id()
     force_context(number)
     try:
         yield
@@ -132,13 +143,13 @@ def in_autograd_context(number: int) -> Iterator[None]:
         force_context(before)
 
 
-def transport_error(exc: BaseException, worker: str) -> RpcError:
-    """What torch's RuntimeError about a message to `worker` means.
+def classify_error(exc: BaseException, worker: str) -> RpcError:
+    """Return the error for torch's RuntimeError about a message to `worker`.
 
-    Our own functions answer with envelopes and never raise, so an error here is the transport's:
-    every text of a broken pipe names the TensorPipe source file it comes from.
+    Our own functions reply with envelopes and never raise, so this is an error of the transport.
+    The text of each broken pipe names the TensorPipe source file that found it.
     """
-    text = said(exc).strip()
+    text = safe_str(exc).strip()
     first = text.partition("\n")[0]  # a C++ traceback may follow, which names the agent's file
     if "tensorpipe/" in first or "RPC has not been initialized" in text:
         return WorkerLost(worker, first)

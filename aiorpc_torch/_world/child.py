@@ -1,7 +1,7 @@
-"""One child process that is a worker: its start, the pipe to it, and its end.
+"""A child process that is a worker: its start, the pipe to it, and its end.
 
-The pipe carries a word from the parent (`LEAVE` or `CANCEL`) and, if the child fails, its failure
-to the parent. Its end is the sign of death, both ways: the kernel closes it however a process goes.
+The pipe carries the parent's commands to the child, and the child's failure to the parent. A closed
+pipe means death, in both directions: the kernel closes it however a process ends.
 """
 
 import asyncio
@@ -20,92 +20,106 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
-from .._protocol.exceptions import Failure
+from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
-from .config import Place, Worker
-from .worker import take_place
+from .config import WorkerConfig
+from .worker import run_worker
 
 Main = Callable[..., Awaitable[Any]]
 
+POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
+EXIT_POLLS = 100
 
-NewProcess = Callable[[Callable[..., Any], tuple[Any, ...], str], BaseProcess]
+ProcessFactory = Callable[[Callable[..., Any], tuple[Any, ...], str], BaseProcess]
+"""A function that makes a process of a target function, its arguments and a name."""
 
 
-def spawned(target: Callable[..., Any], args: tuple[Any, ...], name: str) -> BaseProcess:
-    """A process of its own, from nothing."""
-    # Not "fork", which copies torch's threads' locks but not its threads.
+def spawned_process(target: Callable[..., Any], args: tuple[Any, ...], name: str) -> BaseProcess:
+    """Return a process with a new interpreter."""
+    # Not "fork", which copies the locks of torch's threads but not the threads.
     return multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
 
 
-new_process: ContextVar[NewProcess] = ContextVar("new_process", default=spawned)
-"""How children are made, which `_warm` knows to do faster."""
+process_factory: ContextVar[ProcessFactory] = ContextVar("process_factory", default=spawned_process)
+"""Factory of the children's processes; `aiorpc_torch.testing` sets a faster one."""
 
 
-class Word(enum.Enum):
-    """What a parent tells a child."""
+class ParentCommand(enum.Enum):
+    """A command from a parent to its child."""
 
-    LEAVE = "leave"  # everybody is leaving: a child that only serves leaves too
-    CANCEL = "cancel"  # something went wrong, or Ctrl-C: stop now
+    LEAVE = "leave"  # all workers leave: a child that only serves leaves too
+    CANCEL = "cancel"  # a worker failed, or Ctrl-C was pressed: stop now
 
 
-class Child:
-    """A process that takes `place` in a world and there runs `main(me, *args)`, or only serves."""
+class ChildProcess:
+    """A process that runs `main(me, *args)` as the worker of `config`, or only serves."""
 
-    def __init__(self, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:
-        self.name = place.name
+    def __init__(self, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]) -> None:
+        self.name = config.name
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
-        # Ours stays open until `close`: its end would be our death to the child.
+        self._is_closed = False
+        # This end stays open until `close`: its end would mean this process's death to the child.
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = new_process.get()(live, (theirs, place, main, args), place.name)
-        with _sigint_held_back():
+        self._process = process_factory.get()(child_main, (theirs, config, main, args), config.name)
+        with _sigint_blocked():
             self._process.start()
         theirs.close()
-        _alive.add(self)
-        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._listen)
+        _running.add(self)
+        asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
 
     def __repr__(self) -> str:
-        return f"<Child {self.name}, {'ended' if self.ended.done() else 'running'}>"
+        return f"<ChildProcess {self.name}, {'ended' if self.ended.done() else 'running'}>"
 
-    def tell(self, word: Word) -> None:
-        """Send the child a word; it may have ended."""
+    def send(self, command: ParentCommand) -> None:
+        """Send a command to the child, which may have ended."""
         with contextlib.suppress(OSError):
-            self._pipe.send(word)
+            self._pipe.send(command)
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         try:
             self._failure = self._pipe.recv().exception()
         except (EOFError, OSError):
-            self.forget()
-            self._process.join(0.5)  # the kernel closes its files just before it is reaped
-            self.ended.set_result(self._failure or self._death())
+            self.stop_watching()
+            self._await_exit(EXIT_POLLS)
 
-    def forget(self) -> None:
-        """Watch the child no longer."""
+    def _await_exit(self, polls: int) -> None:
+        """Set the result once the process has an exit code, without blocking the loop."""
+        # The kernel closes a process's files just before the process can be reaped.
+        if self._is_closed:
+            return
+        if self._process.exitcode is None and polls:
+            self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
+        else:
+            self.ended.set_result(self._failure or self._exit_failure())
+
+    def stop_watching(self) -> None:
+        """Stop reading from the pipe."""
         self.ended.get_loop().remove_reader(self._pipe.fileno())
 
-    def _death(self) -> BaseException | None:
+    def _exit_failure(self) -> BaseException | None:
         code = self._process.exitcode
         return None if code == 0 else WorkerLost(self.name, f"its process ended with code {code}")
 
     def kill(self) -> None:
-        """End the process, whatever it does."""
+        """Kill the process."""
         self._process.kill()
 
     def close(self) -> None:
-        """Kill the process, if it has not ended."""
+        """Kill the process if it has not ended, and free what belongs to it."""
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        _alive.discard(self)
+        _running.discard(self)
+        self._is_closed = True
         self._process.close()
         self._pipe.close()
 
 
 @contextlib.contextmanager
-def _sigint_held_back() -> Iterator[None]:
-    # Ctrl-C goes to the whole group of processes, and a child that is still importing torch would
-    # print a traceback. The mask is inherited; `live` puts a handler in its place.
+def _sigint_blocked() -> Iterator[None]:
+    # Ctrl-C goes to the whole process group, and a child that is still importing torch would print
+    # a traceback. A child inherits the mask, until `child_main` installs a handler.
     # multiprocessing's tracker unblocks the signal when it starts: so it starts first.
     resource_tracker.ensure_running()
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
@@ -115,77 +129,79 @@ def _sigint_held_back() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-_alive: set[Child] = set()
+_running: set[ChildProcess] = set()
 
 
 @atexit.register
-def _end_all() -> None:
-    # Before multiprocessing's own exit function, which waits for children: those of a world that
-    # was never left wait for this process.
-    for child in _alive:
+def _kill_all() -> None:
+    # Runs before multiprocessing's own exit function, which waits for children. Children of a world
+    # that was never left wait for this process. (tests/test_signals.py)
+    for child in _running:
         child.kill()
 
 
 # ── in the child ────────────────────────────────────────────────────────────────────────────────
 
 
-class _Parent:
-    """The other end of the pipe: hears the parent's words, and its death, in a thread."""
+class _ParentPipe:
+    """The child's end of the pipe. Its thread ends the process when the parent dies."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
-        self._word: Word | None = None
-        self._tell: Callable[[Word], None] | None = None
+        self._command: ParentCommand | None = None
+        self._obey: Callable[[ParentCommand], None] | None = None
         self._lock = threading.Lock()
-        threading.Thread(target=self._listen, name="aiorpc-parent", daemon=True).start()
+        threading.Thread(target=self._receive, name="aiorpc-parent", daemon=True).start()
 
-    def on_word(self, tell: Callable[[Word], None]) -> None:
-        """Call `tell` with each word, that which has come already included."""
+    def on_command(self, obey: Callable[[ParentCommand], None]) -> None:
+        """Call `obey` with each command, also with the last one before this call."""
         with self._lock:
-            self._tell = tell
-            if self._word is not None:
-                tell(self._word)
+            self._obey = obey
+            if self._command is not None:
+                obey(self._command)
 
     def report(self, exc: BaseException, name: str) -> None:
-        """Tell the parent of a failure."""
+        """Send a failure to the parent."""
         with contextlib.suppress(OSError):
-            self._pipe.send(Failure.of(exc, name))
+            self._pipe.send(RemoteFailure.of(exc, name))
 
-    def _listen(self) -> None:
+    def _receive(self) -> None:
         try:
             while True:
-                self._heard(self._pipe.recv())
+                self._on_receive(self._pipe.recv())
         except (EOFError, OSError):
-            # The parent is gone, perhaps by kill -9: nobody is left to do anything for.
-            os._exit(1)
+            os._exit(1)  # the parent is dead, perhaps by kill -9
 
-    def _heard(self, word: Word) -> None:
+    def _on_receive(self, command: ParentCommand) -> None:
         with self._lock:
-            self._word = word
-            if self._tell is not None:
-                self._tell(word)
+            self._command = command
+            if self._obey is not None:
+                self._obey(command)
 
 
-def live(pipe: Connection, place: Place, main: Main | None, args: tuple[Any, ...]) -> NoReturn:
-    """The whole life of a child."""
-    # A handler, not SIG_IGN, which programs started from here would inherit.
+def child_main(
+    pipe: Connection, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
+) -> NoReturn:
+    """Run in the child from its start to its end."""
+    # A handler, not SIG_IGN, which programs that the child starts would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    parent = _Parent(pipe)
+    parent = _ParentPipe(pipe)
     code = 0
     try:
-        asyncio.run(_work(parent, place, main, args))
+        asyncio.run(_run(parent, config, main, args))
     except asyncio.CancelledError:
-        pass  # the parent said so
+        pass  # by the parent's command
     except BaseException as exc:
-        parent.report(exc, place.name)  # raised, and its traceback printed once, in the parent
+        parent.report(exc, config.name)  # raised, and its traceback printed once, in the parent
         code = 1
-    _end(code)
+    _exit(code)
 
 
-def _end(code: int) -> NoReturn:
-    # As a forked child of multiprocessing ends: exit functions run and streams are flushed, but
-    # the interpreter is not taken down, for which torch needs a second of every core.
+def _exit(code: int) -> NoReturn:
+    # As multiprocessing ends a child: threads end, exit functions run, streams are flushed.
+    # The interpreter is not finalized: with torch that would take a second of every core.
+    threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):
@@ -193,19 +209,20 @@ def _end(code: int) -> NoReturn:
     os._exit(code)
 
 
-async def _work(parent: _Parent, place: Place, main: Main | None, args: tuple[Any, ...]) -> None:
+async def _run(
+    parent: _ParentPipe, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
+) -> None:
     loop, task, leave = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
-    obey: dict[Word, Callable[[], object]] = {Word.LEAVE: leave.set, Word.CANCEL: task.cancel}
-    parent.on_word(lambda word: _soon(loop, obey[word]))
-    async with take_place(place) as me:
-        await (_serve(me, leave) if main is None else main(me, *args))
+    actions: dict[ParentCommand, Callable[[], object]] = {
+        ParentCommand.LEAVE: leave.set,
+        ParentCommand.CANCEL: task.cancel,
+    }
+    parent.on_command(lambda command: _call_soon(loop, actions[command]))
+    async with run_worker(config) as me:
+        await (leave.wait() if main is None else main(me, *args))
 
 
-def _soon(loop: asyncio.AbstractEventLoop, act: Callable[[], object]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop has ended by itself meanwhile
-        loop.call_soon_threadsafe(act)
-
-
-async def _serve(me: Worker, leave: asyncio.Event) -> None:
-    await leave.wait()
+def _call_soon(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
+    with contextlib.suppress(RuntimeError):  # the loop is closed
+        loop.call_soon_threadsafe(action)

@@ -1,9 +1,8 @@
-"""A worker's watch over its peers: whoever is lost is told to those who wait for it.
+"""The failure detector: it finds lost peers, and ends what waits for them.
 
-The connections of a killed peer end. It is asked at once whether it lives, and torch says that it
-does not. The connections of one that is frozen or cut off do not end: it is asked when it has been
-silent for some time. A thread of torch's answers, so a busy loop is no lost worker. When to ask
-and whom to give up is `_pulse`'s to decide.
+The connections of a killed peer end: it is pinged at once, and torch's send fails. The connections
+of a frozen or unreachable peer do not end: it is pinged after some seconds of silence. A thread of
+torch's answers pings, so a peer with a blocked loop is not lost. `HeartbeatTracker` decides when.
 """
 
 import asyncio
@@ -15,172 +14,187 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
-from .._client.pool import Outbox
+from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._server.server import Server
-from .._torch.agent import Member
+from .._torch.agent import PeerInfo
 from .._torch.compat import RawFuture
-from .._torch.transport import send, transport_error, when_done
+from .._torch.transport import classify_error, send, when_done
 from ..errors import RemoteTraceback, RpcError, WorkerLost
-from .heartbeat import Pulse
+from .heartbeat import HeartbeatTracker
 
 log = logging.getLogger("aiorpc_torch")
 
 
-class Vigil:
-    """On the loop that it was made on, until `close`."""
+class FailureDetector:
+    """A watch over one worker's peers, on the loop that created it, until `close`."""
 
     def __init__(
-        self, outbox: Outbox, server: Server, members: Sequence[Member], heartbeat: float
+        self, name: str, server: Server, members: Sequence[PeerInfo], heartbeat: float
     ) -> None:
-        self.gone: dict[str, RpcError] = {}  # the lost, and how they were
-        self._outbox = outbox
+        self.lost_peers: dict[str, RpcError] = {}
+        self.on_loss: Callable[[RpcError], None] | None = None
+        self.has_left: Callable[[str], Awaitable[bool]] = _has_not_left
+        self._name = name
+        self._pool: ConnectionPool  # from `start` on
         self._server = server
-        self._peers = {each.name: each.info for each in members if each.name != outbox.name}
+        self._peers = {each.name: each.info for each in members if each.name != name}
         self._heartbeat = heartbeat
-        self._pulse = Pulse(heartbeat)
+        self._tracker = HeartbeatTracker(heartbeat)
         self._loop = asyncio.get_running_loop()
         self._open = True
-        self.on_loss: Callable[[RpcError], None] | None = None
-        self._for_good: dict[str, RpcError] = {}
-        self._back: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._asked: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        self._timer = self._loop.call_later(self._pulse.interval, self._look)
-        self.has_left: Callable[[str], Awaitable[bool]] = _nobody_has
+        self._given_up: dict[str, RpcError] = {}  # peers that will not rejoin
+        self._rejoined: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._probed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
+        self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        outbox.heard = server.observed = self._heard
-        outbox.suspected = server.suspected = self._suspected
-        outbox.parted = self._parted
-        server.peers.failed = self._failed
-        for caller in server.callers():  # who was quicker than this worker's start
-            self._heard(caller)
 
     def __repr__(self) -> str:
-        return f"<Vigil of {self._outbox.name}: {self._pulse}, lost: {', '.join(self.gone)}>"
+        lost = ", ".join(self.lost_peers)
+        return f"<FailureDetector of {self._name}: {self._tracker}, lost: {lost}>"
+
+    def start(self, pool: ConnectionPool) -> None:
+        """Start watching. When a peer is lost, the calls to it in `pool` fail."""
+        self._pool, server = pool, self._server
+        self._timer = self._loop.call_later(self._tracker.interval, self._check)
+        server.on_message = self.on_message
+        server.on_disconnect = self.on_disconnect
+        server.peers.on_failure = self._on_peer_failed
+        for caller in server.callers():  # peers that called before this worker's start was over
+            self.on_message(caller)
 
     def close(self) -> None:
-        """Watch no more."""
+        """Stop watching."""
         self._open = False
-        self._timer.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
 
-    async def presence(self, peer: str) -> None:
-        """Wait until a peer that is lost is back; return at once if it is not lost.
+    async def wait_until_alive(self, peer: str) -> None:
+        """Wait until a lost peer has rejoined; return at once if it is not lost.
 
         Raises:
-            WorkerLost: if it will not come back.
+            WorkerLost: if it will not rejoin.
         """
-        if peer in self._asked:  # it is not known yet whether it lives
-            await self._asked[peer].wait()
-        if peer in self.gone:
-            await self._back[peer].wait()
-        if (error := self._for_good.get(peer)) is not None:
+        if peer in self._probed:  # a probe may be under way
+            await self._probed[peer].wait()
+        if peer in self.lost_peers:
+            await self._rejoined[peer].wait()
+        if (error := self._given_up.get(peer)) is not None:
             raise error
 
-    def replace(self, member: Member) -> None:
-        """A peer has a successor, which is watched from now on."""
+    def replace(self, member: PeerInfo) -> None:
+        """Watch the replacement process of a peer from now on."""
         self._peers[member.name] = member.info
-        self._heard(member.name)
-        self._is_back(member.name)
+        self.on_message(member.name)
+        self._mark_alive(member.name)
 
     def give_up(self, peer: str, error: RpcError) -> None:
-        """That peer will not come back."""
-        self._for_good[peer] = error
-        self.gone.setdefault(peer, error)
-        self._back[peer].set()
+        """Note that a peer will not rejoin."""
+        self._given_up[peer] = error
+        self.lost_peers.setdefault(peer, error)
+        self._rejoined[peer].set()
 
-    def _is_back(self, peer: str) -> None:
-        self._asked[peer].set()
-        if self.gone.pop(peer, None) is not None:
-            log.info("%s: worker %r is back", self._outbox.name, peer)
-            self._back.pop(peer, asyncio.Event()).set()
+    def probe(self, peer: str) -> None:
+        """Ping a peer; if the ping fails, the peer is lost."""
+        self._probe(peer, self._peers[peer].id)
 
-    def _heard(self, peer: str) -> None:
-        """A message or an answer came. In any thread."""
-        self._pulse.heard(peer, time.monotonic())
-        if peer in self.gone:  # it was frozen, or cut off
-            self._loop.call_soon_threadsafe(self._is_back, peer)
+    # ── signs of life ───────────────────────────────────────────────────────────────────────────
 
-    def _suspected(self, peer: str, number: int) -> None:
-        """A connection has ended without a last frame. In any thread."""
-        if asyncio._get_running_loop() is self._loop:  # before those who waited go on
-            self._ask(peer, number)
+    def on_message(self, peer: str) -> None:
+        """Record a message from a peer. Thread-safe."""
+        self._tracker.record(peer, time.monotonic())
+        if peer in self.lost_peers:  # it was frozen, or unreachable
+            self._loop.call_soon_threadsafe(self._mark_alive, peer)
+
+    def _mark_alive(self, peer: str) -> None:
+        self._probed[peer].set()
+        if self.lost_peers.pop(peer, None) is not None:
+            log.info("%s: worker %r is back", self._name, peer)
+            self._rejoined.pop(peer, asyncio.Event()).set()
+
+    def on_disconnect(self, peer: str, number: int) -> None:
+        """Probe a peer whose connection ended without a leave message. Thread-safe."""
+        if asyncio._get_running_loop() is self._loop:  # probe before its callers resume
+            self._probe(peer, number)
             return
         with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._ask, peer, number)
+            self._loop.call_soon_threadsafe(self._probe, peer, number)
 
-    def _parted(self, peer: str, number: int, what: str, text: str) -> None:
-        """A peer has closed a connection and said why. In any thread."""
-        with contextlib.suppress(RuntimeError):
-            self._loop.call_soon_threadsafe(self._server.peers.part, peer, number, what, text)
+    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+        """Note why a peer closed a connection. Thread-safe."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self._loop.call_soon_threadsafe(
+                self._server.peers.on_leave_message, peer, number, what, text
+            )
 
-    def ask(self, peer: str) -> None:
-        """Find out whether a peer lives: one that does not is lost."""
-        self._ask(peer, self._peers[peer].id)
+    # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
-    def _ask(self, peer: str, number: int) -> None:
+    def _probe(self, peer: str, number: int) -> None:
         if peer in self._peers and self._peers[peer].id == number:
-            self._asked[peer].clear()
-            self._send(peer, endpoints.ping, b"")
+            self._probed[peer].clear()
+            self._ping(peer)
 
-    def _look(self) -> None:
-        waited_for = self._outbox.waited_for() | self._server.callers()
-        ask, lost = self._pulse.look(time.monotonic(), waited_for & self._peers.keys())
-        for peer in ask:
-            self._send(peer, endpoints.ping, b"")
+    def _check(self) -> None:
+        waited_for = self._pool.awaited_peers() | self._server.callers()
+        silent, lost = self._tracker.check(time.monotonic(), waited_for & self._peers.keys())
+        for peer in silent:
+            self._ping(peer)
         for peer in lost:
             silence = f"no sign of life for {self._heartbeat:g} s"
-            self._lost(peer, WorkerLost(peer, silence))
-        self._timer = self._loop.call_later(self._pulse.interval, self._look)
+            self._lose(peer, WorkerLost(peer, silence))
+        self._timer = self._loop.call_later(self._tracker.interval, self._check)
 
-    def _send(self, peer: str, door: Any, data: bytes) -> None:
+    def _ping(self, peer: str) -> None:
         if not self._open:
             return
         info = self._peers[peer]
         try:
-            answer = send(info, door, data)
+            answer = send(info, endpoints.ping, b"")
         except Exception as exc:
-            self._lost(peer, transport_error(exc, peer))
+            self._lose(peer, classify_error(exc, peer))
         else:
-            when_done(answer, functools.partial(self._answered, peer, info.id))
+            when_done(answer, functools.partial(self._on_answer, peer, info.id))
 
-    def _answered(self, peer: str, number: int, answer: "RawFuture[Any]") -> None:
+    def _on_answer(self, peer: str, number: int, answer: "RawFuture[Any]") -> None:
         if self._peers[peer].id != number:
-            return  # of a predecessor
+            return  # the answer of a process that was replaced
         try:
             answer.wait()
-        except BaseException as exc:  # of whatever class the peer names
-            self._lost(peer, transport_error(exc, peer))
+        except BaseException as exc:  # the peer chooses the class
+            self._lose(peer, classify_error(exc, peer))
         else:
-            self._asked[peer].set()
-            self._heard(peer)
+            self._probed[peer].set()
+            self.on_message(peer)
 
-    def _failed(self, peer: str, failure: str) -> None:
-        """It says so itself, and leaves."""
+    # ── losses ──────────────────────────────────────────────────────────────────────────────────
+
+    def _on_peer_failed(self, peer: str, failure: str) -> None:
+        """Lose a peer that reports its own failure."""
         summary, _, text = failure.partition("\n")
         error = WorkerLost(peer, summary)
         error.__cause__ = RemoteTraceback(peer, text) if text else None
-        self._lost(peer, error)
+        self._lose(peer, error)
 
-    def _lost(self, peer: str, error: RpcError) -> None:
+    def _lose(self, peer: str, error: RpcError) -> None:
         if not self._open:
             return
-        log.info("%s: %s", self._outbox.name, error)
-        self.gone[peer] = error
-        self._asked[peer].set()
-        self._outbox.lost(peer, error)
-        self._server.lost(peer)
-        if self.on_loss is not None and peer not in self._server.peers.goodbyes:
-            task = self._loop.create_task(self._tell_unless_left(peer, error))
+        log.info("%s: %s", self._name, error)
+        self.lost_peers[peer] = error
+        self._probed[peer].set()
+        self._pool.on_peer_lost(peer, error)
+        self._server.cancel_calls_of(peer)
+        if self.on_loss is not None and peer not in self._server.peers.leave_messages:
+            task = self._loop.create_task(self._report_unless_left(peer, error))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
-        elif self.on_loss is not None and self._server.peers.goodbyes[peer]:
+        elif self.on_loss is not None and self._server.peers.leave_messages[peer]:
             self.on_loss(error)
 
-    async def _tell_unless_left(self, peer: str, error: RpcError) -> None:
-        """Who has left in order may be gone before this worker is."""
+    async def _report_unless_left(self, peer: str, error: RpcError) -> None:
+        """Report the loss, unless the peer's block had ended in order before."""
         if not await self.has_left(peer) and self.on_loss is not None:
             self.on_loss(error)
 
 
-async def _nobody_has(_: str) -> bool:
+async def _has_not_left(_: str) -> bool:
     return False

@@ -1,51 +1,52 @@
-"""Who is alive: a state machine without a clock, a loop or torch.
+"""Decide which silent peers to ping and which are lost: a state machine without clock or loop.
 
-Of peers for whom somebody waits, whoever is not heard of is asked, and whoever does not answer in
-time is lost. `look` says what to do; it is called every `interval` seconds.
+Only peers that something waits for are watched. A silent peer is pinged; a peer that does not
+answer in time is lost. Call `check` every `interval` seconds.
 """
 
 from collections.abc import Iterable
 
 
-class Pulse:
-    """A peer is lost after at most `patience` seconds of silence, and never without being asked."""
+class HeartbeatTracker:
+    """A tracker of signs of life: a peer is lost within `timeout` seconds, and pinged before."""
 
-    def __init__(self, patience: float) -> None:
-        self.interval = patience / 8
-        self._silence = patience / 4  # after which it is asked
-        self._answer = patience / 2  # in which it answers
-        self._signs: dict[str, float] = {}  # written by any thread, so never iterated
-        self._watched: dict[str, float] = {}  # since when somebody waits
-        self._asked: dict[str, float] = {}
-        self._last_look = float("-inf")
+    def __init__(self, timeout: float) -> None:
+        self.interval = timeout / 8
+        self._silence = timeout / 4  # seconds without a sign of life before a ping
+        self._answer_timeout = timeout / 2
+        self._last_heard: dict[str, float] = {}  # written by any thread, so never iterated
+        self._watched: dict[str, float] = {}  # time at which something began to wait for the peer
+        self._pinged: dict[str, float] = {}
+        self._last_check = float("-inf")
 
     def __repr__(self) -> str:
-        return f"<Pulse of {sorted(self._watched)}, asked: {sorted(self._asked)}>"
+        return f"<HeartbeatTracker of {sorted(self._watched)}, pinged: {sorted(self._pinged)}>"
 
-    def heard(self, peer: str, now: float) -> None:
-        """It has given a sign of life. From any thread, also while another looks."""
-        self._signs[peer] = now
+    def record(self, peer: str, now: float) -> None:
+        """Record a sign of life. Thread-safe, also during `check`."""
+        self._last_heard[peer] = now
 
-    def look(self, now: float, peers: Iterable[str]) -> tuple[list[str], list[str]]:
-        """Whom to ask and who is lost, of those for whom somebody waits."""
+    def check(self, now: float, peers: Iterable[str]) -> tuple[list[str], list[str]]:
+        """Return the peers to ping and the lost peers, of the `peers` that something waits for."""
         self._watched = {peer: self._watched.get(peer, now) for peer in {*peers}}
         heard = {
-            peer: max(since, self._signs.get(peer, since)) for peer, since in self._watched.items()
+            peer: max(since, self._last_heard.get(peer, since))
+            for peer, since in self._watched.items()
         }
-        self._asked = {
-            peer: since for peer, since in self._asked.items() if heard.get(peer, now) < since
+        self._pinged = {
+            peer: since for peer, since in self._pinged.items() if heard.get(peer, now) < since
         }
-        if now - self._last_look > 2 * self.interval:
-            # This process has been busy or asleep itself: answers may lie there unread.
-            self._asked = dict.fromkeys(self._asked, now)
-        self._last_look = now
-        lost = [peer for peer, since in self._asked.items() if now - since >= self._answer]
+        if now - self._last_check > 2 * self.interval:
+            # This process was blocked or suspended: answers may be here unread.
+            self._pinged = dict.fromkeys(self._pinged, now)
+        self._last_check = now
+        lost = [peer for peer, since in self._pinged.items() if now - since >= self._answer_timeout]
         for peer in lost:
-            del self._watched[peer], self._asked[peer]
-        ask = [
+            del self._watched[peer], self._pinged[peer]
+        to_ping = [
             peer
             for peer in self._watched
-            if peer not in self._asked and now - heard[peer] >= self._silence
+            if peer not in self._pinged and now - heard[peer] >= self._silence
         ]
-        self._asked.update(dict.fromkeys(ask, now))
-        return ask, lost
+        self._pinged.update(dict.fromkeys(to_ping, now))
+        return to_ping, lost

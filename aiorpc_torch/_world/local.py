@@ -1,23 +1,18 @@
-"""Worlds on this machine: this process and children of it, which die with it.
-
-Knows who is in such a world and what each runs; the processes are `_crew`'s subject, and how a
-worker joins and leaves is `_world`'s.
-"""
+"""Worlds on this machine: this process and its child processes, which die with it."""
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from .._aio.signals import orderly
-from .._server.exports import Export, as_exports
+from .._aio.signals import graceful_signals
+from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
-from .config import OnFailure, Place, Worker
-from .environment import new_meeting_place
-from .network import only_here
-from .supervisor import Crew
-from .worker import take_place
+from .config import OnFailure, WorkerConfig, new_rendezvous_url
+from .network import loopback_only
+from .supervisor import Supervisor
+from .worker import Worker, run_worker
 
 __all__ = ("local_world", "run_local")
 
@@ -39,59 +34,59 @@ async def local_world(
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
 ) -> AsyncIterator[Worker]:
-    """A world embedded in this process: it is rank 0, and its children serve until it leaves.
+    """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
         async with local_world(["ps", "trainer0"]) as me:
             ps = await create("ps", ParameterServer)
 
     `local_world(0)` is a world of one, without children: for tests, notebooks and programs of one
-    process. Children are started as `multiprocessing` starts them with "spawn": a script needs its
-    `if __name__ == "__main__":`. They die with this process, whatever kills it. They meet through a
-    file and bind to the loopback interface alone.
+    process. Children are started by `multiprocessing` with "spawn": a script needs its
+    `if __name__ == "__main__":`. They die with this process, however it ends. They meet through a
+    file and bind to the loopback interface only.
 
     Args:
-        workers: the children's names, or how many, called `worker1`, `worker2`, ...
-        name: of this process.
-        threads: in each process, as for `worker`.
-        transports: of each process, as for `worker`.
-        device_maps: of this process, as for `worker`; "auto" is for each.
-        start_timeout: seconds for the world to be complete.
-        stop_timeout: seconds that each process waits for the others when it leaves.
-        heartbeat: seconds of silence after which a peer is lost, as for `worker`.
-        restart: how many times altogether a child that died is started again. It comes back under
-            its name and rank, with nothing of what it held: whoever called it gets `WorkerLost`,
-            may `await me.wait_for(name)`, and creates its objects anew.
-        exports: what each process answers to, as for `worker`.
-        freeze_gc: in each process, as for `worker`.
+        workers: Names of the children, or their number; then they are `worker1`, `worker2`, ...
+        name: Name of this process.
+        threads: As for `worker`, in each process.
+        transports: As for `worker`, of each process.
+        device_maps: As for `worker`, of this process; "auto" applies to each process.
+        start_timeout: Seconds until the world must be complete.
+        stop_timeout: Seconds that each process waits for the others when it leaves.
+        heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
+        restart: Number of times altogether that a dead child is started again. It rejoins under its
+            name and rank, without the objects that it held. Its callers get `WorkerLost`, may
+            `await me.wait_for(name)`, and create the objects again.
+        exports: As for `worker`, of each process.
+        freeze_gc: As for `worker`, in each process.
 
     Raises:
-        WorldTimeout: if children did not come in time.
-        WorkerLost: if a child died while it started; its own words are on its stderr.
-        ValueError: if two workers have one name.
-        RuntimeError: if this process is in a world already.
+        WorldTimeout: If children did not start in time.
+        WorkerLost: If a child died while it started; its own traceback is on its stderr.
+        ValueError: If two workers have one name.
+        RuntimeError: If this process is in a world already.
     """
-    names = [name, *_names(workers, first=1)]
-    theirs = AUTO if device_maps == AUTO else None
-    with _places(
-        names,
-        threads,
-        transports,
-        theirs,
-        start_timeout,
-        stop_timeout,
-        heartbeat,
-        exports,
-        freeze_gc,
-    ) as places:
-        mine = replace(places[0], device_maps=device_maps or {})
-        crew = Crew(places[1:], None, (), restart)
-        with orderly():
-            async with crew.aboard():
+    with new_rendezvous_url() as url:
+        configs = _configs(
+            [name, *_names(workers, first=1)],
+            init_method=url,
+            threads=threads,
+            transports=transports,
+            device_maps=AUTO if device_maps == AUTO else {},
+            start_timeout=start_timeout,
+            stop_timeout=stop_timeout,
+            heartbeat=heartbeat,
+            exports=None if exports is None else checked_exports(exports),
+            freeze_gc=freeze_gc,
+        )
+        mine = replace(configs[0], device_maps=device_maps or {})
+        supervisor = Supervisor(configs[1:], None, (), restart)
+        with graceful_signals():
+            async with supervisor.running():
                 async with contextlib.AsyncExitStack() as stack:
-                    async with crew.watched("stop"):
-                        me = await stack.enter_async_context(take_place(mine))
-                    crew.complete(me._give_up)
-                    with crew.last_word():
+                    async with supervisor.raising_failures("stop"):
+                        me = await stack.enter_async_context(run_worker(mine))
+                    supervisor.allow_restarts(me._give_up)
+                    with supervisor.notifying_on_exit():
                         yield me
 
 
@@ -112,105 +107,80 @@ def run_local(
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
-    Returns what this process's `main` returned, once every worker's has. A worker whose `main` is
-    done serves the others until they are. The first exception, in whichever process, ends the
+    Return the result of this process's `main`, once every worker's has returned. A worker whose
+    `main` has returned serves the others until then. The first exception, in any process, ends the
     world and is raised here. Ctrl-C and SIGTERM end it in order, a second Ctrl-C at once.
 
     Args:
-        main: an `async def` at the top of a module, since children import it.
-        workers: their names, or how many, called `worker0`, `worker1`, ...
-        args: passed on to `main` in every process.
-        threads: in each process, as for `worker`.
-        transports: of each process, as for `worker`.
-        device_maps: of each process, as for `worker`; it may name the process itself.
-        start_timeout: seconds for the world to be complete.
-        heartbeat: seconds of silence after which a peer is lost, as for `worker`.
-        restart: how many times altogether a child that failed or died is started again, as for
-            `local_world`: its `main` runs anew, and `me.comeback` tells that it does.
-        on_failure: what a failure beyond that means: "stop", the end of the world, at once;
-            "continue", that the others go on without this worker, and the failure is raised here
-            when all have ended.
-        exports: what each process answers to, as for `worker`.
-        freeze_gc: in each process, as for `worker`.
+        main: An `async def` at the top level of a module, since children import it.
+        workers: Names of the workers, or their number; then they are `worker0`, `worker1`, ...
+        args: Further arguments of `main`, in every process.
+        threads: As for `worker`, in each process.
+        transports: As for `worker`, of each process.
+        device_maps: As for `worker`, of each process; it may name the process itself.
+        start_timeout: Seconds until the world must be complete.
+        heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
+        restart: Number of times altogether that a failed or dead child is started again, as for
+            `local_world`. Its `main` runs anew, with `me.comeback` above 0.
+        on_failure: Effect of a failure beyond that. "stop": the world ends at once. "continue": the
+            other workers go on, and the failure is raised here when all have ended.
+        exports: As for `worker`, of each process.
+        freeze_gc: As for `worker`, in each process.
 
     Raises:
-        WorldTimeout, WorkerLost, ValueError: as `local_world`.
-        SystemExit: with code 143, if SIGTERM ended the world.
-        RuntimeError: if an event loop runs in this thread: there, use `local_world`.
+        WorldTimeout, WorkerLost, ValueError: As `local_world`.
+        SystemExit: With code 143, if SIGTERM ended the world.
+        RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
     names = _names(workers, first=0)
     if not names:
         raise ValueError("run_local needs at least one worker")
-    # No stop_timeout: the processes are watched, so nobody waits for the dead, however long the
-    # living take.
-    with _places(
-        names, threads, transports, device_maps, start_timeout, None, heartbeat, exports, freeze_gc
-    ) as places:
-        crew = Crew(places[1:], main, tuple(args), restart)
-        return asyncio.run(_run(main, tuple(args), places[0], crew, on_failure))
+    with new_rendezvous_url() as url:
+        configs = _configs(
+            names,
+            init_method=url,
+            threads=threads,
+            transports=transports,
+            device_maps=device_maps or {},
+            start_timeout=start_timeout,
+            stop_timeout=None,  # the processes are supervised: a worker waits while its peers live
+            heartbeat=heartbeat,
+            exports=None if exports is None else checked_exports(exports),
+            freeze_gc=freeze_gc,
+        )
+        supervisor = Supervisor(configs[1:], main, tuple(args), restart)
+        return asyncio.run(_run(main, tuple(args), configs[0], supervisor, on_failure))
 
 
 async def _run(
     main: Callable[..., Awaitable[T]],
     args: tuple[Any, ...],
-    place: Place,
-    crew: Crew,
+    config: WorkerConfig,
+    supervisor: Supervisor,
     on_failure: OnFailure,
 ) -> T:
-    with orderly():
-        async with crew.aboard():
-            async with crew.watched(on_failure), take_place(place) as me:
-                crew.complete(me._give_up)
-                with crew.last_word():
+    with graceful_signals():
+        async with supervisor.running():
+            async with supervisor.raising_failures(on_failure), run_worker(config) as me:
+                supervisor.allow_restarts(me._give_up)
+                with supervisor.notifying_on_exit():
                     result = await main(me, *args)
-    if crew.failures:
-        raise crew.failures[0]
+    if supervisor.failures:
+        raise supervisor.failures[0]
     return result
-
-
-# ── who is there ────────────────────────────────────────────────────────────────────────────────
 
 
 def _names(workers: int | Sequence[str], *, first: int) -> list[str]:
     if isinstance(workers, int):
         return [f"worker{rank}" for rank in range(first, first + workers)]
     if isinstance(workers, str):
-        raise TypeError(f"workers is a number or a list of names, not the name {workers!r}")
+        raise TypeError(f"workers must be a number or a list of names, got {workers!r}")
     return list(workers)
 
 
-@contextlib.contextmanager
-def _places(
-    names: list[str],
-    threads: int,
-    transports: Sequence[str] | None,
-    device_maps: DeviceMaps | None,
-    start_timeout: float,
-    stop_timeout: float | None,
-    heartbeat: float,
-    exports: Sequence[Export] | None,
-    freeze_gc: bool,
-) -> Iterator[list[Place]]:
-    answers = None if exports is None else as_exports(exports)
+def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
+    """Return the configurations of the workers of a local world; `options` are WorkerConfig's."""
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
-    with new_meeting_place() as where:
-        yield [
-            Place(
-                name=name,
-                rank=rank,
-                world_size=len(names),
-                init_method=where,
-                threads=threads,
-                transports=transports,
-                device_maps=device_maps or {},
-                start_timeout=start_timeout,
-                stop_timeout=stop_timeout,
-                heartbeat=heartbeat,
-                interfaces=only_here(),
-                exports=answers,
-                freeze_gc=freeze_gc,
-                is_local=True,
-            )
-            for rank, name in enumerate(names)
-        ]
+    options |= {"world_size": len(names), "interfaces": loopback_only(), "is_local": True}
+    return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]

@@ -1,9 +1,8 @@
-"""Through which of this machine's network interfaces a world speaks.
+"""The network interfaces through which a world communicates.
 
-gloo and TensorPipe bind to the interface that a variable of the environment names. Without it they
-bind to what this machine's own name resolves to, on many machines 127.0.0.1 or 127.0.1.1, where no
-other machine finds them (seen on torch 2.13 and 2.15, tests/test_network.py). Knows the operating
-system's interfaces and the names of those variables, nothing else of torch.
+gloo and TensorPipe bind to the interface that an environment variable names. Without the variable
+they bind to the address of this machine's own name, often 127.0.0.1 or 127.0.1.1. Other machines do
+not reach that (seen on torch 2.13 and 2.15, tests/test_network.py). Imports nothing of torch.
 """
 
 import contextlib
@@ -21,62 +20,61 @@ from urllib.parse import urlsplit
 
 VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
 
-Choice = Mapping[str, str]
-"""What the variables are to say; empty: torch chooses."""
+Interfaces = Mapping[str, str]
+"""Value of each variable; empty: torch chooses."""
 
 _Address = tuple[Any, ...]  # as the socket module has it
 
-_LOOK = 0.05  # seconds between two looks whether somebody listens
-_UP = 0x1  # IFF_UP, of Linux and of BSD
-# For documentation (RFC 5737, RFC 3849): nobody has them, so they lie where the default route goes.
-_ANYWHERE = ("192.0.2.254", "2001:db8::1")
+_POLL_INTERVAL = 0.05  # seconds between two attempts to connect
+_IFF_UP = 0x1
+# Reserved for documentation (RFC 5737, RFC 3849): packets to them take the default route.
+_UNASSIGNED = ("192.0.2.254", "2001:db8::1")
 
 
-# ── what is chosen ──────────────────────────────────────────────────────────────────────────────
+# ── choosing interfaces ─────────────────────────────────────────────────────────────────────────
 
 
-def asked(interface: str | None) -> Choice:
-    """What the argument or the environment asks for, in this order: `interface`, AIORPC_INTERFACE,
-    the variables themselves.
+def requested_interfaces(interface: str | None) -> Interfaces:
+    """Return what is requested by `interface`, else AIORPC_INTERFACE, else the variables.
 
     Raises:
-        ValueError: if this machine has no such interface; it lists those that there are.
+        ValueError: if this machine has no such interface; it lists the existing ones.
     """
     if name := interface or os.environ.get("AIORPC_INTERFACE"):
-        choice = dict.fromkeys(VARIABLES, name)
+        found = dict.fromkeys(VARIABLES, name)
     else:
-        choice = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-        for first in [value.split(",")[0] for value in choice.values()]:  # gloo's may be a list
-            choice = dict.fromkeys(VARIABLES, first) | choice
-    _check(choice)
-    return choice
+        found = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
+        for first in [value.split(",")[0] for value in found.values()]:  # gloo's may be a list
+            found = dict.fromkeys(VARIABLES, first) | found
+    _check_up(found)
+    return found
 
 
-def found(host: str | None) -> Choice:
-    """What leads to the rank 0 at `host`; nothing, if it is unknown where that is."""
-    name = None if host is None else _towards(host)
+def interfaces_towards(host: str | None) -> Interfaces:
+    """Return the interface that leads to `host`; empty if `host` is unknown."""
+    name = None if host is None else _interface_towards(host)
     return {} if name is None else dict.fromkeys(VARIABLES, name)
 
 
-def only_here() -> Choice:
-    """The loopback interface, unless the environment says otherwise."""
+def loopback_only() -> Interfaces:
+    """Return the loopback interface, unless the environment names another."""
     name = _loopback() or "lo"
     return {each: os.environ.get(each, name) for each in VARIABLES}
 
 
-def in_words(choice: Choice) -> str:
-    """For people: the interfaces and their addresses."""
-    there = addresses()
-    names = {name for value in choice.values() for name in value.split(",")}
-    words = [f"{name} ({', '.join(there.get(name, ['no address']))})" for name in sorted(names)]
-    return " and ".join(words) or f"what {socket.gethostname()!r} resolves to"
+def describe(interfaces: Interfaces) -> str:
+    """Return the interfaces and their addresses as text."""
+    known = addresses()
+    names = {name for value in interfaces.values() for name in value.split(",")}
+    texts = [f"{name} ({', '.join(known.get(name, ['no address']))})" for name in sorted(names)]
+    return " and ".join(texts) or f"what {socket.gethostname()!r} resolves to"
 
 
 @contextlib.contextmanager
-def bound(choice: Choice) -> Iterator[None]:
-    """Let gloo and TensorPipe, which start inside, bind accordingly."""
-    before = {name: os.environ.get(name) for name in choice}
-    os.environ.update(choice)
+def interface_env(interfaces: Interfaces) -> Iterator[None]:
+    """Set the variables for gloo and TensorPipe, which read them at their start."""
+    before = {name: os.environ.get(name) for name in interfaces}
+    os.environ.update(interfaces)
     try:
         yield
     finally:
@@ -87,18 +85,18 @@ def bound(choice: Choice) -> Iterator[None]:
                 os.environ[name] = value
 
 
-def listener(host: str | None, port: int) -> int | None:
-    """The descriptor of a socket bound to the address of this machine that `host` names.
+def bind_listener(host: str | None, port: int) -> int | None:
+    """Return the descriptor of a socket bound to this machine's address that `host` names.
 
-    None if it names none (a forwarded port, say), or one that is not what others see: what this
-    machine knows as 127.0.1.1 is elsewhere something else.
+    Return None if `host` names no address of this machine, or one that other machines do not see.
+    The first may be a forwarded port; the second is 127.0.1.1 for this machine's own name.
     """
     if host is None:
         return None
-    mine = {address for each in addresses().values() for address in each}
-    for family, address in _resolved(host, port):
-        if is_here(host) if is_here(address[0]) else address[0] in mine:
-            with contextlib.suppress(OSError):  # in use, maybe by this process: torch will see
+    own = {address for each in addresses().values() for address in each}
+    for family, address in _resolve(host, port):
+        if is_loopback_host(host) if is_loopback_host(address[0]) else address[0] in own:
+            with contextlib.suppress(OSError):  # in use, maybe by this process: left to torch
                 return _bound_socket(family, address)
     return None
 
@@ -110,36 +108,37 @@ def _bound_socket(family: int, address: _Address) -> int:
         return bare.detach()
 
 
-def await_listener(host: str, port: int, seconds: float, left: threading.Event) -> OSError | None:
-    """Blocks until somebody listens there; why not, if that took too long or `left` was set.
+def wait_for_listener(
+    host: str, port: int, seconds: float, cancelled: threading.Event
+) -> OSError | None:
+    """Block until a process listens there; return the last error at the timeout or if cancelled.
 
-    torch's own wait is up to twice as long as it was told, and prints the frames of each attempt
-    (seen on 2.13 and 2.15).
+    torch's own wait takes up to twice its timeout, and prints frames (seen on 2.13 and 2.15).
     """
     end = time.monotonic() + seconds
     while True:
         try:
-            # A SYN that is lost comes again after one second, the next after three.
-            patience = max(0.01, min(2.0, end - time.monotonic()))
-            socket.create_connection((host, port), patience).close()
+            # A lost SYN is sent again after one second, then after three.
+            timeout = max(0.01, min(2.0, end - time.monotonic()))
+            socket.create_connection((host, port), timeout).close()
             return None
         except OSError as exc:
-            if time.monotonic() > end or left.wait(_LOOK):
+            if time.monotonic() > end or cancelled.wait(_POLL_INTERVAL):
                 return exc
 
 
-def is_here(host: str) -> bool:
-    """Whether `host` means the machine that says it, whichever that is."""
+def is_loopback_host(host: str) -> bool:
+    """Return whether `host` means the local machine, on every machine."""
     with contextlib.suppress(ValueError):
         return ipaddress.ip_address(host).is_loopback
     return host.partition(".")[0] == "localhost"
 
 
-# ── what there is ───────────────────────────────────────────────────────────────────────────────
+# ── existing interfaces ─────────────────────────────────────────────────────────────────────────
 
 
 class _Entry(ctypes.Structure):
-    """`struct ifaddrs`, as far as Linux and BSD agree."""
+    """`struct ifaddrs` of Linux, its first members."""
 
 
 _Entries = ctypes.POINTER(_Entry)
@@ -152,89 +151,87 @@ _Entry._fields_ = [
 
 
 def addresses() -> dict[str, list[str]]:
-    """The IP addresses of each interface that is up, as gloo and TensorPipe read them."""
+    """Return the IP addresses of each interface that is up, as gloo and TensorPipe read them."""
     found: dict[str, list[str]] = {}
     libc = ctypes.CDLL(None)
     first = _Entries()
     if libc.getifaddrs(ctypes.byref(first)) != 0:
         return found
-    entry = first
-    while entry:
-        here = entry.contents
-        if here.flags & _UP and (address := _address(here.address)):
-            found.setdefault(os.fsdecode(here.name), []).append(address)
-        entry = here.next
+    pointer = first
+    while pointer:
+        entry = pointer.contents
+        if entry.flags & _IFF_UP and (address := _ip_address(entry.address)):
+            found.setdefault(os.fsdecode(entry.name), []).append(address)
+        pointer = entry.next
     libc.freeifaddrs(first)
     return found
 
 
-def _address(where: int | None) -> str | None:
-    if not where:
+def _ip_address(sockaddr: int | None) -> str | None:
+    if not sockaddr:
         return None
-    # Linux has a family of two bytes, BSD a length and a family of one byte.
-    head = ctypes.string_at(where, 2)
-    match int.from_bytes(head, sys.byteorder) if sys.platform == "linux" else head[1]:
+    match int.from_bytes(ctypes.string_at(sockaddr, 2), sys.byteorder):
         case socket.AF_INET:
-            return socket.inet_ntop(socket.AF_INET, ctypes.string_at(where + 4, 4))
+            return socket.inet_ntop(socket.AF_INET, ctypes.string_at(sockaddr + 4, 4))
         case socket.AF_INET6:
-            return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(where + 8, 16))
+            return socket.inet_ntop(socket.AF_INET6, ctypes.string_at(sockaddr + 8, 16))
     return None
 
 
-def _check(choice: Choice) -> None:
-    there = addresses()
-    for variable, value in choice.items():
+def _check_up(interfaces: Interfaces) -> None:
+    known = addresses()
+    for variable, value in interfaces.items():
         for name in value.split(","):
-            if there and name not in there:
-                known = ", ".join(f"{each} ({', '.join(of)})" for each, of in there.items())
-                source = "" if len({*choice.values()}) == 1 else f", as {variable} says"
+            if known and name not in known:
+                up = ", ".join(f"{each} ({', '.join(of)})" for each, of in known.items())
+                source = "" if len({*interfaces.values()}) == 1 else f", as {variable} says"
                 raise ValueError(
-                    f"no network interface {name!r} is up here{source}: there are {known}"
+                    f"no network interface {name!r} is up on this machine{source}: it has {up}"
                 )
 
 
-def _holder(address: str) -> str | None:
-    """The interface that has that address."""
+def _interface_with(address: str) -> str | None:
+    """Return the interface that has that address."""
     return next((name for name, has in addresses().items() if address in has), None)
 
 
 def _loopback() -> str | None:
-    return _holder("127.0.0.1") or _holder("::1")
+    return _interface_with("127.0.0.1") or _interface_with("::1")
 
 
-def _towards(host: str) -> str | None:
-    """The interface through which packets to `host` go, or that has its address."""
-    if is_here(host):
+def _interface_towards(host: str) -> str | None:
+    """Return the interface that packets to `host` take, or that has its address."""
+    if is_loopback_host(host):
         return _loopback()
-    source = _source(host)
-    if source is None and any(is_here(address[0]) for _, address in _resolved(host)):
-        # This machine's name, which it knows as 127.0.1.1 and others as something else.
-        source = next(filter(None, map(_source, _ANYWHERE)), None)
-    return None if source is None else _holder(source)
+    source = _source_address(host)
+    if source is None and any(is_loopback_host(address[0]) for _, address in _resolve(host)):
+        # This machine's own name: it resolves to 127.0.1.1 here, and differently elsewhere.
+        source = next(filter(None, map(_source_address, _UNASSIGNED)), None)
+    return None if source is None else _interface_with(source)
 
 
-def _source(host: str) -> str | None:
-    """This machine's address in a packet to `host`, if that leaves it or comes back to it."""
-    for family, address in _resolved(host):
+def _source_address(host: str) -> str | None:
+    """Return the source address of packets to `host`, None if it is a loopback address."""
+    for family, address in _resolve(host):
         with contextlib.suppress(OSError):  # no route
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing
                 source = str(probe.getsockname()[0])
-            if not is_here(source):
+            if not is_loopback_host(source):
                 return source
     return None
 
 
-def has_way(url: str) -> bool:
-    """Whether packets may go from here to the address in `scheme://address:port`.
+def has_route(url: str) -> bool:
+    """Return whether this machine has a route to the address in `scheme://address:port`.
 
-    A connection where there is no way, since this machine's own link is down, ends the process:
-    `terminate called ... network is unreachable`, from TensorPipe (2.13 and 2.15).
+    Without a route, because a link is down, TensorPipe's connection ends the process:
+    `terminate called ... network is unreachable` (2.13 and 2.15).
     """
-    where = urlsplit(url)
-    if where.hostname is None or where.port is None:
-        return True  # it is none of IP's
-    for family, address in _resolved(where.hostname, where.port):
+    parts = urlsplit(url)
+    if parts.hostname is None or parts.port is None:
+        return True  # not an IP address
+    for family, address in _resolve(parts.hostname, parts.port):
         try:
             with socket.socket(family, socket.SOCK_DGRAM) as probe:
                 probe.connect(address)  # sends nothing
@@ -243,11 +240,11 @@ def has_way(url: str) -> bool:
     return True
 
 
-def _resolved(host: str, port: int = 9) -> list[tuple[int, _Address]]:
-    """The addresses of `host`, those of IPv4 first."""
+def _resolve(host: str, port: int = 9) -> list[tuple[int, _Address]]:
+    """Return the addresses of `host`, IPv4 first."""
     try:
         answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         return []
-    each: list[tuple[int, _Address]] = [(family, address) for family, _, _, _, address in answers]
-    return sorted(each, key=lambda one: one[0] != socket.AF_INET)
+    found: list[tuple[int, _Address]] = [(family, address) for family, _, _, _, address in answers]
+    return sorted(found, key=lambda each: each[0] != socket.AF_INET)

@@ -1,4 +1,4 @@
-"""What a worker says of itself to those it meets, and which number torch gives it. Plain Python."""
+"""The registration of a worker at the rendezvous, and torch's worker ids. Imports no torch."""
 
 import json
 import os
@@ -8,69 +8,68 @@ from dataclasses import asdict, dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
-    """What a worker says of itself when it comes."""
+class Registration:
+    """A worker's description of itself, which it stores under its rank."""
 
     name: str
     rank: int
     world_size: int
     version: str
-    """Of this library: what travels between workers differs between versions."""
+    """Version of this library: what travels between workers differs between versions."""
     number: int | None = None
-    """torch's number of its process, if it has one from an earlier world."""
+    """torch's worker id of the process, None in its first world."""
     devices: int = 0
-    """How many CUDA devices its process has."""
+    """Number of CUDA devices of the process."""
     device_maps: dict[str, dict[str, str]] | str = field(default_factory=dict)
-    """As it was asked for: "auto", or for each peer its own devices and the peer's."""
+    """As requested: "auto", or for each peer a map from own devices to the peer's."""
     namespace: str = ""
-    """Of the network in which it listens."""
+    """Network namespace in which the worker listens."""
     comeback: int = 0
-    """How often workers have come back into this world, when this one did; 0: never."""
+    """Number of rejoins of this world up to this worker's, 0 if it did not rejoin."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
 
     def dump(self) -> str:
-        """As it is written at the meeting."""
+        """Return the text that is stored."""
         return json.dumps(asdict(self))
 
     @classmethod
-    def load(cls, text: str) -> "Seat":
-        """As it was written."""
+    def load(cls, text: str) -> "Registration":
+        """Return the registration that `dump` wrote."""
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
         return f"{self.name!r} (rank {self.rank}, process {self.pid} on {self.host})"
 
-    def quarrel(self, other: "Seat") -> str:
-        """Why these two, of different ranks, are not of one world; "" if they may be."""
+    def conflict_with(self, other: "Registration") -> str:
+        """Return why `other` cannot be in the same world, "" if it can."""
         if other.world_size != self.world_size:
             return (
-                f"{other} was started with world_size={other.world_size}, "
-                f"{self} with world_size={self.world_size}"
+                f"world_size must be the same in every worker: {other} was started with "
+                f"world_size={other.world_size}, {self} with world_size={self.world_size}"
             )
         if other.version != self.version:
             return (
-                f"{other} runs aiorpc_torch {other.version}, {self} runs {self.version}: "
-                "one world takes one version"
+                f"every worker must run the same version: {other} runs aiorpc_torch "
+                f"{other.version}, {self} runs {self.version}"
             )
         if other.name == self.name and other.rank != self.rank:
             return f"two workers are called {self.name!r}: {other} and {self}"
         return ""
 
 
-def numbers(seats: Sequence[Seat]) -> list[int]:
-    """torch's number of each worker: its rank, or what its process had in an earlier world.
+def assign_worker_ids(registrations: Sequence[Registration]) -> list[int]:
+    """Return torch's worker id of each worker: its process's id, by default its rank.
 
-    Everybody finds the same. Of two with one number from before, the lower rank keeps it.
+    Every worker computes the same ids. If two processes have one id, the lower rank keeps it.
     """
-    kept: dict[int, int] = {}
-    for seat in seats:
-        if seat.number is not None and seat.number not in kept.values():
-            kept[seat.rank] = seat.number
-    free = [number for number in range(2 * len(seats)) if number not in kept.values()]
-    for seat in seats:
-        if seat.rank not in kept:
-            number = seat.rank if seat.rank in free else free[-1]
-            free.remove(number)
-            kept[seat.rank] = number
-    return [kept[seat.rank] for seat in seats]
+    ids: dict[int, int] = {}
+    for each in registrations:
+        if each.number is not None and each.number not in ids.values():
+            ids[each.rank] = each.number
+    free = [number for number in range(2 * len(registrations)) if number not in ids.values()]
+    for each in registrations:
+        if each.rank not in ids:
+            ids[each.rank] = each.rank if each.rank in free else free[-1]
+            free.remove(ids[each.rank])
+    return [ids[each.rank] for each in registrations]

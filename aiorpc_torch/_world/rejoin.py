@@ -1,8 +1,9 @@
-"""A worker that comes back: its peers are told, and take it in the place of the process that died.
+"""Rejoin: a replacement process takes the name and rank of a worker whose process died.
 
-All are asked first, lest some believe the newcomer and some its predecessor. Then only tables
-change, here and there: torch's of who is where, the outbox's, the server's and the vigil's. Nobody
-else is disturbed.
+The replacement first asks all peers, which check that the old process is dead. Otherwise some
+peers might use the old process and some the new one. Then it announces itself, and each peer
+updates its tables: torch's agent, the connection pool, the server and the failure detector. Other
+workers' calls go on.
 """
 
 import asyncio
@@ -12,107 +13,107 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from .._client.pool import Outbox
+from .._client.pool import ConnectionPool
 from .._protocol import endpoints
-from .._protocol.exceptions import Failure
+from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party
 from .._server.server import Server
-from .._torch.agent import Agent, Member
+from .._torch.agent import Agent, PeerInfo
 from .._torch.transport import send, wrap_future
-from .failure_detector import Vigil
+from .failure_detector import FailureDetector
 
 log = logging.getLogger("aiorpc_torch")
 
-LIVES = 3.0  # seconds in which a process that is replaced would say that it lives
-MEET = 2 * LIVES  # seconds for a peer to answer a newcomer
-
-Answers = list[str | BaseException]
+PING_TIMEOUT = 3.0  # seconds for the old process to prove that it is alive
+REPLY_TIMEOUT = 2 * PING_TIMEOUT  # seconds for a peer to answer a replacement
 
 
-async def ask(me: Member, members: Sequence[Member]) -> bool:
-    """Ask every peer whether `me` may take the place of one that died; whether anybody answers.
+async def request_rejoin(me: PeerInfo, members: Sequence[PeerInfo]) -> bool:
+    """Ask every peer whether `me` may replace a dead process; return whether any peer agreed.
 
     Raises:
-        ValueError: if a peer sees that one alive.
+        ValueError: if a peer reaches the old process.
     """
-    answers = await _tell(me, members, ask=True)
+    answers = await _send_to_all(me, members, ask=True)
     if refusals := [answer for answer in answers if isinstance(answer, str) and answer]:
         raise ValueError(refusals[0])
     return "" in answers
 
 
-async def announce(me: Member, members: Sequence[Member]) -> None:
-    """Tell every peer that it has."""
-    for answer in await _tell(me, members, ask=False):
+async def announce_rejoin(me: PeerInfo, members: Sequence[PeerInfo]) -> None:
+    """Tell every peer that `me` has replaced a dead process."""
+    for answer in await _send_to_all(me, members, ask=False):
         if answer != "":
-            log.info("%s comes back: %s", me.name, answer)
+            log.info("%s rejoins: %s", me.name, answer)
 
 
-async def _tell(me: Member, members: Sequence[Member], *, ask: bool) -> Answers:
-    words = json.dumps({"ask": ask, "member": asdict(me)}).encode()
+async def _send_to_all(
+    me: PeerInfo, members: Sequence[PeerInfo], *, ask: bool
+) -> list[str | BaseException]:
+    data = json.dumps({"ask": ask, "member": asdict(me)}).encode()
     peers = [each for each in members if each.name != me.name]
-    told = (_tell_one(each, words) for each in peers)
-    return await asyncio.gather(*told, return_exceptions=True)
+    return await asyncio.gather(*(_send(each, data) for each in peers), return_exceptions=True)
 
 
-async def _tell_one(peer: Member, words: bytes) -> str:
-    async with asyncio.timeout(MEET):
-        answer = await wrap_future(send(peer.info, endpoints.rejoin, words))
-    return str(answer.get() if isinstance(answer, Failure) else answer)
+async def _send(peer: PeerInfo, data: bytes) -> str:
+    async with asyncio.timeout(REPLY_TIMEOUT):
+        answer = await wrap_future(send(peer.info, endpoints.rejoin, data))
+    return str(answer.raise_() if isinstance(answer, RemoteFailure) else answer)
 
 
-class Welcome:
-    """How a worker takes a peer back: first it is asked, then it is told."""
+class RejoinHandler:
+    """A handler of replacement processes: of their questions, then of their announcements."""
 
     def __init__(
         self,
         agent: Agent,
-        outbox: Outbox,
+        pool: ConnectionPool,
         server: Server,
-        vigil: Vigil,
-        peers: dict[str, Member],
+        failure_detector: FailureDetector,
+        peers: dict[str, PeerInfo],
     ) -> None:
         self._agent = agent
-        self._outbox = outbox
+        self._pool = pool
         self._server = server
-        self._vigil = vigil
+        self._failure_detector = failure_detector
         self._peers = peers
         self._tasks: set[asyncio.Task[None]] = set()
 
-    def met(self, words: bytes, reply: Any) -> None:
-        """On the loop. `reply` is a torch future for "", or for why not."""
-        task = asyncio.create_task(self._meet(words, reply), name="aiorpc-meet")
+    def handle(self, data: bytes, reply: Any) -> None:
+        """Answer a message on the loop: complete the torch future `reply` with "" or a refusal."""
+        task = asyncio.create_task(self._answer(data, reply), name="aiorpc-rejoin")
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    async def _meet(self, words: bytes, reply: Any) -> None:
+    async def _answer(self, data: bytes, reply: Any) -> None:
         try:
-            said = json.loads(words)
-            member = Member(**said["member"])
-            reply.set_result(await (self._judge if said["ask"] else self._take_back)(member))
+            message = json.loads(data)
+            member = PeerInfo(**message["member"])
+            step = self._check_predecessor_dead if message["ask"] else self._replace
+            reply.set_result(await step(member))
         except Exception as exc:
-            log.warning("a worker could not be taken back: %r", exc)
-            reply.set_result(f"{self._outbox.name} could not take it back: {exc!r}")
+            log.warning("a worker could not rejoin: %r", exc)
+            reply.set_result(f"{self._pool.name} could not let it rejoin: {exc!r}")
 
-    async def _judge(self, member: Member) -> str:
-        if await self._lives(self._peers[member.name]):
-            return f"two workers are called {member.name!r}: the first one lives"
+    async def _check_predecessor_dead(self, member: PeerInfo) -> str:
+        if await self._is_alive(self._peers[member.name]):
+            return f"two workers are called {member.name!r}: the first one is alive"
         return ""
 
-    async def _take_back(self, member: Member) -> str:
+    async def _replace(self, member: PeerInfo) -> str:
         old = self._peers[member.name]
         if old.number == member.number:
             return ""
-        past = self._agent.replace(member)
+        past = self._agent.replace_peer(member)
         self._peers[member.name] = member
-        self._outbox.replace(member, past)
-        self._server.replace(Party(member.name, member.number))
-        self._vigil.replace(member)
+        self._pool.replace(member, past)
+        self._server.replace_peer(Party(member.name, member.number))
+        self._failure_detector.replace(member)
         return ""
 
-    async def _lives(self, peer: Member) -> bool:
+    async def _is_alive(self, peer: PeerInfo) -> bool:
         try:
-            async with asyncio.timeout(LIVES):
+            async with asyncio.timeout(PING_TIMEOUT):
                 await wrap_future(send(peer.info, endpoints.ping, b""))
         except Exception:
             return False

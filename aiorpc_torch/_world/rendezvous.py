@@ -1,8 +1,8 @@
-"""How the workers of a world find each other: each takes its seat at a store, and sees the others.
+"""The rendezvous: each worker registers at a store and waits until all others have.
 
-What is wrong is said by whoever sees it first, on a board that all who wait read: a seat that is
-taken, a world size that differs. Whose time is up knows which ranks are missing, and tells the
-others too. Knows nothing of torch's RPC: what a worker's address is, it is told.
+The first worker that sees a failure writes a failure notice, which all waiting workers read. Such a
+failure is a rank that is taken, for example, or a different world size. A worker that times out
+writes which ranks are missing. This module does not know torch's RPC: addresses are opaque.
 """
 
 import json
@@ -14,294 +14,343 @@ from dataclasses import replace
 from typing import Any, NamedTuple, NoReturn
 
 from ..errors import WorldTimeout
-from .registration import Seat, numbers
-from .store import Store
+from .registration import Registration, assign_worker_ids
+from .store import StoreClient
 
 log = logging.getLogger("aiorpc_torch")
 
-# Seconds between two looks at the store: the first, and the longest.
-_LOOK, _LOOKS = 0.005, 0.1
-_BEAT = 0.5  # seconds between two signs of life of those who wait
-_SILENCE = 4  # beats that a seat's holder may miss before somebody else may have it
-_LINGER = 0.7  # seconds for the others to read why rank 0 takes the store away
-_NEWS = 10.0  # seconds between two words in the log on who is missing
+# Keys of the store. They are part of the wire format; most are followed by a rank.
+_REGISTRATION = "seat"
+_KEEPALIVE = "beat"  # counts while the worker waits
+_ADDRESS = "place"
+_REACHED = "reached"  # the worker reaches all others
+_COMPLETE = "complete"  # all were registered; the highest worker id
+_REJOINS = "comebacks"
+_NOTICE = "board"  # the failure notice
+_NOTICE_READ = "read"
+_LEFT = "left"  # the worker's block has ended in order
+_EXITING = "gone"
+_EXITED = "parted"
+
+_MIN_POLL, _MAX_POLL = 0.005, 0.1  # seconds between two reads of the store
+_KEEPALIVE_INTERVAL = 0.5  # seconds
+_MAX_MISSED = 4  # keepalives without which a waiting worker counts as dead
+_NOTICE_GRACE = 0.7  # seconds for the others to read the notice before rank 0 ends the store
+_LOG_INTERVAL = 10.0  # seconds between two log lines about missing ranks
 
 
-class Location(NamedTuple):
-    """Where a worker is reached."""
+class WorkerAddress(NamedTuple):
+    """torch's id of a worker and the address of its agent."""
 
-    number: int
+    worker_id: int
     address: str
 
 
-class _Over(Exception):
-    """The world that was to be entered here has ended."""
+class _WorldEnded(Exception):
+    """The world of this epoch has ended."""
 
 
-class Meeting:
-    """Where `world_size` workers meet. Its methods block, in one thread at a time."""
+class Rendezvous:
+    """One worker's view of the rendezvous. Methods block, and run in one thread at a time."""
 
-    def __init__(self, init_method: str, seat: Seat, timeout: float) -> None:
-        self.seat = seat
+    def __init__(self, init_method: str, registration: Registration, timeout: float) -> None:
+        self.registration = registration
+        self._rank = registration.rank
         self._init_method = init_method
         self._timeout = timeout
         self._end = time.monotonic() + timeout
-        self._left = threading.Event()
-        self._held = ""  # what was written at the seat before
+        self._cancelled = threading.Event()
+        self._predecessor = ""  # the registration that this worker's replaced
         # Kept for the life of the world: rank 0's is the server.
-        self._store = Store(init_method, seat, timeout)
+        self._store = StoreClient(init_method, registration, timeout)
 
     def __repr__(self) -> str:
-        return f"<Meeting of {self.seat} at {self._init_method}>"
+        return f"<Rendezvous of {self.registration} at {self._init_method}>"
 
-    # ── a worker comes ──────────────────────────────────────────────────────────────────────────
+    # ── start ───────────────────────────────────────────────────────────────────────────────────
 
     @property
     def host(self) -> str | None:
-        """Where rank 0's machine is, None if nobody can say."""
+        """Return the host of rank 0, None if it is unknown."""
         return self._store.host
 
     def remaining(self) -> float:
-        """Seconds until the time to start is up."""
+        """Return the seconds that are left of the timeout."""
         return max(0.0, self._end - time.monotonic())
 
-    def sign_in(self) -> list[Seat]:
-        """Take the seat; everybody's, in rank order, once all are there.
+    def register(self) -> list[Registration]:
+        """Register this worker, and return all registrations in rank order once they are there.
 
-        A worker whose seat is that of one that died comes back: the world was complete already.
+        If the world is complete, this worker rejoins it in place of the process of its rank.
 
         Raises:
-            WorldTimeout: naming the ranks that did not come in time.
-            ValueError: if somebody has this rank or this name, or another idea of the world.
+            WorldTimeout: if ranks are missing at the timeout; it names them.
+            ValueError: if two workers have one rank or one name, or the workers disagree.
         """
         while True:
-            self._store.open(self._left, self.remaining())
+            self._store.open(self._cancelled, self.remaining())
             try:
-                return self._enter_a_world()
+                return self._enter_world()
             except WorldTimeout:
-                # Who enters one world after another may be quicker than rank 0, and meet at the
-                # store of the last one, which then closes.
-                if not self._store.was_of_the_past:
+                # In worlds in a row, a worker may be quicker than rank 0: it meets the store of
+                # the last world, which then closes.
+                if not self._store.is_stale:
                     raise
 
-    def number(self, seats: Sequence[Seat]) -> int:
-        """torch's number of this worker."""
-        if self.seat.comeback:
-            return int(self._store.get("complete")) + self.seat.comeback
-        return numbers(seats)[self.seat.rank]
+    def worker_id(self, registrations: Sequence[Registration]) -> int:
+        """Return torch's id of this worker."""
+        if self.registration.comeback:
+            return int(self._store.get(_COMPLETE)) + self.registration.comeback
+        return assign_worker_ids(registrations)[self._rank]
 
-    def publish(self, here: Location) -> None:
-        """Let the others know where this worker is."""
-        self._store.set(f"place/{self.seat.rank}", json.dumps(here))
+    def publish(self, own: WorkerAddress) -> None:
+        """Write this worker's address."""
+        self._store.set(_key(_ADDRESS, self._rank), json.dumps(own))
 
-    def wait_for_places(self) -> None:
-        """Until everybody has published.
+    def wait_for_addresses(self) -> None:
+        """Wait until every worker has published its address.
 
         Raises:
-            WorldTimeout: naming the ranks that came and did not start.
+            WorldTimeout: if registered ranks did not start in time; it names them.
         """
-        self._wait_for("place", "start", lambda _: None)
+        self._wait_for_all(_ADDRESS, "start")
 
-    def members(self, here: Location) -> list[tuple[Seat, Location]]:
-        """Who they are and where, as of now, in rank order; this worker is `here`."""
-        return [(seat, self._location(seat.rank, here)) for seat in self._seats()]
+    def members(self, own: WorkerAddress) -> list[tuple[Registration, WorkerAddress]]:
+        """Return the current registrations and addresses in rank order, `own` for this worker."""
+        return [(each, self._address(each.rank, own)) for each in self._registrations()]
 
-    def _location(self, rank: int, here: Location) -> Location:
-        if rank == self.seat.rank:
-            return here
-        return Location(*json.loads(self._store.get(f"place/{rank}")))
+    def _address(self, rank: int, own: WorkerAddress) -> WorkerAddress:
+        if rank == self._rank:
+            return own
+        return WorkerAddress(*json.loads(self._store.get(_key(_ADDRESS, rank))))
 
     def withdraw(self) -> None:
-        """Leave the seat to whom it was taken from: that one lives."""
-        self._store.swap(f"seat/{self.seat.rank}", self.seat.dump(), self._held)
+        """Restore the registration that this worker's replaced: its process is alive."""
+        mine = self.registration.dump()
+        self._store.compare_set(_key(_REGISTRATION, self._rank), mine, self._predecessor)
 
-    def agree(self, missing: Sequence[int], text: str) -> None:
-        """Say that this worker reaches all others, or why not; wait until all have said so.
+    def confirm_reachable(self, unreachable: Sequence[int], text: str) -> None:
+        """Confirm that this worker reaches all others, and wait until all have confirmed.
+
+        Args:
+            unreachable: ranks that this worker does not reach.
+            text: for the error, if there are any.
 
         Raises:
-            WorldTimeout: if somebody does not reach all, or does not say in time.
+            WorldTimeout: if a worker does not reach all others, or does not confirm in time.
         """
-        if missing:
-            self._post({"text": f"{self.seat}: {text}", "missing": [*missing]})
-            raise WorldTimeout(text, missing)
-        self._store.set(f"reached/{self.seat.rank}", "")
-        self._wait_for("reached", "reach the others", lambda _: None)
+        if unreachable:
+            notice = {"text": f"{self.registration}: {text}", "missing": [*unreachable]}
+            self._write_notice(notice)
+            raise WorldTimeout(text, unreachable)
+        self._store.set(_key(_REACHED, self._rank), "")
+        self._wait_for_all(_REACHED, "reach the others")
 
-    def bury(self) -> None:
-        """Nobody of this world lives: whoever comes next begins another."""
-        self._store.set(f"gone/{self.seat.rank}", "")
+    def mark_world_dead(self) -> None:
+        """Mark this world as ended: workers that register from now on begin another."""
+        self._store.set(_key(_EXITING, self._rank), "")
 
-    def leave(self) -> None:
-        """Nobody waits here any more. From any thread."""
-        self._left.set()
+    def cancel(self) -> None:
+        """End every wait of this worker. Thread-safe."""
+        self._cancelled.set()
 
     def close(self) -> None:
-        """This worker has no more to do with it; another may keep a store at that address."""
+        """Close the store; another may open at its address."""
         self._store.close()
 
-    # ── a worker goes ───────────────────────────────────────────────────────────────────────────
+    # ── exit ────────────────────────────────────────────────────────────────────────────────────
 
-    def leave_block(self) -> None:
-        """Say that this worker's block has ended in order; it serves until all have said so."""
-        self._store.set(f"left/{self.seat.rank}", "")
+    def mark_left(self) -> None:
+        """Tell the others that this worker's block has ended in order; it still serves."""
+        self._store.set(_key(_LEFT, self._rank), "")
 
-    def have_left(self, ranks: Sequence[int]) -> set[int]:
-        """Return those whose blocks have ended in order."""
-        if self._store.has(*(f"left/{rank}" for rank in ranks)):
+    def left_ranks(self, ranks: Sequence[int]) -> set[int]:
+        """Return those of `ranks` whose blocks have ended in order."""
+        if self._store.has(*_keys(_LEFT, ranks)):
             return {*ranks}
-        return {rank for rank in ranks if self._store.has(f"left/{rank}")}
+        return {rank for rank in ranks if self._store.has(_key(_LEFT, rank))}
 
-    def part(self, others: Sequence[int], seconds: float) -> None:
-        """Say that this worker is ready to go; wait for those, for that long."""
+    def exit_barrier(self, others: Sequence[int], seconds: float) -> None:
+        """Wait until `others` are here too, for at most `seconds`."""
         end = time.monotonic() + seconds
-        self._store.set(f"gone/{self.seat.rank}", "")
-        self._watch([f"gone/{rank}" for rank in others], end)
-        if self._store.is_here:
-            # The store goes with this process, and the others may not have seen it all.
-            self._watch([f"parted/{rank}" for rank in others], end)
+        self._store.set(_key(_EXITING, self._rank), "")
+        self._wait_for_keys(_keys(_EXITING, others), end)
+        if self._store.is_server:
+            # The store ends with this process, so the others must have read all of it.
+            self._wait_for_keys(_keys(_EXITED, others), end)
         else:
-            self._store.set(f"parted/{self.seat.rank}", "")
+            self._store.set(_key(_EXITED, self._rank), "")
 
-    def _watch(self, keys: list[str], end: float) -> None:
+    def _wait_for_keys(self, keys: list[str], end: float) -> None:
         while time.monotonic() < end and not self._store.has(*keys):
-            time.sleep(_LOOK)
+            time.sleep(_MIN_POLL)
 
-    # ── seats ───────────────────────────────────────────────────────────────────────────────────
+    # ── registrations ───────────────────────────────────────────────────────────────────────────
 
-    def _enter_a_world(self) -> list[Seat]:
+    def _enter_world(self) -> list[Registration]:
         while True:
             try:
-                return self._enter()
-            except _Over:
-                self._store.turn()
+                return self._enter_epoch()
+            except _WorldEnded:
+                self._store.next_epoch()
 
-    def _enter(self) -> list[Seat]:
-        # First: those who signed in may have failed all the same, before they were a world.
-        if self._has_failed():
-            raise _Over
-        if self._store.has("complete"):
-            return self._come_back()
-        self._take_seat(self.seat.dump())
-        seats: dict[int, Seat] = {}
-        self._wait_for("seat", "come", lambda rank: self._check(seats, rank))
-        # Read again: somebody may have taken the seat of one that died meanwhile.
-        found = self._seats()
-        self._store.set("complete", str(max(numbers(found))))
+    def _enter_epoch(self) -> list[Registration]:
+        # First: registered workers may have failed before they were a world.
+        if self._epoch_failed():
+            raise _WorldEnded
+        if self._store.has(_COMPLETE):
+            return self._rejoin()
+        self._claim_rank()
+        seen: dict[int, Registration] = {}
+        self._wait_for_all(_REGISTRATION, "register", lambda rank: self._check(seen, rank))
+        # Read again: a new process may have replaced one that died meanwhile.
+        found = self._registrations()
+        self._store.set(_COMPLETE, str(max(assign_worker_ids(found))))
         return found
 
-    def _has_failed(self) -> bool:
-        """Whether what was tried here is over for who comes now: it is another attempt."""
-        board = self._store.read("board")
-        # Who is late to a world that cannot be hears why, once.
-        return board is not None and (
-            "missing" in json.loads(board) or self._store.has(f"seat/{self.seat.rank}")
+    def _epoch_failed(self) -> bool:
+        """Return whether the attempt of this epoch failed, and this worker belongs to the next."""
+        notice = self._store.read(_NOTICE)
+        # A worker that is late to a world with a conflict learns of the conflict, once.
+        return notice is not None and (
+            "missing" in json.loads(notice) or self._store.has(_key(_REGISTRATION, self._rank))
         )
 
-    def _take_seat(self, mine: str) -> None:
-        key = f"seat/{self.seat.rank}"
-        held = ""
-        while (found := self._store.swap(key, held, mine)) != mine:
-            if self._lives(self.seat.rank):
-                self._refuse(
-                    f"two workers have rank {self.seat.rank}: {Seat.load(found)} and {self.seat}"
+    def _claim_rank(self) -> None:
+        key, mine, replaced = _key(_REGISTRATION, self._rank), self.registration.dump(), ""
+        while (found := self._store.compare_set(key, replaced, mine)) != mine:
+            if self._is_alive(self._rank):
+                holder = Registration.load(found)
+                self._reject(
+                    f"two workers have rank {self._rank}: {holder} and {self.registration}"
                 )
-            held = found  # of one that died while it waited
+            replaced = found  # by a process that died while it waited
 
-    def _lives(self, rank: int) -> bool:
-        before = self._store.add(f"beat/{rank}", 0)
+    def _is_alive(self, rank: int) -> bool:
+        key = _key(_KEEPALIVE, rank)
+        before = self._store.add(key, 0)
         return any(
-            self._left.wait(_BEAT) or self._store.add(f"beat/{rank}", 0) != before
-            for _ in range(_SILENCE)
+            self._cancelled.wait(_KEEPALIVE_INTERVAL) or self._store.add(key, 0) != before
+            for _ in range(_MAX_MISSED)
         )
 
-    def _come_back(self) -> list[Seat]:
-        if any(self._store.has(f"gone/{rank}") for rank in self._ranks()):
-            raise _Over  # they are leaving, and this one is early for what comes next
-        held = self._store.get(f"seat/{self.seat.rank}")
-        comeback = self._store.add("comebacks", 1)
-        self.seat = replace(self.seat, comeback=comeback)
-        mine, self._held = self.seat.dump(), held
-        if self._store.swap(f"seat/{self.seat.rank}", held, mine) != mine:
-            raise ValueError(f"two workers come back as rank {self.seat.rank}; one: {self.seat}")
-        seats: dict[int, Seat] = {}
+    def _rejoin(self) -> list[Registration]:
+        if any(self._store.has(key) for key in _keys(_EXITING, self._ranks())):
+            raise _WorldEnded  # its workers are exiting; this worker belongs to the next world
+        key = _key(_REGISTRATION, self._rank)
+        self._predecessor = self._store.get(key)
+        comeback = self._store.add(_REJOINS, 1)
+        self.registration = replace(self.registration, comeback=comeback)
+        mine = self.registration.dump()
+        if self._store.compare_set(key, self._predecessor, mine) != mine:
+            raise ValueError(
+                f"{self.registration} cannot rejoin: another process rejoins as rank "
+                f"{self._rank}. Run one process for each rank"
+            )
+        seen: dict[int, Registration] = {}
         for rank in self._ranks():
-            self._check(seats, rank)
-        return [seats[rank] for rank in self._ranks()]
+            self._check(seen, rank)
+        return [*seen.values()]
 
-    def _seats(self) -> list[Seat]:
-        return [Seat.load(self._store.get(f"seat/{rank}")) for rank in self._ranks()]
+    def _registrations(self) -> list[Registration]:
+        keys = _keys(_REGISTRATION, self._ranks())
+        return [Registration.load(self._store.get(key)) for key in keys]
 
-    def _check(self, seats: dict[int, Seat], rank: int) -> None:
-        """Whoever sits there agrees with those who were looked at before."""
-        seat = seats[rank] = Seat.load(self._store.get(f"seat/{rank}"))
-        for other in (self.seat, *seats.values()):
-            if quarrel := other.quarrel(seat):
-                self._refuse(quarrel)
+    def _check(self, seen: dict[int, Registration], rank: int) -> None:
+        """Read the registration of `rank` into `seen`; reject it if it conflicts with another."""
+        found = Registration.load(self._store.get(_key(_REGISTRATION, rank)))
+        seen[rank] = found
+        for other in (self.registration, *seen.values()):
+            if conflict := other.conflict_with(found):
+                self._reject(conflict)
 
     # ── waiting ─────────────────────────────────────────────────────────────────────────────────
 
-    def _wait_for(self, what: str, do: str, take: Callable[[int], None]) -> None:
-        """Look until every rank has written `what`; `take` each as it comes."""
-        missing, look, news, beat = self._ranks(), _LOOK, time.monotonic() + _NEWS, 0.0
-        while not self._store.has(*(f"{what}/{rank}" for rank in missing)):
-            now = time.monotonic()
-            if now >= beat:
-                beat = now + _BEAT
-                self._store.add(f"beat/{self.seat.rank}", 1)
-                self._look_at_the_board()
-                missing = self._still(missing, what, take)
-            if now >= news:
-                news = now + _NEWS
-                log.warning("%s waits for rank %s to %s", self.seat, _listed(missing), do)
-            if now > self._end or self._left.wait(look):
-                self._give_up(missing, do)
-            look = min(look * 1.5, _LOOKS)
-        for rank in missing:
-            take(rank)
-        if self._left.is_set():
-            self._give_up([], do)
+    def _wait_for_all(
+        self, key: str, action: str, arrived: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Wait until every rank has written `key`; call `arrived` with each.
 
-    def _still(self, missing: list[int], what: str, take: Callable[[int], None]) -> list[int]:
-        here = [rank for rank in missing if self._store.has(f"{what}/{rank}")]
+        Args:
+            key: of the store, followed by the rank.
+            action: for texts: what the missing ranks have to do.
+            arrived: called with each rank once its key is there.
+        """
+        missing, poll = self._ranks(), _MIN_POLL
+        next_keepalive, next_log = 0.0, time.monotonic() + _LOG_INTERVAL
+        while not self._store.has(*_keys(key, missing)):
+            now = time.monotonic()
+            if now >= next_keepalive:
+                next_keepalive = now + _KEEPALIVE_INTERVAL
+                self._store.add(_key(_KEEPALIVE, self._rank), 1)
+                self._raise_notice()
+                missing = self._still_missing(missing, key, arrived)
+            if now >= next_log:
+                next_log = now + _LOG_INTERVAL
+                log.warning(
+                    "%s waits for rank %s to %s", self.registration, _listed(missing), action
+                )
+            if now > self._end or self._cancelled.wait(poll):
+                self._give_up(missing, action)
+            poll = min(poll * 1.5, _MAX_POLL)
+        for rank in missing:
+            arrived(rank)
+        if self._cancelled.is_set():
+            self._give_up([], action)
+
+    def _still_missing(
+        self, missing: list[int], key: str, arrived: Callable[[int], None]
+    ) -> list[int]:
+        here = [rank for rank in missing if self._store.has(_key(key, rank))]
         for rank in here:
-            take(rank)
-            log.info("%s: rank %d is here", self.seat, rank)
+            arrived(rank)
+            log.info("%s: rank %d is here", self.registration, rank)
         return [rank for rank in missing if rank not in here]
 
-    # ── the board ───────────────────────────────────────────────────────────────────────────────
+    # ── failure notice ──────────────────────────────────────────────────────────────────────────
 
-    def _give_up(self, missing: list[int], do: str) -> NoReturn:
-        who = f"{len(missing)} of {self.seat.world_size} workers did not {do}"
-        when = "before it was stopped" if self._left.is_set() else f"within {self._timeout:g} s"
-        text = f"{who} {when}: rank {_listed(missing)}"
-        self._post({"text": f"{self.seat} has given up: {text}", "missing": missing})
+    def _give_up(self, missing: list[int], action: str) -> NoReturn:
+        count = f"{len(missing)} of {self.registration.world_size} workers"
+        is_cancelled = self._cancelled.is_set()
+        when = "before it was stopped" if is_cancelled else f"within {self._timeout:g} s"
+        text = f"{count} did not {action} {when}: rank {_listed(missing)}"
+        notice = {"text": f"{self.registration} has given up: {text}", "missing": missing}
+        self._write_notice(notice)
         raise WorldTimeout(text, missing)
 
-    def _refuse(self, text: str) -> NoReturn:
-        self._post({"text": text})
+    def _reject(self, text: str) -> NoReturn:
+        self._write_notice({"text": text})
         raise ValueError(text)
 
-    def _post(self, news: dict[str, Any]) -> None:
-        if self.seat.comeback:
-            return  # it is this worker's failure, not that of a world that lives
-        self._store.swap("board", "", json.dumps(news))
-        if self._store.is_here and self.remaining():
-            # The store goes with this process, and those who wait may not have read it.
-            here = [rank for rank in self._ranks() if self._store.has(f"seat/{rank}")]
-            readers = [f"read/{rank}" for rank in here if rank != self.seat.rank]
-            self._watch(readers, time.monotonic() + _LINGER)
+    def _write_notice(self, notice: dict[str, Any]) -> None:
+        if self.registration.comeback:
+            return  # only this worker's failure: the world that it would rejoin goes on
+        self._store.compare_set(_NOTICE, "", json.dumps(notice))
+        if self._store.is_server and self.remaining():
+            # The store ends with this process: let the waiting workers read the notice first.
+            others = [rank for rank in self._ranks() if rank != self._rank]
+            here = [rank for rank in others if self._store.has(_key(_REGISTRATION, rank))]
+            self._wait_for_keys(_keys(_NOTICE_READ, here), time.monotonic() + _NOTICE_GRACE)
 
-    def _look_at_the_board(self) -> None:
-        if (text := self._store.read("board")) is None:
+    def _raise_notice(self) -> None:
+        if (text := self._store.read(_NOTICE)) is None:
             return
-        self._store.set(f"read/{self.seat.rank}", "")
-        news = json.loads(text)
-        if "missing" in news:
-            raise WorldTimeout(news["text"], news["missing"])
-        raise ValueError(news["text"])
+        self._store.set(_key(_NOTICE_READ, self._rank), "")
+        notice = json.loads(text)
+        if "missing" in notice:
+            raise WorldTimeout(notice["text"], notice["missing"])
+        raise ValueError(notice["text"])
 
     def _ranks(self) -> list[int]:
-        return [*range(self.seat.world_size)]
+        return [*range(self.registration.world_size)]
+
+
+def _key(name: str, rank: int) -> str:
+    return f"{name}/{rank}"
+
+
+def _keys(name: str, ranks: Sequence[int]) -> list[str]:
+    return [_key(name, rank) for rank in ranks]
 
 
 def _listed(ranks: Sequence[int]) -> str:

@@ -1,6 +1,6 @@
-"""How a worker leaves its world: it waits for the others, closes its connections and stops torch.
+"""A worker's shutdown: it waits for its peers, closes its connections and stops torch.
 
-Every wait here has an end, and who was not waited for is said.
+Every wait here has a timeout. The log names the peers that were not waited for.
 """
 
 import asyncio
@@ -14,199 +14,209 @@ from typing import Any
 
 import anyio
 
-from .._aio.threads import daemon, run_blocking
+from .._aio.threads import daemon_thread_starter, run_in_thread
 from .._batching.queue import close_queues
-from .._client.pool import Outbox
+from .._client.pool import ConnectionPool
 from .._protocol import endpoints
-from .._protocol.messages import dump
+from .._protocol.messages import dump_plain
 from .._server.server import Server
-from .._torch.agent import Agent, Member, is_running
-from .._torch.thread_state import give_back
+from .._torch.agent import Agent, PeerInfo, is_running
+from .._torch.thread_state import free_dead_thread_states
 from .._torch.transport import send, wrap_future
 from ..errors import WorldTimeout
-from .failure_detector import Vigil
-from .rendezvous import Meeting
+from .failure_detector import FailureDetector
+from .rendezvous import Rendezvous
 
 log = logging.getLogger("aiorpc_torch")
 
-_LOOK, _LOOKS = 0.005, 0.05  # seconds between two looks at who has left: the first, the longest
-ASK = 1.0  # seconds after which those who have not left are asked whether they live
-RELEASE = 1.0  # seconds for the owners of objects to hear that they are not held any more
-SEAL = 1.0  # seconds for the last answers to come in
-PART = 1.0  # seconds in which those who leave close their pipes together
-TOGETHER = 5.0  # seconds for that if nobody is missing: they may be slow
-STOP = 5.0  # seconds for torch's threads to end
-AT_ONCE = 0.3  # seconds to tell the peers when an exception ends the world
+# All in seconds.
+_MIN_POLL, _MAX_POLL = 0.005, 0.05  # between two reads of which peers have left
+PROBE_INTERVAL = 1.0  # between two probes of peers that have not left
+RELEASE_TIMEOUT = 1.0  # for owners to learn that their objects are released
+DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
+BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
+FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
+STOP_TIMEOUT = 5.0  # for torch's threads to end
+FAILURE_TIMEOUT = 0.3  # to tell the peers that an exception ends this worker
 
 
-def describe(exc: BaseException) -> str:
-    """What ends a worker's block, as its peers are told: a line, and the traceback."""
+def describe_failure(exc: BaseException) -> str:
+    """Return for the peers what ends a worker's block: one line, and the traceback."""
     if isinstance(exc, asyncio.CancelledError | KeyboardInterrupt | SystemExit):
         return "its block was cancelled"
     summary = traceback.format_exception_only(exc)[-1].strip()
     return "\n".join([f"its block raised {summary}", *traceback.format_exception(exc)])
 
 
-class Leaving:
-    """One worker on its way out.
+class Shutdown:
+    """The shutdown of one worker.
 
     Args:
-        outbox, server, vigil, agent: what it consists of.
-        meeting: where it met its peers; None in a world of one.
-        peers: the others.
-        patience: seconds to wait for them, None for as long as they live.
-        failure: what ends the world, if not everybody's will: then nothing takes long now, and the
-            peers are told.
+        pool, server, failure_detector, agent: parts of the worker.
+        rendezvous: that of its world; None in a world of one.
+        peers: the other workers by name.
+        timeout: seconds to wait for them, None for no limit.
+        failure: what ended the worker's block, "" if it ended in order. With a failure the peers
+            are told, and no wait takes long.
     """
 
     def __init__(
         self,
-        outbox: Outbox,
+        pool: ConnectionPool,
         server: Server,
-        vigil: Vigil,
+        failure_detector: FailureDetector,
         agent: Agent,
-        meeting: Meeting | None,
+        rendezvous: Rendezvous | None,
         *,
-        peers: dict[str, Member],
-        patience: float | None,
+        peers: dict[str, PeerInfo],
+        timeout: float | None,
         failure: str,
     ) -> None:
-        self._outbox = outbox
+        self._pool = pool
         self._server = server
-        self._vigil = vigil
+        self._failure_detector = failure_detector
         self._agent = agent
-        self._me = outbox.me
-        self._meeting = meeting
+        self._me = pool.me
+        self._rendezvous = rendezvous
         self._peers = peers
-        self._patience = AT_ONCE if failure else patience
+        self._timeout = FAILURE_TIMEOUT if failure else timeout
         self._failure = failure
         self._left: set[str] = set()  # peers whose blocks have ended in order
 
     async def run(self) -> None:
-        """Leave, whatever happens meanwhile: a cancellation only ends the waiting."""
+        """Shut down to the end; a cancellation only ends the wait for peers."""
         waiting = asyncio.create_task(self._wait_for_peers())
-        ending = asyncio.create_task(self._end(waiting))
+        closing = asyncio.create_task(self._close(waiting))
         interrupted = False
-        while not ending.done():
+        while not closing.done():
             try:
                 # An anyio scope cancels again and again: once is enough.
                 with anyio.CancelScope(shield=interrupted):
-                    await asyncio.wait((ending,))
+                    await asyncio.wait((closing,))
             except asyncio.CancelledError:
                 interrupted = True
                 waiting.cancel()
-        ending.result()
+        closing.result()
         if interrupted:
             raise asyncio.CancelledError
 
+    # ── waiting for peers ───────────────────────────────────────────────────────────────────────
+
     async def _wait_for_peers(self) -> None:
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._patience):
+            async with asyncio.timeout(self._timeout):
                 if self._failure:
-                    await self._tell_of_failure()
-                elif self._meeting is not None:
-                    await self._wait_at(self._meeting)
+                    await self._send_failure()
+                elif self._rendezvous is not None:
+                    await self._wait_at(self._rendezvous)
 
-    async def _wait_at(self, meeting: Meeting) -> None:
+    async def _wait_at(self, rendezvous: Rendezvous) -> None:
         """Wait at the store until every live peer's block has ended."""
-        await run_blocking(daemon("aiorpc-leave"), meeting.leave_block)
-        look, ask = _LOOK, time.monotonic() + ASK
+        await run_in_thread(daemon_thread_starter("aiorpc-leave"), rendezvous.mark_left)
+        poll, next_probe = _MIN_POLL, time.monotonic() + PROBE_INTERVAL
         while missing := self._missing():
             ranks = [self._peers[peer].rank for peer in missing]
             try:
-                found = await run_blocking(
-                    daemon("aiorpc-leave"), functools.partial(meeting.have_left, ranks)
+                left = await run_in_thread(
+                    daemon_thread_starter("aiorpc-leave"),
+                    functools.partial(rendezvous.left_ranks, ranks),
                 )
             except WorldTimeout:  # rank 0 has left with its store, or died
                 self._left |= {peer for peer in missing if self._peers[peer].rank == 0}
                 await self._wait_without_store()
                 return
-            self._left |= {peer for peer in missing if self._peers[peer].rank in found}
-            if time.monotonic() > ask:
-                ask = time.monotonic() + ASK
-                for peer in self._missing():
-                    self._vigil.ask(peer)
-            await asyncio.sleep(look)
-            look = min(look * 1.5, _LOOKS)
+            self._left |= {peer for peer in missing if self._peers[peer].rank in left}
+            if time.monotonic() > next_probe:
+                next_probe = time.monotonic() + PROBE_INTERVAL
+                self._probe(self._missing())
+            await asyncio.sleep(poll)
+            poll = min(poll * 1.5, _MAX_POLL)
 
     async def _wait_without_store(self) -> None:
-        """Wait until the peers are gone: nobody can say any more that its block has ended."""
-        while missing := [*self._missing()]:
-            for peer in missing:
-                self._vigil.ask(peer)
-            await asyncio.sleep(ASK / 2)
+        """Wait until the peers are gone: without the store they cannot tell that they left."""
+        while missing := self._missing():
+            self._probe(missing)
+            await asyncio.sleep(PROBE_INTERVAL / 2)
+
+    def _probe(self, peers: list[str]) -> None:
+        for peer in peers:
+            self._failure_detector.probe(peer)
 
     def _missing(self) -> list[str]:
-        """Return the peers that have not left, and are not known to be gone."""
-        gone = self._vigil.gone.keys() | self._server.peers.goodbyes.keys() | self._left
-        return [peer for peer in self._peers if peer not in gone]
+        """Return the peers that have not left and are not lost."""
+        gone = self._failure_detector.lost_peers.keys() | self._server.peers.leave_messages.keys()
+        return [peer for peer in self._peers if peer not in gone | self._left]
 
-    async def _tell_of_failure(self) -> None:
-        """Tell the peers that have no connection with this worker; the others see it end."""
-        connected = self._outbox.connected() | self._server.connected()
-        told = [peer for peer in self._peers.values() if peer.name not in connected]
-        await asyncio.gather(*map(self._tell, told), return_exceptions=True)
+    async def _send_failure(self) -> None:
+        """Tell the peers without a connection to this worker; the others see the connection end."""
+        connected = self._pool.connected() | self._server.connected()
+        rest = [peer for peer in self._peers.values() if peer.name not in connected]
+        await asyncio.gather(*map(self._send_failure_to, rest), return_exceptions=True)
 
-    async def _tell(self, peer: Member) -> None:
-        data = dump((self._me.name, self._me.number, self._failure))
-        await wrap_future(send(peer.info, endpoints.farewell, data))
+    async def _send_failure_to(self, peer: PeerInfo) -> None:
+        data = dump_plain((self._me.name, self._me.number, self._failure))
+        await wrap_future(send(peer.info, endpoints.leave_message, data))
 
-    async def _end(self, waiting: "asyncio.Task[None]") -> None:
+    # ── closing ─────────────────────────────────────────────────────────────────────────────────
+
+    async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
-        self._vigil.close()
-        together = self._who_leaves_too()
-        if not self._failure:  # else calls that wait for a batch learn the failure, from the server
+        self._failure_detector.close()
+        leaving = self._ranks_leaving_too()
+        if not self._failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
-        what = "failed" if self._failure else "left"
-        ended = await asyncio.gather(
-            self._outbox.close(what, self._failure),
-            self._server.close(0.5, self._failure.partition("\n")[0], self._failure),
-            return_exceptions=True,  # torch is stopped, whatever happens
-        )
-        for exc in ended:
-            if isinstance(exc, BaseException):
-                log.error("%s: a connection was not closed", self._outbox.name, exc_info=exc)
+        await self._close_connections()
         if self._failure:
             await close_queues()
         else:
-            await self._part_from(together)
-        if not await self._blocking(STOP, self._agent.stop) and is_running():
-            log.error("torch's RPC of %s did not stop within %g s", self._outbox.name, STOP)
-        await self._blocking(STOP, give_back)
+            await self._close_together(leaving)
+        if not await self._in_thread(STOP_TIMEOUT, self._agent.stop) and is_running():
+            log.error("torch's RPC of %s did not stop within %g s", self._me.name, STOP_TIMEOUT)
+        await self._in_thread(STOP_TIMEOUT, free_dead_thread_states)
 
-    async def _part_from(self, ranks: list[int]) -> None:
-        """Close nothing before those are ready for it, or torch logs a broken pipe at each."""
-        together = len(ranks) == len(self._peers)
-        if together:
-            await self._blocking(RELEASE, self._agent.release)
-        await self._blocking(SEAL, self._agent.seal)
-        if (meeting := self._meeting) is not None and ranks:
-            seconds = TOGETHER if together else PART
-            await self._blocking(2 * seconds, lambda: meeting.part(ranks, seconds))
+    async def _close_connections(self) -> None:
+        what = "failed" if self._failure else "left"
+        ended = await asyncio.gather(
+            self._pool.close(what, self._failure),
+            self._server.close(0.5, self._failure.partition("\n")[0], self._failure),
+            return_exceptions=True,  # torch is stopped in any case
+        )
+        for exc in ended:
+            if isinstance(exc, BaseException):
+                log.error("%s: a connection was not closed", self._me.name, exc_info=exc)
 
-    def _who_leaves_too(self) -> list[int]:
-        """The ranks of those with whom this worker parts; the others are named in the log."""
-        gone = self._vigil.gone
-        said = self._server.peers.goodbyes
-        left = self._left | {peer for peer, failure in said.items() if not failure}
-        together = [peer for peer in self._peers if peer in left and peer not in gone]
-        rest = [f"{peer} ({self._why_not(peer)})" for peer in self._peers if peer not in together]
+    async def _close_together(self, ranks: list[int]) -> None:
+        """Wait until those ranks are ready: torch logs a broken pipe at each that is not."""
+        is_full = len(ranks) == len(self._peers)
+        if is_full:
+            await self._in_thread(RELEASE_TIMEOUT, self._agent.release_rrefs)
+        await self._in_thread(DRAIN_TIMEOUT, self._agent.drain)
+        if (rendezvous := self._rendezvous) is not None and ranks:
+            timeout = FULL_BARRIER_TIMEOUT if is_full else BARRIER_TIMEOUT
+            await self._in_thread(2 * timeout, lambda: rendezvous.exit_barrier(ranks, timeout))
+
+    def _ranks_leaving_too(self) -> list[int]:
+        """Return the ranks with which this worker closes; log the names of the others."""
+        lost = self._failure_detector.lost_peers
+        left = {peer for peer, failure in self._server.peers.leave_messages.items() if not failure}
+        leaving = [peer for peer in self._peers if peer in left | self._left and peer not in lost]
+        rest = [f"{peer} ({self._state_of(peer)})" for peer in self._peers if peer not in leaving]
         if rest and not self._failure:
-            log.warning("%s did not wait for %s", self._outbox.name, ", ".join(rest))
-        return [self._peers[peer].rank for peer in together]
+            log.warning("%s did not wait for %s", self._me.name, ", ".join(rest))
+        return [self._peers[peer].rank for peer in leaving]
 
-    def _why_not(self, peer: str) -> str:
-        if self._server.peers.goodbyes.get(peer):
+    def _state_of(self, peer: str) -> str:
+        if self._server.peers.leave_messages.get(peer):
             return "failed"
-        return "lost" if peer in self._vigil.gone else "has not left"
+        return "lost" if peer in self._failure_detector.lost_peers else "has not left"
 
-    async def _blocking(self, seconds: float, step: Callable[[], Any]) -> bool:
-        """Whether that step, in a thread, came to its end in time."""
+    async def _in_thread(self, seconds: float, step: Callable[[], Any]) -> bool:
+        """Run `step` in a thread; return whether it ended in time."""
         try:
             async with asyncio.timeout(seconds):
-                await run_blocking(daemon("aiorpc-stop"), step)
+                await run_in_thread(daemon_thread_starter("aiorpc-stop"), step)
         except TimeoutError:
             return False
         except Exception as exc:
-            log.debug("leaving: %r", exc)
+            log.debug("shutdown: %r", exc)
         return True

@@ -1,194 +1,218 @@
-"""How a worker joins its world: it meets the others, starts torch's RPC and learns where they are.
+"""A worker's start: it registers, starts torch's RPC and learns its peers' addresses.
 
-Every wait here has an end.
+Every wait here has a timeout.
 """
 
 import asyncio
 import functools
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
 
-from .._aio.threads import daemon, run_blocking
+from .._aio.threads import daemon_thread_starter, run_in_thread
 from .._protocol import endpoints
-from .._torch.agent import Agent, Member, keeps_number
-from .._torch.devices import Reach
+from .._torch.agent import Agent, PeerInfo, process_worker_id
+from .._torch.devices import DeviceRoutes
 from .._torch.transport import send, wrap_future
 from ..errors import WorldTimeout
 from . import network
-from .config import Place
-from .device_maps import settle
-from .registration import Seat
-from .rejoin import ask
-from .rendezvous import Location, Meeting
+from .config import WorkerConfig
+from .device_maps import resolve_device_maps
+from .registration import Registration
+from .rejoin import request_rejoin
+from .rendezvous import Rendezvous, WorkerAddress
 
 log = logging.getLogger("aiorpc_torch")
 
-GRACE = 0.5  # seconds beyond its time after which a thread that a store holds is left to it
-LEAVE = 1.0  # seconds for a start that is given up to come to its end
-REACH = 10.0  # seconds in which every peer is reached, at most
+T = TypeVar("T")
+
+UseRoutes = Callable[[DeviceRoutes], None]
+"""A callback for the devices that tensors may be on."""
+
+STORE_GRACE = 0.5  # seconds beyond the timeout for a thread that waits for the store's answer
+CANCEL_TIMEOUT = 1.0  # seconds for a cancelled start to end
+REACH_TIMEOUT = 10.0  # seconds to reach every peer, at most
 
 
-async def join(
-    place: Place, meeting: Meeting | None, use: Callable[[Reach], None]
-) -> tuple[Agent, list[Member]]:
-    """Start torch's RPC among the others, who are listed in rank order.
+async def start_worker(
+    config: WorkerConfig, rendezvous: Rendezvous | None, use_routes: UseRoutes
+) -> tuple[Agent, list[PeerInfo]]:
+    """Start torch's RPC, and return its agent and the members of the world in rank order.
 
-    Before it starts, `use` is told on which devices tensors may come and go.
+    Args:
+        config: of this worker.
+        rendezvous: of this worker; None in a world of one.
+        use_routes: called before torch's RPC starts.
 
     Raises:
         WorldTimeout, ValueError: as `worker`.
     """
-    if meeting is None:
-        alone = [place.seat()]
-        number = keeps_number() or 0
-        start = functools.partial(_start, place, number, place.interfaces, alone, use)
-        agent = await run_blocking(daemon("aiorpc-join"), start)
-        me = Member(place.name, 0, number, agent.address, settle(alone)[0], alone[0].namespace)
-        return agent, [me]
-    agents: list[Agent] = []
-    joining = _join_in_thread(lambda: _meet_all(place, meeting, agents, use))
-    try:
-        members = await _in_time(joining, meeting)
-        if meeting.seat.comeback:
-            members = await _come_back(place, meeting, agents[0], members)
-        elif not place.is_local:
-            missing = await _unreached(place, meeting, members)
-            text = _not_reached(place, meeting, missing)
-            joining = _join_in_thread(lambda: _agree(meeting, members, missing, text))
-            members = await _in_time(joining, meeting)
-    except BaseException:
-        meeting.leave()
-        await asyncio.wait((joining,), timeout=min(LEAVE, meeting.remaining()))
-        joining.cancel()
-        if agents:
-            await run_blocking(daemon("aiorpc-stop"), agents[0].stop)
-        raise
-    return agents[0], members
+    if rendezvous is None:
+        return await _start_alone(config, use_routes)
+    return await _Startup(config, rendezvous, use_routes).run()
 
 
-def _join_in_thread(step: Callable[[], list[Member]]) -> "asyncio.Future[list[Member]]":
-    return asyncio.ensure_future(run_blocking(daemon("aiorpc-join"), step))
+async def _start_alone(config: WorkerConfig, use_routes: UseRoutes) -> tuple[Agent, list[PeerInfo]]:
+    own = config.registration()
+    worker_id = process_worker_id() or 0
+    start = functools.partial(_start_agent, config, worker_id, config.interfaces, [own], use_routes)
+    agent = await _in_thread(start)
+    (maps,) = resolve_device_maps([own])
+    return agent, [PeerInfo(config.name, 0, worker_id, agent.address, maps, own.namespace)]
 
 
-async def _in_time(joining: "asyncio.Future[list[Member]]", meeting: Meeting) -> list[Member]:
-    await asyncio.wait((joining,), timeout=meeting.remaining() + GRACE)
-    if not joining.done():  # a question to the store is answered, or not, in torch's own time
-        raise WorldTimeout(f"the store at {meeting.host} no longer answers", [0])
-    return joining.result()
+class _Startup:
+    """The start of one worker among others. `agent` is set once torch's RPC runs."""
 
+    def __init__(self, config: WorkerConfig, rendezvous: Rendezvous, use_routes: UseRoutes) -> None:
+        self._config = config
+        self._rendezvous = rendezvous
+        self._use_routes = use_routes
+        self._agent: Agent | None = None
 
-def _meet_all(
-    place: Place, meeting: Meeting, agents: list[Agent], use: Callable[[Reach], None]
-) -> list[Member]:
-    """Blocks. Leaves the agent in `agents`, also if it raises later."""
-    seats = meeting.sign_in()
-    number = meeting.number(seats)
-    agents.append(_start(place, number, _through(place, meeting), seats, use))
-    here = Location(number, agents[0].address)
-    if not meeting.seat.comeback:
-        meeting.publish(here)
-        meeting.wait_for_places()
-    members = _members(meeting, here)
-    for member in members:
-        agents[0].meet(member)
-    return members
+    async def run(self) -> tuple[Agent, list[PeerInfo]]:
+        """Start, and return as `start_worker`; after a failure torch's RPC is stopped."""
+        step: asyncio.Future[Any] = _in_thread(self._register_and_start)
+        try:
+            members: list[PeerInfo] = await self._in_time(step)
+            assert self._agent is not None
+            if self._rendezvous.registration.comeback:
+                members = await self._rejoin(self._agent, members)
+            elif not self._config.is_local:
+                missing = await self._unreachable(members)
+                text = self._unreachable_text(missing) if missing else ""
+                ranks = [peer.rank for peer in missing]
+                confirm = functools.partial(self._rendezvous.confirm_reachable, ranks, text)
+                step = _in_thread(confirm)
+                await self._in_time(step)
+        except BaseException:
+            await self._cancel(step)
+            raise
+        return self._agent, members
 
+    async def _in_time(self, step: "asyncio.Future[T]") -> T:
+        await asyncio.wait((step,), timeout=self._rendezvous.remaining() + STORE_GRACE)
+        if not step.done():  # torch's own timeout of a question to the store may be longer
+            raise WorldTimeout(f"the store at {self._rendezvous.host} no longer answers", [0])
+        return step.result()
 
-def _members(meeting: Meeting, here: Location) -> list[Member]:
-    found = meeting.members(here)
-    every = settle([seat for seat, _ in found])
-    return [
-        Member(seat.name, seat.rank, *where, maps, seat.namespace)
-        for (seat, where), maps in zip(found, every, strict=True)
-    ]
+    async def _cancel(self, step: "asyncio.Future[Any]") -> None:
+        self._rendezvous.cancel()
+        await asyncio.wait((step,), timeout=min(CANCEL_TIMEOUT, self._rendezvous.remaining()))
+        step.cancel()
+        if self._agent is not None:
+            await run_in_thread(daemon_thread_starter("aiorpc-stop"), self._agent.stop)
 
+    # ── registration, in a thread ───────────────────────────────────────────────────────────────
 
-def _agree(
-    meeting: Meeting, members: list[Member], missing: list[Member], text: str
-) -> list[Member]:
-    meeting.agree([peer.rank for peer in missing], text)
-    return members
-
-
-async def _unreached(place: Place, meeting: Meeting, members: Sequence[Member]) -> list[Member]:
-    """Connect with every peer: who is not reached now would be missed at the first call.
-
-    And only now: a listener of torch's ends with the first connection that is none of torch's, a
-    port scanner's say, and who has no connection by then gets none (seen on 2.13 and 2.15).
-    """
-    peers = [peer for peer in members if peer.name != place.name]
-    if nowhere := [peer for peer in peers if not network.has_way(peer.address)]:
-        return nowhere
-    pings = [wrap_future(send(peer.info, endpoints.ping, b"")) for peer in peers]
-    await asyncio.wait(pings, timeout=min(REACH, meeting.remaining() + GRACE))
-    missing = [
-        peer for peer, ping in zip(peers, pings, strict=True) if not ping.done() or ping.exception()
-    ]
-    for ping in pings:
-        ping.cancel()
-    return missing
-
-
-def _not_reached(place: Place, meeting: Meeting, missing: Sequence[Member]) -> str:
-    where = ", ".join(f"{peer.name!r} at {peer.address}" for peer in missing)
-    advice = _advice(_through(place, meeting))
-    return f"every worker came, but {place.name!r} does not reach {where}. {advice}"
-
-
-def _through(place: Place, meeting: Meeting) -> network.Choice:
-    return place.interfaces or network.found(meeting.host)
-
-
-def _advice(through: network.Choice) -> str:
-    return (
-        f"This worker spoke through {network.in_words(through)}. Give each worker() "
-        "the interface= (or AIORPC_INTERFACE) at which the others reach it."
-    )
-
-
-async def _come_back(
-    place: Place, meeting: Meeting, agent: Agent, members: list[Member]
-) -> list[Member]:
-    """Take the place of one that died, if all agree."""
-    in_thread = daemon("aiorpc-join")
-    try:
-        answered = await ask(members[place.rank], members)
-    except ValueError:
-        await run_blocking(in_thread, meeting.withdraw)
-        raise
-    if not answered:
-        await run_blocking(in_thread, meeting.bury)
-        raise WorldTimeout(
-            f"{place.name!r} came back into a world of which nobody answers. If it has ended, or "
-            f"the file at {place.init_method} is of an earlier run, enter again",
-            [each.rank for each in members if each.name != place.name],
+    def _register_and_start(self) -> list[PeerInfo]:
+        """Register, start torch's RPC and return the members."""
+        rendezvous = self._rendezvous
+        registrations = rendezvous.register()
+        worker_id = rendezvous.worker_id(registrations)
+        self._agent = _start_agent(
+            self._config, worker_id, self._interfaces(), registrations, self._use_routes
         )
-    here = Location(members[place.rank].number, agent.address)
-    await run_blocking(in_thread, lambda: meeting.publish(here))
-    # Two who come back at once: each has published before it looks, so one sees the other.
-    found = await run_blocking(in_thread, lambda: _members(meeting, here))
-    for member, before in zip(found, members, strict=True):
-        if member.number != before.number:
-            agent.replace(member)
-    return found
+        own = WorkerAddress(worker_id, self._agent.address)
+        if not rendezvous.registration.comeback:
+            rendezvous.publish(own)
+            rendezvous.wait_for_addresses()
+        members = self._members(own)
+        for member in members:
+            self._agent.add_peer(member)
+        return members
+
+    def _members(self, own: WorkerAddress) -> list[PeerInfo]:
+        found = self._rendezvous.members(own)
+        every = resolve_device_maps([registration for registration, _ in found])
+        return [
+            PeerInfo(each.name, each.rank, *address, maps, each.namespace)
+            for (each, address), maps in zip(found, every, strict=True)
+        ]
+
+    def _interfaces(self) -> network.Interfaces:
+        return self._config.interfaces or network.interfaces_towards(self._rendezvous.host)
+
+    # ── reaching every peer ─────────────────────────────────────────────────────────────────────
+
+    async def _unreachable(self, members: Sequence[PeerInfo]) -> list[PeerInfo]:
+        """Connect with every peer, and return those that are not reached.
+
+        A listener of torch's ends with the first connection that is not torch's, a port scan for
+        example. A peer without a connection by then gets none (seen on 2.13 and 2.15).
+        """
+        peers = [peer for peer in members if peer.name != self._config.name]
+        if no_route := [peer for peer in peers if not network.has_route(peer.address)]:
+            return no_route
+        pings = [wrap_future(send(peer.info, endpoints.ping, b"")) for peer in peers]
+        timeout = min(REACH_TIMEOUT, self._rendezvous.remaining() + STORE_GRACE)
+        await asyncio.wait(pings, timeout=timeout)
+        missing = [
+            peer
+            for peer, ping in zip(peers, pings, strict=True)
+            if not ping.done() or ping.exception()
+        ]
+        for ping in pings:
+            ping.cancel()
+        return missing
+
+    def _unreachable_text(self, missing: Sequence[PeerInfo]) -> str:
+        peers = ", ".join(f"{peer.name!r} at {peer.address}" for peer in missing)
+        return (
+            f"all workers registered, but {self._config.name!r} does not reach {peers}. "
+            f"This worker uses {network.describe(self._interfaces())}. Give each worker() "
+            "the interface= (or AIORPC_INTERFACE) at which the others reach it"
+        )
+
+    # ── rejoining ───────────────────────────────────────────────────────────────────────────────
+
+    async def _rejoin(self, agent: Agent, members: list[PeerInfo]) -> list[PeerInfo]:
+        """Replace the dead process of this rank if all peers agree; return the members."""
+        config, rendezvous = self._config, self._rendezvous
+        me = members[config.rank]
+        try:
+            answered = await request_rejoin(me, members)
+        except ValueError:
+            await _in_thread(rendezvous.withdraw)
+            raise
+        if not answered:
+            await _in_thread(rendezvous.mark_world_dead)
+            raise WorldTimeout(
+                f"{config.name!r} tried to rejoin a world in which no worker answers. If that "
+                f"world has ended, or {config.init_method} is of an earlier run, start again",
+                [each.rank for each in members if each.name != config.name],
+            )
+        own = WorkerAddress(me.number, agent.address)
+        await _in_thread(lambda: rendezvous.publish(own))
+        # Each of two workers that rejoin at once publishes before it reads, so one sees the other.
+        found = await _in_thread(lambda: self._members(own))
+        for member, before in zip(found, members, strict=True):
+            if member.number != before.number:
+                agent.replace_peer(member)
+        return found
 
 
-def _start(
-    place: Place,
-    number: int,
-    through: network.Choice,
-    seats: Sequence[Seat],
-    use: Callable[[Reach], None],
+def _in_thread(step: Callable[[], T]) -> "asyncio.Future[T]":
+    return asyncio.ensure_future(run_in_thread(daemon_thread_starter("aiorpc-join"), step))
+
+
+def _start_agent(
+    config: WorkerConfig,
+    worker_id: int,
+    interfaces: network.Interfaces,
+    registrations: Sequence[Registration],
+    use_routes: UseRoutes,
 ) -> Agent:
-    maps = dict(zip([seat.name for seat in seats], settle(seats), strict=True))
-    use(Reach.of(place.name, maps))
-    log.info("%s speaks through %s", place.name, network.in_words(through))
-    with network.bound(through):
+    resolved = resolve_device_maps(registrations)
+    maps = dict(zip([each.name for each in registrations], resolved, strict=True))
+    use_routes(DeviceRoutes.for_worker(config.name, maps))
+    log.info("%s uses %s", config.name, network.describe(interfaces))
+    with network.interface_env(interfaces):
         return Agent(
-            place.name,
-            number,
-            threads=place.threads,
-            transports=place.transports,
-            device_maps=maps[place.name],
-            novices=all(seat.number is None for seat in seats),
+            config.name,
+            worker_id,
+            threads=config.threads,
+            transports=config.transports,
+            device_maps=maps[config.name],
+            first_world=all(each.number is None for each in registrations),
         )

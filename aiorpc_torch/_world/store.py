@@ -1,4 +1,4 @@
-"""torch's key-value store where a world meets: opened, asked, and its errors put in words."""
+"""A client of torch's key-value store, at which the workers of a world meet."""
 
 import os
 import threading
@@ -11,142 +11,152 @@ from urllib.parse import urlparse
 from .._torch.compat import FileStore, TCPStore
 from .._torch.compat import Store as TorchStore
 from ..errors import WorldTimeout
-from .network import await_listener, is_here, listener
-from .registration import Seat
+from .network import bind_listener, is_loopback_host, wait_for_listener
+from .registration import Registration
 
-_NOTHING = "\0"  # which nobody writes
-_PAUSE = 0.2  # seconds between two attempts to speak with who listens there
+_ABSENT = "\0"  # a value that no worker writes
+_RETRY_INTERVAL = 0.2  # seconds between two attempts to connect
 
 
-class Store:
-    """At `init_method`, as the worker at `seat` sees it. Its methods block, at most `timeout`."""
+class StoreClient:
+    """A client of the store at `init_method`. Its methods block up to `timeout` seconds.
 
-    def __init__(self, init_method: str, seat: Seat, timeout: float) -> None:
+    One store may serve several worlds in a row. Each is an epoch, with its own prefix of the keys.
+    """
+
+    def __init__(self, init_method: str, registration: Registration, timeout: float) -> None:
         self._init_method = init_method
-        self._seat = seat
+        self._registration = registration
         self._timeout = timeout
         self._store: TorchStore | None = None
-        # A restarted torchrun keeps its store, and with it what was written by those who died.
-        self._root = f"aiorpc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._page = 0  # one store may serve several worlds in a row
-        self._is_gone = self._is_used = False
+        # A restarted torchrun keeps its store, with the keys of the processes that died.
+        self._prefix = f"aiorpc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        self._epoch = 0
+        self._has_failed = self._has_written = False
 
     def __repr__(self) -> str:
-        return f"<Store at {self._init_method}, page {self._page}>"
+        return f"<StoreClient of {self._init_method}, epoch {self._epoch}>"
 
     @property
-    def is_here(self) -> bool:
-        """Whether it goes with this process."""
-        return self._seat.rank == 0 and isinstance(self._store, TCPStore)
+    def is_server(self) -> bool:
+        """Return whether the store ends with this process."""
+        return self._registration.rank == 0 and isinstance(self._store, TCPStore)
 
     @property
-    def was_of_the_past(self) -> bool:
-        """Whether it went with the rank 0 of an earlier world: there will be another.
+    def is_stale(self) -> bool:
+        """Return whether the store closed with an earlier world; the next world opens a new one.
 
-        So one may be of which this worker has seen nothing yet; one where it has written is not.
+        A store that fails in a later epoch is stale, and one to which this worker wrote nothing.
         """
-        return self._is_gone and (self._page > 0 or not self._is_used)
+        return self._has_failed and (self._epoch > 0 or not self._has_written)
 
     def close(self) -> None:
-        """Nothing is asked any more; others may listen at its address."""
+        """Drop the connection; rank 0 frees the store's address."""
         self._store = None
 
-    def turn(self) -> None:
-        """What is written here is of the past: go on with a new page."""
-        self._page += 1
+    def next_epoch(self) -> None:
+        """Ignore what was written so far: read and write the keys of the next epoch."""
+        self._epoch += 1
 
     def has(self, *names: str) -> bool:
-        """Whether all of these are written."""
-        return bool(self._ask(lambda store: store.check([self._key(name) for name in names])))
+        """Return whether all of these keys exist."""
+        return bool(self._request(lambda store: store.check([self._key(name) for name in names])))
 
     def get(self, name: str) -> str:
-        """What is written there, which somebody has."""
+        """Return the value of a key that exists."""
         found = self.read(name)
-        assert found is not None, f"nobody has written {name}"
+        assert found is not None, f"no value of {name}"
         return found
 
     def read(self, name: str) -> str | None:
-        """What is written there, if anything is."""
+        """Return the value of a key, None if it does not exist."""
         # torch's own `get` waits, and prints its frames if the connection ends meanwhile (2.13,
         # 2.15; tests/test_network.py).
-        found = self.swap(name, _NOTHING, _NOTHING)
-        return None if found == _NOTHING else found
+        found = self.compare_set(name, _ABSENT, _ABSENT)
+        return None if found == _ABSENT else found
 
     def set(self, name: str, value: str) -> None:
-        """Write."""
-        self._is_used = True
-        self._ask(lambda store: store.set(self._key(name), value))
+        """Write a key."""
+        self._has_written = True
+        self._request(lambda store: store.set(self._key(name), value))
 
-    def add(self, name: str, more: int) -> int:
-        """Add to a counter, which starts at 0; its new value."""
-        self._is_used = True
-        return int(self._ask(lambda store: store.add(self._key(name), more)))
+    def add(self, name: str, amount: int) -> int:
+        """Add to a counter, which starts at 0, and return its new value."""
+        self._has_written = True
+        return int(self._request(lambda store: store.add(self._key(name), amount)))
 
-    def swap(self, name: str, held: str, value: str) -> str:
-        """Write if `held` is there, "" standing for nothing; what is there then."""
-        self._is_used |= value != _NOTHING
-        found = self._ask(lambda store: store.compare_set(self._key(name), held, value))
+    def compare_set(self, name: str, expected: str, value: str) -> str:
+        """Write if the value is `expected`, "" if there is none; return the value afterwards."""
+        self._has_written |= value != _ABSENT
+        found = self._request(lambda store: store.compare_set(self._key(name), expected, value))
         return str(found.decode())
 
     def _key(self, name: str) -> str:
-        return f"{self._root}/{self._page}/{name}"
+        return f"{self._prefix}/{self._epoch}/{name}"
 
-    def _ask(self, question: Callable[[TorchStore], Any]) -> Any:
+    def _request(self, request: Callable[[TorchStore], Any]) -> Any:
         assert self._store is not None
         try:
-            return question(self._store)
-        except RuntimeError as exc:  # rank 0's process is gone, or cut off
-            self._is_gone = True
+            return request(self._store)
+        except RuntimeError as exc:  # rank 0's process ended, or is cut off
+            self._has_failed = True
             raise WorldTimeout(
-                f"the store at {self._init_method} does not answer: rank 0, which keeps it, has "
+                f"the store at {self._init_method} does not answer: rank 0, which hosts it, has "
                 f"given up or died ({str(exc).splitlines()[0]})",
                 [0],
             ) from exc
 
     @property
     def host(self) -> str | None:
-        """Where rank 0's machine is, None if nobody can say.
+        """Return the host of rank 0, None if it is unknown.
 
-        Not where the environment calls it `localhost`: some launchers say so to rank 0 alone.
+        `localhost` in the environment is unknown: some launchers set it for rank 0 alone.
         """
-        where = urlparse(self._init_method)
-        if where.scheme == "file" or where.hostname is not None:
-            return where.hostname
+        url = urlparse(self._init_method)
+        if url.scheme == "file" or url.hostname is not None:
+            return url.hostname
         host = os.environ["MASTER_ADDR"]
-        return None if is_here(host) else host
+        return None if is_loopback_host(host) else host
 
-    def open(self, left: threading.Event, patience: float) -> None:
-        """Open it; rank 0 makes it, unless torchrun has. `left` or `patience` ends the wait for it.
+    def open(self, cancelled: threading.Event, timeout: float) -> None:
+        """Connect to the store; rank 0 creates it, unless torchrun did.
+
+        Args:
+            cancelled: ends the wait for the store.
+            timeout: seconds to wait for the store.
 
         Raises:
-            WorldTimeout: if there is none within the time.
+            WorldTimeout: if there is no store in time.
         """
-        where = urlparse(self._init_method)
-        self._page, self._is_gone, self._is_used = 0, False, False
-        if where.scheme == "file":
-            self._store = FileStore(where.path + ".names", self._seat.world_size)
+        url = urlparse(self._init_method)
+        self._epoch, self._has_failed, self._has_written = 0, False, False
+        if url.scheme == "file":
+            self._store = FileStore(url.path + ".names", self._registration.world_size)
             return
-        host, port, is_master = self._address(where.hostname, where.port)
+        host, port, is_master = self._address(url.hostname, url.port)
         if is_master:
             self._store = self._connect(host, port, is_master)
         else:
-            self._store = self._visit(host, port, left, patience)
+            self._store = self._connect_to_server(host, port, cancelled, timeout)
 
-    def _visit(self, host: str, port: int, left: threading.Event, patience: float) -> TCPStore:
-        end = time.monotonic() + patience
+    def _connect_to_server(
+        self, host: str, port: int, cancelled: threading.Event, timeout: float
+    ) -> TCPStore:
+        end = time.monotonic() + timeout
         while True:
-            if why := await_listener(host, port, end - time.monotonic(), left):
+            if reason := wait_for_listener(host, port, end - time.monotonic(), cancelled):
                 raise WorldTimeout(
-                    f"no store at {host}:{port} within {self._timeout:g} s: is rank 0 up? ({why})",
+                    f"no store at {host}:{port} within {self._timeout:g} s ({reason}). "
+                    "Check that rank 0 runs and that its address is reachable",
                     [0],
                 )
             try:
                 return self._connect(host, port, False)
-            except RuntimeError as exc:  # that of the last world, say, which is closing
-                if time.monotonic() > end or left.wait(_PAUSE):
-                    said = str(exc).splitlines()[0]
+            except RuntimeError as exc:  # the store of the last world is closing, for example
+                if time.monotonic() > end or cancelled.wait(_RETRY_INTERVAL):
+                    text = str(exc).splitlines()[0]
                     raise WorldTimeout(
-                        f"the store at {host}:{port} does not answer: {said}", [0]
+                        f"the store at {host}:{port} does not answer: {text}", [0]
                     ) from exc
 
     def _connect(self, host: str, port: int, is_master: bool) -> TCPStore:
@@ -157,17 +167,16 @@ class Store:
             is_master=is_master,
             timeout=timedelta(seconds=max(1.0, self._timeout)),
             wait_for_workers=False,
-            multi_tenant=True,  # that of the world before may still be closing
+            multi_tenant=True,  # the store of the last world may still be closing
             # By itself torch listens on every interface (2.13, 2.15; tests/test_network.py).
-            master_listen_fd=listener(self.host, port) if is_master else None,
+            master_listen_fd=bind_listener(self.host, port) if is_master else None,
         )
 
     def _address(self, host: str | None, port: int | None) -> tuple[str, int, bool]:
+        """Return the store's host and port, and whether this worker creates it."""
+        is_first = self._registration.rank == 0
         if host is not None and port is not None:
-            return host, port, self._seat.rank == 0
-        agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        return (
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            self._seat.rank == 0 and not agent,
-        )
+            return host, port, is_first
+        has_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        return host, port, is_first and not has_agent

@@ -1,7 +1,4 @@
-"""The child processes of a world: started, watched, started again, and seen to their end.
-
-A process is `_child`'s subject; what a worker does in its world is `_world`'s.
-"""
+"""The supervisor of a world's child processes: it starts, restarts and ends them."""
 
 import asyncio
 import contextlib
@@ -9,120 +6,120 @@ import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
-from .._aio.interruption import Interruption
-from .._aio.threads import daemon, run_blocking
-from .child import Child, Main, Word
-from .config import OnFailure, Place
+from .._aio.interruption import InterruptibleBlock
+from .._aio.threads import daemon_thread_starter, run_in_thread
+from .child import ChildProcess, Main, ParentCommand
+from .config import OnFailure, WorkerConfig
 
 log = logging.getLogger("aiorpc_torch")
 
-# Seconds for children to end: those who have left their world, and those told to stop now.
-EXIT = 5.0
-STOP = 0.7
+# Seconds for children to end: those that leave their world in order, and those that are cancelled.
+EXIT_TIMEOUT = 5.0
+CANCEL_TIMEOUT = 0.7
 
 
-class Crew:
-    """The children at `places`, each running `main(me, *args)`, or only serving.
+class Supervisor:
+    """A supervisor of one child for each of `configs`, which runs `main(me, *args)` or only serves.
 
-    `restarts` times altogether, a child that ends badly is started again. What ends badly beyond
-    that interrupts the block of `watched`, unless failures are to be gone on from.
+    `restarts` times altogether, a child that fails or dies is started again. A failure beyond that
+    interrupts the block of `raising_failures`, unless its `on_failure` is "continue".
     """
 
     def __init__(
         self,
-        places: Sequence[Place],
+        configs: Sequence[WorkerConfig],
         main: Main | None,
         args: tuple[Any, ...],
         restarts: int,
     ) -> None:
-        self._places = places
+        self.failures: list[BaseException] = []
+        self._configs = configs
         self._main = main
         self._args = args
         self._restarts = restarts
-        self._children: list[Child] = []
-        self._complete = False  # before, a lost worker cannot come back
-        self._word: Word | None = None
-        self.failures: list[BaseException] = []
-        self.given_up: Callable[[str, BaseException], None] = _nobody_asks
-        self._interruption: Interruption | None = None
+        self._children: list[ChildProcess] = []
+        self._command: ParentCommand | None = None  # the last one that was sent
+        # Set once the world is complete: before, no child can rejoin.
+        self._give_up: Callable[[str, BaseException], None] | None = None
+        self._interruption: InterruptibleBlock | None = None
 
     def __repr__(self) -> str:
-        return f"<Crew {self._children}>"
+        return f"<Supervisor {self._children}>"
 
     @contextlib.asynccontextmanager
-    async def aboard(self) -> AsyncIterator[None]:
-        """The children are started, and have ended when the block is left."""
-        patience = STOP
+    async def running(self) -> AsyncIterator[None]:
+        """Start the children, and wait for their end at the end of the block."""
+        timeout = CANCEL_TIMEOUT
         try:
-            for place in self._places:
-                self._start(place)
+            for config in self._configs:
+                self._start(config)
             yield
-            patience = EXIT
+            timeout = EXIT_TIMEOUT
         finally:
-            if patience == STOP:
-                self._tell(Word.CANCEL)
-            await self._close(patience)
+            if timeout == CANCEL_TIMEOUT:
+                self._send(ParentCommand.CANCEL)
+            await self._close(timeout)
 
-    def complete(self, given_up: Callable[[str, BaseException], None]) -> None:
-        """The world is complete: from now on a child may have a successor, or is given up."""
-        self._complete = True
-        self.given_up = given_up
+    def allow_restarts(self, give_up: Callable[[str, BaseException], None]) -> None:
+        """Restart children from now on: the world is complete.
+
+        Args:
+            give_up: called with the name and the failure of a child that is not restarted.
+        """
+        self._give_up = give_up
 
     @contextlib.contextmanager
-    def last_word(self) -> Iterator[None]:
-        """Before this process leaves the world, let the children know how."""
+    def notifying_on_exit(self) -> Iterator[None]:
+        """Tell the children at the end of the block that this process leaves, or fails."""
         try:
             yield
         except BaseException:
-            self._tell(Word.CANCEL)
+            self._send(ParentCommand.CANCEL)
             raise
-        self._tell(Word.LEAVE)
+        self._send(ParentCommand.LEAVE)
 
     @contextlib.asynccontextmanager
-    async def watched(self, on_failure: OnFailure) -> AsyncIterator[None]:
-        """Interrupt the block when a child fails, and raise what it raised."""
+    async def raising_failures(self, on_failure: OnFailure) -> AsyncIterator[None]:
+        """Interrupt the block when a child fails, and raise the child's exception."""
         if on_failure == "continue":
             yield
             return
-        async with Interruption() as self._interruption:
+        async with InterruptibleBlock() as self._interruption:
             for failure in self.failures:
-                self._interruption.end(failure)
+                self._interruption.interrupt(failure)
             yield
 
-    def _start(self, place: Place) -> None:
-        child = Child(place, self._main, self._args)
+    def _start(self, config: WorkerConfig) -> None:
+        child = ChildProcess(config, self._main, self._args)
         self._children.append(child)
-        child.ended.add_done_callback(lambda ended: self._ended(place, ended.result()))
+        child.ended.add_done_callback(lambda ended: self._on_end(config, ended.result()))
 
-    def _ended(self, place: Place, failure: BaseException | None) -> None:
-        if failure is None or self._word is Word.CANCEL:
+    def _on_end(self, config: WorkerConfig, failure: BaseException | None) -> None:
+        if failure is None or self._command is ParentCommand.CANCEL:
             return
-        if self._complete and self._restarts and self._word is None:
+        if self._give_up is not None and self._restarts and self._command is None:
             self._restarts -= 1
-            log.warning("worker %r is started again: %s", place.name, failure, exc_info=failure)
-            self._start(place)
+            log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
+            self._start(config)
             return
         self.failures.append(failure)
-        self.given_up(place.name, failure)
+        if self._give_up is not None:
+            self._give_up(config.name, failure)
         if self._interruption is not None:
-            self._interruption.end(failure)
+            self._interruption.interrupt(failure)
 
-    def _tell(self, word: Word) -> None:
-        self._word = word
+    def _send(self, command: ParentCommand) -> None:
+        self._command = command
         for child in self._children:
-            child.tell(word)
+            child.send(command)
 
-    async def _close(self, patience: float) -> None:
+    async def _close(self, timeout: float) -> None:
         if ends := [child.ended for child in self._children]:
-            await asyncio.wait(ends, timeout=patience)
+            await asyncio.wait(ends, timeout=timeout)
         for child in self._children:
-            child.forget()
-        await run_blocking(daemon("aiorpc-reaper"), self._reap)
+            child.stop_watching()
+        await run_in_thread(daemon_thread_starter("aiorpc-reaper"), self._reap)
 
     def _reap(self) -> None:
         for child in self._children:
             child.close()
-
-
-def _nobody_asks(_: str, __: BaseException) -> None:
-    """Who will not come back: until this process is a worker that may wait for it."""

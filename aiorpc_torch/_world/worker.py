@@ -1,41 +1,79 @@
-"""A worker's life: it joins its world, serves on the running loop, and leaves.
-
-It puts together what the rooms below know: how workers meet, how torch's RPC starts and stops, how
-calls come in and go out, who is alive. Processes are not its subject: those of a local world are
-`_local`'s.
-"""
+"""A worker's life: it joins its world, serves on the running loop, and leaves."""
 
 import contextlib
 import functools
 import gc
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from .._aio.interruption import Interruption
-from .._aio.signals import orderly
-from .._aio.threads import daemon, run_blocking
+from .._aio.interruption import InterruptibleBlock
+from .._aio.signals import graceful_signals
+from .._aio.threads import daemon_thread_starter, run_in_thread
 from .._client import pool
-from .._client.pool import Outbox
+from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._protocol.handshake import Party
-from .._server.exports import Export, Exports, as_exports
+from .._server.exports import Export, ExportPolicy, checked_exports
 from .._server.server import Server
-from .._torch.agent import Agent, Member, is_running
+from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.devices import DeviceMaps
-from ..errors import WorldTimeout
-from . import network
-from .config import OnFailure, Place, Worker
-from .environment import all_are_here, meeting_place, number
-from .failure_detector import Vigil
-from .rejoin import Welcome, announce
-from .rendezvous import Meeting
-from .shutdown import Leaving, describe
-from .startup import join
+from ..errors import WorkerLost, WorldTimeout
+from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
+from .failure_detector import FailureDetector
+from .network import loopback_only, requested_interfaces
+from .rejoin import RejoinHandler, announce_rejoin
+from .rendezvous import Rendezvous
+from .shutdown import Shutdown, describe_failure
+from .startup import start_worker
 
-__all__ = ("worker",)
+__all__ = ("Worker", "worker")
 
 log = logging.getLogger("aiorpc_torch")
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """This process as a member of a world: what `worker()` and `local_world()` yield."""
+
+    name: str
+    rank: int
+    world_size: int
+    peers: tuple[str, ...]
+    """The names of the other workers, in rank order."""
+    comeback: int = 0
+    """0; in a replacement process, the number of rejoins of this world up to its own."""
+    _failure_detector: FailureDetector | None = field(default=None, repr=False, compare=False)
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
+
+    async def wait_for(self, peer: str) -> None:
+        """Wait until `peer` is alive: if it is lost, until it rejoins; else return at once.
+
+            except WorkerLost as lost:
+                await me.wait_for(lost.worker)
+
+        A lost worker rejoins when its process is started again (`restart=` of `local_world` and
+        `run_local`, or your own supervisor). One that was frozen or unreachable rejoins by itself.
+        A replacement process holds no objects of the old one: create them again. Bound the wait
+        with `asyncio.timeout`.
+
+        Raises:
+            ValueError: if there is no such peer.
+            WorkerLost: if it will not rejoin.
+        """
+        if peer not in self.peers:
+            raise ValueError(f"peer must be one of {', '.join(self.peers)}, got {peer!r}")
+        assert self._failure_detector is not None
+        await self._failure_detector.wait_until_alive(peer)
+
+    def _give_up(self, peer: str, failure: BaseException) -> None:
+        if self._failure_detector is not None:
+            error = WorkerLost(peer, f"it is not restarted: {failure}")
+            error.__cause__ = failure
+            self._failure_detector.give_up(peer, error)
 
 
 @contextlib.asynccontextmanager
@@ -58,64 +96,63 @@ async def worker(
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
-    The worker serves on the running loop from entry to exit. Exit waits, still serving, until
-    every live peer is done too, and always returns. An exception inside leaves at once and tells
-    the peers, whose calls to this worker then raise `WorkerLost`.
+    The worker serves on the running loop from entry to exit. Exit serves on until every live peer
+    leaves too, and always returns. An exception inside ends the worker at once and is sent to the
+    peers. Their calls to this worker then raise `WorkerLost`.
 
     Args:
-        name: by which others call it; by default `worker{rank}`.
-        rank: its number, from 0; by default the environment's RANK, which torchrun sets.
-        world_size: how many workers there are; by default the environment's WORLD_SIZE.
-        init_method: where they meet, `tcp://host:port` or `file:///path`; by default the
-            environment's MASTER_ADDR and MASTER_PORT. A world of one needs none.
-        threads: of torch's RPC, and as many again for plain `def` methods.
-        transports: of TensorPipe, which carries large and CUDA tensors, in order of preference;
-            by default `["uv"]`, TCP, which idles at no cost. Shared memory (`["shm", "uv"]`) moves
-            large tensors faster on one host and takes most of a core for polling.
-        device_maps: for each peer, which of this worker's CUDA devices stand for which of the
-            peer's, as torch's `device_maps`: `{"ps": {"cuda:0": "cuda:1"}}`. Arguments on them
-            arrive on the peer's, and its results on these. "auto": the same index on both sides,
-            for every peer. A tensor on any other device cannot be sent.
-        start_timeout: seconds for the world to be complete.
-        stop_timeout: seconds that exit waits for peers.
-        heartbeat: seconds of silence after which a peer for whom something waits here is lost: it
-            is frozen, or cut off. (A peer that dies is noticed at once.)
-        interface: of the network, through which this worker speaks, such as `"eth1"`; by default
-            the environment's AIORPC_INTERFACE, or GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, or the
-            interface that leads to rank 0's address.
-        on_failure: what an exception in a peer's block, or its death, means for this worker's:
-            "continue", its calls to that peer raise `WorkerLost`; "stop", the block is cancelled
-            and `WorkerLost` raised from it.
-        exports: what this worker answers to, by default whatever can be imported: classes, whose
-            instances' public methods may be called (those of subclasses and inherited ones too) and
-            of which objects may be created; functions; names of modules, for all that they and
-            the modules in them define. Any other call raises `NotExported` at its caller, and its
-            arguments are not unpickled. `fetch` is answered to whoever holds an RRef. It says what
-            the calls of this library reach, and is no sandbox: arguments are pickles, which may
-            name anything, and torch's own `rpc_sync` runs what it is given.
-        freeze_gc: whether objects that exist when the world starts are left out of garbage
-            collections until it ends (`gc.freeze`). torch alone has 200,000, through which a full
-            collection takes about 0.1 s, in which this worker answers nobody.
+        name: Name for the peers' calls (default: `worker{rank}`).
+        rank: Rank of this worker, from 0 (default: RANK in the environment, as torchrun sets it).
+        world_size: Number of workers (default: WORLD_SIZE in the environment).
+        init_method: URL of the rendezvous, `tcp://host:port` or `file:///path` (default:
+            MASTER_ADDR and MASTER_PORT in the environment). A world of one needs none.
+        threads: Number of threads of torch's RPC, and as many again for plain `def` methods.
+        transports: TensorPipe's transports for large and CUDA tensors, in order of preference
+            (default: `["uv"]`, TCP, which costs nothing when idle). Shared memory
+            (`["shm", "uv"]`) is faster on one host, and takes most of a core for polling.
+        device_maps: Map for each peer from this worker's CUDA devices to the peer's, as torch's
+            `device_maps`: `{"ps": {"cuda:0": "cuda:1"}}`. Arguments arrive on the peer's device,
+            results on this worker's. "auto" maps each index to itself, for every peer. A tensor on
+            a device without a map cannot be sent.
+        start_timeout: Seconds until the world must be complete.
+        stop_timeout: Seconds that exit waits for peers.
+        heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
+            frozen or unreachable. (A peer that dies is detected at once.)
+        interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
+            the environment, else GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, else the interface that
+            leads to rank 0's address).
+        on_failure: Effect of an exception in a peer's block, or of a peer's death. "continue": this
+            worker's calls to that peer raise `WorkerLost`. "stop": the block is cancelled, and
+            `WorkerLost` raised from it.
+        exports: Classes, functions and names of modules that calls may reach (default: everything
+            that can be imported). A class stands for the public methods of its instances,
+            inherited ones and subclasses too, and for `create`. A module stands for all that it
+            and its submodules define. Any other call raises `NotExported` at its caller, and its
+            arguments are not unpickled. Holders of an RRef may always `fetch` it. This is no
+            sandbox: pickled arguments may name anything, and torch's own `rpc_sync` runs anything.
+        freeze_gc: Whether garbage collection ignores, until the world ends, the objects that exist
+            at its start (`gc.freeze`). torch alone has 200,000. With them a full collection takes
+            about 0.1 s, in which this worker does not answer.
 
     Raises:
-        WorldTimeout: if ranks are missing when `start_timeout` is over; it names them.
-        ValueError: if the world is not described, here or in the environment, or if there is no
-            such interface; if two workers have one rank or one name, or not the same world size:
-            it names both; if a device map names a worker or a device that there is not, or one
-            of the peer's devices twice: it says whose.
-        RuntimeError: if this process is in a world already.
+        WorldTimeout: If ranks are missing after `start_timeout`; it names them.
+        ValueError: If arguments and environment do not describe the world, or if there is no such
+            interface. If two workers have one rank or one name, or differ in the world size; it
+            names both. If a device map names an unknown worker or device, or one of the peer's
+            devices twice; it names the worker.
+        RuntimeError: If this process is in a world already.
     """
-    rank = number("RANK", rank)
-    world_size = number("WORLD_SIZE", world_size)
-    interfaces = network.asked(interface)
-    if not interfaces and all_are_here(init_method, world_size):
-        interfaces = network.only_here()
-    with meeting_place(init_method, world_size) as where:
-        place = Place(
+    rank = int_from_env("RANK", rank)
+    world_size = int_from_env("WORLD_SIZE", world_size)
+    interfaces = requested_interfaces(interface)
+    if not interfaces and is_single_host(init_method, world_size):
+        interfaces = loopback_only()
+    with rendezvous_url(init_method, world_size) as url:
+        config = WorkerConfig(
             name=name or f"worker{rank}",
             rank=rank,
             world_size=world_size,
-            init_method=where,
+            init_method=url,
             threads=threads,
             transports=transports,
             device_maps=device_maps or {},
@@ -124,40 +161,41 @@ async def worker(
             heartbeat=heartbeat,
             interfaces=interfaces,
             on_failure=on_failure,
-            exports=None if exports is None else as_exports(exports),
+            exports=None if exports is None else checked_exports(exports),
             freeze_gc=freeze_gc,
         )
-        with orderly():
-            async with take_place(place) as me:
+        with graceful_signals():
+            async with run_worker(config) as me:
                 yield me
 
 
 @contextlib.asynccontextmanager
-async def take_place(place: Place) -> AsyncIterator[Worker]:
-    """Be the worker that `place` describes."""
+async def run_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
+    """Be the worker of `config` during the block."""
     if is_running():
-        raise RuntimeError("this process is in a world already, and torch knows one at a time")
-    exports = None if place.exports is None else Exports(place.exports)
-    server = Server(place.name, place.threads, exports)
-    endpoints.serve(server)  # before torch starts: a peer that is quicker may call already
-    meeting = None
+        raise RuntimeError("this process is in a world already; torch allows one at a time")
+    exports = None if config.exports is None else ExportPolicy(config.exports)
+    server = Server(config.name, config.threads, exports)
+    endpoints.register(server)  # before torch starts: a quicker peer may call already
+    rendezvous = None
     try:
-        if place.world_size > 1:
-            meeting = Meeting(place.init_method, place.seat(), place.start_timeout)
-        agent, members = await join(place, meeting, server.use)
-        with _frozen(place.freeze_gc):
-            async with _live(place, server, meeting, agent, members) as me:
+        if config.world_size > 1:
+            registration = config.registration()
+            rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
+        agent, members = await start_worker(config, rendezvous, server.set_device_routes)
+        with _gc_frozen(config.freeze_gc):
+            async with _running(config, server, rendezvous, agent, members) as me:
                 yield me
     finally:
-        endpoints.serve(None)
-        pool.use(None)
-        if meeting is not None:
-            meeting.close()
+        endpoints.register(None)
+        pool.set_current(None)
+        if rendezvous is not None:
+            rendezvous.close()
 
 
 @contextlib.contextmanager
-def _frozen(wanted: bool) -> Iterator[None]:
-    """Leave what exists now out of garbage collections, unless somebody has frozen it already."""
+def _gc_frozen(wanted: bool) -> Iterator[None]:
+    """Exclude existing objects from garbage collection, unless the program has frozen some."""
     if not wanted or gc.get_freeze_count():
         yield
         return
@@ -169,51 +207,67 @@ def _frozen(wanted: bool) -> Iterator[None]:
 
 
 @contextlib.asynccontextmanager
-async def _live(
-    place: Place, server: Server, meeting: Meeting | None, agent: Agent, members: list[Member]
+async def _running(
+    config: WorkerConfig,
+    server: Server,
+    rendezvous: Rendezvous | None,
+    agent: Agent,
+    members: list[PeerInfo],
 ) -> AsyncIterator[Worker]:
-    """From the start of torch's RPC to its end."""
-    server.peers.know({each.name: each.number for each in members})
-    comeback = 0 if meeting is None else meeting.seat.comeback
-    party = Party(place.name, members[place.rank].number)
-    outbox = Outbox(party, members)
-    pool.use(outbox)
-    vigil = Vigil(outbox, server, members, place.heartbeat)
-    peers = {each.name: each for each in members if each.name != place.name}
-    if meeting is not None:
-        vigil.has_left = functools.partial(_has_left, meeting, peers)
-    server.peers.welcome(Welcome(agent, outbox, server, vigil, peers).met)
+    """Serve and call peers, from the start of torch's RPC to its end."""
+    server.peers.set_members({each.name: each.number for each in members})
+    comeback = 0 if rendezvous is None else rendezvous.registration.comeback
+    own = members[config.rank]
+    party = Party(config.name, own.number)
+    detector = FailureDetector(config.name, server, members, config.heartbeat)
+    connections = ConnectionPool(party, members, detector)
+    pool.set_current(connections)
+    detector.start(connections)
+    peers = {each.name: each for each in members if each.name != config.name}
+    if rendezvous is not None:
+        detector.has_left = functools.partial(_has_left, rendezvous, peers)
+    server.peers.set_rejoin_handler(
+        RejoinHandler(agent, connections, server, detector, peers).handle
+    )
     failure = ""
     try:
         if comeback:
-            await announce(members[place.rank], members)
-        await server.open(party, _host_for_others(members[place.rank], members))
-        me = Worker(place.name, place.rank, place.world_size, tuple(peers), comeback, vigil)
+            await announce_rejoin(own, members)
+        await server.open(party, _host_for_others(own, members))
+        me = Worker(config.name, config.rank, config.world_size, tuple(peers), comeback, detector)
         log.info("%r: the world is complete", me)
-        async with _ended_by_others(place, vigil):
+        async with _interrupted_by_losses(config, detector):
             yield me
     except BaseException as exc:
-        failure = describe(exc)
+        failure = describe_failure(exc)
         raise
     finally:
-        patience = place.stop_timeout
-        leaving = Leaving(
-            outbox, server, vigil, agent, meeting, peers=peers, patience=patience, failure=failure
+        shutdown = Shutdown(
+            connections,
+            server,
+            detector,
+            agent,
+            rendezvous,
+            peers=peers,
+            timeout=config.stop_timeout,
+            failure=failure,
         )
-        await leaving.run()
+        await shutdown.run()
 
 
-async def _has_left(meeting: Meeting, peers: dict[str, Member], peer: str) -> bool:
-    """Return whether a peer's block has ended in order, as far as the store can say."""
+async def _has_left(rendezvous: Rendezvous, peers: dict[str, PeerInfo], peer: str) -> bool:
+    """Return whether a peer's block has ended in order, as far as the store knows."""
     rank = peers[peer].rank
     try:
-        found = await run_blocking(daemon("aiorpc-leave"), lambda: meeting.have_left([rank]))
+        left = await run_in_thread(
+            daemon_thread_starter("aiorpc-leave"), lambda: rendezvous.left_ranks([rank])
+        )
     except WorldTimeout:
         return False
-    return rank in found
+    return rank in left
 
 
-def _host_for_others(me: Member, members: Sequence[Member]) -> str | None:
+def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:
     """Return the address to listen at for peers in other network namespaces, None without any."""
     if me.namespace and {each.namespace for each in members} == {me.namespace}:
         return None
@@ -221,13 +275,15 @@ def _host_for_others(me: Member, members: Sequence[Member]) -> str | None:
 
 
 @contextlib.asynccontextmanager
-async def _ended_by_others(place: Place, vigil: Vigil) -> AsyncIterator[None]:
-    if place.on_failure == "continue":
+async def _interrupted_by_losses(
+    config: WorkerConfig, detector: FailureDetector
+) -> AsyncIterator[None]:
+    if config.on_failure == "continue":
         yield
         return
-    async with Interruption() as interruption:
-        vigil.on_loss = interruption.end
+    async with InterruptibleBlock() as interruption:
+        detector.on_loss = interruption.interrupt
         try:
             yield
         finally:
-            vigil.on_loss = None
+            detector.on_loss = None

@@ -1,4 +1,4 @@
-"""Distributed autograd in coroutines: contexts that follow tasks, and optimizers on the owners."""
+"""Distributed autograd in coroutines: contexts that follow tasks, and distributed optimizers."""
 
 from .context import Context as Context
 from .context import context as context

@@ -1,7 +1,7 @@
-"""A context of torch's distributed autograd that follows the tasks of whoever opens it.
+"""Contexts of torch's distributed autograd that follow the tasks of their opener.
 
-What blocks runs in spare threads: a backward that another worker never answers keeps one, and
-nobody else. How calls are recorded is the recording's; here are a context's beginning and end.
+Blocking calls run in cached threads: a backward that another worker never answers blocks its thread
+only. `_protocol.recording` records the calls.
 """
 
 import asyncio
@@ -12,56 +12,56 @@ from typing import Any
 
 from torch import Tensor
 
-from .._aio.deadlines import budget, deadline_in
-from .._aio.interruption import Interruption
-from .._aio.threads import Spare, run_blocking
-from .._client.pool import current as world
-from .._protocol.recording import Recording, enter, entered, settle
+from .._aio.deadlines import deadline_in, time_left
+from .._aio.interruption import InterruptibleBlock
+from .._aio.threads import ThreadCache, run_in_thread
+from .._client.pool import current as current_pool
+from .._protocol.recording import ContextRecord, current_record, enter_record, wait_until_settled
 from .._torch.compat import backward, get_gradients, new_context, release_context
-from .._torch.transport import in_autograd_context
+from .._torch.transport import enter_context_id
 from ..errors import CallTimeout, RpcError, WorkerLost
 
 __all__ = ("Context", "context")
 
-_spare = Spare("aiorpc-autograd")
+_threads = ThreadCache("aiorpc-autograd")
 
-PATIENCE = 2.0  # seconds that a backward for which nobody waits has to end before it is released
+RELEASE_DELAY = 2.0  # seconds that an abandoned backward has to end before its context is released
 
-NAMING = 0.5  # seconds to find out which worker it was that broke a backward
+PEER_LOSS_DELAY = 0.5  # seconds for the failure detector to name the worker that broke a backward
 
 
 class Context:
-    """Where calls are recorded for a backward through all workers. Made by `context`.
+    """A context in which calls are recorded for a backward through all workers.
 
-    `id` is the number by which torch knows it, on every worker.
+    Made by `context`.
     """
 
     def __init__(self) -> None:
-        self._recording: Recording | None = None
-        self._outer: Recording | None = None
-        self._turn = asyncio.Lock()  # torch takes one backward of a context at a time
-        self._given_up = ""
+        self._recording: ContextRecord | None = None
+        self._outer: ContextRecord | None = None
+        self._lock = asyncio.Lock()  # torch runs one backward of a context at a time
+        self._failure = ""  # of an earlier backward
 
     def __repr__(self) -> str:
         return f"<autograd context {self._recording or 'not opened'}>"
 
     @property
     def id(self) -> int:
-        """By which torch knows it: `torch.distributed.autograd.get_gradients(id)`, anywhere.
+        """torch's number of the context: `torch.distributed.autograd.get_gradients(id)`, anywhere.
 
         Raises:
-            RuntimeError: before it is opened, and after it was left.
+            RuntimeError: before the context is opened, and after it was left.
         """
-        return self._open().id
+        return self._require_open().id
 
     async def __aenter__(self) -> "Context":
         if self._recording is not None:
-            raise RuntimeError("an autograd context is opened once: make a new one")
-        world()
-        with in_autograd_context(-1):  # torch opens none in a thread where one is
-            self._recording = Recording(new_context()._context_id())
-        self._outer = entered()
-        enter(self._recording)
+            raise RuntimeError("an autograd context can be opened once: make a new one")
+        current_pool()
+        with enter_context_id(-1):  # torch makes no context in a thread that has one
+            self._recording = ContextRecord(new_context()._context_id())
+        self._outer = current_record()
+        enter_record(self._recording)
         return self
 
     async def __aexit__(
@@ -70,26 +70,24 @@ class Context:
         exc: BaseException | None,
         traceback: types.TracebackType | None,
     ) -> None:
-        recording = self._opened()
-        if entered() is recording:
-            enter(self._outer)
+        recording = self._require_entered()
+        if current_record() is recording:
+            enter_record(self._outer)
         recording.close()
-        # An answer that comes after its release would make it anew. To release is to erase it here
-        # and to send messages, which does not block: a thread for it would cost more than it does.
+        # A result that arrives after the release would make the context again. The release does not
+        # block: it erases the context here and sends messages. A thread for it would cost more.
         recording.when_settled(lambda: _release(recording.id))
 
-    def _opened(self) -> Recording:
+    def _require_entered(self) -> ContextRecord:
         if self._recording is None:
             raise RuntimeError("this autograd context is not open: `async with context() as ctx`")
         return self._recording
 
-    def _open(self) -> Recording:
-        recording = self._opened()
+    def _require_open(self) -> ContextRecord:
+        recording = self._require_entered()
         if not recording.is_open:
-            raise RuntimeError("this autograd context was left: its gradients are gone")
+            raise RuntimeError("this autograd context was left, and its gradients are released")
         return recording
-
-    # ── what it is for ──────────────────────────────────────────────────────────────────────────
 
     async def backward(
         self,
@@ -100,96 +98,100 @@ class Context:
     ) -> None:
         """Compute the gradients of `roots` on every worker that the calls have reached.
 
-        They are accumulated in the context, and not in `.grad`. Calls whose results are not a part
-        of `roots` contribute nothing; one that was given up, or has not ended, is waited for, since
-        torch needs an answer to each.
+        They are accumulated in the context, not in `.grad`. Calls whose results are not part of
+        `roots` contribute nothing. Cancelled calls, and calls that have not ended, are waited for:
+        torch needs a result of each.
 
         Args:
             roots: scalars that require a gradient.
-            retain_graph: whether another backward in this context will follow.
-            timeout: seconds for all of it; None: no bound but `aiorpc.timeout`'s.
+            retain_graph: keep the graph for another backward in this context.
+            timeout: seconds for all of it (default: no bound but `aiorpc.timeout`'s).
 
         Raises:
-            CallTimeout: the time is over; the message names the calls that were waited for. The
-                context is of no more use, others are not concerned.
-            RpcError: a call in it was never answered; the message names it. Nothing was computed.
-            WorkerLost: a worker that calls in it were made of is lost.
-            RuntimeError: what torch raises, here or on another worker, and outside the context.
-            TypeError, ValueError: for other roots.
+            CallTimeout: the time is over; the message names the calls that were waited for. If
+                torch did not finish, this context is unusable; other contexts are unaffected.
+            RpcError: a call in the context was never answered; the message names it. Nothing was
+                computed.
+            WorkerLost: a worker that was called in the context is lost.
+            RuntimeError: torch raised it, here or on another worker; or the context is not open.
+            TypeError, ValueError: if `roots` are not scalar tensors that require gradients.
         """
-        recording = self._open()
+        recording = self._require_open()
         checked = _check(roots)
         due = deadline_in(timeout)
         try:
-            async with asyncio.timeout(budget(due)) as bound, self._turn:
+            async with asyncio.timeout(time_left(due)) as bound, self._lock:
                 await self._backward(recording, checked, retain_graph)
         except TimeoutError:
             if bound.expired():
-                raise CallTimeout(self._late(recording)) from None
+                raise CallTimeout(self._timeout_message(recording)) from None
             raise
 
     async def _backward(
-        self, recording: Recording, roots: list[Tensor], retain_graph: bool
+        self, recording: ContextRecord, roots: list[Tensor], retain_graph: bool
     ) -> None:
-        if self._given_up:
-            raise RpcError(f"this autograd context is of no more use: {self._given_up}")
-        key = object()  # while it is held, it is not released under torch's hands
-        while (ends := recording.hold_settled(key, "backward")) is None:
-            await settle(recording)
-        if recording.lost:
-            recording.ended(key)
+        if self._failure:
             raise RpcError(
-                "no gradient comes back from calls that were never answered: "
+                f"autograd context unusable: an earlier backward() {self._failure}; open a new one "
+                "with context()"
+            )
+        key = object()  # while the recording holds it, the context is not released
+        while (ends := recording.hold_if_settled(key, "backward")) is None:
+            await wait_until_settled(recording)
+        if recording.lost:
+            recording.release(key)
+            raise RpcError(
+                "backward() cannot run, since calls in this context were never answered: "
                 + "; ".join(recording.lost)
             )
 
-        def step() -> None:
+        def run() -> None:
             try:
                 backward(recording.id, roots + ends, retain_graph=retain_graph)
             finally:
-                recording.ended(key)
+                recording.release(key)
 
-        self._given_up = "a backward in it did not end"
+        self._failure = "did not finish"
         try:
-            async with Interruption() as interruption:
-                with world().needing(recording.peers, interruption.end):
-                    await _naming(run_blocking(_spare, step))
+            async with InterruptibleBlock() as block:
+                with current_pool().watching_peers(recording.peers, block.interrupt):
+                    await _await_peer_loss(run_in_thread(_threads, run))
         except (asyncio.CancelledError, WorkerLost):
-            asyncio.get_running_loop().call_later(PATIENCE, recording.ended, key)
+            asyncio.get_running_loop().call_later(RELEASE_DELAY, recording.release, key)
             raise
         except Exception as exc:
-            self._given_up = f"its backward raised {exc!r}"
+            self._failure = f"raised {exc!r}"
             raise
-        self._given_up = ""
+        self._failure = ""
 
-    def _late(self, recording: Recording) -> str:
+    def _timeout_message(self, recording: ContextRecord) -> str:
         if (pending := recording.pending) != ["backward"]:
-            return f"backward waited in vain for the end of {', '.join(pending)}"
+            return f"backward() timed out before the end of {', '.join(pending)}; try again later"
         return (
-            f"backward did not end in time, of {recording.made()}. What a method calls by plain "
-            "torch RPC in this context must be a part of its result"
+            f"backward() did not finish in time, after {recording.describe_calls()}. "
+            "If a method makes calls by plain torch RPC, its result must depend on theirs"
         )
 
     async def gradients(self) -> dict[Tensor, Tensor]:
-        """The gradients of this worker's tensors, as far as `backward` has come to any.
+        """Return the gradients of this worker's tensors that `backward` has computed.
 
         Raises:
-            RuntimeError: outside the context.
+            RuntimeError: if the context is not open.
         """
-        return get_gradients(self._open().id)
+        return get_gradients(self._require_open().id)
 
 
 def context() -> Context:
-    """A context of distributed autograd: calls that are made in it are recorded for a backward.
+    """Return a context of distributed autograd: calls made in it are recorded for a backward.
 
         async with aiorpc.autograd.context() as ctx:
             loss = loss_fn(await remote(ps).forward(x), y)
             await ctx.backward([loss], timeout=30)
             await opt.step(ctx)
 
-    It holds for the task that opens it and for those that this task starts meanwhile; other tasks'
-    calls have no part in it, and any number may be open. Where a call in it arrives, what that
-    calls in turn is recorded too, whatever the method is.
+    It applies to the task that opens it and to tasks that this task starts inside. Calls of other
+    tasks are not recorded in it, and any number of contexts may be open. On a callee, the calls
+    that the method makes are recorded too, whatever kind of method it is.
 
     Raises:
         NotServing: if this process is in no world.
@@ -198,41 +200,44 @@ def context() -> Context:
 
 
 @contextlib.contextmanager
-def outside() -> Iterator[None]:
-    """What is called in this block is recorded nowhere, if the task is in a context of ours."""
-    before = entered()
-    enter(None)
+def unrecorded() -> Iterator[None]:
+    """Record no calls inside the block."""
+    before = current_record()
+    enter_record(None)
     try:
         yield
     finally:
-        enter(before)
+        enter_record(before)
 
 
-async def _naming(step: Coroutine[Any, Any, None]) -> None:
-    """Leave some time to whoever can say which worker is lost: torch's error does not."""
+async def _await_peer_loss(step: Coroutine[Any, Any, None]) -> None:
+    """Await `step`; after a transport error, wait for the failure detector to interrupt the block.
+
+    torch's error does not name the lost worker.
+    """
     try:
         await step
     except RuntimeError as exc:
         if "tensorpipe/" in str(exc):
-            await asyncio.sleep(NAMING)
+            await asyncio.sleep(PEER_LOSS_DELAY)
         raise
 
 
 def _check(roots: Any) -> list[Tensor]:
     found = [roots] if isinstance(roots, Tensor) else roots
     if not isinstance(found, Iterable):
-        raise TypeError(f"backward takes tensors, not {roots!r}")
+        raise TypeError(f"roots must be tensors, got {roots!r}")
     found = [*found]
     for root in found:
         if not isinstance(root, Tensor):
-            raise TypeError(f"backward takes tensors, not {root!r}")
+            raise TypeError(f"roots must be tensors, got {root!r}")
         if root.numel() != 1 or not root.requires_grad:
             raise ValueError(
-                f"a root is a scalar that requires a gradient, not {_describe(root)}: was it "
-                "computed in this context, from what calls returned?"
+                f"roots must be scalars that require a gradient, got {_describe(root)}: compute "
+                "them in this context, from results of calls"
             )
     if not found:
-        raise ValueError("backward needs a root")
+        raise ValueError("roots must not be empty")
     return found
 
 
@@ -242,5 +247,5 @@ def _describe(root: Tensor) -> str:
 
 
 def _release(number: int) -> None:
-    with contextlib.suppress(RuntimeError):  # torch has stopped, or has done it
+    with contextlib.suppress(RuntimeError):  # torch has stopped, or has released it
         release_context(number)

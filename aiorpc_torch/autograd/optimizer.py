@@ -1,6 +1,6 @@
-"""Optimizers beside the parameters that they change, and one that speaks to all of them.
+"""Optimizers on the workers that own the parameters, and one that calls all of them.
 
-Knows contexts by their number, and calls; torch.optim's classes are used as they are.
+torch.optim's classes are used as they are.
 """
 
 import asyncio
@@ -14,22 +14,22 @@ from torch.distributed.rpc import RRef
 from torch.optim import Optimizer
 
 from .._client.api import call, create
-from .._client.pool import current as world
+from .._client.pool import current as current_pool
 from .._torch.compat import RRefBase, get_gradients
-from ..errors import said
-from .context import Context, outside
+from ..errors import safe_str
+from .context import Context, unrecorded
 
 __all__ = ("DistributedOptimizer", "parameter_rrefs")
 
 
 # ── on the owners ───────────────────────────────────────────────────────────────────────────────
 
-# One step at a time: two optimizers may have parameters in common, and steps of two contexts have.
-_stepping = threading.Lock()
+# One step at a time: a step sets `.grad`, and another step may be of the same parameters.
+_step_lock = threading.Lock()
 
 
 class LocalOptimizer:
-    """An optimizer for parameters of this worker."""
+    """An optimizer of parameters that this worker owns."""
 
     def __init__(
         self, optimizer: type[Optimizer], rrefs: Sequence[RRef[Tensor]], options: dict[str, Any]
@@ -38,8 +38,8 @@ class LocalOptimizer:
         self._optimizer = optimizer(self._parameters, **options)
 
     def step(self, context: int) -> None:
-        """Step with the gradients of that context; what has none there stays as it is."""
-        with _stepping:
+        """Step with the gradients of a context; parameters without a gradient stay as they are."""
+        with _step_lock:
             gradients = _gradients(context)
             before = [parameter.grad for parameter in self._parameters]
             try:
@@ -51,18 +51,18 @@ class LocalOptimizer:
                     parameter.grad = gradient
 
     def set(self, options: dict[str, Any]) -> None:
-        """Change options of all its groups.
+        """Change options of all parameter groups.
 
         Raises:
-            ValueError: for one that this optimizer does not have.
+            ValueError: if the optimizer has no such option.
         """
         known = self._optimizer.defaults
         if unknown := options.keys() - known.keys():
             raise ValueError(
-                f"{type(self._optimizer).__name__} has no {', '.join(sorted(unknown))}; there are: "
-                + ", ".join(known)
+                f"{type(self._optimizer).__name__} has no option {', '.join(sorted(unknown))}; "
+                f"its options are {', '.join(known)}"
             )
-        with _stepping:
+        with _step_lock:
             for group in self._optimizer.param_groups:
                 group.update(options)
 
@@ -71,44 +71,45 @@ def _gradients(context: int) -> dict[Tensor, Tensor]:
     try:
         return get_gradients(context)
     except RuntimeError as exc:
-        if "find autograd context" not in said(exc):
+        if "find autograd context" not in safe_str(exc):
             raise
-        return {}  # no call in it has come here, so torch (2.13 and 2.15) knows it not
+        return {}  # no call in it has reached this worker (torch 2.13, 2.15)
 
 
 def _parameter(value: Any) -> Tensor:
     if isinstance(value, Tensor):
         return value
-    raise TypeError(f"an optimizer takes RRefs of tensors, and one is of a {type(value).__name__}")
+    raise TypeError(f"params must be RRefs of tensors, got one of a {type(value).__name__}")
 
 
 def _rrefs(module: Any) -> list[RRef[Tensor]]:
     if not callable(getattr(module, "parameters", None)):
-        raise TypeError(f"a {type(module).__name__} has no parameters(): it is no module")
+        raise TypeError(f"module must have parameters(), got a {type(module).__name__}")
     return [RRef(parameter) for parameter in module.parameters()]
 
 
-# ── for all of them ─────────────────────────────────────────────────────────────────────────────
+# ── on the caller ───────────────────────────────────────────────────────────────────────────────
 
 
 async def parameter_rrefs(module: "torch.nn.Module | RRef[Any]") -> list[RRef[Tensor]]:
-    """RRefs of the parameters of a module of this worker, or of the one behind an RRef.
+    """Return RRefs of `module.parameters()`, in this order, for a `DistributedOptimizer`.
 
-    They are those of `module.parameters()`, in its order, for a `DistributedOptimizer`.
+    Args:
+        module: a module of this worker, or an RRef of a module.
 
     Raises:
-        TypeError: if it is no module, that is, has no `parameters()`.
+        TypeError: if `module` has no `parameters()`.
         NotServing: if this process is in no world.
     """
-    world()
+    current_pool()
     if not isinstance(module, RRef | RRefBase):
         return _rrefs(module)
-    with outside():
+    with unrecorded():
         return await call(module, _rrefs)
 
 
 class DistributedOptimizer:
-    """An optimizer of parameters on many workers: one of its class beside each worker's.
+    """An optimizer of parameters on many workers, with one `torch.optim` optimizer on each.
 
     params = await aiorpc.autograd.parameter_rrefs(rref)
     opt = await aiorpc.autograd.DistributedOptimizer.create(torch.optim.SGD, params, lr=0.05)
@@ -132,23 +133,23 @@ class DistributedOptimizer:
         """Make `optimizer(parameters, **options)` on each worker that owns some of `params`.
 
         Args:
-            optimizer: any class of `torch.optim`, or one like them, importable on the owners. Its
+            optimizer: class of `torch.optim`, or one like them, importable on the owners. Its
                 `step` is called without arguments.
             params: RRefs of tensors that require gradients, as `parameter_rrefs` returns them.
-            options: the optimizer's arguments.
+            options: arguments of the optimizer.
 
         Raises:
-            TypeError, ValueError: if `params` are no RRefs, or none, or not of tensors; and
-                whatever the class raises for its arguments, as it raises it.
+            TypeError, ValueError: if `params` is empty, or contains other than RRefs of tensors.
+                Exceptions of the class itself are raised as they are.
             NotServing: if this process is in no world.
         """
         owners: dict[str, list[RRef[Tensor]]] = {}
         for rref in params:
             if not isinstance(rref, RRefBase):
-                raise TypeError(f"an optimizer takes RRefs of parameters, not {rref!r}")
+                raise TypeError(f"params must be RRefs of parameters, got {rref!r}")
             owners.setdefault(rref.owner_name(), []).append(rref)
         if not owners:
-            raise ValueError("an optimizer needs a parameter")
+            raise ValueError("params must not be empty")
         made = await _all(
             create(owner, LocalOptimizer, optimizer, rrefs, options)
             for owner, rrefs in owners.items()
@@ -160,26 +161,29 @@ class DistributedOptimizer:
 
         A parameter without a gradient in this context stays as it is, and `.grad` is not touched.
 
+        Args:
+            context: open autograd context.
+
         Raises:
-            RuntimeError: outside the context; and whatever a step raises, as it raises it.
+            RuntimeError: if the context is not open. Exceptions of a step are raised as they are.
         """
         number = context.id
         await _all(call(each, LocalOptimizer.step, number) for each in self._optimizers)
 
     async def set(self, **options: Any) -> None:
-        """Change arguments of the optimizers while training: `await opt.set(lr=0.01)`.
+        """Change options of the optimizers while training: `await opt.set(lr=0.01)`.
 
         Raises:
-            ValueError: for one that they do not have.
+            ValueError: if the optimizers have no such option.
         """
         await _all(call(each, LocalOptimizer.set, options) for each in self._optimizers)
 
 
 async def _all(calls: Iterable[Coroutine[Any, Any, Any]]) -> list[Any]:
-    """The results of calls that are part of no context; the first error, once all have ended."""
+    """Await unrecorded calls; once all have ended, return the results or raise the first error."""
     first, *others = calls
-    with outside():
-        if not others:  # it needs no task of its own
+    with unrecorded():
+        if not others:  # without a task
             return [await first]
         results = await asyncio.gather(first, *others, return_exceptions=True)
     for result in results:

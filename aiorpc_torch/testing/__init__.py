@@ -1,12 +1,12 @@
-"""For tests of code that is built on this library: worlds that start fast, gates, faults, leaks.
+"""Helpers for tests of code that uses this library: fast worlds, gates, faults, leak checks.
 
     from aiorpc_torch import testing
 
     async with testing.world(["a"]):
         gate = await create("a", testing.Gate)
 
-Nothing here imports pytest; the fixtures `world`, `workers` and `no_leaks` are those of the plugin
-`pytest_aiorpc_torch`, which pytest loads by itself.
+This package does not import pytest. The fixtures `world`, `workers` and `no_leaks` are in the
+plugin `pytest_aiorpc_torch`, which pytest loads automatically.
 """
 
 import contextlib
@@ -22,9 +22,9 @@ from torch.futures import Future
 
 from .._server.exports import Export
 from .._torch.devices import DeviceMaps
-from .._world.config import Worker
 from .._world.local import local_world
-from .forkserver import warm_children
+from .._world.worker import Worker
+from .forkserver import forkserver_children
 from .gate import Gate as Gate
 from .leaks import no_leaks as no_leaks
 
@@ -48,7 +48,7 @@ T = TypeVar("T")
 
 
 class Options(TypedDict, total=False):
-    """What `local_world` takes beside its workers."""
+    """The options of `local_world`, without its workers."""
 
     name: str
     threads: int
@@ -66,7 +66,7 @@ class Workers(Protocol):
     """The type of the fixture `workers`: `me = await workers(["ps", "trainer0"])`."""
 
     async def __call__(self, workers: int | Sequence[str], **options: Unpack[Options]) -> Worker:
-        """Start a world with these workers beside this process; it ends when the test does."""
+        """Start a world of these workers and this process; it ends with the test."""
         ...
 
 
@@ -74,23 +74,22 @@ class Workers(Protocol):
 async def world(
     workers: int | Sequence[str] = 0, **options: Unpack[Options]
 ) -> AsyncIterator[Worker]:
-    """`local_world`, with children that are there in a tenth of the time.
+    """Enter a `local_world` whose children start in a tenth of the time.
 
-    They are forked from a process that has imported torch, which the first world with children
-    starts and which ends with this process. Each child is fresh: it shares nothing with those of
-    other worlds. It has this process's environment, working directory and `sys.path` as they are
-    when the world starts, except for what is read when torch is imported (OMP_NUM_THREADS): that
-    is as it was for the first.
+    They are forked from a process that has imported torch. The first world with children starts
+    that process, which ends with this one. Children share nothing with those of other worlds. They
+    get the environment, working directory and `sys.path` that this process has when the world
+    starts. What torch reads at its import (OMP_NUM_THREADS) is as it was for the first world.
 
     Args:
-        workers: the children's names, or how many; none is a world of one.
-        options: those of `local_world`.
+        workers: names or number of the children (default: none, a world of one).
+        options: options of `local_world`.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError, RuntimeError: as `local_world`.
     """
     async with contextlib.AsyncExitStack() as stack:
-        with warm_children():
+        with forkserver_children():
             me = await stack.enter_async_context(local_world(workers, **options))
         yield me
 
@@ -99,13 +98,13 @@ async def world(
 
 
 def kill(worker: str) -> None:
-    """End a worker's process as `kill -9` does, and return when it has ended.
+    """Kill a worker's process as `kill -9` does, and return when it has ended.
 
     Args:
-        worker: the name of a child of the local world that this process is in.
+        worker: name of a child of the local world that this process is in.
 
     Raises:
-        ValueError: if there is no such child, or no more.
+        ValueError: if no such child is alive.
     """
     process = _process_of(worker)
     process.kill()
@@ -114,13 +113,13 @@ def kill(worker: str) -> None:
 
 @contextlib.contextmanager
 def frozen(worker: str) -> Iterator[None]:
-    """Stop a worker's process until the end of the block: it is there, and does not answer.
+    """Suspend a worker's process until the end of the block: it is alive, but does not answer.
 
     Args:
-        worker: the name of a child of the local world that this process is in.
+        worker: name of a child of the local world that this process is in.
 
     Raises:
-        ValueError: if there is no such child, or no more.
+        ValueError: if no such child is alive.
     """
     process = _process_of(worker)
     assert process.pid is not None
@@ -128,7 +127,7 @@ def frozen(worker: str) -> Iterator[None]:
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # closed: its world was left meanwhile
+        with contextlib.suppress(ValueError):  # closed, since its world has ended
             if process.is_alive():
                 os.kill(process.pid, signal.SIGCONT)
 
@@ -137,27 +136,27 @@ def _process_of(worker: str) -> BaseProcess:
     children = {child.name: child for child in multiprocessing.active_children()}
     if worker not in children:
         raise ValueError(
-            f"{worker!r} is no child process of this one; there are: "
+            f"{worker!r} is not a child process of this one; its children: "
             + (", ".join(children) or "none")
         )
     return children[worker]
 
 
-# ── torch's futures, completed by hand ──────────────────────────────────────────────────────────
+# ── torch futures ───────────────────────────────────────────────────────────────────────────────
 
 
 def done_future(value: T) -> "Future[T]":
-    """A torch future that has its result."""
+    """Return a torch future with this result."""
     future: Future[T] = Future()
     future.set_result(value)
     return future
 
 
 def failed_future(exc: Exception) -> "Future[Any]":
-    """A torch future that has failed.
+    """Return a torch future that failed with `exc`.
 
     Raises:
-        AssertionError: from torch, if `exc` is a BaseException that is no Exception.
+        AssertionError: by torch, if `exc` is not an `Exception`.
     """
     future: Future[Any] = Future()
     future.set_exception(exc)
@@ -165,10 +164,9 @@ def failed_future(exc: Exception) -> "Future[Any]":
 
 
 def on_a_thread(function: Callable[[], object]) -> None:
-    """Run `function` in another thread, and return when it is done.
+    """Run `function` in another thread, and return when it has ended.
 
-    Torch completes its futures on threads of its own: so does
-    `on_a_thread(lambda: future.set_result(1))`.
+    `on_a_thread(lambda: future.set_result(1))` completes a future as torch does, on another thread.
     """
     thread = threading.Thread(target=function, name="on_a_thread")
     thread.start()

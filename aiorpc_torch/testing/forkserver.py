@@ -1,8 +1,8 @@
-"""Children for tests: forked from a process that has imported torch, so they are there at once.
+"""Child processes for tests, forked from a process that has imported torch.
 
-A spawned child imports torch for 1.2 to 2.5 s; one that is forked from such a process is there in a
-tenth of that and is as fresh: the process that it comes from runs nothing but the import. Not for
-programs: that process outlives their worlds, and what torch reads when it is imported is as it was.
+A spawned child imports torch for 1.2 to 2.5 s; a forked one starts in a tenth of that. It is as
+clean, since its origin runs nothing but the import. Only for tests: the origin outlives the worlds,
+and keeps what torch read at its import.
 """
 
 import contextlib
@@ -13,9 +13,10 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any
 
-from .._world.child import new_process
+from .._world.child import process_factory
 
-# multiprocessing's helpers, which live as long as this process does.
+# Processes of multiprocessing that live as long as this one. Their names are private to CPython
+# (3.11, 3.12; tests/test_testing.py::test_forkserver_children_come_from_a_process_with_one_thread).
 _HELPERS: tuple[tuple[Any, str], ...] = (
     (resource_tracker._resource_tracker, "_pid"),
     (forkserver._forkserver, "_forkserver_pid"),
@@ -23,28 +24,28 @@ _HELPERS: tuple[tuple[Any, str], ...] = (
 
 
 @contextlib.contextmanager
-def warm_children() -> Iterator[None]:
-    """Children that start in this block are forked from a process that has imported torch."""
-    token = new_process.set(_forked)
+def forkserver_children() -> Iterator[None]:
+    """Fork children that start in this block from a process that has imported torch."""
+    token = process_factory.set(_forked)
     try:
         yield
     finally:
-        new_process.reset(token)
+        process_factory.reset(token)
 
 
-def helpers() -> set[int]:
-    """The pids of multiprocessing's own processes: no world's, and nobody's leak."""
+def helper_pids() -> set[int]:
+    """Return the pids of multiprocessing's own processes, which are not leaks."""
     return {pid for helper, pid_of in _HELPERS if (pid := getattr(helper, pid_of, None))}
 
 
 def _forked(target: Callable[..., Any], args: tuple[Any, ...], name: str) -> BaseProcess:
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["aiorpc_torch"])
-    return context.Process(target=_live, args=(dict(os.environ), target, args), name=name)
+    return context.Process(target=_main, args=(dict(os.environ), target, args), name=name)
 
 
-def _live(environment: dict[str, str], target: Callable[..., Any], args: tuple[Any, ...]) -> None:
-    # A fork has the environment in which its origin started, perhaps many tests ago.
+def _main(environment: dict[str, str], target: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    # A fork has the environment with which its origin started, perhaps many tests ago.
     os.environ.clear()
     os.environ.update(environment)
     target(*args)

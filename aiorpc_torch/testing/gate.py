@@ -1,8 +1,4 @@
-"""A gate for tests: calls stand at it until somebody opens it, and others know how many do.
-
-Knows nothing of worlds or calls: it is an object like any other, and another process reaches it by
-its RRef.
-"""
+"""A gate that makes calls wait until a test opens it."""
 
 import asyncio
 import contextlib
@@ -12,15 +8,15 @@ __all__ = ("Gate",)
 
 
 class Gate:
-    """Where calls wait until a test lets them through, in whatever process they run.
+    """A gate at which calls wait until a test opens it, in whatever process they run.
 
         gate = await create("a", Gate)
         waiting = asyncio.create_task(remote(gate).passed())
-        await remote(gate).entered()  # it stands there: not before, however fast the machine is
+        await remote(gate).entered()  # the call waits at the gate now
         await remote(gate).open()
         await waiting
 
-    Its methods answer callers in other processes and in its own, and an actor may hold it itself.
+    Call its methods by RRef or directly; an actor may hold the gate itself.
     """
 
     def __init__(self) -> None:
@@ -42,31 +38,31 @@ class Gate:
             raise
 
     def passed_in_thread(self) -> None:
-        """Hold this thread until the gate is open: for a plain `def`, which nobody can cancel."""
+        """Block this thread until the gate is open; a plain `def` cannot be cancelled."""
         self._entered.add()
         self._open.wait()
 
     async def open(self) -> None:
-        """Let pass who waits, and who comes from now on."""
+        """Let waiting calls and later calls pass."""
         self._open.set()
         self._opened.set()
 
     async def shut(self) -> None:
-        """Let nobody pass who comes from now on."""
+        """Make calls wait from now on."""
         self._open.clear()
         self._opened.clear()
 
     async def entered(self, count: int = 1) -> int:
-        """Wait until `count` calls have come to the gate; how many have, ever. 0 waits for none."""
+        """Wait until `count` calls have ever entered; return how many. 0 waits for none."""
         return await self._entered.reach(count)
 
     async def cancelled(self, count: int = 1) -> int:
-        """Wait until `count` calls were cancelled at the gate; how many were. 0 waits for none."""
+        """Wait until `count` calls were cancelled here; return how many. 0 waits for none."""
         return await self._cancelled.reach(count)
 
 
 class _Count:
-    """A number that any thread adds to, and any coroutine waits for."""
+    """A counter that threads increment and coroutines wait for."""
 
     def __init__(self) -> None:
         self.value = 0
@@ -79,8 +75,8 @@ class _Count:
             due = [future for count, future in self._waiting if count <= self.value]
             self._waiting = [each for each in self._waiting if each[0] > self.value]
         for future in due:
-            with contextlib.suppress(RuntimeError):  # its loop was closed meanwhile
-                future.get_loop().call_soon_threadsafe(_settle, future)
+            with contextlib.suppress(RuntimeError):  # its loop is closed
+                future.get_loop().call_soon_threadsafe(_complete, future)
 
     async def reach(self, count: int) -> int:
         with self._lock:
@@ -93,6 +89,6 @@ class _Count:
         return self.value
 
 
-def _settle(future: "asyncio.Future[None]") -> None:
+def _complete(future: "asyncio.Future[None]") -> None:
     if not future.done():
         future.set_result(None)

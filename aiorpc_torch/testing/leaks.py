@@ -1,7 +1,7 @@
-"""What a test leaves behind: tasks, pending calls, threads of ours, processes, a world.
+"""Leak checks: tasks, pending calls, threads of this library, processes and worlds.
 
-Finds it by looking before and after. Objects that RRefs hold are not looked at: torch tells an
-owner of dropped RRefs in a process's first world only (2.13 and 2.15), in which few tests are.
+They compare a snapshot with the state at the end. Objects behind RRefs are not checked: torch tells
+owners of dropped RRefs only in a process's first world (2.13, 2.15), in which few tests run.
 """
 
 import asyncio
@@ -17,46 +17,42 @@ from pathlib import Path
 from .._protocol import endpoints
 from .._protocol.endpoints import Endpoint
 from .._stats import stats
-from .forkserver import helpers
+from .forkserver import helper_pids
 
 __all__ = ("no_leaks",)
 
-Process = tuple[int, str]  # its pid, and when it started: pids are used again
+Process = tuple[int, str]  # pid and start time, since pids are reused
 
-# Seconds for what is ending to end.
+# Seconds in which threads and processes that are ending may end.
 THREADS = 1.0
 PROCESSES = 2.0
 
 
 @contextlib.asynccontextmanager
 async def no_leaks() -> AsyncIterator[None]:
-    """Fail if what began in this block is still there at its end.
+    """Fail if something that began in this block is still there at its end.
 
-    Looked for are tasks of the running loop, calls that nobody has an answer to yet, threads of
-    this library, child processes, whoever started them, and a world that was left open. What is
-    about to end gets a moment: tasks a few turns of the loop, threads a second, processes two.
+    It checks tasks of the running loop, pending calls, threads of this library, and a world that
+    was not left. It also checks child processes and theirs. Tasks may take a few loop iterations to
+    end, threads a second, processes two.
 
     Raises:
-        AssertionError: names each thing that is left. An exception of the block goes first.
+        AssertionError: with each leak. An exception of the block takes precedence.
     """
-    tasks, before = asyncio.all_tasks(), Stock.take()
+    tasks, before = asyncio.all_tasks(), Snapshot.take()
     yield
-    check([*await tasks_left(tasks), *before.left()])
+    assert_no_leaks([*await leftover_tasks(tasks), *before.leftovers()])
 
 
-def check(left: Iterable[str]) -> None:
-    """Nothing is left.
-
-    Raises:
-        AssertionError: if something is; it names each.
-    """
-    if found := list(left):
+def assert_no_leaks(leaks: Iterable[str]) -> None:
+    """Raise AssertionError with each leak, if there are any."""
+    if found := list(leaks):
         raise AssertionError("left behind: " + "; ".join(found))
 
 
 @dataclass(frozen=True)
-class Stock:
-    """What there is now, tasks aside."""
+class Snapshot:
+    """The state of this process that leaks would change, without its tasks."""
 
     world: Endpoint | None
     calls: int
@@ -64,16 +60,21 @@ class Stock:
     processes: frozenset[Process]
 
     @classmethod
-    def take(cls) -> "Stock":
-        """Look around."""
+    def take(cls) -> "Snapshot":
+        """Return a snapshot of now."""
         return cls(endpoints.serving(), stats().in_flight, _threads(), frozenset(_children()))
 
-    def left(self) -> list[str]:
-        """What there is now and was not then, in words."""
-        return [*self.calls_left(), *self._world_left(), *self._threads_left(), *self._children()]
+    def leftovers(self) -> list[str]:
+        """Describe everything that is new since the snapshot."""
+        return [
+            *self.leftover_calls(),
+            *self._world_left(),
+            *self._threads_left(),
+            *self._children(),
+        ]
 
-    def calls_left(self) -> Iterator[str]:
-        """Calls that are pending now and were not then."""
+    def leftover_calls(self) -> Iterator[str]:
+        """Describe calls that are pending since the snapshot."""
         pending = stats().in_flight - self.calls
         if pending > 0:
             yield f"{pending} pending call{'s' * (pending > 1)}"
@@ -84,7 +85,7 @@ class Stock:
 
     def _threads_left(self) -> Iterator[str]:
         if endpoints.serving() is not None:
-            return  # they are its
+            return  # the threads belong to the world
         end = time.monotonic() + THREADS
         for thread in _threads() - self.threads:
             thread.join(max(0.0, end - time.monotonic()))
@@ -101,15 +102,15 @@ class Stock:
             yield f"the process {names.get(process[0]) or words.get(process)} (pid {process[0]})"
 
 
-async def tasks_left(before: "set[asyncio.Task[object]]") -> list[str]:
-    """Tasks of the running loop that are not done, this one aside, and were not there before."""
-    await turns()
+async def leftover_tasks(before: "set[asyncio.Task[object]]") -> list[str]:
+    """Describe tasks of the running loop that are not in `before`, without the current one."""
+    await run_due_callbacks()
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
     return [f"the task {task.get_name()} in {task.get_coro()!r}" for task in left]
 
 
-async def turns() -> None:
-    """What is due on the running loop happens."""
+async def run_due_callbacks() -> None:
+    """Let the running loop call what is due."""
     for _ in range(3):
         await asyncio.sleep(0)
 
@@ -118,17 +119,17 @@ def _threads() -> frozenset[threading.Thread]:
     return frozenset(each for each in threading.enumerate() if each.name.startswith("aiorpc"))
 
 
-# ── processes, as Linux tells of them ───────────────────────────────────────────────────────────
+# ── processes, by Linux's /proc ─────────────────────────────────────────────────────────────────
 
 
 def _children() -> dict[Process, str]:
-    """This process's children and theirs, with their names; multiprocessing's helpers aside."""
+    """Return this process's children and theirs with names, without multiprocessing's helpers."""
     parents, found = _processes(), dict[Process, str]()
     generation = {os.getpid()}
-    spared = helpers()
+    helpers = helper_pids()
     while generation:
         born = {pid: each for pid, each in parents.items() if each.parent in generation}
-        found |= {(pid, each.start): each.name for pid, each in born.items() if pid not in spared}
+        found |= {(pid, each.start): each.name for pid, each in born.items() if pid not in helpers}
         generation = set(born)
     return found
 
@@ -141,16 +142,14 @@ class _Process:
 
 
 def _processes() -> dict[int, _Process]:
-    """Every process but the zombies."""
+    """Return every process that is not a zombie."""
     found = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
+    for number in filter(str.isdigit, os.listdir("/proc")):
         try:
-            head, _, tail = path.read_text().rpartition(")")
-        except OSError:  # it ended meanwhile
+            head, _, tail = Path(f"/proc/{number}/stat").read_text().rpartition(")")
+        except OSError:  # it has ended
             continue
         state, parent, *rest = tail.split()
         if state != "Z":
-            found[int(path.parent.name)] = _Process(
-                head.partition("(")[2], int(parent), start=rest[17]
-            )
+            found[int(number)] = _Process(head.partition("(")[2], int(parent), start=rest[17])
     return found

@@ -8,7 +8,7 @@ import torch
 from devices import GPU, HERE, SIZE, Actor, Layer, late, on_a_stream
 
 from aiorpc_torch import RRef, autograd, create, fetch, remote
-from aiorpc_torch._torch.cuda import Fence
+from aiorpc_torch._torch.cuda import StreamFence
 from aiorpc_torch.testing import world
 
 pytestmark = GPU
@@ -41,7 +41,7 @@ async def test_without_the_fence_they_are_wrong(monkeypatch: pytest.MonkeyPatch)
     """So these tests would see it."""
     async with world(device_maps="auto"):
         actor = remote(await create("main", Actor))
-        monkeypatch.setattr(Fence, "wait", lambda _: None)
+        monkeypatch.setattr(StreamFence, "wait", lambda _: None)
         found = [float(await actor.atotal(late(3.0))) for _ in range(5)]
         assert any(each != 3.0 * SIZE for each in found)
 

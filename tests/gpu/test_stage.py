@@ -9,16 +9,16 @@ import torch
 from devices import GPU, HERE, SIZE, Actor, late
 
 from aiorpc_torch import create, remote
-from aiorpc_torch._batching.collate import stack
-from aiorpc_torch._batching.cuda_collate import Stage
+from aiorpc_torch._batching.collate import collate
+from aiorpc_torch._batching.cuda_collate import CudaCollator
 from aiorpc_torch.testing import world
 
 pytestmark = GPU
 
 
 @pytest.fixture
-def stage() -> Stage:
-    return Stage(HERE)
+def collator() -> CudaCollator:
+    return CudaCollator(HERE)
 
 
 @pytest.mark.parametrize(
@@ -31,45 +31,45 @@ def stage() -> Stage:
         ([torch.tensor(1.0, dtype=torch.bfloat16)], torch.ones(1, dtype=torch.bfloat16)),
     ],
 )
-def test_columns(stage: Stage, values: list[Any], expected: torch.Tensor) -> None:
-    with stage.entered(stage.mark()):
-        column = stack(values, stage)
-        fetched, done = stage.fetch({"x": column, "n": 3})
+def test_parameters(collator: CudaCollator, values: list[Any], expected: torch.Tensor) -> None:
+    with collator.on_stream(collator.record_event()):
+        column = collate(values, collator)
+        copied, done = collator.to_host({"x": column, "n": 3})
     assert column.device == HERE
     done.synchronize()
-    assert fetched["n"] == 3
-    assert not fetched["x"].is_cuda
-    torch.testing.assert_close(fetched["x"], expected)
+    assert copied["n"] == 3
+    assert not copied["x"].is_cuda
+    torch.testing.assert_close(copied["x"], expected)
 
 
-def test_a_column_of_what_is_there(stage: Stage) -> None:
+def test_tensors_that_are_on_the_device(collator: CudaCollator) -> None:
     """Nothing is copied to the CPU and back."""
     tensors = [late(float(n), 4) for n in range(3)]
-    with stage.entered(stage.mark()):
-        fetched, done = stage.fetch(stack(tensors, stage))
+    with collator.on_stream(collator.record_event()):
+        copied, done = collator.to_host(collate(tensors, collator))
     done.synchronize()
-    assert fetched.tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
+    assert copied.tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
 
 
-def test_gradients_go_through(stage: Stage) -> None:
-    """From a row to the result that is fetched."""
+def test_gradients_go_through(collator: CudaCollator) -> None:
+    """From a row to the result on the CPU."""
     row = torch.ones(3, requires_grad=True)
-    with stage.entered(stage.mark()):
-        fetched, done = stage.fetch(stack([row, row], stage) * 2)
+    with collator.on_stream(collator.record_event()):
+        copied, done = collator.to_host(collate([row, row], collator) * 2)
     done.synchronize()
-    fetched.sum().backward()
+    copied.sum().backward()
     assert row.grad is not None
     assert row.grad.tolist() == [4.0] * 3
 
 
-def test_pinned_memory_is_not_used_again_too_soon(stage: Stage) -> None:
+def test_pinned_memory_is_not_used_again_too_soon(collator: CudaCollator) -> None:
     """A column's is free for the next when its copy has been made, not when it was queued."""
-    with stage.entered(stage.mark()):
+    with collator.on_stream(collator.record_event()):
         torch.cuda._sleep(200_000_000)
-        columns = [stack([torch.full((SIZE,), float(n))] * 2, stage) for n in range(8)]
-        fetched, done = stage.fetch(columns)
+        columns = [collate([torch.full((SIZE,), float(n))] * 2, collator) for n in range(8)]
+        copied, done = collator.to_host(columns)
     done.synchronize()
-    assert [float(each.mean()) for each in fetched] == [float(n) for n in range(8)]
+    assert [float(each.mean()) for each in copied] == [float(n) for n in range(8)]
 
 
 async def test_a_batch() -> None:
@@ -95,7 +95,7 @@ async def test_rows_that_are_there_already() -> None:
         assert [each["sums"].item() for each in found] == [32.0 * n for n in range(4)]
 
 
-async def test_a_body_that_goes_there_itself() -> None:
+async def test_a_function_that_goes_there_itself() -> None:
     """Its rows come back to the CPU all the same."""
     async with world(["a"], device_maps="auto"):
         actor = remote(await create("a", Actor))
@@ -118,7 +118,7 @@ async def test_the_loop_does_not_wait(method: str) -> None:
         await batch
 
 
-async def test_a_body_that_raises() -> None:
+async def test_a_function_that_raises() -> None:
     async with world(["a"], device_maps="auto"):
         actor = remote(await create("a", Actor))
         with pytest.raises(LookupError, match="cuda:0"):

@@ -1,0 +1,133 @@
+"""Pickling of values that are not plain cells: tensors, RRefs and exceptions included.
+
+Each call's arguments and each result are pickled apart from the message. A value that cannot be
+unpickled fails its own call only. Tensors stay outside the bytes; torch sends them without a copy.
+"""
+
+import io
+import pickle
+from collections.abc import Iterable, Sequence
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .._torch.compat import RRefBase
+from .._torch.cuda import fence_tensors
+from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
+from ..errors import RpcError
+from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
+from .tensors import TensorKind, compact_storage, from_bytes, size_of, small_bytes
+
+
+class PickledValue:
+    """A pickled value, its tensors and its size in bytes.
+
+    Create it in the thread, and on the CUDA streams, that computed the tensors.
+    """
+
+    __slots__ = ("data", "fence", "size", "tensors")
+
+    def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
+        self.data = data
+        self.tensors = tensors
+        self.fence = fence_tensors(tensors)
+        self.size = len(data) + sum(map(size_of, tensors))
+
+    def devices(self) -> Iterable[torch.device]:
+        """Return the devices of the tensors, except the CPU."""
+        return () if self.fence is None else self.fence.devices
+
+    def ready_tensors(self) -> list[Tensor]:
+        """Return the tensors after making this thread's CUDA streams wait for them."""
+        if self.fence is not None:
+            self.fence.wait()
+        return self.tensors
+
+
+class CallAborted:
+    """The outcome of a call that will get no answer."""
+
+    __slots__ = ("error",)
+
+    def __init__(self, error: RpcError) -> None:
+        self.error = error
+
+    def raise_(self) -> NoReturn:
+        """Raise a copy of the error, a new object for each caller."""
+        raise copy_exception(self.error, "the call") from None
+
+
+def pack(value: Any) -> PickledValue:
+    """Pickle `value`. Raises what pickling raises."""
+    file = io.BytesIO()
+    packer = _ValuePickler(file)
+    packer.dump(value)
+    return PickledValue(file.getvalue(), packer.tensors)
+
+
+def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
+    """Return the value, or a `RemoteFailure` if it cannot be unpickled."""
+    try:
+        return _ValueUnpickler(io.BytesIO(data), tensors).load()
+    except BaseException as exc:  # a user's __reduce__ may raise even SystemExit
+        try_add_note(exc, "(while unpickling what the other worker sent)")
+        return RemoteFailure.of(exc, "the receiver")
+
+
+def load_plain(data: bytes) -> Any:
+    """Unpickle numbers, str, bytes and containers of them: the parts of a frame.
+
+    Raises UnpicklingError for anything else, so reading a frame runs no user code.
+    """
+    return _PlainUnpickler(io.BytesIO(data)).load()
+
+
+class _PlainUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "complex" and module == "builtins":  # the only number type without an opcode
+            return complex
+        raise pickle.UnpicklingError(f"{module}.{name} in a message: only plain values are allowed")
+
+
+class _ValuePickler(pickle.Pickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        self.tensors: list[Tensor] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if type(obj) is Tensor:  # subclasses reduce themselves to plain tensors
+            if (data := small_bytes(obj)) is not None:
+                return read_small, ((obj.dtype, tuple(obj.shape)), data)
+            self.tensors.append(compact_storage(obj))
+            return _tensor_slot, (len(self.tensors) - 1,)
+        if isinstance(obj, RRefBase):
+            return read_rref, serialize_rref(obj)
+        if isinstance(obj, BaseException):
+            return reduce_exception(obj)
+        return NotImplemented
+
+
+class _ValueUnpickler(pickle.Unpickler):
+    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+        super().__init__(file)
+        self._tensors = tensors
+
+    def find_class(self, module: str, name: str) -> Any:
+        if name == "_tensor_slot" and module == __name__:
+            return self._tensors.__getitem__
+        return super().find_class(module, name)
+
+
+def read_rref(data: Any, way: SharingMode) -> "RRefBase[Any]":
+    """Return the RRef that was pickled."""
+    return deserialize_rref(data, way)
+
+
+def _tensor_slot(index: int) -> Tensor:
+    raise pickle.UnpicklingError("a tensor of a message must be unpickled with that message")
+
+
+def read_small(kind: TensorKind, data: bytes) -> Tensor:
+    """Return the small tensor that was pickled."""
+    return from_bytes(kind, data, 1)[0]
