@@ -1,6 +1,6 @@
-"""How fast is it? Each module is a script, `python -m benchmarks.calls`, that prints one table."""
+"""How fast is it? Each module is a script that prints one table: `python -m benchmarks.calls`."""
 
 import os
 
-# Here, because OpenMP reads it once, when torch is imported; the children of a world inherit it.
+# OpenMP reads it once, when torch is imported. The children of a world inherit it.
 os.environ["OMP_NUM_THREADS"] = "1"

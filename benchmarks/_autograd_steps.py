@@ -27,7 +27,7 @@ from ._peers_raw import join, serve
 
 
 class Net(torch.nn.Sequential):
-    """Layers of that width; a batch for it has `rows`."""
+    """A network of `layers` linear layers of that width."""
 
     def __init__(self, width: int, layers: int) -> None:
         super().__init__(*(torch.nn.Linear(width, width) for _ in range(layers)))
@@ -41,15 +41,15 @@ def forward(rref: RRef[Net], x: Tensor) -> Tensor:
 
 
 class Kind(NamedTuple):
-    """What a step is of."""
+    """A kind of training step: its network, its batch and the method that is called."""
 
     what: str
-    method: str  # of ours
+    method: str  # of `Net`, for our side
     width: int
     layers: int
     rows: int
-    needs: bool  # whether the input requires a gradient
-    share: int = 1  # of so many steps one is made
+    needs: bool  # the input requires a gradient
+    share: int = 1  # one of `share` steps is made
 
     def input(self) -> Tensor:
         return torch.rand(self.rows, self.width, requires_grad=self.needs)
@@ -96,7 +96,7 @@ def torchs_optimizer(params: list[RRef[Tensor]]) -> Any:
 
 
 async def ours_alone(steps: int) -> list[float]:
-    """Of each kind of step the µs, in a world that plain torch has no part in."""
+    """Return the µs of each kind of step, in a world without plain torch."""
     found = []
     async with local_world(["server"]):
         for kind in KINDS:
@@ -110,7 +110,7 @@ async def ours_alone(steps: int) -> list[float]:
 
 
 async def raw_alone(where: str, steps: int) -> list[float]:
-    """The same of torch's blocking API, in processes that know nothing of ours."""
+    """Return the same for torch's blocking API, in processes without this library."""
     with process(_raw_client, where, steps) as client:
         found: list[float] = await asyncio.to_thread(client.recv)
     return found
@@ -130,7 +130,7 @@ def _raw_client(parent: Connection, where: str, steps: int) -> None:
         parent.send(found)
         del net, params, opt
         gc.unfreeze()
-        gc.collect()  # or its shutdown waits in vain for what is held of the RRefs
+        gc.collect()  # shutdown would wait for ever for RRefs that are held
         rpc.shutdown()
 
 

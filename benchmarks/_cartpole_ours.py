@@ -1,4 +1,4 @@
-"""The side of `examples.cartpole` in `benchmarks.cartpole`: one process of its world."""
+"""A process of `examples.cartpole` for `benchmarks.cartpole`."""
 
 import asyncio
 import math
@@ -15,7 +15,7 @@ METHODS = {"batched": "select", "unbatched": "select_alone"}
 
 
 def live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
-    """Be one worker; the agent's sends what it measured."""
+    """Run one worker. The agent's process sends its measurements to `report`."""
     asyncio.run(_live(rank, sizes, where, report))
 
 

@@ -1,4 +1,4 @@
-"""The side of `examples._reference.cartpole` in `benchmarks.cartpole`: one process of its world."""
+"""A process of `examples._reference.cartpole` for `benchmarks.cartpole`."""
 
 import gc
 import warnings
@@ -16,16 +16,16 @@ METHODS = {"batched": cartpole.select, "unbatched": cartpole.select_alone}
 
 
 def live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
-    """Be one worker; the agent's sends what it measured."""
+    """Run one worker. The agent's process sends its measurements to `report`."""
     be_worker(rank, sizes, where, report, _measure)
 
 
 def be_worker(
     rank: int, sizes: Sizes, where: str, report: Any, measure: Callable[[Sizes], Times]
 ) -> None:
-    """The same of any program in plain torch, whose agent measures so."""
+    """Run one worker of a program in plain torch, whose agent calls `measure`."""
     gc.freeze()
-    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own start (2.15)
+    warnings.filterwarnings("ignore", "You are using a Backend")  # torch's own start warns (2.15)
     rpc.init_rpc(  # type: ignore[no-untyped-call]
         f"observer{rank - 1}" if rank else "agent",
         rank=rank,

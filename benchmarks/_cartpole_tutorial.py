@@ -1,10 +1,10 @@
-"""The tutorial's own program in `benchmarks.cartpole`, as published: one process of its world.
+"""A process of the tutorial's program, as published, for `benchmarks.cartpole`.
 
-`distributed/rpc/batch/reinforce.py` of pytorch/examples (BSD 3-clause). Changed: it runs on the
-CPU, where `cuda()` is a `clone()`, the loss of the variant without batching weighs each action with
-its own rewards (published, its shapes broadcast), and what is measured is an episode instead of a
-process's life. Its sampler, its dropout, its lock, the gradients that are recorded while it plays,
-and `rpc_sync` to `agent_rref.owner()` are as they were.
+The source is `distributed/rpc/batch/reinforce.py` of pytorch/examples (BSD 3-clause). Changed: it
+runs on the CPU, where `cuda()` is a `clone()`. The loss of the variant without batching weighs each
+action with its own rewards (as published, its shapes broadcast). An episode is measured instead of
+a whole process. Unchanged are its sampler, its dropout, its lock, the gradients that are recorded
+while it plays, and `rpc_sync` to `agent_rref.owner()`.
 """
 
 import threading
@@ -129,7 +129,7 @@ class Agent:
 
 
 def live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
-    """Be one worker; the agent's sends what it measured."""
+    """Run one worker. The agent's process sends its measurements to `report`."""
     torch.manual_seed(543)
     be_worker(rank, sizes, where, report, _measure)
 

@@ -1,21 +1,21 @@
-"""What a turn of `benchmarks.cartpole` is to do, and what it found."""
+"""The work and the results of one measurement of `benchmarks.cartpole`."""
 
 from typing import NamedTuple
 
 
 class Sizes(NamedTuple):
-    """One world and its work."""
+    """The size of a world and of its work."""
 
     processes: int  # of observers
-    each: int = 1  # environments in one of them
+    each: int = 1  # environments in each of these
     steps: int = 500  # of an environment in a round, at least
-    warm: int = 50  # the same in the rounds that come first
-    rounds: int = 1  # of each variant, which take turns
+    warm: int = 50  # the same in the warm-up rounds
+    rounds: int = 1  # of each variant; the variants alternate
     transports: list[str] | None = None  # of TensorPipe
 
 
 Times = dict[str, list[tuple[int, float, float]]]
-"""For "batched" and "unbatched": each round's steps, seconds, and CPU seconds of the agent.
+"""Steps, seconds and the agent's CPU seconds of each round, by variant.
 
 Learning is included.
 """

@@ -1,7 +1,7 @@
 """How do two ways of doing one thing compare on a machine that is noisy?
 
-They take turns in one run and one world. A ratio is that of two neighbours in time, so what slows
-the machine for a while slows both; a row shows the median of the ratios and the spread of each way.
+They alternate in one run and one world. A ratio compares two neighbours in time, so a slow phase of
+the machine slows both. A row shows the median of the ratios and the spread of each way.
 """
 
 import argparse
@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Runs:
-    """What was measured in each repetition; `raw` is empty where torch has nothing to compare."""
+    """Measurements of each repetition; `raw` is empty where torch has no counterpart."""
 
     ours: Sequence[float]
     raw: Sequence[float] = ()
@@ -30,7 +30,7 @@ class Runs:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One line of the table: what was measured, in which unit, and the figure aimed at."""
+    """A row of the table: name, unit, measurements, and the figure aimed at."""
 
     what: str
     unit: str
@@ -45,15 +45,15 @@ class Row:
 
 
 def arguments(description: str) -> argparse.Namespace:
-    """What `parse` gives, and `plot`, a path or None."""
+    """Parse the command line with the options of `parse` and `--plot`, a path or None."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     return parse(parser)
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """With the parser's own options, `quick` and `repeat`: how often each is measured."""
-    parser.add_argument("--quick", action="store_true", help="fewer calls, to see that it works")
+    """Parse the command line with the parser's options, `--quick` and `--repeat`."""
+    parser.add_argument("--quick", action="store_true", help="few calls, as a check")
     parser.add_argument("--repeat", type=int, metavar="N", help="repetitions (5; quick: 2)")
     given = parser.parse_args()
     if given.repeat is None:
@@ -68,20 +68,20 @@ async def take_turns(
 ) -> Runs:
     """Measure both ways `repeat` times.
 
-    `raw` blocks the loop, since torch's own callers have none: in a thread beside a loop it would
-    pay for the change of threads.
+    `raw` blocks the loop, since torch's own callers have none. In a thread beside a loop it would
+    pay for switching threads.
     """
     runs: tuple[list[float], list[float]] = [], []
-    for turn in range(repeat + 1):
-        # Whoever comes second finds a warmer machine: they take that in turns too.
-        for way in (0, 1) if turn % 2 else (1, 0):
+    for repetition in range(repeat + 1):
+        # The second one finds a warmer machine, so the order alternates too.
+        for way in (0, 1) if repetition % 2 else (1, 0):
             settle()
             runs[way].append(raw() if way else await ours())
-    return Runs(runs[0][1:], runs[1][1:])  # the first turn warms up
+    return Runs(runs[0][1:], runs[1][1:])  # the first repetition warms up
 
 
 async def repeated(repeat: int, ours: Callable[[], Awaitable[float]]) -> Runs:
-    """Measure what torch has no counterpart for."""
+    """Measure a way for which torch has no counterpart."""
     runs = []
     for _ in range(repeat + 1):
         settle()
@@ -100,32 +100,32 @@ async def swept(
 
 
 def settle() -> None:
-    """Nobody pays for another's garbage.
+    """Collect garbage, so that no measurement pays for an earlier one.
 
-    Nothing is frozen here: our worlds do that by themselves (`freeze_gc`).
+    Nothing is frozen here, since our worlds do that themselves (`freeze_gc`).
     """
     gc.collect()
 
 
 def freeze() -> None:
-    """Let others have it as good as our worlds: collections leave out what exists now."""
+    """Exclude existing objects from garbage collections, as our worlds do for themselves."""
     gc.collect()
     gc.freeze()
 
 
 def show(rows: Sequence[Row], *, ours: str = "ours", other: str = "raw torch") -> None:
-    """Print the table, and where it was measured. `other` is what `ours` is compared with."""
+    """Print the table and the machine. `other` names the column compared with `ours`."""
     ratio = "ratio" if any(row.runs.raw for row in rows) else ""
     heads = ("", "unit", f"{ours} [min–max]", f"{other} [min–max]" if ratio else "", ratio, "aim")
     lay_out([heads, *(row.cells() for row in rows)])
-    turns = len(rows[0].runs.ours)
+    repetitions = len(rows[0].runs.ours)
     meaning = f"; ratio: {ours} / {other}, the median of the pairs' ratios" if ratio else ""
-    print(f"\nmedians of {turns} repetitions{meaning}")
+    print(f"\nmedians of {repetitions} repetitions{meaning}")
     print(machine())
 
 
 def machine() -> str:
-    """Where it was measured, and with what."""
+    """Return a line that names the processor, the system and the versions."""
     return (
         f"{processor()}, {os.cpu_count()} cores, {platform.system()} {platform.release()}; "
         f"torch {torch.__version__}, Python {platform.python_version()}, "
@@ -134,7 +134,7 @@ def machine() -> str:
 
 
 def lay_out(table: Sequence[Sequence[str]]) -> None:
-    """Print rows of cells, the first of them the heads, without columns that are empty."""
+    """Print rows of cells without empty columns. The first row holds the headings."""
     columns = [each for each in zip(*table, strict=True) if set("".join(each[1:])) - {"–"}]
     widths = [max(map(len, column)) for column in columns]
     lines = [*zip(*columns, strict=True)]

@@ -1,7 +1,7 @@
-"""The processes of one cell: forked from one that has imported torch, told what to do, seen to end.
+"""Worker processes of one cell: fork them, send them commands, and wait until they end.
 
-Each is a worker as torchrun would start it: nobody watches it, and it ends by itself, as an
-interpreter does, or it is reported. Knows nothing of torch and starts no thread, since it forks.
+Each process is a worker as torchrun would start it. No supervisor watches it, and it must end by
+itself, as an interpreter does. This module imports no torch and starts no thread, since it forks.
 """
 
 import contextlib
@@ -18,18 +18,18 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NoReturn
 
-PATIENCE = 20.0  # seconds for anything that must happen
+PATIENCE = 20.0  # seconds for any expected event
 BAD_WORDS = ("terminate called", "Fatal Python error", "core dumped", "never retrieved")
 
 Life = Callable[[int, int, dict[str, Any]], None]
 
 
 class Wrong(Exception):
-    """Something did not go as it must."""
+    """A process did not do what it was told."""
 
 
 def fork(live: Callable[[], None], errors: Path | None = None) -> int:
-    """Run `live` in a process that ends as an interpreter does; its pid."""
+    """Run `live` in a new process that ends as an interpreter does; return its pid."""
     sys.stdout.flush()
     sys.stderr.flush()
     if pid := os.fork():
@@ -49,13 +49,13 @@ def _live(live: Callable[[], None], errors: Path | None) -> NoReturn:
         code = exc.code if isinstance(exc.code, int) else 1
     except BaseException:
         traceback.print_exc()
-    # Not os._exit: what torch's threads and statics do when a process ends is part of the matter.
+    # Not os._exit: the cell also tests how torch's threads and statics end with the process.
     ctypes.pythonapi.Py_Exit(code)
-    raise AssertionError("it has ended")
+    raise AssertionError("Py_Exit returned")
 
 
 class Player:
-    """One process: it tells what happens, in lines of JSON, and does what it is told."""
+    """A worker process that obeys commands and reports events, in lines of JSON."""
 
     def __init__(self, name: str, live: Life, given: dict[str, Any], folder: Path) -> None:
         self.name = name
@@ -73,13 +73,13 @@ class Player:
         return f"<Player {self.name} {self.pid}, {self.code}>"
 
     def tell(self, word: str, *given: Any) -> None:
-        """It is to do that."""
+        """Send a command to the process."""
         with contextlib.suppress(BrokenPipeError):
             self._told.write(json.dumps([word, *given]) + "\n")
             self._told.flush()
 
     def hears(self, what: str, within: float = PATIENCE) -> Any:
-        """The next that it tells, which is to be `what`."""
+        """Return the value of the next event, which must be `what`."""
         end = time.monotonic() + within
         while b"\n" not in self._text:
             if not select.select([self._read], [], [], max(0.0, end - time.monotonic()))[0]:
@@ -95,7 +95,7 @@ class Player:
         return value
 
     def asks(self, word: str, *given: Any, within: float = PATIENCE) -> Any:
-        """Tell it to do something, and hear what came of it."""
+        """Send a command and return the value of its answer."""
         self.tell(word, *given)
         return self.hears(word, within)
 
@@ -103,7 +103,7 @@ class Player:
         os.kill(self.pid, number)
 
     def ends(self, within: float = PATIENCE) -> int:
-        """Its exit code, as a shell's `-9` for a signal. It must end by itself."""
+        """Wait until the process ends by itself; return its exit code, negative for a signal."""
         end = time.monotonic() + within
         while self.code is None:
             pid, status = os.waitpid(self.pid, os.WNOHANG)
@@ -116,11 +116,11 @@ class Player:
         return self.code
 
     def errors(self) -> str:
-        """What it wrote as errors and log."""
+        """Return the text that the process wrote to stderr."""
         return self._errors.read_text(errors="replace")
 
     def wrongs(self, code: int) -> Iterator[str]:
-        """What is wrong with its end, which was to be by itself, with this exit code."""
+        """Yield the ways in which the process did not end by itself with exit code `code`."""
         found = self.ends()
         text = self.errors()
         if found != code:
@@ -131,7 +131,7 @@ class Player:
                 yield f"{self.name} wrote: {text[start : start + 1500]}"
 
     def close(self) -> None:
-        """Whatever state it is in."""
+        """End the process, in whatever state it is."""
         if self.code is None:
             for number in (signal.SIGKILL, signal.SIGCONT):
                 with contextlib.suppress(ProcessLookupError):
@@ -143,12 +143,12 @@ class Player:
 
 
 def adopt() -> None:
-    """From now on whose parent ends becomes a child of this process."""
+    """Make this process the parent of descendants whose own parent ends."""
     assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0  # PR_SET_CHILD_SUBREAPER
 
 
 def left_over() -> list[int]:
-    """Processes that should have ended: killed now."""
+    """Kill the child processes that should have ended; return their pids."""
     found = []
     with contextlib.suppress(ChildProcessError):
         while True:
@@ -165,11 +165,11 @@ def left_over() -> list[int]:
 # ── two machines on this one ────────────────────────────────────────────────────────────────────
 
 _NEWNET = 0x40000000  # CLONE_NEWNET
-LINK = "v0"  # the name of either end of the cable
+LINK = "v0"  # the name of either end of the link
 
 
 class Machines:
-    """Two network namespaces with a cable between them. Only root may make them."""
+    """Two network namespaces with a link between them. Only root may make them."""
 
     def __init__(self) -> None:
         self._keepers = [self._new(), self._new()]
@@ -183,7 +183,10 @@ class Machines:
             self._await_carrier(number)
 
     def _await_carrier(self, number: int) -> None:
-        """Linux says so up to a second later, and until then TensorPipe takes another interface."""
+        """Wait until the link is up.
+
+        Linux reports it up to a second later. Until then TensorPipe takes another interface.
+        """
         end = time.monotonic() + PATIENCE
         while "state UP" not in self._ip(number, "link", "show", LINK):
             if time.monotonic() > end:
@@ -207,17 +210,17 @@ class Machines:
         return done.stdout.decode()
 
     def cut(self) -> None:
-        """Pull the cable out."""
+        """Take the link down."""
         self._ip(1, "link", "set", LINK, "down")
 
     def whole(self) -> None:
-        """Put it in again."""
+        """Bring the link up again."""
         self._ip(1, "link", "set", LINK, "up")
         for number in range(2):
             self._await_carrier(number)
 
     def inside(self, number: int) -> str:
-        """What `enter` takes."""
+        """Return the path of that namespace, for `enter`."""
         return f"/proc/{self._keepers[number].pid}/ns/net"
 
     def close(self) -> None:
@@ -227,13 +230,13 @@ class Machines:
 
 
 def enter(namespace: str) -> None:
-    """Go to that machine: this thread, and those that it starts."""
+    """Move this thread, and those that it starts, into that network namespace."""
     with open(namespace) as file:
         assert ctypes.CDLL(None).setns(file.fileno(), _NEWNET) == 0
 
 
 def no_machines() -> str:
-    """Why this machine cannot play two; empty if it can."""
+    """Return why network namespaces cannot be made here; empty if they can."""
     words = ["unshare", "--net", "ip", "link", "add", LINK, "type", "veth", "peer", "name", "v1"]
     try:
         return subprocess.run(words, capture_output=True, text=True, check=False).stderr.strip()

@@ -1,7 +1,7 @@
-"""One cell of the fault matrix: a state, a fault, and what must come of it.
+"""A cell of the fault matrix: a state, a fault, and the documented outcome.
 
-States and faults do not know each other: a cell makes the state, strikes, and asks the survivors
-what they were told and when. It runs in a process that forks the workers and waits for each.
+States and faults are independent. A cell makes the state, injects the fault, and asks the survivors
+how their waits ended and when. It runs in a process that forks the workers and waits for each.
 """
 
 import contextlib
@@ -13,16 +13,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import _faults_cast as cast
+from . import _faults_cast as processes
 from ._faults_cast import Machines, Player, Wrong
 from ._faults_member import live
 from ._faults_states import SHORT
 
-HEARTBEAT, START, STOP = 2.0, 1.5, 1.5  # seconds, as the workers are given them
-AT_ONCE = 2.0  # seconds for what is noticed by itself, on a machine that is busy
-SLACK = 1.0  # beyond a time that is given
-NOISE = 0.5  # that a machine with other things to do may add to any of these
-NAMES = ("main", "b", "a")  # by rank; `a` is struck
+HEARTBEAT, START, STOP = 2.0, 1.5, 1.5  # seconds, the arguments of the workers
+AT_ONCE = 2.0  # seconds until a fault is noticed without a timeout, on a busy machine
+SLACK = 1.0  # seconds beyond a configured time
+NOISE = 0.5  # seconds that other load may add to any of these
+NAMES = ("main", "b", "a")  # by rank; the fault is injected into `a`
 
 IDLE, STARTING, STOPPING = "idle", "starting", "stopping"
 PENDING, STREAM, BATCH = "pending call", "open stream", "waiting batch"
@@ -32,18 +32,18 @@ STATES = (IDLE, PENDING, STREAM, BATCH, ROUND, BACKWARD, STARTING, STOPPING)
 
 @dataclass
 class Verdict:
-    """What came of a cell."""
+    """The result of a cell."""
 
     end: str = ""
-    """What was documented and seen, in words."""
+    """The documented outcome, in words."""
     seconds: float = 0.0
-    """The longest that anybody waited for it."""
+    """The longest wait for it."""
     bound: float = 0.0
     wrong: list[str] = field(default_factory=list)
     skipped: str = ""
 
     def took(self, seconds: float, bound: float, what: str) -> None:
-        """It took so long, which may not be longer than that."""
+        """Record a duration; it is wrong if it exceeds `bound`."""
         self.seconds, self.bound = max(self.seconds, seconds), max(self.bound, bound)
         if seconds > bound + NOISE:
             self.wrong.append(f"{what} took {seconds:.2f} s: more than {bound:g} s")
@@ -62,8 +62,8 @@ class Stage:
         self._folder = folder
         self.players: dict[str, Player] = {}
 
-    def cast(self, name: str, as_name: str = "", **more: Any) -> Player:
-        """A process for that worker; not in the world yet."""
+    def start(self, name: str, as_name: str = "", **more: Any) -> Player:
+        """Start a process for that worker, outside the world as yet."""
         given: dict[str, Any] = {
             "name": name,
             "rank": NAMES.index(name),
@@ -72,7 +72,7 @@ class Stage:
             "heartbeat": HEARTBEAT,
             "start_timeout": START,
             "stop_timeout": STOP,
-            "interface": "lo" if self.machines is None else cast.LINK,
+            "interface": "lo" if self.machines is None else processes.LINK,
             **more,
         }
         if self.machines is not None:
@@ -82,8 +82,8 @@ class Stage:
         return player
 
     def enter(self) -> tuple[Player, Player, Player]:
-        """All three, in their world."""
-        players = [self.cast(name, start_timeout=cast.PATIENCE) for name in NAMES]
+        """Start all three workers and wait until they are in their world."""
+        players = [self.start(name, start_timeout=processes.PATIENCE) for name in NAMES]
         for player in players:
             player.tell("enter")
         for player in players:
@@ -92,8 +92,8 @@ class Stage:
         return main, b, a
 
     def waits_for(self, text: bytes) -> None:
-        """Until that stands in the store."""
-        end = time.monotonic() + cast.PATIENCE
+        """Wait until the store contains `text`."""
+        end = time.monotonic() + processes.PATIENCE
         while not any(text in path.read_bytes() for path in self._folder.glob("store*")):
             if time.monotonic() > end:
                 raise Wrong(f"{text!r} was not written to the store")
@@ -109,7 +109,7 @@ class Stage:
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens to `a`, and what those who wait for it are told within `bound` seconds."""
+    """A fault of `a`, and the error that its waiting peers get within `bound` seconds."""
 
     name: str
     told: str
@@ -117,9 +117,9 @@ class Fault:
     strike: Callable[[Stage], None]
     code: int
     heal: Callable[[Stage], None] | None = None
-    """How it ends again, if it does: then `a` is as before."""
+    """Undo the fault, if that is possible."""
     how: str = ""
-    """Of a body that never returns, which is no blow but a state: how it does so."""
+    """The way in which a method never returns ("blocks", "ignores"); empty for other faults."""
     machines: bool = False
 
 
@@ -146,7 +146,7 @@ def _mend(stage: Stage) -> None:
 
 
 def _nothing(_: Stage) -> None:
-    """It is there already."""
+    """Do nothing: the fault is part of the state."""
 
 
 LOST = r"^WorkerLost: worker 'a' is lost: "
@@ -165,11 +165,11 @@ FAULTS = (KILL, FREEZE, RAISE, BLOCK, IGNORE, MISSING, WRONG, CUT)
 
 
 def makes_no_sense(fault: Fault, state: str) -> str:
-    """Why there is no such cell; empty if there is one."""
+    """Return why there is no such cell; empty if there is one."""
     if fault in (MISSING, WRONG) and state != STARTING:
-        return "who is not there, or not reached, is in no world: only a start can meet it"
+        return "a worker that is missing or unreachable is in no world: it concerns starts only"
     if fault.how and state in (IDLE, STARTING):
-        return "no body runs"
+        return "no method runs"
     if fault is IGNORE and state == BACKWARD:
         return "torch's backward is never an `async def`"
     return ""
@@ -181,10 +181,10 @@ def makes_no_sense(fault: Fault, state: str) -> str:
 def play(fault: Fault, state: str, folder: Path) -> Verdict:
     """Run one cell, in a process that may fork."""
     verdict = Verdict()
-    if fault.machines and (why := cast.no_machines()):
+    if fault.machines and (why := processes.no_machines()):
         verdict.skipped = f"no network namespaces here: {why}"
         return verdict
-    cast.adopt()
+    processes.adopt()
     with contextlib.ExitStack() as stack:
         machines = stack.enter_context(contextlib.closing(Machines())) if fault.machines else None
         stage = stack.enter_context(contextlib.closing(Stage(folder, machines)))
@@ -195,7 +195,7 @@ def play(fault: Fault, state: str, folder: Path) -> Verdict:
                 verdict.wrong += stage.players[name].wrongs(code)
         except Wrong as exc:
             verdict.wrong += [str(exc), *_errors(stage)]
-    if left := cast.left_over():
+    if left := processes.left_over():
         verdict.wrong.append(f"processes are left: {left}")
     return verdict
 
@@ -207,7 +207,7 @@ def _errors(stage: Stage) -> Iterator[str]:
 
 
 def in_the_world(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
-    """Three workers at work: `a` is struck, the others are told, go on, and leave."""
+    """Inject the fault into `a` while three workers work; check the others' errors and end."""
     main, b, a = stage.enter()
     if fault.how:
         main.asks("hang", state, fault.how)
@@ -224,7 +224,7 @@ def in_the_world(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> di
         if fault.heal is not None:
             fault.heal(stage)
         found = main.asks("again")
-        verdict.expect(found == "HELLO", f"a is back, and called: {found}")
+        verdict.expect(found == "HELLO", f"a, called after the fault, answered: {found}")
         there.append(a)
     part(there, verdict)
     return {"main": 0, "b": 0, "a": fault.code}
@@ -233,12 +233,12 @@ def in_the_world(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> di
 def check_ends(
     fault: Fault, state: str, verdict: Verdict, ends: dict[str, Any], struck: float
 ) -> None:
-    """Everything that waited for `a`, and what was called afterwards."""
+    """Check how all waits for `a` ended, and the calls made afterwards."""
     for name, end in ends.items():
         text, when = end if end is not None else ("", struck)
         told, bound = due(fault, state, name)
         if not told:
-            verdict.expect(end is None, f"{name} ended, which nobody could know: {text}")
+            verdict.expect(end is None, f"{name} ended too early: {text}")
             continue
         if end is None:
             verdict.wrong.append(f"{name} waits after {fault.bound + SLACK:g} s")
@@ -250,7 +250,7 @@ def check_ends(
 
 
 def due(fault: Fault, state: str, name: str) -> tuple[str, float]:
-    """How that wait ends, as a pattern, and within how many seconds; "" if it goes on."""
+    """Return the pattern of a wait's end and its bound in seconds; "" if the wait goes on."""
     if name.startswith("on b: "):
         return r"^(None|\d+)$", fault.bound
     if fault.how and name.startswith("new call"):
@@ -271,7 +271,7 @@ def summary(fault: Fault, state: str) -> str:
 
 
 def part(there: list[Player], verdict: Verdict) -> None:
-    """They leave together, and what still waited is told so."""
+    """Have these workers leave together, and check that open waits end."""
     for player in there:
         player.tell("leave")
     for player in there:
@@ -285,7 +285,7 @@ def part(there: list[Player], verdict: Verdict) -> None:
 
 
 def stopping(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
-    """`main` and `b` wait for `a` to leave, which is struck."""
+    """Inject the fault into `a` while `main` and `b` wait for it to leave."""
     main, b, a = stage.enter()
     if fault.how:
         main.asks("hang", PENDING, fault.how)
@@ -295,7 +295,7 @@ def stopping(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[s
     for player in (main, b):
         player.tell("leave")
         player.hears("leaves")
-    a.asks("farewells")
+    a.asks("await leaves")
     struck = time.monotonic()
     fault.strike(stage)
     if fault is CUT:
@@ -311,7 +311,7 @@ def stopping(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[s
         fault.heal(stage)
         a.tell("leave")
     for player in (main, b):
-        # Whoever is cut off still says at the store that it leaves: they meet at a file here.
+        # With a cut link `a` still reports its leave at the store, which is a file here.
         verdict.expect(
             fault is CUT or "did not wait for a (" in player.errors(),
             f"{player.name} did not say that it did not wait for a",
@@ -323,11 +323,11 @@ def stopping(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[s
 
 
 def starting(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
-    """`a` is struck while it waits for the others; they try once more, with another `a`."""
+    """Inject the fault while `a` waits for the others; start again with another `a`."""
     more = {"interface": "lo"} if fault is WRONG else {}
-    main, b = stage.cast("main"), stage.cast("b")
+    main, b = stage.start("main"), stage.start("b")
     if fault is not MISSING:
-        a = stage.cast("a", **more)
+        a = stage.start("a", **more)
         a.tell("enter, fail" if fault is RAISE else "enter")
         stage.waits_for(b"seat/2")
     first = [b] if fault is RAISE else [main, b]
@@ -359,7 +359,7 @@ def blames(fault: Fault, text: str, missing: list[int]) -> bool:
 
 
 def end_of_a(stage: Stage, fault: Fault, verdict: Verdict) -> int:
-    """How the struck one ends, once the others have given it up."""
+    """Check the end of `a` after the others' start failed; return its exit code."""
     a = stage.players["a"]
     if fault.heal is not None:
         fault.heal(stage)
@@ -374,10 +374,10 @@ def end_of_a(stage: Stage, fault: Fault, verdict: Verdict) -> int:
 
 
 def try_again(stage: Stage, others: list[Player], verdict: Verdict) -> None:
-    """At the same place."""
-    another = stage.cast("a", "another a", start_timeout=cast.PATIENCE)
+    """Start a world with another `a` at the same store."""
+    another = stage.start("a", "another a", start_timeout=processes.PATIENCE)
     for player in (*others, another):
-        player.tell("enter", {"start_timeout": cast.PATIENCE})
+        player.tell("enter", {"start_timeout": processes.PATIENCE})
     for player in (*others, another):
         player.hears("in")
     found = others[0].asks("again")

@@ -1,4 +1,4 @@
-"""What a worker of the fault matrix runs: it does what it is told, and tells what comes of it."""
+"""A worker process of the fault matrix: it obeys commands and reports events."""
 
 import asyncio
 import json
@@ -12,22 +12,25 @@ from typing import Any
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RpcError, WorldTimeout, call
 
-from . import _faults_cast as cast
+from . import _faults_cast as processes
 from ._faults_states import MAKE, SHORT, Scene, end_backward, end_of, hang, hello
 
 log = logging.getLogger("aiorpc_torch")
 
 
 def live(heard: int, told: int, given: dict[str, Any]) -> None:
-    """The whole life of a process."""
+    """Run the process until it is told to end."""
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if namespace := given.pop("namespace", None):
-        cast.enter(namespace)
+        processes.enter(namespace)
     sys.exit(asyncio.run(Member(heard, told, given).live()))
 
 
 class Member:
-    """It hears words from one pipe and answers by another: `given` is what `worker` takes."""
+    """A worker that reads commands from one pipe and writes events to another.
+
+    `given` holds the arguments of `aiorpc.worker`.
+    """
 
     def __init__(self, heard: int, told: int, given: dict[str, Any]) -> None:
         self._heard, self._told = heard, told
@@ -42,7 +45,7 @@ class Member:
             "still": self._still,
             "prove": self._prove,
             "again": self._again,
-            "farewells": self._farewells,
+            "await leaves": self._await_leaves,
         }
         self._scene = Scene()
 
@@ -58,7 +61,7 @@ class Member:
         os.write(self._told, json.dumps([event, value]).encode() + b"\n")
 
     async def live(self) -> int:
-        """Enter when told so, as often as it fails; the exit code."""
+        """Enter a world when told so, again after each failure; return the exit code."""
         asyncio.get_running_loop().add_reader(self._heard, self._listen)
         while True:
             word, *given = await self._words.get()
@@ -80,7 +83,7 @@ class Member:
                 return 0
 
     async def _fails(self, starting: "asyncio.Task[None]") -> None:
-        """What else runs in this process ends it."""
+        """Cancel the start when the next command comes, as other code of a process could."""
         await self._words.get()
         starting.cancel()
 
@@ -113,9 +116,10 @@ class Member:
         await hang(self._scene, state, how)
 
     async def _ends(self, within: float, new: str) -> dict[str, Any]:
-        """How each wait ended, and when: None if it has not.
+        """Return how and when each wait ended; None for a wait that has not.
 
-        And what is called now, or until `a` has gone, as `new` says; "" for nothing.
+        `new` adds new calls: "now" makes them at once, "until it is gone" repeats them until `a`
+        refuses; "" makes none.
         """
         waits = dict(self._scene.waits)
         if new:
@@ -130,19 +134,19 @@ class Member:
         return {name: _end(future) for name, future in waits.items()}
 
     async def _still(self) -> list[str]:
-        """What waits yet."""
+        """Return the names of the waits that have not ended."""
         return [name for name, future in self._scene.waits.items() if not future.done()]
 
     async def _prove(self) -> None:
-        """Those who live work with each other."""
-        async with asyncio.timeout(cast.PATIENCE / 2):
+        """Check that the surviving workers can call each other."""
+        async with asyncio.timeout(processes.PATIENCE / 2):
             assert await call("b", hello, "main") == "HELLO"
             for proof in self._scene.proofs:
                 await proof()
 
     async def _again(self) -> str:
-        """Whether `a` can be called, and calls."""
-        end = time.monotonic() + cast.PATIENCE / 2
+        """Call `a` until it answers and has called `b`; return the answer or the last error."""
+        end = time.monotonic() + processes.PATIENCE / 2
         while True:
             try:
                 with aiorpc.timeout(1.0):
@@ -152,17 +156,17 @@ class Member:
                     return repr(exc)
                 await asyncio.sleep(0.05)
 
-    async def _farewells(self) -> None:
-        """Until the others wait for this worker to leave."""
+    async def _await_leaves(self) -> None:
+        """Wait until the others have left, and so wait for this worker."""
         assert self._me is not None
         assert self._me._failure_detector is not None
         for peer in ("main", "b"):
-            while not await self._me._failure_detector.has_left(peer):  # noqa: ASYNC110  it is a question
+            while not await self._me._failure_detector.has_left(peer):  # noqa: ASYNC110  there is no event
                 await asyncio.sleep(0.01)
 
 
 async def _until_refused() -> None:
-    """Who leaves because of an exception serves until its peers have said goodbye."""
+    """Call `a` until it refuses: after an exception it serves until its peers have left."""
     while True:
         await call("a", os.getpid)
 

@@ -1,8 +1,7 @@
-"""What a worker is in the middle of when a fault comes: each state is made on all three workers.
+"""States of the world when a fault happens, each made on all three workers.
 
-`main` makes it: something that waits for `a`, from here and from `b`, and something on `b` for
-which `a` waits. It knows nothing of faults, but for bodies that never return, which have to be
-there before anything waits for them.
+`main` makes the state: waits for `a` from here and from `b`, and a wait of `a` for `b`. Faults are
+defined elsewhere, except methods that never return: these must run before others wait for them.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ from aiorpc_torch.testing import Gate
 
 SHORT = 0.5  # seconds, of a call with a timeout
 End = tuple[str, float]
-"""What came of something, and when."""
+"""The result or the error of a wait, and its time."""
 
 
 async def end_of(awaitable: Awaitable[Any]) -> End:
@@ -33,7 +32,7 @@ async def end_of(awaitable: Awaitable[Any]) -> End:
 
 
 async def end_on(rref: RRef[Any], method: str, *args: Any) -> End:
-    """The same, for a call from the worker that runs this."""
+    """Call from the worker that runs this; return how and when the call ended."""
     return await end_of(getattr(remote(rref), method)(*args))
 
 
@@ -46,20 +45,20 @@ async def end_of_items(rref: RRef[Any], method: str) -> End:
 
 
 async def hello(name: str) -> str:
-    """Somebody there is called, and calls back."""
+    """Call the worker `name` from here and return its answer."""
     return await call(name, str.upper, "hello")
 
 
-# ── what it is done with ────────────────────────────────────────────────────────────────────────
+# ── methods and objects ─────────────────────────────────────────────────────────────────────────
 
 
 def block_for_ever() -> None:
-    """In a thread, which nobody can cancel."""
+    """Block a thread, which cannot be cancelled."""
     threading.Event().wait()
 
 
 async def ignore_cancellation() -> None:
-    """On the loop, and no cancellation ends it."""
+    """Wait on the event loop and ignore cancellations."""
     while True:
         with contextlib.suppress(asyncio.CancelledError):
             await asyncio.Event().wait()
@@ -76,7 +75,7 @@ class Hangs:
 
 
 class Source:
-    """Streams that give one item, and then nothing."""
+    """Streams that yield one item and then wait."""
 
     def __init__(self) -> None:
         self._followed, self._closed = asyncio.Event(), asyncio.Event()
@@ -105,16 +104,16 @@ class Source:
 
 
 class Desk:
-    """Batches that wait: for company, and behind one that is being made."""
+    """Batches that wait for more items, or behind a running batch."""
 
     def __init__(self) -> None:
         self.gate = Gate()
 
     async def here(self) -> None:
-        """Answered once what was called before has begun."""
+        """Return after earlier calls have started."""
 
     @batched(max_size=4, max_wait=600.0)
-    async def company(self, items: list[int]) -> list[int]:
+    async def waiting(self, items: list[int]) -> list[int]:
         return [sum(items)] * len(items)
 
     @batched(max_size=1)
@@ -134,10 +133,10 @@ class Desk:
 
 
 class Table:
-    """Rounds that form."""
+    """Rounds that wait for members."""
 
     async def here(self) -> None:
-        """Answered once what was called before has begun."""
+        """Return after earlier calls have started."""
 
     @batched(Round(size=3))
     async def total(self, items: list[int]) -> list[int]:
@@ -159,7 +158,7 @@ class Table:
 
 
 class _Blocks(torch.autograd.Function):
-    """The identity, whose backward waits."""
+    """The identity function, whose backward waits."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -186,39 +185,39 @@ def wait_for_backward() -> None:
 
 
 async def end_backward() -> None:
-    """Let one that runs here come to its end.
+    """Wait until a backward that runs here has ended.
 
-    A process that ends meanwhile would wait for it in torch's exit functions, for ever perhaps, or
-    abort, when its thread wants the GIL of an interpreter that is gone (2.15).
+    A process that ends earlier would wait for it in torch's exit functions, perhaps for ever. It
+    could also abort, when the thread takes the GIL of an interpreter that has ended (2.15).
     """
     backward_may_end.set()
     while backward_runs.is_set():  # noqa: ASYNC110 - it is cleared by a thread of torch's
         await asyncio.sleep(0.01)
-    await asyncio.sleep(0.1)  # torch's own part of it
+    await asyncio.sleep(0.1)  # for torch's own part of it
 
 
 # ── states ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class Scene:
-    """What waits for `a`, and what was waited for by `a` on `b`."""
+    """The waits for `a`, and the waits of `a` for `b`."""
 
     def __init__(self) -> None:
         self.waits: dict[str, asyncio.Future[End]] = {}
         self.relics: dict[str, Callable[[], Awaitable[Any]]] = {}
         self.proofs: list[Callable[[], Awaitable[None]]] = []
-        self.kept: list[Any] = []  # tasks, and what else must live as long
+        self.kept: list[Any] = []  # tasks and objects that must live as long
 
     def here(self, name: str, awaitable: Awaitable[Any]) -> None:
-        """`main` itself waits."""
+        """Add a wait of `main` itself."""
         self.waits[name] = asyncio.ensure_future(end_of(awaitable))
 
     def from_b(self, name: str, function: Callable[..., Any], *args: Any) -> None:
-        """`b` does, with a function that returns how it ends."""
+        """Add a wait of `b`: `function` runs there and returns how the wait ended."""
         self.waits[f"{name}, from b"] = asyncio.ensure_future(call("b", function, *args))
 
     def by_a(self, function: Callable[..., Any], *args: Any) -> None:
-        """`a` waits for something on `b`; and `main` for `a`, since it told it to."""
+        """Add a wait of `a` for `b`, and one of `main` for that call of `a`."""
         self.here(f"what makes a wait for {args[1]}", call("a", function, *args))
 
 
@@ -250,21 +249,21 @@ async def open_stream(scene: Scene) -> None:
 async def waiting_batch(scene: Scene) -> None:
     near, far = await create("a", Desk), await create("b", Desk)
     gate = await create("b", Gate)
-    scene.here("item that waits for company", remote(near).company(1))
+    scene.here("item that waits for more", remote(near).waiting(1))
     scene.here("item being answered", remote(near).busy(1))
-    scene.here("item behind a busy body", remote(near).busy(2))
-    scene.from_b("item that waits for company", end_on, near, "company", 2)
-    scene.by_a(end_on, far, "company", 1000)
-    scene.by_a(end_on, gate, "passed")  # after it, and cancelled after it
+    scene.here("item behind a busy batch", remote(near).busy(2))
+    scene.from_b("item that waits for more", end_on, near, "waiting", 2)
+    scene.by_a(end_on, far, "waiting", 1000)
+    scene.by_a(end_on, gate, "passed")  # sent after the item, so it is cancelled after it
     await remote(gate).entered()
     scene.relics["on b: no item of a waits"] = remote(gate).cancelled
-    mine = asyncio.create_task(remote(far).company(1))
+    mine = asyncio.create_task(remote(far).waiting(1))
     await _has_begun(near, far)
     scene.proofs.append(lambda: _complete(far, mine))
 
 
 async def _has_begun(*rrefs: RRef[Any]) -> None:
-    """What this worker and `b` called before has come to its queue."""
+    """Wait until earlier calls of this worker and `b` are in their queues."""
     await asyncio.sleep(0)
     for rref in rrefs:
         await remote(rref).here()
@@ -272,15 +271,15 @@ async def _has_begun(*rrefs: RRef[Any]) -> None:
 
 
 async def _complete(far: RRef[Desk], mine: "asyncio.Task[int]") -> None:
-    """The batch that the dead one was in leaves when it is full, without it."""
-    others = await asyncio.gather(*(remote(far).company(n) for n in (2, 3, 4)), mine)
+    """Check that the batch runs without the lost worker's item once it is full."""
+    others = await asyncio.gather(*(remote(far).waiting(n) for n in (2, 3, 4)), mine)
     assert others == [10] * 4, others
 
 
 async def forming_round(scene: Scene) -> None:
     near, far = await create("a", Table), await create("b", Table)
     gate = await create("b", Gate)
-    # A round of main and a, which b will remember.
+    # A round of main and a, whose members b records.
     both = await asyncio.gather(remote(far).pair(1), call("a", end_on, far, "pair", 2))
     assert both[0] == 3, both
     scene.here("contribution", remote(near).total(1))
@@ -295,7 +294,7 @@ async def forming_round(scene: Scene) -> None:
 
 
 async def _go_round(far: RRef[Table], mine: "asyncio.Task[int]") -> None:
-    """The round goes on without the lost one, and a timeout names it."""
+    """Check that the round goes on without the lost worker, and that a timeout names it."""
     sums = await asyncio.gather(remote(far).total(2), remote(far).total(3), mine)
     assert [*sums] == [6, 6, 6], sums
     (end,) = await asyncio.gather(remote(far).pair(1), return_exceptions=True)
@@ -304,7 +303,7 @@ async def _go_round(far: RRef[Table], mine: "asyncio.Task[int]") -> None:
 
 
 async def backward_in_flight(scene: Scene) -> None:
-    """Of a recorded call whose backward blocks on `a`."""
+    """Start backward passes of recorded calls; they block on `a`."""
     scene.here("backward", learn())
     scene.here("backward with a timeout", learn(SHORT))
     await call("a", wait_for_backward)
@@ -330,7 +329,7 @@ MAKE = {
 
 
 async def hang(scene: Scene, state: str, how: str) -> None:
-    """The same with a body on `a` that never returns: what waits for it, with and without time."""
+    """Make the state with a method of `a` that never returns; wait with and without a timeout."""
     if state == "backward in flight":
         return await backward_in_flight(scene)
     if state == "open stream":

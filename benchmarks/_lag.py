@@ -1,4 +1,4 @@
-"""How late does an event loop run what is due, while something else keeps it busy?"""
+"""How late does an event loop run timers while other work keeps it busy?"""
 
 import asyncio
 import contextlib
@@ -15,11 +15,11 @@ TICK = 0.001
 IN_FLIGHT = 64
 
 Call = Callable[[], Coroutine[Any, Any, Any]]
-"""Makes a call that is to be awaited."""
+"""A function that makes a call to be awaited."""
 
 
 class Ticker:
-    """Around what keeps the loop busy: how late, in ms, a sleep of 1 ms ended, again and again."""
+    """A context manager that records how late, in ms, sleeps of 1 ms end on this loop."""
 
     def __init__(self) -> None:
         self.lags: list[float] = []
@@ -49,17 +49,17 @@ class Ticker:
 
     @property
     def worst(self) -> float:
-        """The longest lag."""
+        """Return the longest lag."""
         return max(self.lags)
 
     @property
     def p99(self) -> float:
-        """What 99 of 100 ticks stayed below."""
+        """Return the 99th percentile of the lag."""
         return quantiles(self.lags, n=100)[98]
 
 
 async def lag_rows(call: Call, repeat: int, calls: int, seconds: float) -> list[Row]:
-    """How long a loop that makes calls keeps others waiting; raw torch blocks it throughout."""
+    """Measure the lag of a loop that makes calls. Raw torch blocks it throughout."""
     worst = await repeated(repeat, partial(while_launched, call, calls))
     busy = await repeated(repeat, partial(while_in_flight, call, seconds))
     idle = await repeated(repeat, partial(while_idle, seconds))

@@ -1,8 +1,8 @@
 """gRPC's asyncio API, for `benchmarks.peers`.
 
-At its strongest: no protobuf and no pickle but the bytes of the tensors behind a small header, one
-insecure channel that is used again, uvloop where it is installed. It has no batching, so the server
-has a `Batcher` written by hand.
+Its strongest form: the bytes of the tensors behind a small header, without protobuf or pickle; one
+insecure channel that is used again; uvloop where it is installed. gRPC has no batching, so the
+server has a `Batcher` written by hand.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ new_event_loop = uvloop_or_asyncio()
 NUMBER = struct.Struct("<q")
 UNLIMITED = [("grpc.max_send_message_length", -1), ("grpc.max_receive_message_length", -1)]
 
-# What is received cannot be written to, and nobody here does.
+# Received buffers are read-only; this benchmark does not write to them.
 warnings.filterwarnings("ignore", message="The given buffer is not writable")
 
 
@@ -90,7 +90,7 @@ async def serve(client: Connection) -> None:
 
 
 class Grpc(Peer):
-    # A server refuses calls when more than 1,000 wait to be looked at. Its max_concurrent_streams,
+    # A server refuses calls when more than 1,000 wait to be accepted. Its max_concurrent_streams,
     # which is to make clients wait, made calls fail (1.85).
     at_once = 900
 

@@ -1,4 +1,4 @@
-"""A process with a pipe to it, and nothing of it left afterwards."""
+"""A child process with a pipe to it, ended together with its own children."""
 
 import multiprocessing
 import os
@@ -15,7 +15,7 @@ PATIENCE = 15.0
 
 @contextmanager
 def process(main: Callable[..., None], *args: Any) -> Iterator[Connection]:
-    """Run `main(connection, *args)` in a process of its own, which is to end when the pipe does."""
+    """Run `main(connection, *args)` in a process of its own, which ends when the pipe is closed."""
     spawn = multiprocessing.get_context("spawn")
     mine, its = spawn.Pipe()
     child = spawn.Process(target=main, args=(its, *args))
@@ -31,12 +31,12 @@ def process(main: Callable[..., None], *args: Any) -> Iterator[Connection]:
         child.kill()
         child.join()
         assert child.pid is not None
-        with suppress(ProcessLookupError):  # it led no group, or nothing is left of that
+        with suppress(ProcessLookupError):  # it led no group, or the group has ended
             os.killpg(child.pid, signal.SIGKILL)
 
 
 def end_with_parent() -> None:
-    """In such a process: lead a group, which the parent can end, and which ends with it."""
+    """Lead a process group, which the parent can end and which ends with the parent."""
     os.setpgid(0, 0)
     threading.Thread(target=_follow_parent, daemon=True).start()
 

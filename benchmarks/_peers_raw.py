@@ -1,8 +1,8 @@
 """torch.distributed.rpc as it is, for `benchmarks.peers`.
 
-At its strongest: the callee by its `WorkerInfo`, no timeout to keep book of, `wait_all` for many
-calls, and for batches the tutorial's pattern with a batch that is always full. Its callers block,
-so there is no loop that could lag, and methods that sleep hold a thread each.
+Its strongest form: the callee addressed by its `WorkerInfo`, no timeout to track, `wait_all` for
+many calls, and for batches the tutorial's pattern with a batch that is always full. Its callers
+block, so no loop can lag, and each method that sleeps holds a thread.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ from ._peers_work import BIG, MB, NAP, SMALL, WINDOW, Peer, Sizes
 from .batching import CALLERS, select
 
 new_event_loop = asyncio.new_event_loop
-THREADS = 64  # torch's own 16 make no other row faster and the naps three times slower
+THREADS = 64  # torch's default of 16 makes no other row faster and the naps three times slower
 
 
 def echo(x: Tensor) -> Tensor:
@@ -115,7 +115,7 @@ def serve(_: Connection, where: str) -> None:
 
 
 def join(name: str, rank: int, where: str) -> None:
-    # Of the process group that its own init_rpc makes.
+    # A warning about the process group that init_rpc makes.
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo")
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=THREADS, init_method=where)

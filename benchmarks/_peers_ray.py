@@ -1,6 +1,6 @@
 """A Ray actor, for `benchmarks.peers`.
 
-At its strongest: an async actor, and numpy arrays, which Ray passes without copies where it pickles
+Its strongest form: an async actor, and numpy arrays, which Ray passes without copies; it pickles
 tensors. `serve.batch` is a queue in the actor's own process, as is the `Batcher` written by hand.
 """
 

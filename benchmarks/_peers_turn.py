@@ -1,7 +1,7 @@
-"""One turn of one system: the client process of `benchmarks.peers`.
+"""The client process of `benchmarks.peers`: one measurement of one system.
 
-A system's module offers `new_event_loop`, which makes the loop of its client, and `start(scratch)`,
-around whose `Peer` its server runs.
+A system's module has `new_event_loop`, which makes the loop of its client. Its `start(scratch)` is
+a context manager that runs the server and returns a `Peer`.
 """
 
 import asyncio
@@ -19,23 +19,23 @@ Figures = dict[str, float | None]
 
 
 def take_turn(parent: Connection, module: str, sizes: Sizes, scratch: str) -> None:
-    """Start the system that `module` knows, measure it and stop it.
+    """Start the system of that module, measure it and stop it.
 
-    Sends its figures or, in one line, why there are none.
+    Send its figures to the parent or, in one line, why there are none.
     """
     end_with_parent()
     try:
-        room = importlib.import_module(f".{module}", __package__)
-        with asyncio.Runner(loop_factory=room.new_event_loop) as runner:
-            figures = runner.run(_measure(room, sizes, Path(scratch)))
+        system = importlib.import_module(f".{module}", __package__)
+        with asyncio.Runner(loop_factory=system.new_event_loop) as runner:
+            figures = runner.run(_measure(system, sizes, Path(scratch)))
         parent.send(figures)
     except Exception as exc:
         traceback.print_exc()
         parent.send(traceback.format_exception_only(exc)[-1].strip())
 
 
-async def _measure(room: ModuleType, sizes: Sizes, scratch: Path) -> Figures:
-    async with room.start(scratch) as peer:
+async def _measure(system: ModuleType, sizes: Sizes, scratch: Path) -> Figures:
+    async with system.start(scratch) as peer:
         rows = workloads(sizes)
         return {row.method: await _measured(peer, row.method, sizes) for row in rows}
 

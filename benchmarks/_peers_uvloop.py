@@ -1,7 +1,7 @@
 """aiorpc_torch under uvloop on both sides, for `benchmarks.peers`.
 
-The event loop of a worker is its process's: so the server is no child of a local world, but a
-process that runs `worker()` on a loop of its choice.
+A child of a local world runs on asyncio's own loop. So the server is a process that runs `worker()`
+on a loop of its choice.
 """
 
 import asyncio
@@ -42,7 +42,7 @@ async def _serve(where: str) -> None:
         rank=1,
         world_size=2,
         init_method=where,
-        stop_timeout=math.inf,  # it serves until the client leaves too
+        stop_timeout=math.inf,  # serve until the client leaves too
         on_failure="stop",
     ):
         pass

@@ -1,7 +1,7 @@
-"""The work that every system is given, and what one must offer to be given it.
+"""The workloads of `benchmarks.peers`, and the interface that each system implements.
 
-A system is a `Peer`: four calls, and the workloads written once on top of them. A system without
-coroutines overrides the workloads instead (`_peers_raw`).
+A system is a `Peer`: four calls, and workloads that use them. A system without coroutines overrides
+the workloads instead (`_peers_raw`).
 """
 
 import asyncio
@@ -27,7 +27,7 @@ BIG = torch.rand(16 * MB // 4)
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much of each workload one measurement is."""
+    """The size of each workload in one measurement."""
 
     lone: int = 300
     crowd: int = 3_000
@@ -43,7 +43,7 @@ QUICK = Sizes(lone=50, crowd=500, window=300, steps=5, naps=100, trips=8, items=
 
 @dataclass(frozen=True, slots=True)
 class Workload:
-    """One row of the table; `method` of a `Peer` measures it."""
+    """A row of the table; `method` of a `Peer` measures it."""
 
     what: str
     unit: str
@@ -66,13 +66,13 @@ def workloads(sizes: Sizes) -> list[Workload]:
 
 
 class Peer:
-    """A system that runs: a server in another process, and the four ways to call it."""
+    """A running system: a server in another process, and four ways to call it."""
 
     freezes = False
-    """Whether it takes what exists when it starts out of garbage collections by itself."""
+    """True if the system excludes existing objects from garbage collections when it starts."""
 
     at_once: int | None = None
-    """How many calls it takes at once; the client holds back what is beyond."""
+    """The number of calls that the system accepts at once; the client holds back the rest."""
 
     def echo(self, x: Tensor) -> Awaitable[Tensor]:
         raise NotImplementedError
@@ -84,7 +84,7 @@ class Peer:
         raise NotImplementedError
 
     def count(self, items: int) -> AsyncIterator[int] | None:
-        """Numbers from a generator on the server; None where there is no such thing."""
+        """Return numbers from a generator on the server; None if the system has no streams."""
         return None
 
     # ── the workloads ───────────────────────────────────────────────────────────────────────────
@@ -107,7 +107,7 @@ class Peer:
         return await live(self.select, sizes.steps)
 
     async def gathered(self, sizes: Sizes) -> float | None:
-        """Measured where the system itself offers to send many calls as one."""
+        """Measure calls gathered by the client; None if the system does not offer it."""
         return None
 
     async def naps(self, sizes: Sizes) -> float:
@@ -141,8 +141,8 @@ class Peer:
 
 
 async def _bounded(call: Callable[[], Awaitable[object]], calls: int, at_once: int) -> float:
-    async def work(turns: range) -> None:
-        for _ in turns:
+    async def work(numbers: range) -> None:
+        for _ in numbers:
             await call()
 
     start = perf_counter()
@@ -151,7 +151,7 @@ async def _bounded(call: Callable[[], Awaitable[object]], calls: int, at_once: i
 
 
 async def live(select: Callable[[Tensor], Awaitable[int]], steps: int) -> float:
-    """Many coroutines that ask for an action each, again and again; calls per second."""
+    """Ask for actions from many coroutines, again and again; return calls per second."""
 
     async def caller(state: Tensor) -> None:
         for _ in range(steps):
@@ -162,14 +162,14 @@ async def live(select: Callable[[Tensor], Awaitable[int]], steps: int) -> float:
     return CALLERS * steps / (perf_counter() - start)
 
 
-# ── what systems need beside their own ──────────────────────────────────────────────────────────
+# ── helpers of the systems ──────────────────────────────────────────────────────────────────────
 
 
 Answer = Callable[[list[Tensor]], Awaitable[list[int]]]
 
 
 def answer() -> Answer:
-    """What a policy on the server says to each of many states."""
+    """Return a function that applies the server's policy to many states."""
     policy = new_policy()
 
     async def found(states: list[Tensor]) -> list[int]:
@@ -179,8 +179,9 @@ def answer() -> Answer:
 
 
 class Batcher:
-    """What one writes by hand where a system has no batching: a batch leaves when every caller is
-    in it, or `HOLD` seconds after its first.
+    """A batching queue written by hand, for systems without batching.
+
+    A batch runs when every caller is in it, or `HOLD` seconds after its first.
     """
 
     def __init__(self, answer: Answer) -> None:
@@ -212,7 +213,7 @@ class Batcher:
 
 
 def uvloop_or_asyncio() -> Callable[[], asyncio.AbstractEventLoop]:
-    """What makes the quickest loop that is installed."""
+    """Return the factory of the fastest event loop that is installed."""
     try:
         new_event_loop: Callable[[], asyncio.AbstractEventLoop]
         new_event_loop = importlib.import_module("uvloop").new_event_loop

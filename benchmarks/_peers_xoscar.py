@@ -1,9 +1,9 @@
 """A xoscar actor, for `benchmarks.peers`.
 
-At its strongest: a stateless actor, which takes calls while others wait, in a process of the
-client's own pool, and uvloop where it is installed. Tensors are sent as they are. xoscar's own
-`batch` sends what the client has gathered; for calls that are batched on the server there is a
-`Batcher` written by hand.
+Its strongest form: a stateless actor, which takes calls while others wait, in a process of the
+client's own pool, and uvloop where it is installed. Tensors are sent unchanged. xoscar's own
+`batch` sends calls that the client has gathered. For calls that are batched on the server there is
+a `Batcher` written by hand.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ xo: Any = importlib.import_module("xoscar")
 Actor: Any = xo.StatelessActor
 new_event_loop = uvloop_or_asyncio()
 
-# What is received cannot be written to, and nobody here does.
+# Received arrays are read-only; this benchmark does not write to them.
 warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
 
 

@@ -1,7 +1,6 @@
-"""All figures in one style: the median of the repetitions as a line, their spread as a band.
+"""Figures in one style: the median of the repetitions as a line, their spread as a band.
 
-What is drawn is printed too, so that no figure says what cannot be read. Matplotlib is needed only
-to draw.
+The points of a figure are printed too. Matplotlib is needed only to draw.
 """
 
 import math
@@ -13,7 +12,7 @@ from typing import Any
 
 from ._compare import Runs, lay_out, number
 
-# Colours that stay apart for the colour-blind, and markers for those who print.
+# Colours that the colour-blind can tell apart, and markers for prints in grey.
 OURS, ALSO_OURS, RAW, OTHER = ("#0072b2", "o"), ("#56b4e9", "s"), ("#d55e00", "^"), ("#666666", "D")
 
 STYLE: Any = {
@@ -28,13 +27,13 @@ STYLE: Any = {
     "legend.frameon": False,
     "lines.linewidth": 1.8,
     "lines.markersize": 4.0,
-    "svg.hashsalt": "aiorpc_torch",  # the same figure gives the same file
+    "svg.hashsalt": "aiorpc_torch",  # equal figures give equal files
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """What was measured at each x, once for each repetition."""
+    """Measurements at each x, one for each repetition."""
 
     label: str
     look: tuple[str, str]
@@ -44,18 +43,18 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class Panel:
-    """One pair of axes. `x` and `y` name what is on them, with the unit."""
+    """A pair of axes. `x` and `y` are their labels, with units."""
 
     title: str
     x: str
     y: str
     curves: Sequence[Curve]
-    log: str = "x"  # the axes that are logarithmic
-    mark: tuple[float, str] | None = None  # a vertical line, and what it stands for
+    log: str = "x"  # the logarithmic axes
+    mark: tuple[float, str] | None = None  # a vertical line and its label
 
 
 def pair(points: Sequence[float], runs: Sequence[Runs], raw: str) -> list[Curve]:
-    """The two curves of a sweep of both ways."""
+    """Return the two curves of a sweep of both ways."""
     return [
         Curve("ours", OURS, points, [each.ours for each in runs]),
         Curve(raw, RAW, points, [each.raw for each in runs]),
@@ -63,7 +62,7 @@ def pair(points: Sequence[float], runs: Sequence[Runs], raw: str) -> list[Curve]
 
 
 def present(panels: Sequence[Panel], path: Path | None) -> None:
-    """If there is a path, print what there is to draw, and draw it."""
+    """Print and draw the panels, if there is a path."""
     if path is None:
         return
     for panel in panels:
@@ -84,11 +83,11 @@ def _lines(panel: Panel) -> list[list[str]]:
 
 
 def draw(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels, side by side, into a picture whose kind the path's ending says."""
+    """Write the panels, side by side, to a picture of the format that the suffix names."""
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # only after the backend is chosen
+    from matplotlib import pyplot as plt  # after the backend is chosen
 
     path.parent.mkdir(parents=True, exist_ok=True)
     with plt.rc_context(STYLE):
@@ -132,12 +131,12 @@ def _label(axis: Any, *, logarithmic: bool) -> None:
 
 
 def _few(xs: list[float]) -> list[float]:
-    """The points of a sweep, or every other one, so that their labels do not touch."""
+    """Return the points of a sweep, or every other one if their labels would touch."""
     return xs if len(xs) <= 8 else xs[::2]
 
 
 def brief(value: float) -> str:
-    """A number for the eye: 1.5M, or 64Ki of what is counted in powers of two."""
+    """Return a short form of a number: 1.5M, or 64Ki for powers of two."""
     binary = bool(value >= 1_024 and math.log2(value).is_integer())
     base, letters = (1_024.0, "KMG") if binary else (1_000.0, "kMG")
     power = 0

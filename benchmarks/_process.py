@@ -1,4 +1,4 @@
-"""What a process weighs: its memory, threads and tasks, as the kernel and asyncio count them."""
+"""Memory, threads and tasks of a process, as the kernel and asyncio count them."""
 
 import asyncio
 import contextlib
@@ -17,10 +17,10 @@ PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
 def own_memory() -> int:
-    """Bytes of this process in memory that are its own.
+    """Return the bytes of this process's own memory.
 
-    Without pages of files, and without those that it shares with its peers: TensorPipe's buffers
-    on one machine, megabytes that count, page by page, once they are first written to.
+    Pages of files and shared pages are left out. TensorPipe's buffers on one machine are shared:
+    megabytes that count, page by page, once they are first written to.
     """
     with open("/proc/self/statm") as file:
         _, resident, shared, *_ = map(int, file.read().split())
@@ -28,28 +28,28 @@ def own_memory() -> int:
 
 
 def swept_memory() -> int:
-    """The same, once garbage is collected and what the allocator keeps in stock is given back."""
+    """Return own memory after a garbage collection and a trim of the allocator's free memory."""
     gc.collect()
-    with contextlib.suppress(AttributeError):  # it is glibc's; Python's own stock goes by itself
+    with contextlib.suppress(AttributeError):  # only glibc has it; Python's allocator trims itself
         ctypes.CDLL(None).malloc_trim(0)
     return own_memory()
 
 
 def resident_memory(pid: int) -> int:
-    """Bytes of a process that are in memory, those that it shares with others too."""
+    """Return the resident bytes of a process, with those that it shares."""
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
 def cpu_seconds(pids: Iterable[int]) -> float:
-    """What these processes have used of all cores, in all their threads.
+    """Return the CPU seconds of these processes, in all their threads.
 
-    By the clock of each, `clock_getcpuclockid`'s: /proc/<pid>/stat counts in steps of 10 ms.
+    The clock is `clock_getcpuclockid`'s, since /proc/<pid>/stat counts in steps of 10 ms.
     """
     return sum(time.clock_gettime(~pid << 3 | 2) for pid in pids)
 
 
 def wakeups(pids: Iterable[int]) -> int:
-    """How often their threads have gone to sleep of their own will, and so been woken."""
+    """Return the number of voluntary context switches of all their threads."""
     statuses = [each for pid in pids for each in Path(f"/proc/{pid}/task").glob("*/status")]
     return sum(_number(status.read_text(), "voluntary_ctxt_switches:") for status in statuses)
 
@@ -59,10 +59,10 @@ def _number(text: str, head: str) -> int:
 
 
 def family(pid: int) -> list[int]:
-    """A process, its children and theirs."""
+    """Return a process, its children and their descendants."""
     parents = {int(each.name): _parent(each) for each in Path("/proc").glob("[0-9]*")}
     found = [pid]
-    for member in found:  # it grows meanwhile
+    for member in found:  # the list grows during the loop
         found += [child for child, parent in parents.items() if parent == member]
     return found
 
@@ -75,7 +75,7 @@ def _parent(process: Path) -> int:
 
 
 class Census(NamedTuple):
-    """A process at one moment."""
+    """Counts of a process at one moment."""
 
     memory: int  # bytes
     blocks: int  # objects, as Python's allocator counts them
@@ -85,13 +85,13 @@ class Census(NamedTuple):
 
 
 async def census() -> Census:
-    """Of the process whose loop runs this."""
+    """Return the counts of the process that runs this."""
     threads = len(os.listdir("/proc/self/task"))
     tasks = len(asyncio.all_tasks())
     return Census(own_memory(), sys.getallocatedblocks(), threads, tasks, aiorpc.stats())
 
 
 async def census_at_rest() -> Census:
-    """The same, once garbage is collected."""
+    """Return the counts after a garbage collection."""
     gc.collect()
     return await census()

@@ -20,7 +20,7 @@ MB = 1_000_000
 
 
 class Spring:
-    """Yields for ever, and knows how often it has."""
+    """A generator without end, which counts its items."""
 
     def __init__(self) -> None:
         self.yielded = 0
@@ -35,7 +35,7 @@ class Spring:
 
 
 class Look(NamedTuple):
-    """A look at a stream: items taken, items ahead of the consumer, bytes here and there."""
+    """A sample of a stream: items taken, items ahead of the consumer, bytes of both ends."""
 
     taken: int
     ahead: int

@@ -1,4 +1,4 @@
-"""What the soak shows while it runs: a line for each look at the processes, and how far it is."""
+"""The soak's display: a line for each sample of the processes, and a progress bar."""
 
 import sys
 import time
@@ -11,7 +11,7 @@ MB = 1_000_000
 
 
 class Board:
-    """Of `total` calls. With rich, where it is installed and somebody watches, a bar as well."""
+    """The display of `total` calls. It has a bar if rich is installed and stdout is a terminal."""
 
     def __init__(self, workers: Sequence[str], total: int) -> None:
         self._start = time.monotonic()
@@ -21,12 +21,12 @@ class Board:
         self._line(f"{'calls':>9}  {'s':>4}  {'calls/s':>7}  " + "  ".join(heads))
 
     def show(self, settled: int) -> None:
-        """How far it is."""
+        """Show the number of calls that have ended."""
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=settled)
 
     def sample(self, settled: int, found: Sequence[Census]) -> None:
-        """A line of the table."""
+        """Print a line of the table."""
         now = time.monotonic() - self._start
         rate = (settled - self._last[0]) / (now - self._last[1])
         self._last = settled, now
@@ -34,7 +34,7 @@ class Board:
         self._line(f"{settled:9,}  {now:4.0f}  {rate:7,.0f}  " + "  ".join(cells))
 
     def close(self) -> None:
-        """Nothing more to show."""
+        """Remove the bar."""
         if self._bar is not None:
             self._bar.stop()
 

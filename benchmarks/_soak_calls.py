@@ -1,4 +1,4 @@
-"""The kinds of calls of the soak: each makes one, and says how it ended or raises `Unexpected`."""
+"""The kinds of calls of the soak. Each returns how its call ended or raises `Unexpected`."""
 
 import asyncio
 import random
@@ -12,13 +12,13 @@ from aiorpc_torch import CallTimeout, RemoteTraceback, RRef, remote
 
 from ._soak_server import ENDLESS, Refused, Server
 
-LONG = 120.0  # seconds of a timeout that must not pass
-SHORT = 0.004  # of one that does
-LARGE = 32_768  # floats: 128 KiB, which travels outside a message's bytes
+LONG = 120.0  # seconds of a timeout that must not expire
+SHORT = 0.004  # seconds of a timeout that expires
+LARGE = 32_768  # floats: 128 KiB, which travels by torch RPC
 
 
 class Unexpected(AssertionError):
-    """A call ended as it must not."""
+    """A call ended in a wrong way."""
 
 
 def expect(got: Any, wanted: Any) -> None:
@@ -27,14 +27,14 @@ def expect(got: Any, wanted: Any) -> None:
 
 
 class Caller:
-    """One client: it draws what to call from a seed of its own, and knows what must come of it."""
+    """A client that draws its calls from a seed of its own and checks their results."""
 
     def __init__(self, seed: str, servers: list[RRef[Server]]) -> None:
         self.random = random.Random(seed)
         self._servers = servers
 
     def _draw(self) -> tuple[Any, int]:
-        """A server with a timeout or without, and a token that is not sent twice soon."""
+        """Return a server, with a timeout or without, and a random token."""
         timeout = LONG if self.random.random() < 0.2 else None
         server = remote(self.random.choice(self._servers), timeout=timeout)
         return server, self.random.randrange(1 << 40)
@@ -42,7 +42,7 @@ class Caller:
     def _soon(self) -> float:
         return self.random.uniform(0.0, SHORT)
 
-    # ── what is answered ────────────────────────────────────────────────────────────────────────
+    # ── with a result ──────────────────────────────────────────────────────────────────────────
 
     async def plain(self) -> str:
         server, token = self._draw()
@@ -75,7 +75,7 @@ class Caller:
         expect(await server.relay(token, path), token + len(path))
         return f"{len(path)} further"
 
-    # ── what fails ──────────────────────────────────────────────────────────────────────────────
+    # ── failing ─────────────────────────────────────────────────────────────────────────────────
 
     async def error(self) -> str:
         server, token = self._draw()
@@ -90,20 +90,20 @@ class Caller:
         server, _ = self._draw()
         return await failed(server.unreadable(), ValueError)
 
-    # ── what is given up ────────────────────────────────────────────────────────────────────────
+    # ── given up ───────────────────────────────────────────────────────────────────────────────
 
     async def cancel(self) -> str:
         server, _ = self._draw()
         return await cancelled(server.hang(), self._soon())
 
     async def cancel_far(self) -> str:
-        """The callee waits for another one in turn."""
+        """Cancel a call whose callee waits for another worker."""
         server, _ = self._draw()
         call = server.hang_there(self.random.randrange(len(self._servers)))
         return await cancelled(call, self._soon())
 
     async def cancel_batch(self) -> str:
-        """In a race with the answer: either may win, but only one."""
+        """Cancel in a race with the answer: exactly one must win."""
         server, token = self._draw()
         return await cancelled(server.slow_batch(token), 2 * self._soon(), or_value=-token)
 
@@ -121,7 +121,7 @@ class Caller:
             return await late(server.hang_there(self.random.randrange(len(self._servers))))
 
     async def timeout_nap(self) -> str:
-        """In a race with the answer."""
+        """Let a timeout race with the answer."""
         server, seconds = self.random.choice(self._servers), 2 * self._soon()
         call = remote(server, timeout=SHORT).nap(seconds)
         return await late(call, or_value=seconds)
@@ -164,7 +164,7 @@ class Caller:
         raise Unexpected("the stream ended without its error")
 
 
-# ── how a call ends ─────────────────────────────────────────────────────────────────────────────
+# ── ends of a call ──────────────────────────────────────────────────────────────────────────────
 
 
 async def refused(call: Awaitable[Any], token: int) -> str:
@@ -186,7 +186,7 @@ async def failed(call: Awaitable[Any], kind: type[Exception]) -> str:
 
 
 async def cancelled(call: Any, seconds: float, or_value: Any = None) -> str:
-    """Cancel a call after a while."""
+    """Cancel a call after `seconds`; return how it ended."""
     task = asyncio.create_task(call)
     await asyncio.sleep(seconds)
     task.cancel()
@@ -231,4 +231,4 @@ KINDS: dict[Callable[[Caller], Awaitable[str]], int] = {
     Caller.leave_stream: 2,
     Caller.broken_stream: 1,
 }
-"""Each kind of call, and of a hundred how many are of it."""
+"""Each kind of call, and its share in percent."""

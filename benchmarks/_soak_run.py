@@ -1,4 +1,4 @@
-"""Clients that call at random, and somebody who watches that their calls end."""
+"""Clients that call at random, and a watchdog that checks that their calls end."""
 
 import asyncio
 import time
@@ -12,17 +12,17 @@ from ._soak_board import Board
 from ._soak_calls import KINDS, Caller
 
 WORKERS = ["main", "a", "b"]
-BURST = 0.1  # of a client's turns are several calls at once
-PATIENCE = 60.0  # seconds without any end of a call: it hangs
+BURST = 0.1  # share of a client's iterations that make several calls at once
+PATIENCE = 60.0  # seconds without any ended call, after which the soak counts as stuck
 
 
 class Stuck(AssertionError):
-    """No call ends any more."""
+    """No call has ended for `PATIENCE` seconds."""
 
 
 @dataclass
 class Soak:
-    """What was called and how it ended; a look at every process each `every` calls."""
+    """A soak: calls, their ends, and a sample of every process after each `every` calls."""
 
     board: Board
     every: int
@@ -34,7 +34,7 @@ class Soak:
     settled: int = 0
 
     async def run(self, until: int, clients: list[Caller]) -> None:
-        """Have the clients call, until so many calls have ended in all."""
+        """Have the clients call until `until` calls have ended in all."""
         calling = asyncio.gather(*(self._client(client, until) for client in clients))
         watching = asyncio.create_task(self._watch())
         done, _ = await asyncio.wait((calling, watching), return_when=asyncio.FIRST_COMPLETED)
@@ -58,7 +58,7 @@ class Soak:
             outcome = await kind(client)
         except (Exception, asyncio.CancelledError) as exc:
             self.problems.append(f"{name}: {exc!r}")
-            outcome = "not as it must"
+            outcome = "wrong"
         self.flying[name] -= 1
         self.settled += 1
         self.outcomes[name, outcome] += 1
@@ -76,7 +76,7 @@ class Soak:
                 await self.look()
 
     async def look(self) -> None:
-        """At every process."""
+        """Sample every process."""
         found = [await call(worker, census) for worker in WORKERS]
         self.samples.append((self.settled, found))
         self.board.sample(self.settled, found)

@@ -1,4 +1,4 @@
-"""What the workers of the soak do: every kind of method, and a count of what was asked for."""
+"""The soak's server: every kind of method, and a count of the calls of each."""
 
 import asyncio
 import threading
@@ -10,11 +10,11 @@ from torch import Tensor
 
 from aiorpc_torch import RRef, batched, remote
 
-ENDLESS = 1_000_000  # items, of which nobody takes so many
+ENDLESS = 1_000_000  # items, more than any client takes
 
 
 class Refused(Exception):
-    """Made from something else than its text, which `pickle` alone gets wrong."""
+    """An exception with arguments other than its text, which `pickle` alone cannot rebuild."""
 
     def __init__(self, token: int, *, why: str) -> None:
         super().__init__(f"{token} was refused: {why}")
@@ -23,7 +23,7 @@ class Refused(Exception):
 
 
 class Unreadable:
-    """Leaves here, but cannot be read where it arrives."""
+    """A value that can be pickled but not unpickled."""
 
     def __reduce__(self) -> tuple[Any, ...]:
         return refuse_to_be_read, ()
@@ -34,7 +34,7 @@ def refuse_to_be_read() -> NoReturn:
 
 
 class Server:
-    """Counts what ran: `ran` what has begun and must run once, `open` what has not ended yet."""
+    """A server that counts its calls: `ran` those that must run once, `open` those that run now."""
 
     def __init__(self) -> None:
         self.ran: Counter[str] = Counter()
@@ -56,7 +56,7 @@ class Server:
             else:
                 self.ran[kind] += 1
 
-    # ── what answers ────────────────────────────────────────────────────────────────────────────
+    # ── with a result ──────────────────────────────────────────────────────────────────────────
 
     def plain(self, token: int) -> int:
         self._count("plain")
@@ -81,14 +81,14 @@ class Server:
         return [-token for token in tokens]
 
     async def relay(self, token: int, path: list[int]) -> int:
-        """Pass the token on to the peers on the path, and bring it back."""
+        """Pass the token on to the peers on the path and return the last answer."""
         self._count("relay")
         if not path:
             return token
         answer: int = await remote(self.peers[path[0]]).relay(token + 1, path[1:])
         return answer
 
-    # ── what fails ──────────────────────────────────────────────────────────────────────────────
+    # ── failing ─────────────────────────────────────────────────────────────────────────────────
 
     async def refuse(self, token: int) -> NoReturn:
         self._count("refuse")
@@ -106,7 +106,7 @@ class Server:
         self._count("unreadable")
         return Unreadable()
 
-    # ── what waits until it is told to stop ─────────────────────────────────────────────────────
+    # ── waiting until cancelled ─────────────────────────────────────────────────────────────────
 
     async def hang(self) -> None:
         self._count("hang", 1)
@@ -116,7 +116,7 @@ class Server:
             self._count("hang", -1)
 
     async def hang_there(self, peer: int) -> None:
-        """Until the caller of this gives up, which the peer must hear of."""
+        """Wait for a peer until the caller gives up; the peer's call must then be cancelled."""
         self._count("hang_there", 1)
         try:
             await remote(self.peers[peer]).hang()

@@ -1,9 +1,9 @@
 """What does a step of training through a remote module cost, against torch's blocking API?
 
 A step: open a context, one forward on another worker, backward, a step of its optimizer, close.
-Each side in processes of its own, in turn; then both in one world, whose threads we have made
-quicker for both. And without the optimizer, eight contexts at once; torch's take turns, since one
-thread has one context.
+Each side runs in processes of its own, one after the other. Then both run in one world, whose
+threads this library has made quicker for both. A last row has no optimizer and eight contexts at
+once; torch's contexts run one after another, since a thread has one context.
 
     python -m benchmarks.autograd [--quick] [--repeat N]
 """
@@ -43,16 +43,16 @@ TOGETHER = 8
 
 async def main(given: argparse.Namespace) -> list[Row]:
     steps = 20 if given.quick else 200
-    # First: torch's own calls on RRefs have no answer in later worlds of a process (2.15).
+    # First, since torch's own calls on RRefs get no answer in later worlds of a process (2.15).
     together = await in_one_world(given.repeat, steps)
     return [*await alone(given.repeat, steps), *together]
 
 
 async def alone(repeat: int, steps: int) -> list[Row]:
     ours, raw = [], []
-    for turn in range(repeat):
+    for repetition in range(repeat):
         with tempfile.TemporaryDirectory() as scratch:
-            for way in (0, 1) if turn % 2 else (1, 0):
+            for way in (0, 1) if repetition % 2 else (1, 0):
                 if way:
                     raw.append(await raw_alone(f"file://{scratch}/meeting", steps))
                 else:

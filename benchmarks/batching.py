@@ -1,8 +1,8 @@
 """What does `@batched` bring over the batching of the PyTorch tutorial?
 
 Many coroutines ask one small policy for an action each, again and again. The other side is the
-pattern of "Implementing Batch RPC Processing Using Asynchronous Executions" at its strongest: it
-knows how many callers there are, so its batch is always full and never waits in vain.
+pattern of "Implementing Batch RPC Processing Using Asynchronous Executions" in its strongest form.
+It knows the number of callers, so its batch is always full and never waits for more.
 
     python -m benchmarks.batching [--quick] [--repeat N] [--plot PATH]
 """
@@ -25,7 +25,7 @@ from aiorpc_torch import remote
 from ._compare import Row, Runs, arguments, show, take_turns
 from ._plot import Panel, pair, present
 
-CALLERS = 64  # of the rows; the figure has others
+CALLERS = 64  # of the rows; the figure has other numbers
 MOST = 256
 
 
@@ -76,7 +76,7 @@ class TutorialAgent:
         full.set_result(actions(self.policy, self.states))
 
 
-# Not behind an RRef, as in the tutorial: to send one with each call costs torch about a fifth of
+# Not behind an RRef, as in the tutorial: an RRef in each call costs torch about a fifth of
 # its calls per second.
 tutorial_agent = TutorialAgent(CALLERS)
 
@@ -92,9 +92,9 @@ def select(caller: int, state: Tensor) -> "torch.futures.Future[int]":
 
 
 class Side:
-    """One way of asking: what it measured, repetition by repetition, the warm-up included.
+    """A way of asking, with its measurements of all repetitions and of the warm-up.
 
-    `rates` in calls/s, `slowest` the p99 of the time of a call in ms.
+    `rates` are in calls/s, `slowest` is the p99 of the time of a call in ms.
     """
 
     def __init__(self, callers: int, steps: int) -> None:
@@ -109,7 +109,7 @@ class Side:
 
 
 class Ours(Side):
-    """The coroutines, and the mean size of the batches they were in."""
+    """The coroutines, and the mean size of their batches."""
 
     def __init__(self, agent: RRef[Agent], callers: int, steps: int) -> None:
         super().__init__(callers, steps)
@@ -133,7 +133,7 @@ class Ours(Side):
 
 
 class Raw(Side):
-    """The tutorial's pattern: all call, and call again when all have their answers."""
+    """The tutorial's pattern: all call, and call again when all are answered."""
 
     def __init__(self, peer: WorkerInfo, callers: int, steps: int) -> None:
         super().__init__(callers, steps)
@@ -154,7 +154,7 @@ class Raw(Side):
         return answer
 
     def _time(self) -> None:
-        """For a part of the steps once more, since a callback for each call slows them down."""
+        """Time the calls of a part of the steps, separately since a callback slows each call."""
         for _ in range(max(2, self.steps // 4)):
             torch.futures.wait_all([self._timed(*each) for each in enumerate(self.states)])
 
@@ -166,7 +166,7 @@ class Raw(Side):
 async def compare(
     agent: RRef[Agent], repeat: int, callers: int, calls: int
 ) -> tuple[Runs, Runs, Ours]:
-    """Calls/s, and the p99 of their times in ms."""
+    """Measure calls/s, and the p99 of their times in ms."""
     ours = Ours(agent, callers, max(2, calls // callers))
     raw = Raw(rpc.get_worker_info("server"), callers, max(2, calls // callers))
     runs = await take_turns(repeat, ours.measure, raw.measure)

@@ -1,7 +1,7 @@
 """What does a call cost, alone, among thousands and with large tensors, against torch's own RPC?
 
-And how long does a loop that makes calls keep its other tasks waiting, and a large argument calls
-of other objects? torch's own calls go through the same world, with its transports.
+It also measures the lag of a loop that makes calls, and the delay of a call beside a large argument
+to another object. torch's own calls go through the same world, with its transports.
 
     python -m benchmarks.calls [--quick] [--repeat N] [--plot PATH]
 """
@@ -46,7 +46,7 @@ class Server:
         pass
 
 
-# Not `torch.add` or the like, which torch calls without Python: one's own code is what is called.
+# Not `torch.add` or the like, which torch calls without Python, unlike a user's function.
 def echo(x: Tensor) -> Tensor:
     return x
 
@@ -59,13 +59,13 @@ async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
     quick, repeat = given.quick, given.repeat
     calls = 500 if quick else 3_000
     async with aiorpc.local_world(["server"]):
-        # By its WorkerInfo, and without a timeout to keep book of: torch's quickest way.
+        # By its WorkerInfo, and without a timeout to track: torch's quickest way.
         peer = rpc.get_worker_info("server")
         server = await aiorpc.create("server", Server)
         one = partial(remote(server).on_loop, SMALL)
         rows = [
             *await lone_rows(server, peer, repeat, 100 if quick else 500),
-            *await crowd_rows(server, peer, repeat, calls),
+            *await at_once_rows(server, peer, repeat, calls),
             *await lag_rows(one, repeat, calls, 0.2 if quick else 1.0),
             await nap_row(server, repeat, 1_000),
             *await tensor_rows(server, peer, repeat, [16] if quick else [16, 128]),
@@ -90,7 +90,7 @@ async def lone_rows(server: RRef[Server], peer: WorkerInfo, repeat: int, calls: 
 
 
 async def bridge_runs(peer: WorkerInfo, repeat: int, calls: int) -> Runs:
-    """What of a lone call is the way from torch's threads to a coroutine, and nothing else."""
+    """Measure the part of a lone call between torch's threads and a coroutine."""
     return await take_turns(repeat, partial(bridged, peer, calls), partial(raw_lone, peer, calls))
 
 
@@ -124,10 +124,12 @@ def raw_lone(peer: WorkerInfo, calls: int) -> float:
 # ── thousands at once ───────────────────────────────────────────────────────────────────────────
 
 
-async def crowd_rows(server: RRef[Server], peer: WorkerInfo, repeat: int, calls: int) -> list[Row]:
+async def at_once_rows(
+    server: RRef[Server], peer: WorkerInfo, repeat: int, calls: int
+) -> list[Row]:
     async def runs(method: str) -> Runs:
-        ours = partial(crowd, server, method, calls)
-        return await take_turns(repeat, ours, partial(raw_crowd, peer, calls))
+        ours = partial(all_at_once, server, method, calls)
+        return await take_turns(repeat, ours, partial(raw_all_at_once, peer, calls))
 
     return [
         Row(f"{calls:,} at once of a def", "calls/s", await runs("plain"), "≥ 10"),
@@ -137,23 +139,23 @@ async def crowd_rows(server: RRef[Server], peer: WorkerInfo, repeat: int, calls:
 
 
 async def no_gc_runs(server: RRef[Server], repeat: int, calls: int) -> Runs:
-    """What of a call is the garbage collector's."""
+    """Measure calls at once without garbage collections."""
     gc.disable()
     await aiorpc.call("server", gc.disable)
     try:
-        return await repeated(repeat, partial(crowd, server, "on_loop", calls))
+        return await repeated(repeat, partial(all_at_once, server, "on_loop", calls))
     finally:
         await aiorpc.call("server", gc.enable)
         gc.enable()
 
 
-async def crowd(server: RRef[Server], method: str, calls: int) -> float:
+async def all_at_once(server: RRef[Server], method: str, calls: int) -> float:
     start = perf_counter()
     await asyncio.gather(*(getattr(remote(server), method)(SMALL) for _ in range(calls)))
     return calls / (perf_counter() - start)
 
 
-def raw_crowd(peer: WorkerInfo, calls: int) -> float:
+def raw_all_at_once(peer: WorkerInfo, calls: int) -> float:
     start = perf_counter()
     torch.futures.wait_all(
         [rpc.rpc_async(peer, echo, args=(SMALL,), timeout=0) for _ in range(calls)]
@@ -199,7 +201,7 @@ def raw_carry(peer: WorkerInfo, big: Tensor, trips: int) -> float:
 async def behind_rows(
     server: RRef[Server], peer: WorkerInfo, repeat: int, larges: int
 ) -> list[Row]:
-    """What a small call takes while 128 MB are on their way, to another object of that worker."""
+    """Measure a small call while 128 MB travel to another object of that worker."""
     other = await aiorpc.create("server", Server)
     big = torch.rand(LARGE * MB // 4)
     waits: dict[str, list[tuple[float, float]]] = {"ours": [], "raw": []}
@@ -229,7 +231,7 @@ async def beside_large(
     times = []
     for _ in range(larges):
         large = asyncio.ensure_future(remote(other).take(big))
-        await asyncio.sleep(0)  # it is on its way
+        await asyncio.sleep(0)  # the large call is sent
         while not large.done():
             start = perf_counter()
             await remote(server).on_loop(SMALL)
@@ -254,8 +256,8 @@ def raw_beside_large(peer: WorkerInfo, big: Tensor, larges: int) -> float:
 
 
 async def nap_row(server: RRef[Server], repeat: int, calls: int) -> Row:
-    # Raw torch has no other way to wait than to block the thread that was given the call: with
-    # two of them it would take half a second for each hundred.
+    # A method in raw torch waits by blocking the thread of its call. With two threads, each hundred
+    # calls would take half a second.
     runs = await repeated(repeat, partial(naps, server, calls))
     return Row(f"{calls:,} at once that sleep {NAP * 1e3:.0f} ms", "s", runs, "≤ 0.15")
 
@@ -270,12 +272,12 @@ async def naps(server: RRef[Server], calls: int) -> float:
 
 
 async def panels(server: RRef[Server], peer: WorkerInfo, repeat: int, quick: bool) -> list[Panel]:
-    crowds = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1_000, 4_000]
-    at_once = await swept(repeat, crowds, partial(rate, server), partial(raw_rate, peer))
+    counts = [1, 16, 256] if quick else [1, 4, 16, 64, 256, 1_000, 4_000]
+    at_once = await swept(repeat, counts, partial(rate, server), partial(raw_rate, peer))
     sizes = [1.0, 16.0] if quick else [0.0625, 0.25, 1.0, 4.0, 16.0, 64.0]
     carried = await swept(repeat, sizes, partial(carry_mb, server), partial(raw_carry_mb, peer))
     return [
-        Panel("Calls at once", "calls at once", "calls/s", pair(crowds, at_once, "raw torch")),
+        Panel("Calls at once", "calls at once", "calls/s", pair(counts, at_once, "raw torch")),
         Panel(
             "Large tensors", "size, MB", "MB/s there and back", pair(sizes, carried, "raw torch")
         ),
@@ -289,14 +291,14 @@ def rounds(at_once: int) -> int:
 async def rate(server: RRef[Server], at_once: int) -> float:
     start = perf_counter()
     for _ in range(rounds(at_once)):
-        await crowd(server, "on_loop", at_once)
+        await all_at_once(server, "on_loop", at_once)
     return rounds(at_once) * at_once / (perf_counter() - start)
 
 
 def raw_rate(peer: WorkerInfo, at_once: int) -> float:
     start = perf_counter()
     for _ in range(rounds(at_once)):
-        raw_crowd(peer, at_once)
+        raw_all_at_once(peer, at_once)
     return rounds(at_once) * at_once / (perf_counter() - start)
 
 
@@ -309,7 +311,7 @@ def raw_carry_mb(peer: WorkerInfo, size: float) -> float:
 
 
 if __name__ == "__main__":
-    given = arguments("What a call costs, against torch.distributed.rpc's own.")
+    given = arguments("The cost of a call, compared with torch.distributed.rpc.")
     rows, drawn = asyncio.run(main(given))
     show(rows)
     present(drawn, given.plot)

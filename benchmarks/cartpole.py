@@ -1,11 +1,11 @@
 """How long does an episode of batch CartPole take? The figure of PyTorch's tutorial.
 
 One agent, one to ten observers in processes of their own, each with one environment, with batching
-and without; and the same number of environments as coroutines of one process. Beside them the
-tutorial's own program as published, and the plain form in `examples/_reference`, which is its
-pattern made as quick as it gets. Ours and the plain form train from the same seed with the same
-episodes, so that they do the same work. Each side's processes are started, measured and ended in
-turn; they are forked from a process that has imported torch.
+and without; and the same number of environments as coroutines of one process. They are compared
+with the tutorial's own program as published, and with the plain form in `examples/_reference`: its
+pattern in its fastest form. Ours and the plain form train from the same seed with the same
+episodes, so they do the same work. The sides' processes are started, measured and ended one after
+the other; they are forked from a process that has imported torch.
 
     python -m benchmarks.cartpole [--quick] [--repeat N] [--plot PATH] [--transports shm uv]
 """
@@ -31,14 +31,14 @@ from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, present
 TABLE = [1, 5, 10]  # observers in the table; the figure has all of FIGURE
 FIGURE = range(1, 11)
 EPISODE = 500  # steps of an observer, in the tutorial's figure
-PATIENCE = 300.0  # seconds for a side's turn
+PATIENCE = 300.0  # seconds for one measurement of a side
 
 Found = dict[tuple[str, int], list[float]]
-"""Steps/s, and the agent's CPU in µs/step, of every turn, by what and how many environments."""
+"""Steps/s and the agent's CPU in µs/step of every repetition, by name and environments."""
 
 
-def turn(side: ModuleType, sizes: Sizes) -> dict[str, float]:
-    """Start a side's processes, measure and end them: steps/s, and CPU in µs/step."""
+def measure_side(side: ModuleType, sizes: Sizes) -> dict[str, float]:
+    """Start a side's processes, measure and end them; return steps/s, and CPU in µs/step."""
     with TemporaryDirectory() as folder, processes(side, sizes, folder) as report:
         if not report.poll(PATIENCE):
             raise SystemExit(f"{side.__name__} did not end within {PATIENCE:.0f} s: {sizes}")
@@ -52,7 +52,7 @@ def turn(side: ModuleType, sizes: Sizes) -> dict[str, float]:
 
 @contextmanager
 def processes(side: ModuleType, sizes: Sizes, folder: str) -> Iterator[Connection]:
-    """The agent and its observers, and what comes from the agent."""
+    """Run the agent and its observers; yield the connection for the agent's report."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([ours.__name__, plain.__name__, tutorial.__name__])
     mine, its = context.Pipe(duplex=False)
@@ -76,7 +76,7 @@ def processes(side: ModuleType, sizes: Sizes, folder: str) -> Iterator[Connectio
 
 
 def measure(given: argparse.Namespace, observers: Sequence[int]) -> Found:
-    """All sides at all sizes, `repeat` times, one after the other."""
+    """Measure all sides at all sizes, `repeat` times, one after the other."""
     rates: Found = {}
     steps = 40 if given.quick else given.steps
     for _ in range(given.repeat):
@@ -89,13 +89,13 @@ def measure(given: argparse.Namespace, observers: Sequence[int]) -> Found:
                 ("plain form", plain, spread),
                 ("together", ours, together),
             ):
-                for variant, rate in turn(side, sizes).items():
+                for variant, rate in measure_side(side, sizes).items():
                     rates.setdefault((f"{name}, {variant}", count), []).append(rate)
     return rates
 
 
 def rows(rates: Found) -> list[Row]:
-    """The table: ours against the better variant of the tutorial's, and of the plain form."""
+    """Return the table: ours against the better variant of the tutorial's and of the plain form."""
     found = []
     counts = sorted({count for _, count in rates})
     for other, aims in (("tutorial", ("≥ 1.3", "≥ 5")), ("plain form", ("", ""))):
@@ -109,7 +109,7 @@ def rows(rates: Found) -> list[Row]:
 
 
 def against(other: str, rates: Found, count: int, aims: tuple[str, str]) -> list[Row]:
-    """Ours at so many observers, in rows; the aims are batched, and all in one."""
+    """Return the rows of ours at `count` observers; `aims`: batched, and in one process."""
     best, unit = better(other, rates, count), "steps/s"
     what = f"{count} observer{'s' * (count > 1)}"
     said = f"against the {other}"
@@ -126,13 +126,13 @@ def against(other: str, rates: Found, count: int, aims: tuple[str, str]) -> list
 
 
 def better(other: str, rates: Found, count: int) -> list[float]:
-    """That side's variant whose median is the higher one."""
+    """Return the rates of that side's variant with the higher median."""
     variants = [rates[f"{other}, {variant}", count] for variant in ("batched", "unbatched")]
     return max(variants, key=median)
 
 
 def panel(rates: Found) -> Panel:
-    """Seconds for an episode against the size of the world."""
+    """Return the panel: seconds for an episode against the size of the world."""
     looks = {
         "tutorial, unbatched": ("the tutorial, unbatched", ("#999999", "v")),
         "tutorial, batched": ("the tutorial, batched", ("#666666", "^")),
@@ -159,16 +159,16 @@ def panel(rates: Found) -> Panel:
 def main() -> None:
     parser = argparse.ArgumentParser(description="Batch CartPole, against the tutorial's pattern.")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
-    parser.add_argument("--steps", type=int, default=500, help="of an environment in a round")
-    parser.add_argument("--observers", type=int, nargs="+", help="instead of 1, 5 and 10")
-    parser.add_argument("--transports", nargs="+", help="by default each side's own")
+    parser.add_argument("--steps", type=int, default=500, help="steps of an environment in a round")
+    parser.add_argument("--observers", type=int, nargs="+", help="numbers of observers (1 5 10)")
+    parser.add_argument("--transports", nargs="+", help="of TensorPipe; default: each side's")
     given = parse(parser)
     few = [1, 2] if given.quick else TABLE
     observers = given.observers or (list(FIGURE) if given.plot and not given.quick else few)
     before = os.getloadavg()[0]
     rates = measure(given, observers)
     show(rows(rates), other="the other side's better variant")
-    # Its own processes are in the second figure.
+    # The second figure includes the benchmark's own processes.
     print(f"load average of the machine before and after: {before:.1f}, {os.getloadavg()[0]:.1f}")
     present([panel(rates)], given.plot)
 

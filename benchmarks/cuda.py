@@ -1,8 +1,8 @@
 """What do tensors and batches on a CUDA device cost?
 
-Two workers on one device. A tensor there and back, against raw torch RPC in the same world and
-against a plain copy on the device, and the most device memory that either side had; a policy that
-is called by many at once, batched and one by one.
+Two workers use one device. A tensor goes there and back, compared with raw torch RPC in the same
+world and with a plain copy on the device; the peak device memory of either side is shown. A policy
+is called by many callers at once, batched and one by one.
 
     python -m benchmarks.cuda [--quick] [--repeat N] [--device cuda:0]
 """
@@ -30,19 +30,19 @@ MB = 1 << 20
 
 
 class Echo:
-    """Gives back what it gets."""
+    """An object that returns its argument."""
 
     async def echo(self, tensor: Tensor) -> Tensor:
         return tensor
 
 
 def echo(tensor: Tensor) -> Tensor:
-    """The same for plain torch."""
+    """Return the argument, for plain torch."""
     return tensor
 
 
 def peak(device: str) -> float:
-    """MB of the device that this process had at most since the last time."""
+    """Return this process's peak device memory in MB since the last call."""
     found = torch.cuda.max_memory_allocated(device) / MB
     torch.cuda.empty_cache()
     torch.cuda.reset_peak_memory_stats(device)
@@ -50,7 +50,7 @@ def peak(device: str) -> float:
 
 
 def policy_of(*, device: str, size: int) -> Any:
-    """An object whose policy is asked by many; its class is made for that device."""
+    """Make a policy object whose class batches on that device."""
 
     class Policy:
         def __init__(self) -> None:
@@ -61,7 +61,7 @@ def policy_of(*, device: str, size: int) -> Any:
         @batched(max_size=size, stack=True, device=device)
         @torch.inference_mode()
         def act(self, states: Tensor) -> Tensor:
-            """Of rows [64] on the CPU, stacked on the device."""
+            """Return the actions for states [64], sent from the CPU and stacked on the device."""
             return self.net(states).argmax(1)  # type: ignore[no-any-return]
 
         @torch.inference_mode()
@@ -83,7 +83,7 @@ async def main(given: argparse.Namespace) -> list[Row]:
 
 
 async def echoes(given: argparse.Namespace, size: int) -> list[Row]:
-    """A tensor of so many MB, there and back, in GB/s of both ways together."""
+    """Measure a tensor of `size` MB there and back, in GB/s of both ways together."""
     tensor = torch.ones(size * MB // 4, device=given.device)
     actor = remote(await create(CALLEE, Echo))
     times = max(3, min(200, (64 if given.quick else 2048) // size))
@@ -124,7 +124,7 @@ async def copied(tensor: Tensor) -> Tensor:
 
 
 async def timed(step: Callable[[], Awaitable[Tensor]], times: int) -> float:
-    """How often a second, one after another, until the device has done it."""
+    """Return steps per second, one after another, until the device has finished."""
     torch.cuda.synchronize()
     start = time.perf_counter()
     for _ in range(times):
@@ -134,7 +134,7 @@ async def timed(step: Callable[[], Awaitable[Tensor]], times: int) -> float:
 
 
 async def policies(given: argparse.Namespace, policy: Any, many: int) -> Row:
-    """Calls a second of so many callers, each of whom asks again when it is answered."""
+    """Measure calls per second of `many` callers; each calls again when it is answered."""
     state, rounds = torch.randn(64), 10 if given.quick else 100
 
     async def asking(ask: Callable[[Tensor], Awaitable[Tensor]]) -> float:

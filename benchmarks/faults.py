@@ -1,14 +1,14 @@
-"""What becomes of a world when one of its workers is lost, in whatever it is in the middle of?
+"""What happens to a world when one of its workers is lost, in each state of the world?
 
-Three workers in processes of their own, `a`, `b` and `main`, for each cell of a table: `a` is
-struck by a fault while the world is in a state. Those who wait for it must be told what is
-documented, in the time that is documented; the others must go on; and every process must end by
-itself with an exit code that is true. The exit code is 1 if a cell failed.
+Each cell of the table runs three workers in processes of their own: `a`, `b` and `main`. A fault is
+injected into `a` while the world is in a state. Calls that wait for `a` must fail with the
+documented error in the documented time, and the others must go on. Every process must end by itself
+with the right exit code. The benchmark's exit code is 1 if a cell failed.
 
     python -m benchmarks.faults [--only WORDS ...] [--jobs N] [--markdown docs/faults.md]
 
-`--only "kill -9" "open stream"` runs the cells whose fault and whose state are named; one of them
-alone stands for a row or a column.
+`--only "kill -9" "open stream"` runs the cells of that fault and that state; a fault or a state
+alone selects its row or column.
 """
 
 import argparse
@@ -31,7 +31,7 @@ import aiorpc_torch  # noqa: F401 - once, for all processes, which are forked
 from ._compare import lay_out
 from ._faults_cell import FAULTS, STATES, Fault, Verdict, makes_no_sense, play
 
-LIMIT = 60.0  # seconds for a cell: one that hangs has failed
+LIMIT = 60.0  # seconds for a cell; one that takes longer has failed
 Cell = tuple[Fault, str]
 
 
@@ -40,7 +40,7 @@ def arguments() -> argparse.Namespace:
     names = [*(fault.name for fault in FAULTS), *STATES]
     parser.add_argument("--only", nargs="+", choices=names, default=[], metavar="WORDS")
     parser.add_argument("--jobs", type=int, default=3, metavar="N", help="cells at once (3)")
-    parser.add_argument("--markdown", type=Path, metavar="PATH", help="put the table into a page")
+    parser.add_argument("--markdown", type=Path, metavar="PATH", help="page to put the table into")
     return parser.parse_args()
 
 
@@ -56,11 +56,11 @@ def chosen(only: Sequence[str]) -> list[Cell]:
 
 
 class Run:
-    """A cell that is being played."""
+    """A cell that is running."""
 
     def __init__(self, cell: Cell) -> None:
         self.cell = cell
-        # Not a TemporaryDirectory, which every forked process that ends would clear away.
+        # Not a TemporaryDirectory, which every forked process would delete at its end.
         self._path = Path(tempfile.mkdtemp(prefix="aiorpc-faults-"))
         self._start = time.monotonic()
         sys.stdout.flush()
@@ -78,7 +78,7 @@ class Run:
         os._exit(0)
 
     def verdict(self) -> Verdict | None:
-        """None while it runs."""
+        """Return the verdict, or None while the cell runs."""
         if os.waitpid(self._pid, os.WNOHANG)[0]:
             found = Verdict(**json.loads((self._path / "verdict").read_text()))
         elif time.monotonic() > self._start + LIMIT:
@@ -115,7 +115,7 @@ def play_all(cells: list[Cell], jobs: int) -> dict[Cell, Verdict]:
     return found
 
 
-# ── what it says ────────────────────────────────────────────────────────────────────────────────
+# ── output ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def say(cell: Cell, verdict: Verdict) -> None:
@@ -136,7 +136,7 @@ def measured(verdict: Verdict) -> str:
 
 
 def table(found: dict[Cell, Verdict]) -> list[list[str]]:
-    """Faults below each other, states beside each other."""
+    """Return the table: a row for each fault, a column for each state."""
     rows = [["", *STATES]]
     for fault in FAULTS:
         verdicts = [found.get((fault, state)) for state in STATES]
@@ -173,7 +173,7 @@ def show(found: dict[Cell, Verdict]) -> None:
 
 
 def markdown(found: dict[Cell, Verdict]) -> str:
-    """The table for the page: what was seen, with the seconds."""
+    """Return the table for the page: outcomes with their seconds."""
     head, *_ = table(found)
     lines = [head, ["---"] * len(head)]
     for fault in FAULTS:
@@ -192,7 +192,7 @@ def insert(path: Path, text: str) -> None:
         flags=re.DOTALL,
     )
     if count != 1:
-        sys.exit(f"{path} has no place for the table: <!-- faults --> ... <!-- end -->")
+        sys.exit(f"{path} has no marks for the table: <!-- faults --> ... <!-- end -->")
     path.write_text(page)
 
 

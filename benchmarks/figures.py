@@ -1,6 +1,6 @@
-"""Run every benchmark, draw every figure, and put what was printed into docs/benchmarks.md.
+"""Run every benchmark, draw every figure, and put the printed tables into docs/benchmarks.md.
 
-Each runs in a process of its own, one after the other, on a machine that should do nothing else.
+Each runs in a process of its own, one after the other. The machine should do nothing else.
 
     python -m benchmarks.figures [--quick] [--only NAME ...]
 
@@ -24,13 +24,13 @@ TEXT = ROOT / "out" / "benchmarks.txt"
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Every benchmark, with its figure.")
     names = [*FIGURED, "soak"]
-    parser.add_argument("--quick", action="store_true", help="to see that it works; the page stays")
+    parser.add_argument("--quick", action="store_true", help="as a check; the page stays")
     parser.add_argument("--only", nargs="+", choices=names, default=FIGURED, metavar="NAME")
     return parser.parse_args()
 
 
 def run(name: str, *, quick: bool) -> str:
-    """One benchmark; what it printed."""
+    """Run a benchmark and return its output."""
     figure = (TEXT.parent if quick else FIGURES) / f"{name}.svg"
     command = [sys.executable, "-m", f"benchmarks.{name}"]
     command += ["--plot", str(figure)] if name in FIGURED else []
@@ -42,11 +42,11 @@ def run(name: str, *, quick: bool) -> str:
 
 
 def insert(page: str, name: str, text: str) -> str:
-    """The page with this text in the fenced block that its marks enclose."""
+    """Return the page with `text` in the fenced block between the marks of `name`."""
     block = f"<!-- {name} -->\n\n```text\n{text}\n```\n\n<!-- end -->"
     pattern = rf"<!-- {name} -->\n.*?<!-- end -->"
     if not re.search(pattern, page, re.DOTALL):
-        raise ValueError(f"{PAGE.name} has no place for {name}: <!-- {name} --> ... <!-- end -->")
+        raise ValueError(f"{PAGE.name} has no marks for {name}: <!-- {name} --> ... <!-- end -->")
     return re.sub(pattern, lambda _: block, page, count=1, flags=re.DOTALL)
 
 

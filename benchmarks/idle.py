@@ -1,9 +1,9 @@
-"""What does a world cost while nobody calls, and how long does one take to leave?
+"""What does an idle world cost, and how long does it take to stop?
 
-Worlds whose workers have each been called once, so that every connection is there. The time is that
-of this process and its children (multiprocessing's resource tracker is one), in all threads. Beside
-the default transport of torch's RPC stands torch's own choice, shared memory, whose threads look
-for messages all the time.
+Each worker has been called once, so that every connection exists. The CPU time is that of this
+process and its children (multiprocessing's resource tracker is one), in all threads. The default
+transport of torch's RPC is compared with torch's own choice, shared memory, whose threads poll for
+messages all the time.
 
     python -m benchmarks.idle [--sizes N ...] [--seconds S]
 """
@@ -22,14 +22,14 @@ from ._compare import lay_out, machine, number
 from ._process import cpu_seconds, family, wakeups
 
 SIZES = [3, 32]
-SETTLE = 1.0  # seconds until what the start has left to do is done
+SETTLE = 1.0  # seconds until the work of the start is done
 PATIENCE = 600.0  # seconds for a world to start
 SHARED = ["shm", "uv"]
 
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """One world."""
+    """Measurements of one world."""
 
     start: float  # seconds
     processes: int
@@ -39,11 +39,11 @@ class Idle:
 
 
 async def nothing() -> None:
-    """What is called, so that there is a connection."""
+    """Do nothing; a call of this opens the connection."""
 
 
 async def measure(size: int, transports: Sequence[str] | None, seconds: float) -> Idle:
-    """A world of so many children and this process, left alone for that long."""
+    """Measure an idle world of `size` children and this process for `seconds`."""
     begin = time.perf_counter()
     async with aiorpc.local_world(size, transports=transports, start_timeout=PATIENCE) as me:
         start = time.perf_counter() - begin
@@ -77,17 +77,17 @@ async def main(given: argparse.Namespace) -> None:
         "leave, s",
     )
     table: list[tuple[str, ...]] = [heads]
-    # Shared memory only in the smallest: its threads would leave the others no core.
+    # Shared memory only in the smallest world: its polling threads would take all cores.
     worlds = [(size, None) for size in given.sizes] + [(min(given.sizes), SHARED)]
     for size, transports in worlds:
         table.append(row(size, transports, await measure(size, transports, given.seconds)))
-        await asyncio.sleep(SETTLE)  # what this world has left to do is not the next one's
+        await asyncio.sleep(SETTLE)  # finish the work of this world before the next one
     lay_out(table)
     print(f"\nidle for {given.seconds:g} s, after {SETTLE:g}; {machine()}")
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What a world costs while nobody calls.")
+    parser = argparse.ArgumentParser(description="The cost of an idle world.")
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, metavar="N", help="children")
-    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="of idleness")
+    parser.add_argument("--seconds", type=float, default=30.0, metavar="S", help="idle seconds")
     asyncio.run(main(parser.parse_args()))

@@ -1,8 +1,8 @@
 """How much memory does a call take while it waits for its answer, here and there?
 
-Each call is a task that waits for a gate at the callee, where each is a task too. What of it is
-asyncio's own is measured in a third process, with as many tasks that wait for one future. And a
-stream whose consumer is slow: is it held back, or does its memory grow?
+Each call is a task that waits for a gate at the callee, where each is a task too. The part of
+asyncio itself is measured in a third process, with as many tasks that wait for one future. A stream
+with a slow consumer must be held back, so that its memory does not grow.
 
     python -m benchmarks.memory [--quick] [--repeat N] [--plot PATH]
 """
@@ -21,13 +21,13 @@ from ._compare import Row, Runs, arguments, show
 from ._plot import ALSO_OURS, OTHER, OURS, Curve, Panel, present
 from ._process import own_memory, swept_memory
 
-PARTS = 10  # in which the calls are made, with a look at the memory after each
-STEP = 250  # tasks made in one turn of a loop that serves others too
+PARTS = 10  # in which the calls are made; memory is measured after each
+STEP = 250  # tasks made in one event-loop iteration, so that the loop serves others too
 MB = 1_000_000
 
 
 class Gate:
-    """Keeps everybody waiting until it opens."""
+    """A gate at which calls wait until it opens."""
 
     def __init__(self) -> None:
         self.waiting = 0
@@ -49,7 +49,7 @@ class Gate:
 
 
 class Weight(NamedTuple):
-    """What a process holds: bytes, and the objects that Python's allocator knows."""
+    """Memory of a process: bytes, and objects of Python's allocator."""
 
     memory: int
     blocks: int
@@ -65,7 +65,7 @@ async def weight_at_rest() -> Weight:
 
 @dataclass(slots=True)
 class Course:
-    """Of one process in one round: bytes above the start, part by part, and what stays behind."""
+    """Memory of a process in one round: bytes above the start by part, and the rest at the end."""
 
     start: Weight
     parts: list[int] = field(default_factory=list)
@@ -84,7 +84,7 @@ class Course:
 
 
 async def waiting_calls(calls: int, here: Course, there: Course) -> None:
-    """A round: make the calls, open the gate, see that each is answered."""
+    """Run a round: make the calls, open the gate, check that each is answered."""
     before = await weight_at_rest(), await call("server", weight_at_rest)
     await pass_gate(calls, here, there)
     after = await weight_at_rest(), await call("server", weight_at_rest)
@@ -97,7 +97,7 @@ async def pass_gate(calls: int, here: Course, there: Course) -> None:
     tasks: list[asyncio.Task[None]] = []
     for _ in range(PARTS):
         tasks += [asyncio.create_task(remote(gate).wait()) for _ in range(calls // PARTS)]
-        await asyncio.sleep(0)  # they are sent, in order, and begin before what is sent now
+        await asyncio.sleep(0)  # they are sent in order, and begin before the next call
         expect(await remote(gate).how_many(), len(tasks))
         here.sample(await weight())
         there.sample(await call("server", weight))
@@ -112,7 +112,7 @@ def expect(waiting: int, expected: int) -> None:
 
 
 async def waiting_tasks(calls: int, start: Weight) -> Course:
-    """The same within one process: what of it is asyncio's own."""
+    """Measure as many tasks in one process without calls: the part of asyncio itself."""
     course, gate = Course(start), Gate()
     tasks: list[asyncio.Task[None]] = []
     for part in range(1, PARTS + 1):
@@ -128,7 +128,7 @@ async def waiting_tasks(calls: int, start: Weight) -> Course:
 
 @dataclass(slots=True)
 class Courses:
-    """Of each process, round by round."""
+    """Measurements of each process, round by round."""
 
     here: list[Course] = field(default_factory=list)
     there: list[Course] = field(default_factory=list)
@@ -136,7 +136,7 @@ class Courses:
 
 
 async def measure_calls(calls: int, repeat: int) -> Courses:
-    # The first round has the allocators fetch what they will keep in stock.
+    # In the first round the allocators fetch memory that they keep afterwards.
     await waiting_calls(PARTS, Course(await weight()), Course(await call("server", weight)))
     starts = [
         await weight_at_rest(),
@@ -175,7 +175,7 @@ def call_rows(found: Courses, calls: int) -> list[Row]:
 
 
 def calls_panel(found: Courses, calls: int) -> Panel:
-    """Of the first round: in later ones the memory is in stock already."""
+    """Return the panel of the first round; later ones reuse memory kept by the allocators."""
     xs = [calls // PARTS * part for part in range(PARTS + 1)]
 
     def curve(label: str, look: tuple[str, str], course: Course) -> Curve:
@@ -201,7 +201,7 @@ async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
 
 
 if __name__ == "__main__":
-    given = arguments("How much memory a waiting call takes.")
+    given = arguments("The memory of a waiting call.")
     rows, drawn = asyncio.run(main(given))
     show(rows, other="asyncio's own")
     present(drawn, given.plot)

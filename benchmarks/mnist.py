@@ -1,7 +1,7 @@
 """How fast is a parameter server trained by one, two and four trainers, and what do they learn?
 
-The plain form, one trainer in blocking torch RPC (`examples/_reference/mnist.py`), takes turns with
-`examples/mnist.py`. Each run is a program in processes of its own; all train on as many images.
+The plain form, one trainer in blocking torch RPC (`examples/_reference/mnist.py`), alternates with
+`examples/mnist.py`. Each run is a program in processes of its own. All train on as many images.
 
     python -m benchmarks.mnist [--quick] [--repeat N]
 """
@@ -42,9 +42,9 @@ def run(way: list[str], given: argparse.Namespace) -> Run:
 
 def measure(given: argparse.Namespace) -> dict[str, list[Run]]:
     runs: dict[str, list[Run]] = {name: [] for name in WAYS}
-    for turn in range(given.repeat):
-        # Whoever comes later finds another machine: the order turns too.
-        for name in list(WAYS)[:: -1 if turn % 2 else 1]:
+    for repetition in range(given.repeat):
+        # The machine changes with time, so the order alternates too.
+        for name in list(WAYS)[:: -1 if repetition % 2 else 1]:
             runs[name].append(run(WAYS[name], given))
             print(f"{name}: {runs[name][-1]}", file=sys.stderr, flush=True)
     return runs
@@ -63,5 +63,5 @@ def show(runs: dict[str, list[Run]]) -> None:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--images", type=int, default=3000, help="to train on in each run")
+    parser.add_argument("--images", type=int, default=3000, help="training images of each run")
     show(measure(parse(parser)))

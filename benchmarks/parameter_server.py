@@ -1,10 +1,10 @@
 """What does the parameter server of the examples cost beside its plain-torch form?
 
-A trainer computes, and then waits until it has the next model: for its own gradient to travel and
-be added, for the other trainers, for the step, and for the model to travel. That is what is
-measured, for each trainer and each step, and the most memory that the server's process had. Ours
-sends while it computes, which takes time from that where cores are few: so both are shown, and how
-long it is from one step to the next. The plain form is the tutorial's pattern at its strongest
+A trainer computes, and then waits until it has the next model: its gradient travels and is added,
+the other trainers finish, the step is made, and the model travels. That wait is measured for each
+trainer and each step, and the peak memory of the server's process. Ours sends while it computes,
+which slows computing where cores are few. So the table shows both, and the time from one step to
+the next. The plain form is the tutorial's pattern in its strongest form
 (`examples/_reference/parameter_server.py`), with the same model, images, optimizer and threads.
 
     python -m benchmarks.parameter_server [--quick] [--repeat N] [--trainers N ...]
@@ -34,24 +34,25 @@ from ._compare import Row, Runs, parse, show
 from ._peers_process import end_with_parent, process
 
 LIMIT = 300.0
-"""Seconds for one turn of one side."""
+"""Seconds for one measurement of one side."""
 
 TRANSPORTS = ["uv"]
-"""Of both sides, and the better for both where workers are more than cores: over shared memory each
-of them spins for messages, in the time in which others compute. Tensors go from memory to memory
-over either.
+"""Transports of both sides, the better ones for both with more workers than cores.
+
+Over shared memory each worker spins for messages while others compute. Tensors go from memory to
+memory over either.
 """
 
-WARM = 2  # steps whose times are not counted
+WARM = 2  # warm-up steps, which are not counted
 
 
 def main(given: argparse.Namespace) -> list[Row]:
     rows: list[Row] = []
     for trainers in given.trainers:
         sides: tuple[list[Figures], list[Figures]] = [], []
-        for turn in range(given.repeat):
-            # Whoever comes second finds a warmer machine: they take that in turns too.
-            for side in (0, 1) if turn % 2 == 0 else (1, 0):
+        for repetition in range(given.repeat):
+            # The second one finds a warmer machine, so the order alternates too.
+            for side in (0, 1) if repetition % 2 == 0 else (1, 0):
                 sides[side].append(measure((run_ours, run_plain)[side], trainers, given.quick))
         rows += compared(trainers, *sides)
     return rows
@@ -75,8 +76,8 @@ def compared(trainers: int, mine: list[Figures], theirs: list[Figures]) -> list[
 
 
 def measure(side: Callable[..., None], trainers: int, quick: bool) -> Figures:
-    # Few images a batch: what the trainers compute is not what is measured, and takes the cores
-    # from what is.
+    # Few images a batch: the trainers' computing is not measured, and takes cores from the
+    # measured part.
     words = ["--trainers", str(trainers), "--iterations", "10", "--batch", "2", "--lr", "0"]
     words += ["--model", "small"] if quick else []
     with tempfile.TemporaryDirectory(prefix="parameter-server-") as scratch:
@@ -94,7 +95,7 @@ def take_turn(parent: Connection, side: Callable[..., None], words: list[str], a
 
 
 def figures(scratch: Path, trainers: int) -> Figures:
-    """Of one turn: medians of all trainers' steps, and the server's memory."""
+    """Return the medians of all trainers' steps, and the server's memory."""
     compute, outside, step = [], [], []
     for rank in range(1, trainers + 1):
         spans = json.loads((scratch / str(rank)).read_text())
@@ -145,7 +146,7 @@ idle: list[float] = []  # MB of the server, before it has a model
 
 
 def timed(program: ModuleType) -> list[tuple[float, float]]:
-    """Let the program keep when each of its computations began and ended."""
+    """Make the program record when each of its computations began and ended."""
     spans: list[tuple[float, float]] = []
     learn = program.learn
 
@@ -175,8 +176,8 @@ def write(scratch: str, rank: int, spans: list[tuple[float, float]]) -> None:
 
 
 def memory(what: str) -> float:
-    """MB of this process: what it has (VmRSS), or had at most (VmHWM)."""
-    # Not `getrusage`, which begins with what the process had that forked this one.
+    """Return MB of this process, now (`VmRSS`) or at its peak (`VmHWM`)."""
+    # Not `getrusage`, which starts from the peak of the process that forked this one.
     with open("/proc/self/status") as file:
         lines = dict(line.split(":", 1) for line in file)
     return int(lines[what].split()[0]) / 1024

@@ -27,11 +27,11 @@ from ._compare import lay_out
 LIBRARY = f"{Path(aiorpc.__file__).parent}/"
 METHODS = {"async": "on_loop", "def": "plain", "batched": "batch"}
 WARM_UP = 10
-BEGIN, END = 0.2, 0.6  # seconds after `record` in which the callee is watched
+BEGIN, END = 0.2, 0.6  # seconds after `record` between which the callee is recorded
 MARGIN = 0.1  # seconds before the call, and after its result
 
 Function = tuple[str, str, int]
-"""Its module, its qualified name, and its first line."""
+"""A function: its module, its qualified name, and its first line."""
 
 Line = tuple[str, int]
 """A module, and the number of a line in it."""
@@ -51,12 +51,14 @@ class Server:
         return xs
 
 
-# ── what is executed in a process ───────────────────────────────────────────────────────────────
+# ── recording in a process ──────────────────────────────────────────────────────────────────────
 
 
 class Tracer:
-    """Notes what the library executes while it is on, in every thread of Python's in which it is
-    installed. Code that began before it was on is noted from there.
+    """A tracer that records the library's executed code while it is on.
+
+    It covers every Python thread in which it is installed. Code that began before is recorded from
+    the moment at which the tracer is turned on.
     """
 
     def __init__(self) -> None:
@@ -65,12 +67,12 @@ class Tracer:
         self.lines: set[tuple[CodeType, int]] = set()
 
     def install(self) -> None:
-        """In this thread, and in those that start from now on."""
+        """Install the tracer in this thread and in all later ones."""
         threading.settrace(self._called)
         sys.settrace(self._called)
 
     def path(self) -> Trail:
-        """What was noted."""
+        """Return the recorded code."""
         functions = {
             (_module(each), each.co_qualname, each.co_firstlineno) for each in self.functions
         }
@@ -98,19 +100,19 @@ tracer = Tracer()
 
 
 async def install() -> None:
-    """In the process that runs this."""
+    """Install the tracer in the process that runs this."""
     tracer.install()
 
 
 async def record() -> None:
-    """Watch this process for a while, but not the call that asks for it."""
+    """Record this process for a while, without the call of this function."""
     loop = asyncio.get_running_loop()
     loop.call_later(BEGIN, setattr, tracer, "on", True)
     loop.call_later(END, setattr, tracer, "on", False)
 
 
 async def recorded() -> Trail:
-    """What was executed meanwhile."""
+    """Return the code that was executed meanwhile."""
     return tracer.path()
 
 
@@ -118,7 +120,7 @@ async def recorded() -> Trail:
 
 
 async def measure(kind: str) -> tuple[Trail, Trail]:
-    """What one call executes at the caller, and at the callee."""
+    """Return the code that one call executes at the caller and at the callee."""
     tracer.install()
     async with aiorpc.local_world(["server"]):
         await call("server", install)
@@ -130,7 +132,7 @@ async def measure(kind: str) -> tuple[Trail, Trail]:
         await asyncio.sleep(BEGIN + MARGIN)
         tracer.on = True
         await getattr(remote(server), method)(x)
-        await asyncio.sleep(MARGIN)  # what is left to do
+        await asyncio.sleep(MARGIN)  # let earlier work finish
         tracer.on = False
         await asyncio.sleep(END - BEGIN)
         return tracer.path(), await call("server", recorded)
@@ -159,7 +161,7 @@ def _count(found: set[Any]) -> Counter[str]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="How much of the library one call runs through.")
-    parser.add_argument("--kind", choices=METHODS, default="async", help="of the method")
+    parser = argparse.ArgumentParser(description="Count the library's code that one call runs.")
+    parser.add_argument("--kind", choices=METHODS, default="async", help="kind of the method")
     given = parser.parse_args()
     show(given.kind, *asyncio.run(measure(given.kind)))

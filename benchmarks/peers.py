@@ -1,8 +1,8 @@
 """How does aiorpc_torch compare with other ways to call another process from asyncio?
 
 The same work for each system: one client, one server, this machine's loopback. In each repetition
-every system is started, measured and stopped in turn, with processes of its own, so none finds
-another's threads, garbage or daemons beside it. Those that are not installed are left out.
+the systems are started, measured and stopped one after the other, in processes of their own. So no
+threads, garbage or daemons of one disturb another. Systems that are not installed are left out.
 
     python -m benchmarks.peers [--quick] [--repeat N] [--only NAME ...]
 """
@@ -23,22 +23,22 @@ from ._peers_turn import Figures, take_turn
 from ._peers_work import QUICK, Sizes, Workload, workloads
 
 LIMIT = 120.0
-"""Seconds for one turn of one system."""
+"""Seconds for one measurement of one system."""
 
 
 @dataclass
 class System:
-    """A column of the table: the module that knows the system, and what that imports."""
+    """A column of the table: the module of the system, and the package that it imports."""
 
     name: str
     module: str
     package: str
     distributions: tuple[str, ...]
     failures: list[str] = field(default_factory=list)
-    turns: list[Figures] = field(default_factory=list)
+    figures: list[Figures] = field(default_factory=list)
 
     def cell(self, workload: Workload) -> str:
-        found = [turn[workload.method] for turn in self.turns]
+        found = [figures[workload.method] for figures in self.figures]
         return spread([figure for figure in found if figure is not None])
 
     def note(self) -> str:
@@ -62,11 +62,11 @@ def all_systems() -> list[System]:
 
 def main(systems: Sequence[System], sizes: Sizes, repeat: int) -> None:
     here = [system for system in systems if find_spec(system.package)]
-    for turn in range(repeat):
-        # Whoever comes second finds a warmer machine: they take that in turns too.
-        for system in here if turn % 2 == 0 else reversed(here):
-            if len(system.failures) < 2 + len(system.turns):  # once may be the machine's fault
-                print(f"repetition {turn + 1} of {repeat}: {system.name}", file=sys.stderr)
+    for repetition in range(repeat):
+        # The second one finds a warmer machine, so the order alternates too.
+        for system in here if repetition % 2 == 0 else reversed(here):
+            if len(system.failures) < 2 + len(system.figures):  # one failure may be the machine's
+                print(f"repetition {repetition + 1} of {repeat}: {system.name}", file=sys.stderr)
                 measure(system, sizes)
     show(systems, workloads(sizes), repeat)
     if any(system.failures for system in systems):
@@ -83,11 +83,11 @@ def measure(system: System, sizes: Sizes) -> None:
     if isinstance(reply, str):
         system.failures.append(reply)
     else:
-        system.turns.append(reply)
+        system.figures.append(reply)
 
 
 def show(systems: Sequence[System], rows: Sequence[Workload], repeat: int) -> None:
-    shown = [system for system in systems if system.turns]
+    shown = [system for system in systems if system.figures]
     heads = ("", "unit", *(system.name for system in shown))
     lay_out(
         [heads, *((row.what, row.unit, *(system.cell(row) for system in shown)) for row in rows)]
@@ -110,7 +110,7 @@ def version(distribution: str) -> str:
 
 def arguments() -> argparse.Namespace:
     names = [system.name for system in all_systems()]
-    parser = argparse.ArgumentParser(description="How aiorpc_torch compares with other systems.")
+    parser = argparse.ArgumentParser(description="aiorpc_torch compared with other systems.")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
     return parse(parser)
 

@@ -2,8 +2,8 @@
 
 One model, cut in two: as coroutines (`examples.pipeline`), in plain torch RPC
 (`examples._reference.pipeline`), and uncut in one process. In each repetition every way has
-processes of its own, one way after the other. Two stages need two cores; the master, and on one
-machine, for plain torch, the polling of shared memory, take their part of them.
+processes of its own, one way after the other. Two stages need two cores. The master takes a part of
+these, and so does plain torch's polling of shared memory on one machine.
 
     python -m benchmarks.pipeline [--quick] [--repeat N] [--stages N] [--plot PATH]
 """
@@ -40,18 +40,18 @@ MICRO = [1, 2, 4, 8]
 BATCH = 64
 SHAPE = Shape(width=32)
 LR = 0.1
-LIMIT = 300.0  # seconds for one turn of one way
+LIMIT = 300.0  # seconds for one measurement of one way
 
-Times = dict[int, float]  # milliseconds a step, by the number of microbatches
+Times = dict[int, float]  # milliseconds a step, by number of microbatches
 Taken = defaultdict[int, list[float]]  # seconds of each step
 
 
 # ── in the process that trains ──────────────────────────────────────────────────────────────────
 
 
-def turn(parent: Connection, way: str, stages: int, steps: int) -> None:
-    """Measure one way, with the workers that it needs."""
-    os.setpgid(0, 0)  # so that the parent can end what may be left behind
+def measure_way(parent: Connection, way: str, stages: int, steps: int) -> None:
+    """Measure one way, with its workers."""
+    os.setpgid(0, 0)  # so that the parent can end all processes of the group
     threading.Thread(target=_end_with_parent, daemon=True).start()
     workers = [f"stage{number}" for number in range(stages)]
     parent.send(WAYS[way](workers, steps))
@@ -72,7 +72,7 @@ async def _as_coroutines(workers: list[str], steps: int) -> Times:
     async with aiorpc.local_world(workers):
         pipeline = await ours.Pipeline.create(workers, SHAPE, LR)
         taken: Taken = defaultdict(list)
-        for batch, micro in _turns(steps):
+        for batch, micro in _schedule(steps):
             start = time.perf_counter()
             await pipeline.step(batch, micro)
             taken[micro].append(time.perf_counter() - start)
@@ -102,21 +102,21 @@ def uncut(_: list[str], steps: int) -> Times:
 def _times(step: Callable[[Textures, int], float], steps: int) -> Times:
     freeze()
     taken: Taken = defaultdict(list)
-    for batch, micro in _turns(steps):
+    for batch, micro in _schedule(steps):
         start = time.perf_counter()
         step(batch, micro)
         taken[micro].append(time.perf_counter() - start)
     return _milliseconds(taken)
 
 
-def _turns(steps: int) -> list[tuple[Textures, int]]:
-    """What disturbs the machine for a while disturbs every number of microbatches."""
+def _schedule(steps: int) -> list[tuple[Textures, int]]:
+    """Interleave the numbers of microbatches, so that a slow phase affects all of them."""
     settle()
     return [(batch, micro) for batch in batches(2 + steps, BATCH, seed=0) for micro in MICRO]
 
 
 def _milliseconds(taken: Taken) -> Times:
-    return {micro: median(each[2:]) * 1e3 for micro, each in taken.items()}  # two warm up
+    return {micro: median(each[2:]) * 1e3 for micro, each in taken.items()}  # the first two warm up
 
 
 WAYS: dict[str, Callable[[list[str], int], Times]] = {
@@ -130,7 +130,7 @@ WAYS: dict[str, Callable[[list[str], int], Times]] = {
 
 
 def measured(way: str, stages: int, steps: int) -> Times:
-    with process(turn, way, stages, steps) as trainer:
+    with process(measure_way, way, stages, steps) as trainer:
         if not trainer.poll(LIMIT):
             sys.exit(f"{way}: no figures in {LIMIT:.0f} s")
         times: Times = trainer.recv()
@@ -141,7 +141,7 @@ def main(given: argparse.Namespace) -> None:
     steps = 2 if given.quick else 8
     found: dict[str, list[Times]] = {way: [] for way in WAYS}
     for repetition in range(given.repeat):
-        # Whoever comes second finds a warmer machine: they take that in turns too.
+        # The second one finds a warmer machine, so the order alternates too.
         for way in WAYS if repetition % 2 == 0 else reversed(WAYS):
             print(f"repetition {repetition + 1} of {given.repeat}: {way}", file=sys.stderr)
             found[way].append(measured(way, given.stages, steps))

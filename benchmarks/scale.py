@@ -1,9 +1,9 @@
-"""How many workers does one machine take, and what do they cost while nobody calls?
+"""How many workers does one machine take, and what do they cost while they are idle?
 
-Worlds of growing size, with our default transport of torch's RPC (uv alone) and with torch's own
-(shared memory first): how long they take to start and to stop, what their processes use while idle,
-and what a call costs there. A round of small calls to every worker shows what idle neighbours take
-away from those at work. Children are started as users' are; `--warm` forks them as
+Worlds of growing size run with our default transport of torch's RPC (uv alone) and with torch's
+default (shared memory first). Measured are the time to start and to stop, the load of idle
+processes, and the cost of a call. A round of small calls to every worker shows the cost of idle
+workers for busy ones. Children are started as users' are; `--warm` forks them as
 aiorpc_torch.testing does.
 
     python -m benchmarks.scale [--quick] [--repeat N] [--sizes N ...] [--warm] [--plot PATH]
@@ -29,19 +29,19 @@ from ._compare import number, parse, processor
 from ._plot import OURS, RAW, Curve, Panel, draw
 from ._process import cpu_seconds
 
-WAYS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # the first is torch's choice, the second ours
+WAYS = {"shm": ["shm", "uv"], "uv": ["uv"]}  # torch's default, and ours
 SIZES, QUICK = [2, 8, 32, 64], [2, 8]
 IDLE = 4.0  # seconds of idleness
-SETTLE = 1.0  # seconds until what the start has left to do is done
+SETTLE = 1.0  # seconds until the work of the start is done
 LONE = 50  # calls, one after another
-EACH = 2_000  # calls at once, to all workers in turn
+EACH = 2_000  # calls at once, spread over all workers
 PATIENCE = 600.0  # seconds for a world to start
 MB = 1_000
 
 
 @dataclass(frozen=True, slots=True)
 class World:
-    """What was seen of one world. Each field's unit stands in HEADS."""
+    """Measurements of one world. HEADS has the unit of each field."""
 
     start: float
     stop: float
@@ -71,7 +71,7 @@ HEADS = {
 
 
 async def measure(size: int, transports: list[str], *, quick: bool, warm: bool) -> World:
-    """Start a world of so many workers, this process among them, watch it, and end it."""
+    """Start a world of `size` workers, this process included; measure and end it."""
     way = testing.world if warm else aiorpc.local_world
     begin = time.perf_counter()
     async with way(size - 1, transports=transports, start_timeout=PATIENCE) as me:
@@ -102,11 +102,11 @@ async def pid() -> int:
 
 
 async def nothing() -> None:
-    """What is called, to see what a call costs."""
+    """Do nothing; a call of this shows the cost of a call."""
 
 
 async def lone_call(me: aiorpc.Worker) -> float:
-    """µs of a call to one worker; the first one opens the connection."""
+    """Return the µs of a call to one worker; the first call opens the connection."""
     times = []
     for _ in range(LONE + 1):
         begin = time.perf_counter()
@@ -116,7 +116,7 @@ async def lone_call(me: aiorpc.Worker) -> float:
 
 
 async def calls_at_once(me: aiorpc.Worker) -> float:
-    """Calls a second, to all workers in turn, once there is a connection to each."""
+    """Return calls per second, spread over all workers, once each has a connection."""
     await asyncio.gather(*(call(each, nothing) for each in me.peers))
     begin = time.perf_counter()
     await asyncio.gather(*(call(me.peers[n % len(me.peers)], nothing) for n in range(EACH)))
@@ -124,7 +124,7 @@ async def calls_at_once(me: aiorpc.Worker) -> float:
 
 
 async def idle_cpu(pids: Sequence[int], seconds: float) -> float:
-    """What all these processes together use while nothing happens: percent of a core."""
+    """Return the idle CPU of all these processes together, in percent of a core."""
     await asyncio.sleep(SETTLE)
     before, begin = cpu_seconds(pids), time.perf_counter()
     await asyncio.sleep(seconds)
@@ -132,7 +132,7 @@ async def idle_cpu(pids: Sequence[int], seconds: float) -> float:
 
 
 def proportional_memory(process: int) -> int:
-    """KB of a process; what several share is divided among them."""
+    """Return KB of a process; shared pages are divided among their processes."""
     lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith("Pss:"))
 
@@ -148,7 +148,7 @@ Found = dict[tuple[int, str], list[World]]
 
 @asynccontextmanager
 async def alone() -> AsyncIterator[None]:
-    """What the world before has left to do does not count for the next."""
+    """Wait first, so that remaining work of the last world does not count for the next."""
     await asyncio.sleep(SETTLE)
     yield
 
@@ -189,13 +189,13 @@ def panels(found: Found, sizes: Sequence[int]) -> list[Panel]:
 
     return [
         panel("Start", "start"),
-        panel("While nobody calls", "cpu"),
+        panel("Idle world", "cpu"),
         panel("Calls to all of them", "rate"),
     ]
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="How many workers one machine takes.")
+    parser = argparse.ArgumentParser(description="The cost of workers on one machine.")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="workers in a world")
     parser.add_argument("--warm", action="store_true", help="children forked from a warm process")

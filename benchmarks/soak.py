@@ -1,8 +1,8 @@
-"""Does every one of a million mixed calls end once, as it must, and does nothing stay behind?
+"""Does every one of a million mixed calls end exactly once and correctly, with nothing left over?
 
-This process and two children serve; two hundred clients here call all three, each with a seed of
-its own: methods, tensors, batches, errors, streams, calls that are passed on, given up or late. The
-exit code is 1 if a call ended otherwise than it must, did not end, or left something.
+This process and two children serve. Two hundred clients here call all three, each with a seed of
+its own: methods, tensors, batches, errors, streams, and calls that are relayed, given up or late.
+The exit code is 1 if a call ended wrongly, did not end, or left something behind.
 
     python -m benchmarks.soak [--quick] [--calls N] [--clients N] [--seed N]
 """
@@ -26,15 +26,15 @@ from ._soak_run import WORKERS, Soak, Stuck
 from ._soak_server import Server
 
 SAMPLES = 20
-LOOKS = 100  # in 10 s, in which what was given up must have ended everywhere
-THREADS = 16  # for plain methods, started when they are needed
-ENOUGH = 200_000  # calls from which on growth can be told from noise
-GROWTH = 20.0  # bytes a call that memory may grow, in the second half
+LOOKS = 100  # in 10 s, until which cancelled calls must have ended everywhere
+THREADS = 16  # for plain methods, started on demand
+ENOUGH = 200_000  # calls from which on growth exceeds noise
+GROWTH = 20.0  # bytes a call that memory may grow in the second half
 LEFT = 0.01  # objects a call that may be left
 Outcomes = Counter[tuple[str, str]]
-"""How many calls of a kind ended in which way."""
+"""Number of calls by kind and by how they ended."""
 
-ONCE = {  # what the servers count, and the kind of call that asks for it
+ONCE = {  # counters of the servers, and the kinds of calls that they count
     "plain": "plain",
     "on_loop": "on_loop",
     "tensor": "tensor",
@@ -46,11 +46,13 @@ ONCE = {  # what the servers count, and the kind of call that asks for it
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description="A million mixed calls, and what is left of them.")
+    parser = argparse.ArgumentParser(description="A million mixed calls, checked for leaks.")
     parser.add_argument("--quick", action="store_true", help="20,000 calls")
-    parser.add_argument("--calls", type=int, metavar="N", help="how many (1,000,000)")
-    parser.add_argument("--clients", type=int, metavar="N", default=200, help="at once (200)")
-    parser.add_argument("--seed", type=int, metavar="N", default=0, help="of what they draw (0)")
+    parser.add_argument("--calls", type=int, metavar="N", help="number of calls (1,000,000)")
+    parser.add_argument(
+        "--clients", type=int, metavar="N", default=200, help="clients at once (200)"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the clients (0)")
     given = parser.parse_args()
     if given.calls is None:
         given.calls = 20_000 if given.quick else 1_000_000
@@ -58,7 +60,7 @@ def arguments() -> argparse.Namespace:
 
 
 async def main(given: argparse.Namespace) -> list[str]:
-    """Run the soak; what was wrong."""
+    """Run the soak; return its problems."""
     with closing(Board(WORKERS, given.calls)) as board:
         async with aiorpc.local_world(WORKERS[1:]):
             soak = Soak(board, max(1, given.calls // SAMPLES))
@@ -87,26 +89,26 @@ async def run(
 
 
 async def rest(servers: list[RRef[Server]]) -> list[Census]:
-    """Every process, once nothing runs for anybody; or after a while, if something still does."""
+    """Sample every process once no call runs, or after a while if some still do."""
     for _ in range(LOOKS):
         if not any([await still_open(server) for server in servers]):
             break
         await asyncio.sleep(0.1)
-    await asyncio.sleep(0.2)  # the last words of those who left
+    await asyncio.sleep(0.2)  # for the last messages of cancelled calls
     return [await call(worker, census_at_rest) for worker in WORKERS]
 
 
 async def still_open(server: RRef[Server]) -> Counter[str]:
-    """What the server began and has not ended."""
+    """Return the calls that the server began and has not ended."""
     tally: tuple[Counter[str], Counter[str]] = await remote(server).tally()
     return tally[1]
 
 
-# ── what must hold ──────────────────────────────────────────────────────────────────────────────
+# ── checks ──────────────────────────────────────────────────────────────────────────────────────
 
 
 async def miscounted(servers: list[RRef[Server]], outcomes: Outcomes) -> list[str]:
-    """What did not run once for each call, and what has not ended."""
+    """Return the methods that did not run once for each call, or have not ended."""
     found = [await remote(server).tally() for server in servers]
     ran = sum((tally[0] for tally in found), Counter[str]())
     unended = sum((tally[1] for tally in found), Counter[str]())
@@ -127,7 +129,7 @@ def calls_of(kind: str, outcomes: Outcomes) -> int:
 
 
 def relayed(outcomes: Outcomes) -> int:
-    """A call that is passed on runs once more for each worker on its way."""
+    """Return the runs of relayed calls: one more for each worker on the path."""
     return sum(
         count * (1 + int(outcome.split()[0]))
         for (kind, outcome), count in outcomes.items()
@@ -136,7 +138,7 @@ def relayed(outcomes: Outcomes) -> int:
 
 
 def unrest(before: list[Census], after: list[Census], calls: int) -> Iterator[str]:
-    """What is left in a process of calls that have all ended."""
+    """Yield the leftovers of ended calls in each process."""
     for worker, was, now in zip(WORKERS, before, after, strict=True):
         if now.tasks > was.tasks:
             yield f"{worker}: {now.tasks - was.tasks} tasks are left"
@@ -144,14 +146,14 @@ def unrest(before: list[Census], after: list[Census], calls: int) -> Iterator[st
             yield f"{worker}: {now.threads - was.threads} threads are left"
         if now.blocks > was.blocks + max(10_000, LEFT * calls):
             yield f"{worker}: {now.blocks - was.blocks:,} objects are left"
-        # The call that asks for this runs there, and is in flight here.
+        # The sampling call itself runs there, and is in flight here.
         flying, running = now.stats.in_flight - (worker == WORKERS[0]), now.stats.running - 1
         if flying or running:
             yield f"{worker}: {flying} calls in flight and {running} running at rest"
 
 
 def growth(soak: Soak) -> Iterator[tuple[str, float]]:
-    """Of each process's memory: bytes a call, from the third quarter to the last."""
+    """Yield each process's growth in bytes a call, from the third quarter to the last."""
     samples = soak.samples
     third = samples[len(samples) // 2 : len(samples) * 3 // 4]
     last = samples[len(samples) * 3 // 4 :]
@@ -169,7 +171,7 @@ def grown(soak: Soak) -> Iterator[str]:
             yield f"{worker}: memory grows by {size:.0f} bytes a call"
 
 
-# ── what it says ────────────────────────────────────────────────────────────────────────────────
+# ── output ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def show_outcomes(outcomes: Outcomes) -> None:

@@ -1,9 +1,9 @@
-"""Do strangers that connect to a worker keep it from its calls, or make it keep anything?
+"""Do strangers that connect to a worker disturb its calls, or leak its memory?
 
-Thousands of connections to its abstract Unix socket and to a TCP port, none of which proves who it
-is: silent ones, garbage, half a hello, a hello with a wrong proof, and half a hello followed by the
-header of a frame of 2 GiB. Calls go on meanwhile; when all are over, a thousand calls more must be
-answered right, and nothing of the strangers may be left.
+Thousands of connections go to its abstract Unix socket and to a TCP port, without a valid proof:
+silent ones, garbage, half a hello, a hello with a wrong proof, and half a hello followed by the
+header of a frame of 2 GiB. Calls go on meanwhile. Afterwards a thousand more calls must be answered
+correctly, and no connection or memory of the strangers may be left.
 
     python -m benchmarks.strangers [--count N] [--limit S]
 """
@@ -44,15 +44,15 @@ from ._peers_process import process
 from ._process import resident_memory
 
 COUNT = 20_000
-LIMIT = 60.0  # seconds for all of them
-AT_ONCE = 4 * MAX_UNPROVEN  # strangers, at most
+LIMIT = 60.0  # seconds for all strangers
+AT_ONCE = 4 * MAX_UNPROVEN  # strangers at most
 CALLS_AFTER = 1_000
-HUGE = 1 << 31  # bytes that a header promises
+HUGE = 1 << 31  # bytes that a header announces
 MB = 1_000_000
 
 Address = str | tuple[str, int]
 Ends = Counter[tuple[str, str]]
-"""How often a kind of stranger ended in which way."""
+"""Number of strangers by kind and by how they ended."""
 
 
 class Server:
@@ -64,7 +64,7 @@ class Server:
 
 
 class Left(NamedTuple):
-    """What the worker has of strangers."""
+    """Leftovers of strangers in the worker."""
 
     unproven: int
     memory: int  # bytes
@@ -75,7 +75,7 @@ _listeners: list[Listener] = []
 
 
 async def listen() -> Addresses:
-    """Where this worker listens, with a TCP port that it opens if it has none."""
+    """Return the addresses of this worker; open a TCP port if it has none."""
     server = endpoints.serving()
     assert isinstance(server, servers.Server)
     assert server._listener is not None
@@ -94,7 +94,7 @@ async def left() -> Left:
 
 
 async def listen_no_more() -> None:
-    """Close what `listen` has opened."""
+    """Close the port that `listen` has opened."""
     for each in _listeners[1:]:
         each.close()
 
@@ -111,7 +111,7 @@ def half_hello(nonce: bytes) -> bytes:
 
 
 def wrong_proof(nonce: bytes) -> bytes:
-    """A hello of somebody who was never introduced."""
+    """Return a hello with a wrong proof."""
     return encode_hello(
         Credentials(Party("stranger", 0), Party("server", 1)), 0, nonce, new_nonce()
     )
@@ -131,26 +131,26 @@ KINDS = {
 
 
 def visit_all(told: Connection, addresses: list[Address], count: int) -> None:
-    """Be so many strangers, kind after kind; tells how they ended."""
+    """Act as `count` strangers, kind after kind; report how they ended."""
     told.send(asyncio.run(_visit_all(addresses, count)))
 
 
 async def _visit_all(addresses: list[Address], count: int) -> Ends:
     ends: Ends = Counter()
 
-    async def visit_some(kind: str, turns: Iterator[int]) -> None:
-        for turn in turns:
-            ends[kind, await visit(addresses[turn % len(addresses)], kind)] += 1
+    async def visit_some(kind: str, numbers: Iterator[int]) -> None:
+        for each in numbers:
+            ends[kind, await visit(addresses[each % len(addresses)], kind)] += 1
 
     for kind in KINDS:
-        # Whoever is done takes the next turn: those that the worker leaves waiting hold up nobody.
-        turns = iter(range(count // len(KINDS)))
-        await asyncio.gather(*(visit_some(kind, turns) for _ in range(AT_ONCE)))
+        # A finished stranger starts the next; one that is kept waiting delays no other.
+        numbers = iter(range(count // len(KINDS)))
+        await asyncio.gather(*(visit_some(kind, numbers) for _ in range(AT_ONCE)))
     return ends
 
 
 async def visit(address: Address, kind: str) -> str:
-    """One stranger, until the worker closes the connection or long after it should have."""
+    """Act as one stranger; return how it ended, or after a timeout that it is still open."""
     loop = asyncio.get_running_loop()
     with await connect(address) as visiting:
         try:
@@ -169,7 +169,7 @@ async def visit(address: Address, kind: str) -> str:
 
 
 async def connect(address: Address) -> socket.socket:
-    """Once there is room in the backlog."""
+    """Connect once the backlog accepts a connection."""
     loop = asyncio.get_running_loop()
     family = socket.AF_UNIX if isinstance(address, str) else socket.AF_INET
     visiting = socket.socket(family, socket.SOCK_STREAM)
@@ -177,7 +177,7 @@ async def connect(address: Address) -> socket.socket:
     if not isinstance(address, str):
         await loop.sock_connect(visiting, address)
         return visiting
-    while True:  # not by asyncio: where the backlog is full, its connection seems to succeed
+    while True:  # not by asyncio, whose connect seems to succeed with a full backlog
         with contextlib.suppress(BlockingIOError):
             visiting.connect(f"\0{address}")
             return visiting
@@ -189,16 +189,16 @@ async def connect(address: Address) -> socket.socket:
 
 @dataclass(slots=True)
 class Visit:
-    """How it went."""
+    """Measurements of the whole run."""
 
     ends: Ends = field(default_factory=Counter)
     seconds: float = 0.0
     before: Left | None = None
     after: Left | None = None
-    quiet: list[float] = field(default_factory=list)  # µs of a call with no strangers about
-    beside: list[float] = field(default_factory=list)  # µs with them
+    quiet: list[float] = field(default_factory=list)  # µs of a call without strangers
+    beside: list[float] = field(default_factory=list)  # µs of a call beside strangers
     new: list[float] = field(default_factory=list)  # ms of the first call of a new connection
-    failed: list[str] = field(default_factory=list)  # why there was no new connection
+    failed: list[str] = field(default_factory=list)  # errors of failed new connections
     wrong: int = 0
 
 
@@ -231,7 +231,7 @@ async def measure(count: int, limit: float) -> Visit:
 
 
 async def many_calls(server: Any, count: int, times: list[float]) -> int:
-    """How many of so many calls had a wrong result; how long each took, in µs, goes to `times`."""
+    """Make `count` calls, add their µs to `times`, and return the number of wrong results."""
     wrong = 0
     for x in range(count):
         start = time.perf_counter()
@@ -241,7 +241,7 @@ async def many_calls(server: Any, count: int, times: list[float]) -> int:
 
 
 async def calls_anew(server: Any, over: asyncio.Event, found: Visit) -> None:
-    """Connect again and again, while there are strangers."""
+    """Call on new connections until the strangers are over."""
     while not over.is_set():
         try:
             found.new.append(await asyncio.to_thread(call_anew, server))
@@ -251,7 +251,7 @@ async def calls_anew(server: Any, over: asyncio.Event, found: Visit) -> None:
 
 
 def call_anew(server: Any) -> float:
-    """ms of a call by a loop of its own, which so needs a connection of its own."""
+    """Return the ms of a call by a new loop, which needs a connection of its own."""
 
     async def first_call() -> float:
         start = time.perf_counter()
@@ -262,7 +262,7 @@ def call_anew(server: Any) -> float:
 
 
 def show(found: Visit, count: int) -> bool:
-    """Print it; whether all is well."""
+    """Print the measurements; return True if all is well."""
     before, after = found.before, found.after
     assert before is not None
     assert after is not None
@@ -302,9 +302,9 @@ def show(found: Visit, count: int) -> bool:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="What strangers' connections do to a worker.")
-    parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="of strangers")
-    parser.add_argument("--limit", type=float, default=LIMIT, metavar="S", help="seconds for them")
+    parser = argparse.ArgumentParser(description="The effect of strangers on a worker.")
+    parser.add_argument("--count", type=int, default=COUNT, metavar="N", help="number of strangers")
+    parser.add_argument("--limit", type=float, default=LIMIT, metavar="S", help="seconds for all")
     given = parser.parse_args()
     if not show(asyncio.run(measure(given.count, given.limit)), given.count):
         sys.exit("not all is well")

@@ -1,7 +1,7 @@
 """How fast do items come out of a remote generator?
 
-Torch has no streams. The other side is what its users write in their place: one call an item, and
-to be as quick as they can, with a window of calls in flight, whose answers are taken in order.
+Torch has no streams. The other side is what its users write instead: one call an item, in the
+fastest form with a window of calls in flight, whose answers are taken in order.
 
     python -m benchmarks.streams [--quick] [--repeat N] [--plot PATH]
 """
@@ -27,7 +27,7 @@ from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, pair, present
 
 SMALL = 4  # floats in a small item
 WINDOW = 64  # calls of raw torch in flight
-LARGE_WINDOW = 8  # of large items: where it is fastest, as tried with 1 to 64
+LARGE_WINDOW = 8  # for large items; the fastest of 1 to 64
 LARGE = 64 * 1024  # bytes from which an item is large
 AT_ONCE = 16
 MB = 1_000_000
@@ -35,7 +35,7 @@ SIZES = [4, 64, 256, 1_024, 4_096, 16_384, 65_536, 262_144]  # in floats
 
 
 class Source:
-    """Yields one tensor again and again: what is measured is the way, not the making."""
+    """A source that yields one tensor again and again, so that only the transport is measured."""
 
     async def on_loop(self, count: int, floats: int) -> AsyncIterator[Tensor]:
         item = torch.ones(floats)
@@ -87,7 +87,7 @@ async def rate(source: RRef[Source], method: str, count: int, floats: int) -> fl
 
 
 async def rate_at_once(source: RRef[Source], count: int, at_once: int = AT_ONCE) -> float:
-    """Of all streams together."""
+    """Return the items per second of all streams together."""
     start = perf_counter()
     each = [consume(source, "on_loop", count // at_once, SMALL) for _ in range(at_once)]
     return sum(await asyncio.gather(*each)) / (perf_counter() - start)
@@ -131,7 +131,7 @@ def raw_first(peer: WorkerInfo, calls: int) -> float:
 
 
 async def small_rows(source: RRef[Source], peer: WorkerInfo, repeat: int, count: int) -> list[Row]:
-    pipelined = partial(raw_pipelined, peer, count // 4, SMALL)  # a rate: it need not take as long
+    pipelined = partial(raw_pipelined, peer, count // 4, SMALL)  # a rate needs fewer items
     one_by_one = partial(raw_one_by_one, peer, count // 10, SMALL)
     on_loop = partial(rate, source, "on_loop", count, SMALL)
     plain = partial(rate, source, "plain", count, SMALL)
@@ -176,7 +176,7 @@ async def panels(source: RRef[Source], peer: WorkerInfo, repeat: int, quick: boo
 
 
 def count_of(floats: int, budget: int) -> int:
-    """How many items of a size are measured: 200 MB at most."""
+    """Return the number of items to measure for a size: 200 MB at most."""
     return max(20, min(budget, 50 * MB // floats))
 
 
@@ -216,7 +216,7 @@ async def streams_panel(
 
 
 if __name__ == "__main__":
-    given = arguments("How fast items come out of a remote generator.")
+    given = arguments("The speed of items from a remote generator.")
     rows, drawn = asyncio.run(main(given))
     show(rows)
     present(drawn, given.plot)

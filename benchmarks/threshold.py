@@ -1,8 +1,8 @@
 """Up to which size should a tensor travel on our own connection, and from where by torch RPC?
 
-By torch RPC a tensor is not copied, but costs the same however small it is; on the connection it is
-copied at both ends. Both ways are the library's own, there and back, measured by moving its
-threshold (`tensors.INLINE_BYTES`) in both processes, and the bound of a frame with it.
+By torch RPC a tensor is not copied, but its cost is the same at any size. On the connection it is
+copied at both ends. Both ways are the library's own, there and back. The benchmark moves the
+library's threshold (`tensors.INLINE_BYTES`) in both processes, and the bound of a frame with it.
 
     python -m benchmarks.threshold [--quick] [--repeat N] [--plot PATH]
 """
@@ -35,7 +35,7 @@ IN_FLIGHT = 64
 NOW = tensors.INLINE_BYTES
 
 Way = Callable[[RRef["Server"], Tensor], Awaitable[float]]
-"""Times calls with a tensor: µs for each."""
+"""A function that times calls with a tensor, in µs for each."""
 
 
 class Server:
@@ -49,7 +49,7 @@ async def main(given: argparse.Namespace) -> tuple[list[Row], list[Panel]]:
     async with aiorpc.local_world(["server"]):
         server = await create("server", Server)
         alone = await sweep(given.repeat, server, partial(lone, calls), sizes)
-        many = await sweep(given.repeat, server, partial(crowd, max(3, calls // 20)), sizes)
+        many = await sweep(given.repeat, server, partial(in_flight, max(3, calls // 20)), sizes)
     rows = [*table("lone call", sizes, alone), *table(f"{IN_FLIGHT} in flight", sizes, many)]
     return rows, [
         panel("A lone call", sizes, alone),
@@ -65,20 +65,20 @@ async def sweep(repeat: int, server: RRef[Server], way: Way, sizes: Sequence[int
 
 
 async def both(repeat: int, server: RRef[Server], way: Way, x: Tensor) -> Runs:
-    """On the connection and by torch RPC, in turns."""
+    """Measure on the connection and by torch RPC, alternately."""
     found: dict[int, list[float]] = {ALWAYS: [], NEVER: []}
-    for turn in range(repeat + 1):
-        for threshold in (NEVER, ALWAYS) if turn % 2 else (ALWAYS, NEVER):
+    for repetition in range(repeat + 1):
+        for threshold in (NEVER, ALWAYS) if repetition % 2 else (ALWAYS, NEVER):
             await call("server", inline_up_to, threshold)
             await inline_up_to(threshold)
-            await remote(server).echo(x)  # from its result on, the next ones know their way
+            await remote(server).echo(x)  # from its result on, later calls use the new threshold
             settle()
             found[threshold].append(await way(server, x))
-    return Runs(found[ALWAYS][1:], found[NEVER][1:])  # the first turn warms up
+    return Runs(found[ALWAYS][1:], found[NEVER][1:])  # the first repetition warms up
 
 
 async def inline_up_to(size: int) -> None:
-    """Move the threshold of the process that runs this, in all modules that have imported it."""
+    """Set the threshold of the process that runs this, in all modules that have imported it."""
     for name, value in (("INLINE_BYTES", size), ("MAX_FRAME", FRAME)):
         for module in [*sys.modules.values()]:
             if module.__name__.startswith("aiorpc_torch.") and name in vars(module):
@@ -94,7 +94,7 @@ async def lone(calls: int, server: RRef[Server], x: Tensor) -> float:
     return median(times) * 1e6
 
 
-async def crowd(calls: int, server: RRef[Server], x: Tensor) -> float:
+async def in_flight(calls: int, server: RRef[Server], x: Tensor) -> float:
     each = min(calls, max(3, budget(x) // IN_FLIGHT))
 
     async def again_and_again() -> None:
@@ -107,11 +107,11 @@ async def crowd(calls: int, server: RRef[Server], x: Tensor) -> float:
 
 
 def budget(x: Tensor) -> int:
-    """Calls that carry 256 MB one way: no more are made with a large tensor."""
+    """Return the number of calls that carry 256 MB one way, the bound for large tensors."""
     return (1 << 28) // x.nbytes
 
 
-# ── what it says ────────────────────────────────────────────────────────────────────────────────
+# ── output ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def table(what: str, sizes: Sequence[int], runs: Sequence[Runs]) -> list[Row]:
@@ -131,7 +131,7 @@ def panel(title: str, sizes: Sequence[int], runs: Sequence[Runs]) -> Panel:
 
 
 def crossing(panel: Panel) -> float | None:
-    """The size from which on torch RPC is quicker, between two that were measured."""
+    """Return the size from which on torch RPC is quicker, between two measured sizes."""
     inline, by_torch = panel.curves
     sizes = inline.xs
     ratios = [median(map(truediv, *runs)) for runs in zip(inline.runs, by_torch.runs, strict=True)]
@@ -150,11 +150,11 @@ def say_crossing(panel: Panel) -> None:
 
 
 if __name__ == "__main__":
-    given = arguments("Up to which size a tensor should travel on our own connection.")
+    given = arguments("The size up to which a tensor should travel on the connection.")
     rows, drawn = asyncio.run(main(given))
     show(rows, ours="connection", other="torch RPC")
     print()
     for each in drawn:
         say_crossing(each)
-    if given.plot:  # the rows have said it all
+    if given.plot:  # without a figure the rows are enough
         draw(drawn, given.plot)

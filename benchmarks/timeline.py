@@ -1,6 +1,6 @@
 """When does a batch leave? The same calls under three policies, by the state machines themselves.
 
-Nothing is measured: time is virtual, the arrivals and the body's duration are written below.
+Nothing is measured: time is virtual, and the arrivals and the function's duration are constants.
 
     python -m benchmarks.timeline [--plot PATH]
 """
@@ -24,26 +24,26 @@ from aiorpc_torch._batching.scheduler import (
 from ._compare import lay_out
 from ._plot import OTHER, OURS, RAW, STYLE
 
-BODY = 4.0  # ms that a batch runs
+DURATION = 4.0  # ms of a batch
 ARRIVALS = [0.0, 0.5, 1.0, 2.5, 5.0, 5.2, 6.0, 11.0, 11.5, 13.0]  # ms
-GIVES_UP = {4: 7.0}  # a caller, and when it is cancelled if it still waits
+GIVES_UP = {4: 7.0}  # by caller, the time at which it is cancelled if it still waits
 POLICIES: dict[str, Fill | Round] = {
-    "max_size=4: what came while the body ran": Fill(4),
-    "max_size=4, max_wait=2 ms: a little company": Fill(4, 2.0),
+    "max_size=4: calls that came while the function ran": Fill(4),
+    "max_size=4, max_wait=2 ms: a short wait for more": Fill(4, 2.0),
     "Round(4, quorum=2, timeout=3 ms)": Round(4, quorum=2, timeout=3.0),
 }
 
 
 @dataclass
 class Story:
-    """What became of each call: when and why it left, or that it gave up."""
+    """The outcome of each call: when and why it left, or that it gave up."""
 
     left: dict[int, tuple[float, str]]
     batches: list[tuple[float, tuple[int, ...], str]]
 
 
 def tell(policy: Fill | Round) -> Story:
-    """Let the calls come, and do what the state machine says."""
+    """Play the calls against the state machine of `policy`."""
     scheduler: Scheduler[int]
     scheduler = FillScheduler(policy) if isinstance(policy, Fill) else RoundScheduler(policy)
     story = Story({}, [])
@@ -66,7 +66,7 @@ def tell(policy: Fill | Round) -> Story:
             story.left.update(dict.fromkeys(batch.items, (now, reason)))
             if isinstance(batch, Batch):
                 story.batches.append((now, batch.items, reason))
-                ends.append(now + BODY)
+                ends.append(now + DURATION)
     return story
 
 
@@ -102,7 +102,7 @@ def draw(stories: dict[str, Story], path: Path) -> None:
     import matplotlib as mpl
 
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # only after the backend is chosen
+    from matplotlib import pyplot as plt  # after the backend is chosen
 
     with plt.rc_context(STYLE):
         figure, every = plt.subplots(1, len(stories), figsize=(13.8, 3.8), layout="constrained")
@@ -117,7 +117,7 @@ def draw(stories: dict[str, Story], path: Path) -> None:
 
 def _draw_story(axes: Any, story: Story) -> None:
     for item, at in enumerate(ARRIVALS):
-        end, why = story.left.get(item, (max(ARRIVALS) + BODY, "waits"))
+        end, why = story.left.get(item, (max(ARRIVALS) + DURATION, "waits"))
         gone = why in ("gives up", "timeout")
         axes.plot([at, end], [item, item], color=(RAW if gone else OTHER)[0])
         axes.plot(at, item, "o", color=OTHER[0])
@@ -125,14 +125,14 @@ def _draw_story(axes: Any, story: Story) -> None:
             axes.plot(end, item, "x", color=RAW[0])
     for start, items, reason in story.batches:
         low, high = min(items) - 0.3, max(items) + 0.3
-        box = axes.fill_between([start, start + BODY], low, high, color=OURS[0], alpha=0.35)
+        box = axes.fill_between([start, start + DURATION], low, high, color=OURS[0], alpha=0.35)
         box.set_linewidth(0.0)
-        axes.text(start + BODY / 2, (low + high) / 2, reason, ha="center", va="center")
+        axes.text(start + DURATION / 2, (low + high) / 2, reason, ha="center", va="center")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="When batches leave, in virtual time.")
-    parser.add_argument("--quick", action="store_true", help="changes nothing: it takes no time")
+    parser = argparse.ArgumentParser(description="Batches under three policies, in virtual time.")
+    parser.add_argument("--quick", action="store_true", help="no effect: this takes no time")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     given = parser.parse_args()
     stories = {title: tell(policy) for title, policy in POLICIES.items()}

@@ -1,9 +1,9 @@
-"""Is it worth waiting for company, and can the wait be found by itself?
+"""Is it worth waiting for more calls, and can the wait adapt itself?
 
-Callers come at random, more and more of them and then fewer, to a body that takes a fixed time and
-a little for each item. The state machine decides, in virtual time, under several fixed waits and
-one that adapts itself to a target (more while the 99th percentile of the last second is below it,
-half when it is above). Nothing is measured but waiting, so the same seed gives the same table.
+Callers arrive at random, first more and more of them, then fewer. The batched function takes a
+fixed time and a little for each item. The state machine decides, in virtual time, under several
+fixed waits and one that adapts to a target. It grows while the 99th percentile of the last second
+is below the target, and is halved when it is above. The same seed gives the same table.
 
     python -m benchmarks.waiting [--quick] [--plot PATH]
 """
@@ -21,35 +21,35 @@ from aiorpc_torch._batching.scheduler import Batch, FillScheduler
 from ._compare import lay_out
 from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, present
 
-FIXED, EACH = 0.004, 0.00005  # seconds of the body: for a batch, and for each item in it
-SIZE = 32  # most in a batch: 5,700 calls a second if all are full
+FIXED, EACH = 0.004, 0.00005  # seconds of the function: for a batch, and for each item
+SIZE = 32  # calls in a batch at most: 5,700 calls a second if all are full
 LOADS = [100, 300, 1_000, 3_000, 5_000, 3_000, 1_000, 300, 100]  # calls a second
 SPELL = 5.0  # seconds of each load
-TARGET = 0.015  # of the adaptive wait: the 99th percentile, in seconds
+TARGET = 0.015  # seconds, the 99th percentile aimed at by the adaptive wait
 WAITS = [0.0, 0.001, 0.002, 0.005, 0.010]
 
 
 @dataclass
 class Course:
-    """How it went: each call's arrival and end, each batch's start and size."""
+    """A run: each call's arrival and end, each batch's start and size."""
 
     calls: list[tuple[float, float]] = field(default_factory=list)
     batches: list[tuple[float, int]] = field(default_factory=list)
 
     def latency(self, load: int, part: float) -> float:
-        """Of the calls that came in spells of that load: milliseconds below which a part took."""
+        """Return the milliseconds below which `part` of the calls under that load took."""
         spells = {number for number, each in enumerate(LOADS) if each == load}
         found = [end - at for at, end in self.calls if int(at / SPELL) in spells]
         return quantiles(found, n=100)[round(part * 100) - 1] * 1e3
 
     def busy(self) -> float:
-        """The part of the time in which a body ran."""
+        """Return the part of the time in which the function ran."""
         spent = sum(FIXED + EACH * size for _, size in self.batches)
         return spent / max(end for _, end in self.calls)
 
 
 class Adaptive:
-    """A wait that grows while there is time left, and is halved when there is not."""
+    """A wait that grows below the target, and is halved above it."""
 
     def __init__(self) -> None:
         self.wait = 0.0
@@ -75,7 +75,7 @@ def arrivals() -> Iterator[float]:
 
 
 def run(wait: float | None) -> Course:
-    """The whole course with one wait; None: with one that adapts."""
+    """Run all loads with one wait; None: with the adaptive one."""
     scheduler: FillScheduler[float] = FillScheduler(Fill(SIZE, wait or 0.0))
     adaptive = Adaptive() if wait is None else None
     course = Course()
@@ -103,7 +103,7 @@ def run(wait: float | None) -> Course:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Fixed and adaptive waits, in virtual time.")
-    parser.add_argument("--quick", action="store_true", help="changes nothing: it takes seconds")
+    parser.add_argument("--quick", action="store_true", help="no effect: this takes seconds")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     given = parser.parse_args()
     courses = {f"{wait * 1e3:g} ms": run(wait) for wait in WAITS}
@@ -119,14 +119,14 @@ def main() -> None:
         )
         for name, course in courses.items()
     ]
-    print("milliseconds from a call's arrival to its answer; a body of 4 ms and 0.05 for each item")
+    print("milliseconds from a call's arrival to its answer; 4 ms a batch and 0.05 an item")
     lay_out([head, *rows])
     looks = [OURS, ALSO_OURS, OTHER, ("#999999", "v"), ("#cc79a7", "P"), RAW]
     curves = [
         Curve(name, look, loads, [[course.latency(load, 0.99)] for load in loads])
         for (name, course), look in zip(courses.items(), looks, strict=True)
     ]
-    present([Panel("Waiting for company", "calls a second", "p99, ms", curves)], given.plot)
+    present([Panel("Waiting for more calls", "calls a second", "p99, ms", curves)], given.plot)
 
 
 if __name__ == "__main__":

@@ -4,10 +4,10 @@ import os
 import signal
 import sys
 
-# The networks are small, and the processes share the cores: one thread of torch's for each.
+# The networks are small and the processes share the cores, so torch gets one thread in each.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if sys.argv[:1] == ["-m"]:
-    # `python -m` is still on its way to the program. Imports take seconds, and Ctrl-C within them
+    # `python -m` imports this before the program. Imports take seconds, and Ctrl-C within them
     # would print a traceback. `_launch` undoes this.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -1,4 +1,4 @@
-"""What the demo shows: a live table while it trains, and the learning curve."""
+"""The display of the demo: a live table while it trains, and the learning curve."""
 
 import argparse
 import statistics
@@ -12,11 +12,11 @@ from ._plot import curves
 
 RECENT = 20  # episodes in a running mean
 
-Speeds = dict[str, list[float]]  # by method: agent steps/s, run by run
+Speeds = dict[str, list[float]]  # by method: agent steps/s of each run
 
 
 class Progress(Protocol):
-    """What the table is made of."""
+    """The values that the table shows."""
 
     rewards: list[float]
     steps: int
@@ -40,7 +40,7 @@ class Board:
     def __exit__(self, *exc: object) -> None:
         self._live.__exit__(None, None, None)
         if not self._live.console.is_terminal:
-            self._live.console.print()  # rich ends a redirected table without a line's end
+            self._live.console.print()  # rich omits the last newline of a redirected table
 
     def _table(self) -> Table:
         self._measure()
@@ -65,7 +65,7 @@ class Board:
 
     def _measure(self) -> None:
         now, steps, batches = time.monotonic(), self._agent.steps, self._agent.batches
-        if now - self._since < 0.5:  # a shorter window flickers
+        if now - self._since < 0.5:  # a shorter window makes the rate flicker
             return
         self._rate = (steps - self._steps) / (now - self._since)
         self._size = (steps - self._steps) / max(1, batches - self._batches)

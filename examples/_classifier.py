@@ -1,6 +1,6 @@
-"""A classifier, and made pictures that it can be seen to learn.
+"""A classifier, and synthetic pictures that it can learn.
 
-Knows models and data, and nothing of who computes where.
+This module has models and data, and no code for workers.
 """
 
 import argparse
@@ -17,32 +17,32 @@ from torchvision.models import get_model
 
 SIDE = 64  # pixels
 NOISE = 1.0  # standard deviation; that of a class's pattern is 1 too
-PART = 4 << 20  # bytes of the tensors that travel together, about
-HELD_OUT = 1_000_000  # where the pictures begin that are never trained on
+PART = 4 << 20  # bytes of tensors that are sent together, about
+HELD_OUT = 1_000_000  # index of the first held-out picture
 
 Sample = tuple[Tensor, Tensor]
 
 Learned = dict[int, Tensor]
-"""What a batch says, by place: first its mean loss, then each parameter's gradient, each buffer."""
+"""Results of a batch by index: its mean loss, then each parameter's gradient, then each buffer."""
 
 
 def add_training(parser: argparse.ArgumentParser) -> None:
-    """Let the command line say what is trained, and on what."""
+    """Add the options of the model, its data and its optimizer."""
     group = parser.add_argument_group("training")
     group.add_argument("--model", default="resnet50", help="small, or any of torchvision's")
     group.add_argument("--classes", type=int, default=30)
-    group.add_argument("--images", type=int, default=6000, help="to train on, of all trainers")
-    group.add_argument("--batch", type=int, default=20, help="images of one trainer a step")
+    group.add_argument("--images", type=int, default=6000, help="training images of all trainers")
+    group.add_argument("--batch", type=int, default=20, help="images of a trainer in a step")
     group.add_argument("--iterations", type=int, default=60, help="steps of the model")
     group.add_argument("--lr", type=float, default=0.01)
     group.add_argument("--momentum", type=float, default=0.9)
-    group.add_argument("--device", default="cpu", help="where the trainers compute")
+    group.add_argument("--device", default="cpu", help="device of the trainers")
     group.add_argument("--compress", default="float32", choices=["float32", "bfloat16"])
     group.add_argument("--seed", type=int, default=0)
 
 
 class Images(Dataset[Sample]):
-    """Pictures [3, 64, 64] of a pattern for each class, under noise: the same for the same seed."""
+    """Pictures [3, 64, 64], one pattern for each class, with noise. A seed determines them."""
 
     def __init__(self, classes: int, seed: int, indices: range) -> None:
         coarse = torch.randn(classes, 3, 8, 8, generator=torch.Generator().manual_seed(seed))
@@ -61,7 +61,7 @@ class Images(Dataset[Sample]):
 
 
 def batches(options: argparse.Namespace, part: int, parts: int) -> Iterator[Sample]:
-    """The batches of one part of the images, without end, shuffled anew each epoch."""
+    """Yield batches of one part of the images without end, shuffled anew each epoch."""
     images = Images(options.classes, options.seed, range(options.images))
     sampler: DistributedSampler[Sample] = DistributedSampler(
         images, parts, part, seed=options.seed, drop_last=True
@@ -73,7 +73,7 @@ def batches(options: argparse.Namespace, part: int, parts: int) -> Iterator[Samp
 
 
 def new_model(options: argparse.Namespace) -> nn.Module:
-    """The model with which everybody begins."""
+    """Make the initial model, the same in every process."""
     torch.manual_seed(options.seed)
     if options.model == "small":
         return small(options.classes)
@@ -82,7 +82,7 @@ def new_model(options: argparse.Namespace) -> nn.Module:
 
 
 def small(classes: int) -> nn.Module:
-    """Three convolutions, each with its BatchNorm: 34,000 parameters for ten classes."""
+    """Make three convolutions with BatchNorm: 34,000 parameters for ten classes."""
     layers: list[nn.Module] = []
     for before, after in itertools.pairwise((3, 16, 32, 64)):
         convolution = nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False)
@@ -96,9 +96,10 @@ def learn(
     options: argparse.Namespace,
     tell: Callable[[Learned], object],
 ) -> None:
-    """Tell what a batch says, in parts of some megabytes, each as soon as backward is behind it.
+    """Compute a batch's results and pass them to `tell`, in parts of some megabytes.
 
-    All on the CPU; gradients in the dtype that they travel in.
+    Each part is passed as soon as backward has made it. All tensors are on the CPU, gradients in
+    the dtype in which they are sent.
     """
     images, labels = (each.to(options.device) for each in batch)
     loss = nn.functional.cross_entropy(model(images), labels)
@@ -112,40 +113,40 @@ def learn(
         loss.backward()  # type: ignore[no-untyped-call]
     for place, buffer in enumerate(model.buffers(), 1 + len(parameters)):
         parts.put(place, buffer.cpu())
-    parts.put(0, loss.detach().cpu())  # last, so whoever asks for a step after it has told its loss
+    parts.put(0, loss.detach().cpu())  # last, so that a later request for a step finds the loss
     parts.end()
 
 
 def _give(parts: "Parts", place: int, dtype: torch.dtype, parameter: Tensor) -> None:
-    # A gradient's rounding is another one each time, and is averaged away. The model's would not
-    # be: most steps are smaller than the distance of two bfloat16.
+    # A gradient's rounding error changes each time and is averaged away. The model's would not be:
+    # most steps are smaller than the distance of two bfloat16.
     assert parameter.grad is not None
     parts.put(place, parameter.grad.to("cpu", dtype))
     parameter.grad = None
 
 
 class Parts:
-    """Collects tensors until they are some megabytes, and tells of them together."""
+    """A buffer that collects tensors up to some megabytes and passes them on together."""
 
     def __init__(self, tell: Callable[[Learned], object]) -> None:
         self._tell = tell
         self._part: Learned = {}
 
     def put(self, place: int, tensor: Tensor) -> None:
-        """One more."""
+        """Add a tensor."""
         self._part[place] = tensor
         if sum(each.nbytes for each in self._part.values()) >= PART:
             self.end()
 
     def end(self) -> None:
-        """Tell of what is left."""
+        """Pass on the remaining tensors."""
         if self._part:
             part, self._part = self._part, {}
             self._tell(part)
 
 
 def adopt(model: nn.Module, state: dict[str, Tensor], options: argparse.Namespace) -> None:
-    """Make `state` the model's: without a copy where it computes on the CPU."""
+    """Make `state` the state of the model, without a copy if it computes on the CPU."""
     model.load_state_dict(state, assign=options.device == "cpu")
 
 
@@ -155,9 +156,9 @@ def new_optimizer(model: nn.Module, options: argparse.Namespace) -> torch.optim.
 
 @torch.no_grad()
 def advance(model: nn.Module, optimizer: torch.optim.Optimizer, means: Learned) -> float:
-    """One step with the means of what trainers have learned; the mean loss.
+    """Make a step with the means of the trainers' results; return the mean loss.
 
-    Running statistics become the mean of the trainers'. What nobody has told of stays as it is: a
+    Running statistics become the mean of the trainers'. Tensors without a result stay unchanged: a
     parameter that no loss depends on, or a part that came too late for the step.
     """
     parameters = [*model.parameters()]
@@ -172,13 +173,13 @@ def advance(model: nn.Module, optimizer: torch.optim.Optimizer, means: Learned) 
 
 
 def on_cpu(model: nn.Module) -> dict[str, Tensor]:
-    """Its parameters and buffers by name: themselves, if they are there."""
+    """Return parameters and buffers by name, without a copy if they are on the CPU."""
     return {name: tensor.cpu() for name, tensor in model.state_dict().items()}
 
 
 @torch.inference_mode()
 def accuracy(model: nn.Module, options: argparse.Namespace, images: int = 200) -> float:
-    """The part of held-out images that the model, in eval mode, puts in the right class."""
+    """Return the part of held-out images that the model classifies correctly in eval mode."""
     held_out = Images(options.classes, options.seed, range(HELD_OUT, HELD_OUT + images))
     model.eval()
     where = next(model.parameters()).device
@@ -190,15 +191,15 @@ def accuracy(model: nn.Module, options: argparse.Namespace, images: int = 200) -
 
 
 class Mean:
-    """The weighted mean of what batches say. Holds one of each tensor, however many are added."""
+    """The weighted mean of results. It holds one of each tensor, however many are added."""
 
     def __init__(self) -> None:
-        self._sums: dict[int, tuple[Tensor, int]] = {}  # and their weights, by place
+        self._sums: dict[int, tuple[Tensor, int]] = {}  # sums and their weights, by index
 
     def add(self, learned: Learned, weight: int) -> Self:
-        """Add what a batch says, or a part of it, in float32.
+        """Add the results of a batch, or a part of these, in float32.
 
-        What is the first at its place is not copied: it is the mean's own from now on.
+        The first tensor of an index is not copied; the mean owns it from then on.
         """
         for place, tensor in learned.items():
             if place in self._sums:
@@ -209,6 +210,6 @@ class Mean:
         return self
 
     def take(self) -> Learned:
-        """The mean of what was added since the last time."""
+        """Return the mean of the results added since the last call."""
         sums, self._sums = self._sums, {}
         return {place: total.div_(weight) for place, (total, weight) in sums.items()}

@@ -1,8 +1,8 @@
-"""Text that lies wherever Python does, as numbers: the topics of `help()`.
+"""The topics of `help()` as a corpus of numbers: a text that every Python has.
 
 They are pages of the language reference, of which some passages are held out. A paragraph that
-several topics share is kept once, so none that is held out is seen in training as well. Knows no
-model and no worker.
+several topics share is kept once, so no held-out paragraph is seen in training. This module has no
+code for models or workers.
 """
 
 import math
@@ -17,14 +17,14 @@ from torch import Tensor
 Paragraph = tuple[str, ...]
 
 UNKNOWN, END = "<unk>", "<end>"  # a word outside the vocabulary; the end of a paragraph
-PASSAGE, EVERY = 20, 10  # paragraphs in a passage; of so many passages, the last is held out
+PASSAGE, EVERY = 20, 10  # paragraphs in a passage; every `EVERY`th passage is held out
 
-WORD = re.compile(r"\w+|([^\w\s])\1*")  # a word, or a mark with its repetitions: "====" is one
+WORD = re.compile(r"\w+|([^\w\s])\1*")  # a word, or a repeated mark: "====" is one word
 BLANK = re.compile(r"\n\s*\n")
 
 
 class Corpus(NamedTuple):
-    """Text to learn and text to be judged by, in words of one vocabulary."""
+    """Training text and held-out text, in words of one vocabulary."""
 
     words: list[str]  # by number
     training: Tensor  # [N] int64
@@ -32,21 +32,21 @@ class Corpus(NamedTuple):
 
 
 def python_topics() -> Mapping[str, str]:
-    """The texts behind `help("while")` and the like, of the Python that runs this."""
+    """Return the texts of `help("while")` and the like, of this Python."""
     from pydoc_data.topics import topics
 
     return topics
 
 
 def corpus(topics: Mapping[str, str], size: int) -> Corpus:
-    """The topics in the `size` words that training text uses most, <unk> and <end> among them."""
+    """Encode the topics in the `size` most frequent training words, <unk> and <end> included."""
     training, held_out = split(paragraphs(topics))
     words = vocabulary(training, size)
     return Corpus(words, encode(training, words), encode(held_out, words))
 
 
 def paragraphs(topics: Mapping[str, str]) -> list[Paragraph]:
-    """Their paragraphs in lower case, in the order of the topics' names, each once."""
+    """Return the paragraphs in lower case, by the topics' names, each once."""
     found = (
         tuple(match.group().lower() for match in WORD.finditer(text))
         for name in sorted(topics)
@@ -56,7 +56,7 @@ def paragraphs(topics: Mapping[str, str]) -> list[Paragraph]:
 
 
 def split(text: Sequence[Paragraph]) -> tuple[list[Paragraph], list[Paragraph]]:
-    """Whole passages to train on, and those between that are held out."""
+    """Split the text into passages to train on and passages held out."""
     training: list[Paragraph] = []
     held_out: list[Paragraph] = []
     for number, paragraph in enumerate(text):
@@ -66,13 +66,13 @@ def split(text: Sequence[Paragraph]) -> tuple[list[Paragraph], list[Paragraph]]:
 
 
 def vocabulary(text: Iterable[Paragraph], size: int) -> list[str]:
-    """<unk>, <end> and the most frequent words: `size` of them, or as many as there are."""
+    """Return <unk>, <end> and the most frequent words: `size` of them, or all there are."""
     counts = Counter(word for paragraph in text for word in paragraph)
     return [UNKNOWN, END, *(word for word, _ in counts.most_common(size - 2))]
 
 
 def encode(text: Iterable[Paragraph], words: Sequence[str]) -> Tensor:
-    """The numbers of the words [N], with an <end> after each paragraph."""
+    """Return the numbers of the words [N], with an <end> after each paragraph."""
     numbers = {word: number for number, word in enumerate(words)}
     unknown, end = numbers[UNKNOWN], numbers[END]
     found: list[int] = []
@@ -83,16 +83,16 @@ def encode(text: Iterable[Paragraph], words: Sequence[str]) -> Tensor:
 
 
 def prose(words: Iterable[str]) -> str:
-    """Words as they are written, more or less."""
+    """Join words into readable text."""
     text = " ".join(words).replace(f" {END}", "\n").replace(f"{END} ", "")
     return re.sub(r" ([.,:;)\]}])|([(\[{]) ", lambda found: found[1] or found[2], text)
 
 
 def streams(text: Tensor, count: int) -> Tensor:
-    """The text [N] cut into rows [count, N // count] that are read side by side.
+    """Cut the text [N] into rows [count, N // count] that are read side by side.
 
     Raises:
-        ValueError: if there is not enough for two words in a row.
+        ValueError: if a row would have fewer than two words.
     """
     length = len(text) // count
     if length < 2:
@@ -101,9 +101,10 @@ def streams(text: Tensor, count: int) -> Tensor:
 
 
 def chunks(rows: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets [rows, length] from left to right; a target is the word after its input.
+    """Yield inputs and targets [rows, length] from left to right.
 
-    The last are shorter. Every word is an input once, but for the last of each row.
+    A target is the word after its input. The last chunk is shorter. Every word is an input once,
+    except the last of each row.
     """
     for start in range(0, rows.shape[1] - 1, length):
         end = min(start + length, rows.shape[1] - 1)
@@ -111,6 +112,6 @@ def chunks(rows: Tensor, length: int) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def unigram_perplexity(training: Tensor, targets: Tensor, size: int) -> float:
-    """Of a guess that knows how often each word occurs in training (plus one), and no context."""
+    """Return the perplexity of a guess by word counts in training (plus one), without context."""
     counts = torch.bincount(training, minlength=size) + 1.0
     return math.exp(-(counts / counts.sum()).log()[targets].mean().item())

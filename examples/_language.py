@@ -1,7 +1,7 @@
-"""A language model in three parts on two workers: what each is, and how they are one model.
+"""A language model in three parts on two workers.
 
-The parts are modules, wherever they are; in training mode they make a graph, in evaluation mode
-none. Knows no optimizer, and not what the words are.
+The parts are modules on either worker. In training mode they make a graph, in evaluation mode none.
+This module has no optimizer and no vocabulary.
 """
 
 import asyncio
@@ -25,7 +25,7 @@ Chunk = tuple[Tensor, Tensor]  # inputs and targets, [B, T] int64 each
 
 
 class EmbeddingTable(nn.Module):
-    """The vector of each word."""
+    """A table with the vector of each word."""
 
     def __init__(self, words: int, size: int, dropout: float, device: str, seed: int) -> None:
         super().__init__()
@@ -36,14 +36,17 @@ class EmbeddingTable(nn.Module):
         self.to(self.device)
 
     def forward(self, words: Tensor) -> Tensor:
-        """[B, T] int64 to [B, T, size] float32, on the CPU: devices of two workers need a map."""
+        """Map [B, T] int64 to [B, T, size] float32.
+
+        Both are on the CPU, since tensors between devices of two workers need a device map.
+        """
         with torch.set_grad_enabled(self.training):
             vectors: Tensor = self.dropout(self.table(words.to(self.device)))
             return vectors.cpu()
 
 
 class Decoder(nn.Module):
-    """From what the LSTM makes of a text to its next words."""
+    """A decoder from the LSTM's output to the next words."""
 
     def __init__(self, size: int, words: int, dropout: float, device: str, seed: int) -> None:
         super().__init__()
@@ -54,15 +57,15 @@ class Decoder(nn.Module):
         self.to(self.device)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """[B, T, size] to logits [B, T, words], on the CPU."""
+        """Map [B, T, size] to logits [B, T, words], on the CPU."""
         with torch.set_grad_enabled(self.training):
             return self._logits(hidden).cpu()
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
-        """The sum of the cross entropies of targets [B, T], in nats.
+        """Return the sum of the cross entropies of targets [B, T], in nats.
 
-        Where the logits are: a scalar travels, instead of as many numbers as there are words for
-        each target.
+        It is computed beside the logits, so a scalar travels instead of a number for each word of
+        the vocabulary and each target.
         """
         with torch.set_grad_enabled(self.training):
             logits, expected = self._logits(hidden), targets.to(self.device)
@@ -80,12 +83,12 @@ class Decoder(nn.Module):
 
 
 def set_training(part: nn.Module, mode: bool) -> None:
-    """`train(mode)`, without sending the module back."""
+    """Call `train(mode)` without sending the module back."""
     part.train(mode)
 
 
 def squared_norm(part: nn.Module, context: int) -> float:
-    """Of the part's gradients in that context of distributed autograd."""
+    """Return the squared norm of the part's gradients in that distributed autograd context."""
     return sum(float(gradient.square().sum()) for gradient in _gradients(part, context))
 
 
@@ -104,7 +107,7 @@ def _gradients(part: nn.Module, context: int) -> list[Tensor]:
 
 
 class Model:
-    """Three parts on two workers, used where the LSTM is."""
+    """A model of three parts on two workers, used on the worker of the LSTM."""
 
     def __init__(
         self, embeddings: RRef[EmbeddingTable], lstm: nn.LSTM, decoder: RRef[Decoder]
@@ -116,16 +119,16 @@ class Model:
     async def create(
         cls, ps: str, words: int, *, size: int, dropout: float, device: str, seed: int
     ) -> "Model":
-        """Make the parts, two of them on `ps`, with the weights of that seed."""
+        """Make the parts, two of them on `ps`, with weights from `seed`."""
         embeddings = await create(ps, EmbeddingTable, words, size, dropout, device, seed)
         decoder = await create(ps, Decoder, size, words, dropout, device, seed + 1)
         torch.manual_seed(seed + 2)
         return cls(embeddings, nn.LSTM(size, size, batch_first=True), decoder)
 
     async def read(self, words: Tensor, state: State | None) -> tuple[Tensor, State]:
-        """What the LSTM makes of words [B, T] after what it has read: [B, T, size]."""
+        """Return the LSTM's output [B, T, size] for words [B, T], and the new state."""
         vectors = await call(self.embeddings, EmbeddingTable.forward, words)
-        return await asyncio.to_thread(self._recur, vectors, state)  # others' calls go on
+        return await asyncio.to_thread(self._recur, vectors, state)  # other calls go on meanwhile
 
     def _recur(self, vectors: Tensor, state: State | None) -> tuple[Tensor, State]:
         with torch.set_grad_enabled(self.lstm.training):
@@ -133,13 +136,13 @@ class Model:
         return hidden, (h.detach(), c.detach())
 
     async def loss(self, chunk: Chunk, state: State | None) -> tuple[Tensor, State]:
-        """The sum over the chunk's targets, in nats, and the state for the chunk after it."""
+        """Return the sum over the chunk's targets, in nats, and the state for the next chunk."""
         inputs, targets = chunk
         hidden, state = await self.read(inputs, state)
         return await call(self.decoder, Decoder.loss, hidden, targets), state
 
     async def train(self, mode: bool) -> None:
-        """Whether a graph is made and what is dropped out, of every part."""
+        """Set the mode of every part: in training, a graph and dropout."""
         await asyncio.gather(*(call(part, set_training, mode) for part in self.parts))
 
     async def clip(self, ctx: Context, limit: float) -> None:
@@ -152,7 +155,7 @@ class Model:
             )
 
     async def perplexity(self, rows: Tensor, chunk_length: int) -> float:
-        """Of text that is not learned from: rows [B, N], each read by a task of its own."""
+        """Return the perplexity of held-out rows [B, N], each read by a task of its own."""
         await self.train(False)
         async with asyncio.TaskGroup() as tasks:
             readers = [
@@ -169,7 +172,7 @@ class Model:
         return total
 
     async def write(self, first: int, never: int, length: int, temperature: float) -> list[int]:
-        """Sample `length` words after `first`, and `never` that one."""
+        """Sample `length` words after `first`, without the word `never`."""
         await self.train(False)
         words, state = [first], None
         for _ in range(length):

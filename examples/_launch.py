@@ -1,6 +1,6 @@
-"""How a program starts: in a world on this machine, under torchrun, or one terminal a worker.
+"""Start of a program: in a world on this machine, under torchrun, or with a terminal per worker.
 
-Knows nothing of what the workers do.
+This module has no code of the workers' work.
 """
 
 import argparse
@@ -21,19 +21,19 @@ Main = Callable[[aiorpc.Worker, argparse.Namespace], Awaitable[T]]
 
 
 def add_world(parser: argparse.ArgumentParser, world_size: int | None = None) -> None:
-    """Let the command line say which worker of which world this process is.
+    """Add the options for the rank of this process and the address of its world.
 
     Args:
-        parser: of the program's command line.
-        world_size: how many workers there are by default, if that may be chosen.
+        parser: Parser of the program's command line.
+        world_size: Default number of workers, if the command line may choose it.
     """
     group = parser.add_argument_group(
         "world", "By default all workers run on this machine. Under torchrun, give none of these."
     )
-    group.add_argument("--rank", type=int, help="this worker's, if each is started by itself")
+    group.add_argument("--rank", type=int, help="rank of this worker, if each is started by itself")
     if world_size is not None:
-        group.add_argument("--world-size", type=int, default=world_size, help="how many workers")
-    group.add_argument("--master-addr", default="127.0.0.1", help="where rank 0 is reached")
+        group.add_argument("--world-size", type=int, default=world_size, help="number of workers")
+    group.add_argument("--master-addr", default="127.0.0.1", help="address of rank 0")
     group.add_argument("--master-port", type=int, default=29500)
 
 
@@ -45,14 +45,14 @@ def launch(
     restart: int = 0,
     on_failure: OnFailure = "stop",
 ) -> T:
-    """Run `main(me, options)` in every worker; what this process's returned.
+    """Run `main(me, options)` in every worker; return the result of this process's.
 
     Args:
-        main: an `async def` at the top of a module.
-        names: of the workers, by rank.
-        options: the command line, with what `add_world` adds.
-        restart: how many times altogether a worker that died is started again, in a local world.
-        on_failure: what the failure of one worker means for the others.
+        main: An `async def` at the top level of a module.
+        names: Names of the workers, by rank.
+        options: Command line, with the options of `add_world`.
+        restart: Number of restarts of dead workers in a local world, in all.
+        on_failure: Effect of one worker's failure on the others.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
@@ -63,7 +63,7 @@ def launch(
         return asyncio.run(_join(main, names, options, on_failure))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr, flush=True)
-        os._exit(130)  # every worker has left; to unload torch would take another second
+        os._exit(130)  # every worker has left; unloading torch would take another second
 
 
 async def _join(
@@ -71,7 +71,7 @@ async def _join(
 ) -> T:
     rank = options.rank
     where: str | None = f"tcp://{options.master_addr}:{options.master_port}"
-    if rank is None:  # torchrun has said it
+    if rank is None:  # torchrun sets it
         rank, where = int(os.environ["RANK"]), None
         if (size := int(os.environ["WORLD_SIZE"])) != len(names):
             sys.exit(f"this world has {len(names)} workers, and torchrun starts {size}")
@@ -82,27 +82,29 @@ async def _join(
         rank=rank,
         world_size=len(names),
         init_method=where,
-        stop_timeout=math.inf,  # whose `main` is done serves until all are, as in a local world
+        stop_timeout=math.inf,  # serve until every `main` is done, as in a local world
         on_failure=on_failure,
     ) as me:
         return await main(me, options)
 
 
-# ── who only serves ─────────────────────────────────────────────────────────────────────────────
+# ── serving workers ─────────────────────────────────────────────────────────────────────────────
 
 _ended = asyncio.Event()
 
 
 def end() -> None:
-    """This worker's part is done, and so is that of those who serve it."""
+    """End the program: the workers that serve this one may return."""
     _ended.set()
 
 
 async def serve(leader: str) -> None:
-    """Return when that worker ends the program: a `main` that has returned minds no loss.
+    """Wait until the worker `leader` ends the program.
+
+    A `main` that has returned does not notice a lost worker, so it calls this first.
 
     Raises:
-        WorkerLost: if it ends otherwise.
+        WorkerLost: if it ends in another way.
     """
     await aiorpc.call(leader, _ended_here)
 

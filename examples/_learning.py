@@ -1,6 +1,6 @@
-"""CartPole and REINFORCE: an environment with its chance, a policy, and a learning step.
+"""CartPole and REINFORCE: an environment with its random numbers, a policy, a learning step.
 
-Knows nothing of processes, calls or batches: the programs and their plain forms share it.
+The programs and their plain forms share it. It has no code for processes, calls or batches.
 """
 
 import random
@@ -15,7 +15,7 @@ GAMMA = 0.99
 
 
 class Episode(NamedTuple):
-    """What one environment saw from reset to end."""
+    """An episode of one environment, from reset to end."""
 
     states: Tensor  # [T, 4] float32
     actions: Tensor  # [T] int64
@@ -27,7 +27,7 @@ class Episode(NamedTuple):
 
 
 class CartPole:
-    """An environment, and the chance by which it is played: both from one seed."""
+    """An environment and its random number generator, both from one seed."""
 
     def __init__(self, seed: int) -> None:
         self.environment: gymnasium.Env[Any, Any] = gymnasium.make(
@@ -37,21 +37,21 @@ class CartPole:
         self.chance = random.Random(seed)
 
     def reset(self) -> Tensor:
-        """The first state [4] of an episode."""
+        """Start an episode; return its first state [4]."""
         return torch.from_numpy(self.environment.reset()[0])
 
     def draw(self, chance: float) -> int:
-        """1 with that probability, else 0."""
+        """Return 1 with that probability, else 0."""
         return int(self.chance.random() < chance)
 
     def step(self, action: int) -> tuple[Tensor, float, bool]:
-        """The next state [4], the reward, and whether the episode is over."""
+        """Take a step; return the next state [4], the reward, and True if the episode is over."""
         state, reward, terminated, truncated, _ = self.environment.step(action)
         return torch.from_numpy(state), float(reward), terminated or truncated
 
 
 class Learner:
-    """A policy, and how it learns from episodes."""
+    """A policy that learns from episodes."""
 
     def __init__(self, seed: int, device: str = "cpu") -> None:
         torch.manual_seed(seed)
@@ -61,13 +61,13 @@ class Learner:
 
     @torch.inference_mode()
     def chances(self, states: Tensor) -> list[float]:
-        """How likely the cart is pushed to the right, in each state [B, 4]."""
+        """Return the probability of a push to the right in each state [B, 4]."""
         logits: Tensor = self.policy(states.to(self.device))
         chances: list[float] = logits.softmax(1)[:, 1].tolist()  # one copy from the device
         return chances
 
     def learn(self, episodes: Sequence[Episode]) -> None:
-        """One step of REINFORCE: each action is weighed with its own return."""
+        """Make one step of REINFORCE; each action is weighed with its own return."""
         weights = torch.cat([returns(episode.rewards) for episode in episodes])
         weights = (weights - weights.mean()) / (weights.std(correction=0) + 1e-6)
         actions = torch.cat([episode.actions for episode in episodes])
@@ -79,7 +79,7 @@ class Learner:
 
 
 def returns(rewards: Tensor, gamma: float = GAMMA) -> Tensor:
-    """The return at each step [T] of one episode: G_t = r_t + gamma * G_{t+1}."""
+    """Compute the return at each step [T] of one episode: G_t = r_t + gamma * G_{t+1}."""
     total, found = 0.0, []
     for reward in reversed(rewards.tolist()):
         total = reward + gamma * total

@@ -1,6 +1,7 @@
-"""What every way to train on MNIST shares: the network, its snapshots, the data and their shards.
+"""Common parts of the MNIST programs: the network, its snapshots, the data and their shards.
 
-Knows no worker and no call: `_reference/mnist.py` trains the same network on the same images.
+It has no code for workers or calls. `_reference/mnist.py` trains the same network on the same
+images.
 """
 
 import copy
@@ -18,7 +19,7 @@ M = TypeVar("M", bound=nn.Module)
 
 
 class Net(nn.Module):
-    """Two convolutions, dropout, two linear layers; its second half may be on another device."""
+    """A network of two convolutions, dropout and two linear layers, on one or two devices."""
 
     def __init__(self, first: str = "cpu", second: str = "cpu") -> None:
         super().__init__()
@@ -37,16 +38,16 @@ class Net(nn.Module):
         ).to(second)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Log-probabilities [B, 10] of images [B, 1, 28, 28], both on the CPU."""
+        """Return log-probabilities [B, 10] of images [B, 1, 28, 28], both on the CPU."""
         features = self.features(images.to(self.first)).to(self.second)
         return functional.log_softmax(self.classes(features), dim=1).cpu()
 
 
 def devices(gpus: int) -> tuple[str, str]:
-    """Where the halves of the network are, with that many GPUs.
+    """Return the devices of the network's halves for `gpus` GPUs.
 
     Raises:
-        ValueError: if this machine has not so many, or the network no use for them.
+        ValueError: if this machine has fewer, or the network cannot use as many.
     """
     if not 0 <= gpus <= 2:
         raise ValueError(f"the network is on 0, 1 or 2 GPUs, not on {gpus}")
@@ -56,13 +57,13 @@ def devices(gpus: int) -> tuple[str, str]:
 
 
 def snapshot(module: M) -> M:
-    """A copy of `module` as it is now, whose gradients go to the parameters of `module` itself.
+    """Copy `module` as it is now; gradients of the copy go to the parameters of `module`.
 
-    A graph through it keeps what it needs from here: a step that changes the parameters in place
-    does not disturb it. The copy may be in another mode, and be called while others are.
+    A graph through the copy keeps the copied values, so a step that changes the parameters in place
+    does not disturb it. The copy may have another mode and run beside other copies.
     """
-    # Not torch.func.functional_call, which puts the clones into the module that all threads share
-    # for as long as a call takes. What deepcopy finds among its memos it does not copy again.
+    # Not torch.func.functional_call, which puts the clones into the shared module during a call.
+    # deepcopy does not copy objects that are in its memo.
     clones: dict[int, object] = {id(each): each.clone() for each in module.parameters()}
     return copy.deepcopy(module, clones)
 
@@ -71,20 +72,20 @@ def snapshot(module: M) -> M:
 
 
 class Images(NamedTuple):
-    """Images of digits, and which they show."""
+    """Images of digits and their labels."""
 
     pixels: Tensor  # [N, 28, 28] uint8
     labels: Tensor  # [N] int64
 
     def batches(self, size: int, order: Tensor | None = None) -> Iterator[tuple[Tensor, Tensor]]:
-        """Batches [B, 1, 28, 28] as the network takes them, with labels [B], in that order."""
+        """Yield batches [B, 1, 28, 28] for the network with labels [B], in that order."""
         order = torch.arange(len(self.labels)) if order is None else order
         for chosen in torch.split(order, size):
             pixels = self.pixels[chosen].unsqueeze(1).float() / 255
             yield (pixels - 0.1307) / 0.3081, self.labels[chosen]  # MNIST's mean and deviation
 
     def shard(self, number: int, of: int) -> "Images":
-        """Those of one of several who share them."""
+        """Return every `of`-th image, from number `number` on."""
         return Images(self.pixels[number::of], self.labels[number::of])
 
     def first(self, count: int | None) -> "Images":
@@ -92,20 +93,22 @@ class Images(NamedTuple):
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
-    """The order of that many images in one epoch."""
+    """Return the order of `count` images in one epoch."""
     return torch.randperm(count, generator=torch.Generator().manual_seed(1_000_003 * seed + epoch))
 
 
 def load(root: Path, *, train: bool) -> Images:
-    """The images that are there, as torchvision reads them."""
-    from torchvision.datasets import MNIST  # takes two seconds, and a parameter server needs none
+    """Return the images under `root`, as torchvision reads them."""
+    from torchvision.datasets import (
+        MNIST,
+    )  # the import takes two seconds, and a parameter server needs no data
 
     found = MNIST(str(root), train=train)
     return Images(found.data, found.targets)
 
 
 def prepare(root: Path) -> str:
-    """See to it that there are data for `load`, and say which."""
+    """Make data for `load` if there are none; return a description of the data."""
     raw = root / "MNIST" / "raw"
     if not digits.complete(raw):
         if digits.complete(raw, ".gz"):

@@ -1,4 +1,4 @@
-"""Pictures of a run: curves over its steps, written to a file without a display."""
+"""Pictures of curves over the steps of a run, written to a file without a display."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -15,18 +15,18 @@ def curves(
     ylabel: str,
     level: tuple[str, float] | None = None,
 ) -> Path:
-    """Draw each line by its name, of values or of (x, y), and return where.
+    """Draw each line by its name, of values or of (x, y); return the path.
 
     Args:
-        path: of the picture; its folder is made.
-        lines: the values of each, one a step, or points.
-        title: above it.
-        xlabel: what the steps are.
-        ylabel: what the values are, with their unit.
-        level: a name and a value to compare with, drawn across.
+        path: Path of the picture; its folder is made.
+        lines: Values of each line, one a step, or points.
+        title: Title of the picture.
+        xlabel: Label of the steps.
+        ylabel: Label of the values, with their unit.
+        level: Name and value of a horizontal line to compare with.
     """
     mpl.use("Agg")
-    from matplotlib import pyplot as plt  # only after the backend is chosen
+    from matplotlib import pyplot as plt  # after the backend is chosen
 
     figure, axes = plt.subplots(figsize=(8, 4.5), layout="constrained")
     for name, values in lines.items():

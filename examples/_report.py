@@ -1,6 +1,6 @@
-"""What came of requests to a model server: in rows, a table and a picture.
+"""Outcomes of requests to a model server: rows, a table and a picture.
 
-Knows outcomes and what `aiorpc.stats()` counts; neither models nor calls.
+It uses outcomes and the counts of `aiorpc.stats()`, and has no code for models or calls.
 """
 
 from collections import Counter
@@ -20,15 +20,15 @@ WAYS = {"infer": "batched", "infer_alone": "one by one"}
 
 @dataclass
 class Outcome:
-    """What came of a client's requests."""
+    """Outcomes of a client's requests."""
 
-    latencies: list[float] = field(default_factory=list)  # of those answered, seconds
+    latencies: list[float] = field(default_factory=list)  # seconds, of answered requests
     late: int = 0
     shed: int = 0
 
 
 class Left:
-    """The batches of one function that have left since this was made."""
+    """A count of the batches of one function that have left since its creation."""
 
     def __init__(self, way: str) -> None:
         self._way = way
@@ -41,7 +41,7 @@ class Left:
         return 0, Counter()
 
     def read(self) -> tuple[float, Counter[str]]:
-        """How many calls a batch had, and why the batches left."""
+        """Return the mean batch size, and the reasons for which batches left."""
         items, reasons = self._now()
         reasons -= self._before[1]
         return (items - self._before[0]) / max(1, reasons.total()), reasons
@@ -49,16 +49,16 @@ class Left:
 
 @dataclass
 class Row:
-    """One way to ask, under one load."""
+    """Results of one way to ask, under one load."""
 
     way: str
     asked: float  # a second
     answered: float  # a second
-    marks: tuple[float, float, float]  # p50, p95 and p99 of those answered, milliseconds
+    marks: tuple[float, float, float]  # p50, p95 and p99 of answered requests, milliseconds
     late: int
     shed: int
-    batch: float  # calls in a batch
-    reasons: Counter[str]  # why batches left
+    batch: float  # mean calls in a batch
+    reasons: Counter[str]  # reasons for which batches left
 
     def cells(self) -> list[str]:
         numbers = (self.asked, self.answered, *self.marks)
@@ -68,7 +68,10 @@ class Row:
 
 
 def row(way: str, outcomes: Sequence[Outcome], asked: float, took: float, left: Left) -> Row:
-    """Of all clients together: they asked for so many seconds, and the answers took so many."""
+    """Make the row of all clients together.
+
+    They asked for `asked` seconds, and all answers were there after `took` seconds.
+    """
     latencies = [each * 1e3 for outcome in outcomes for each in outcome.latencies]
     late, shed = sum(each.late for each in outcomes), sum(each.shed for each in outcomes)
     marks = quantiles(latencies, n=100, method="inclusive") if len(latencies) > 1 else [0.0] * 99
@@ -84,7 +87,7 @@ def row(way: str, outcomes: Sequence[Outcome], asked: float, took: float, left: 
 
 
 def table(rows: Sequence[Row]) -> Table:
-    """All loads, one line each."""
+    """Return the table of all loads, one line each."""
     found = Table(title="Milliseconds from when a request was due to its answer", box=None)
     found.add_column("")
     for name in ("asked/s", "answered/s", "p50", "p95", "p99", "late", "shed", "batch"):
@@ -96,7 +99,7 @@ def table(rows: Sequence[Row]) -> Table:
 
 
 def batches() -> str:
-    """What `stats()` says of every batched function here."""
+    """Describe the `stats()` of every batched function of this process."""
     lines = []
     for name, found in aiorpc.stats().batches.items():
         reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.reasons.items())
@@ -110,7 +113,7 @@ def batches() -> str:
 
 
 def draw(rows: Sequence[Row], path: Path, title: str) -> Path:
-    """Latency against load: the median and p99 of either way."""
+    """Draw latency against load: the median and p99 of either way."""
     lines = {
         f"{way}, {name}": [(each.asked, each.marks[mark]) for each in rows if each.way == way]
         for way in WAYS.values()

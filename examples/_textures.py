@@ -1,7 +1,7 @@
-"""A task that is made, and a model that is cut: for the programs that train in a pipeline.
+"""A synthetic task and a model that can be cut, for the programs that train in a pipeline.
 
-Knows no workers. Each layer is made from a seed of its own and draws its dropout from a generator
-of its own, so that the model is the same however it is cut.
+It has no code for workers. Each layer is made from a seed of its own and draws its dropout from a
+generator of its own, so that the model is the same however it is cut.
 """
 
 import math
@@ -14,21 +14,21 @@ from torch.nn import functional
 
 CLASSES = 8
 SIDE = 24  # pixels
-NOISE = 1.2  # deviation of a pixel, of waves between -1 and 1
+NOISE = 1.2  # standard deviation of a pixel; waves are between -1 and 1
 
 
 # ── the task ────────────────────────────────────────────────────────────────────────────────────
 
 
 class Textures(NamedTuple):
-    """Waves in noise. Their direction is to be told: one of eight."""
+    """Images of waves in noise, with the direction as label: one of eight."""
 
     images: Tensor  # [N, 1, 24, 24] float32
     labels: Tensor  # [N] int64
 
 
 def textures(count: int, generator: torch.Generator) -> Textures:
-    """Make that many."""
+    """Make `count` images with their labels."""
 
     def drawn(low: float, high: float) -> Tensor:
         return torch.empty(count, 1, 1, 1).uniform_(low, high, generator=generator)
@@ -42,14 +42,14 @@ def textures(count: int, generator: torch.Generator) -> Textures:
 
 
 def batches(steps: int, size: int, seed: int) -> Iterator[Textures]:
-    """What a run of training sees."""
+    """Yield the training batches of a run."""
     generator = torch.Generator().manual_seed(seed)
     for _ in range(steps):
         yield textures(size, generator)
 
 
 def held_out(count: int, seed: int) -> Textures:
-    """What it does not see."""
+    """Return images that training does not see."""
     return textures(count, torch.Generator().manual_seed(seed + 1_000_003))
 
 
@@ -57,7 +57,7 @@ def held_out(count: int, seed: int) -> Textures:
 
 
 class Dropout(nn.Module):
-    """Of whole channels, by a generator of its own."""
+    """A dropout of whole channels, with a generator of its own."""
 
     def __init__(self, part: float, seed: int) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class Dropout(nn.Module):
 
 
 class Block(nn.Module):
-    """Two convolutions beside what they add to."""
+    """A residual block of two convolutions."""
 
     def __init__(self, width: int, seed: int) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def convolution(inside: int, outside: int, stride: int) -> list[nn.Module]:
 
 
 class Shape(NamedTuple):
-    """How large the model is, and its seed."""
+    """The size of the model, and its seed."""
 
     blocks: int = 6
     width: int = 16  # channels
@@ -102,7 +102,7 @@ class Shape(NamedTuple):
 
 
 def cut(shape: Shape, stage: int = 0, stages: int = 1) -> nn.Sequential:
-    """The layers of one stage: as many blocks as any other has, or one more or less."""
+    """Return the layers of one stage. The stages' numbers of blocks differ by at most one."""
     parts = torch.arange(shape.blocks).tensor_split(stages)
     layers = [_made(shape, 2 + block) for block in parts[stage].tolist()]
     first = [_made(shape, 0)] if stage == 0 else []
@@ -123,14 +123,14 @@ def _made(shape: Shape, number: int) -> nn.Module:
 
 
 class Uncut:
-    """The model in one process, trained as the pipeline trains it: what that is compared with."""
+    """The model in one process, trained as the pipeline trains it, for comparison."""
 
     def __init__(self, shape: Shape, lr: float) -> None:
         self.layers = cut(shape)
         self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=lr, momentum=0.9)
 
     def step(self, batch: Textures, micro: int) -> float:
-        """One step on a batch in that many parts, one after the other; its loss."""
+        """Make a step on a batch in `micro` parts, one after the other; return its loss."""
         self.optimizer.zero_grad()
         total = 0.0
         for images, labels in microbatches(batch, micro):
@@ -142,5 +142,5 @@ class Uncut:
 
 
 def microbatches(batch: Textures, micro: int) -> list[Sequence[Any]]:
-    """The batch in that many parts, each (images, labels)."""
+    """Cut the batch into `micro` parts, each (images, labels)."""
     return [*zip(*(column.tensor_split(micro) for column in batch), strict=True)]

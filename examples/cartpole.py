@@ -2,12 +2,12 @@
 
 PyTorch's tutorial on batch RPC processing as coroutines. Observers in processes of their own play
 environments, each in a coroutine, and ask the agent about every single state: `await
-remote(agent).select(state)`. `select` is `@batched`, so the agent's network runs once for all who
-ask meanwhile. No observer waits for another, and nobody holds a lock.
+remote(agent).select(state)`. `select` is `@batched`, so the agent's network runs once for all calls
+that have come meanwhile. No observer waits for another, and no code holds a lock.
 
 In a round each environment plays whole episodes until it has made its steps; then the agent learns
-from all of them. The agent answers with a probability and the observer draws, so what is learned
-depends on the seed: not on what is batched, nor on which process plays what.
+from all of them. The agent answers with a probability and the observer draws. So learning depends
+on the seed only, not on the batches or on the process of an environment.
 
     python -m examples.cartpole                                     # the demo, in a minute
     python -m examples.cartpole --observers 10 --envs-per-observer 1 --rounds 10 --no-batched
@@ -35,7 +35,7 @@ from ._learning import CartPole, Episode, Learner
 
 
 class Agent(Learner):
-    """Answers observers, and learns from their episodes."""
+    """An agent that answers observers and learns from their episodes."""
 
     def __init__(self, seed: int, device: str = "cpu") -> None:
         super().__init__(seed, device)
@@ -44,11 +44,11 @@ class Agent(Learner):
 
     @batched(max_size=256, stack=True)
     async def select(self, states: Tensor) -> list[float]:
-        """How likely the cart is pushed to the right; states come stacked: [B, 4]."""
+        """Return the probabilities of a push to the right; states come stacked: [B, 4]."""
         return self._count(self.chances(states))
 
     async def select_alone(self, state: Tensor) -> float:
-        """The same for one state [4], unbatched: what it is compared with."""
+        """Return the same for one state [4], unbatched, for comparison."""
         return self._count(self.chances(state.unsqueeze(0)))[0]
 
     def _count(self, chances: list[float]) -> list[float]:
@@ -58,14 +58,14 @@ class Agent(Learner):
 
 
 class Observer:
-    """Plays environments against the agent, each in a coroutine of its own."""
+    """An observer that plays environments, each in a coroutine of its own."""
 
     def __init__(self, agent: RRef[Agent], seeds: Sequence[int]) -> None:
         self.agent = agent
         self.environments = [CartPole(seed) for seed in seeds]
 
     async def play(self, method: str, steps: int) -> list[Episode]:
-        """Whole episodes of each environment, until it has so many steps."""
+        """Play whole episodes of each environment, until each has made `steps` steps."""
         select = getattr(remote(self.agent), method)
         return await together([_play(each, select, steps) for each in self.environments])
 
@@ -90,12 +90,12 @@ async def _episode(environment: CartPole, select: Any) -> Episode:
 
 
 async def together(plays: Sequence[Any]) -> list[Episode]:
-    """The episodes of all, in the order of the players."""
+    """Return the episodes of all, in the order of `plays`."""
     return [episode for episodes in await asyncio.gather(*plays) for episode in episodes]
 
 
 class Team:
-    """The agent, in this process, and its observers."""
+    """The agent of this process and its observers."""
 
     def __init__(self, agent: Agent, observers: Sequence[RRef[Observer]], steps: int) -> None:
         self.agent = agent
@@ -103,11 +103,11 @@ class Team:
         self.steps = steps
 
     async def play(self, method: str) -> list[Episode]:
-        """A round of every environment."""
+        """Play a round of every environment."""
         return await together([remote(each).play(method, self.steps) for each in self.observers])
 
     async def train(self, method: str, rounds: int, seconds: float) -> None:
-        """Play and learn, for so many rounds, or until the time is over."""
+        """Play and learn, for `rounds` rounds or `seconds` seconds at most."""
         end = time.monotonic() + seconds
         while rounds > 0 and time.monotonic() < end:
             episodes = await self.play(method)
@@ -116,17 +116,19 @@ class Team:
             rounds -= 1
 
     async def speed(self, method: str, seconds: float) -> float:
-        """Agent steps a second, when all only play."""
+        """Return agent steps per second of playing without learning."""
         before, start = self.agent.steps, time.monotonic()
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(seconds):  # it cancels the calls, and these what they run
+            async with asyncio.timeout(
+                seconds
+            ):  # it cancels the calls, and so the remote coroutines
                 while True:
                     await self.play(method)
         return (self.agent.steps - before) / (time.monotonic() - start)
 
 
 async def gather_team(names: Sequence[str], options: argparse.Namespace) -> Team:
-    """An agent here, and an observer in every process of these names."""
+    """Make an agent here, and an observer on every worker of `names`."""
     agent, each = Agent(options.seed, options.device), options.environments
     seeds = [10_000 * options.seed + number for number in range(each * len(names))]
     observers = [
@@ -137,7 +139,7 @@ async def gather_team(names: Sequence[str], options: argparse.Namespace) -> Team
 
 
 async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
-    """Observers serve, and the agent leads."""
+    """Serve as an observer, or lead as the agent."""
     if me.rank:
         await serve("agent")
         return
@@ -146,33 +148,40 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
 
 
 async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Train, then measure both ways to select in turn."""
+    """Train, then measure both ways to select alternately."""
     team = await gather_team(names, options)
     print(f"{options.observers} observers play {options.environments} environments each")
     with Board(team.agent):
         method = "select" if options.batched else "select_alone"
         await team.train(method, options.rounds, options.seconds)
     speeds: dict[str, list[float]] = {"select": [], "select_alone": []}
-    for method in list(speeds) * 2 if options.compare else ():  # in turn: machines change
+    for method in (
+        list(speeds) * 2 if options.compare else ()
+    ):  # alternately, since the load of a machine changes
         speeds[method].append(await team.speed(method, options.compare))
     report(team.agent.rewards, speeds, options)
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--seconds", type=float, help="of training (30, unless --rounds is given)")
-    add("--rounds", type=int, default=sys.maxsize, help="of training, at most")
-    add("--steps", type=int, default=100, help="of each environment in a round, at least")
-    add("--compare", type=float, default=2.0, help="seconds of a comparing run; 0: none")
-    add("--batched", action=argparse.BooleanOptionalAction, default=True, help="while training")
-    add("--observers", type=int, default=2, help="processes")
+    add("--seconds", type=float, help="seconds of training (30, unless --rounds is given)")
+    add("--rounds", type=int, default=sys.maxsize, help="rounds of training, at most")
+    add("--steps", type=int, default=100, help="steps of each environment in a round, at least")
+    add("--compare", type=float, default=2.0, help="seconds of the comparison; 0: none")
+    add(
+        "--batched",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="batch calls while training",
+    )
+    add("--observers", type=int, default=2, help="number of observer processes")
     add("--envs-per-observer", "--environments", dest="environments", type=int, default=16)
-    add("--device", default="cpu", help="of the agent's network, such as cuda:0")
+    add("--device", default="cpu", help="device of the agent's network, such as cuda:0")
     add("--seed", type=int, default=0)
     add("--plot", type=Path, default=Path("out/cartpole.png"))
-    add("--quick", action="store_true", help="two short rounds, to see that it works")
+    add("--quick", action="store_true", help="two short rounds, as a check")
     add_world(parser)
     options = parser.parse_args()
     if options.quick:

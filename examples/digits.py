@@ -1,11 +1,10 @@
-"""Handwritten digits that nobody has written: a data set in MNIST's files, where there is none.
+"""Synthetic handwritten digits: a data set in the files of MNIST, where that is missing.
 
     python -m examples.digits out/digits
 
-Each digit is a few strokes. For every image they are bent, turned, scaled, shifted and drawn with a
-pen of some width, on noisy paper. The four files are those that MNIST is published as (IDX, packed
-with gzip), unpacked beside themselves as `torchvision.datasets.MNIST` reads them. Knows nothing of
-networks.
+Each digit is a few strokes. For every image they are bent, rotated, scaled, shifted and drawn with
+a pen of some width, on noisy paper. The four files have the names and the format of MNIST's (IDX,
+packed with gzip). They are also unpacked beside these, as `torchvision.datasets.MNIST` reads them.
 """
 
 import argparse
@@ -29,13 +28,13 @@ FILES = [
 
 
 def arc(x: float, y: float, width: float, height: float, start: int, end: int) -> Stroke:
-    """A part of an ellipse, in degrees: 0 is its right end, 90 its lowest point."""
+    """Return a part of an ellipse, in degrees: 0 is its right end, 90 its lowest point."""
     steps = max(2, abs(end - start) // 36)
     angles = [radians(start + (end - start) * step / steps) for step in range(steps + 1)]
     return [(x + width * cos(angle), y + height * sin(angle)) for angle in angles]
 
 
-# From -1 at the top to 1 at the bottom.
+# Coordinates from -1 at the top to 1 at the bottom.
 STROKES: list[list[Stroke]] = [
     [arc(0, 0, 0.6, 1, -90, 270)],
     [[(-0.3, -0.6), (0, -1), (0, 1)]],
@@ -51,7 +50,7 @@ STROKES: list[list[Stroke]] = [
 
 
 def lines(strokes: list[Stroke], count: int) -> Tensor:
-    """The straight pieces [count, 2 ends, 2] of some strokes; the last is repeated."""
+    """Return the straight pieces [count, 2 ends, 2] of some strokes; the last is repeated."""
     found = [piece for stroke in strokes for piece in pairwise(stroke)]
     return torch.tensor(found + [found[-1]] * (count - len(found)))
 
@@ -61,19 +60,19 @@ LINES = torch.stack([lines(strokes, MOST) for strokes in STROKES])  # [10, MOST,
 
 
 def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
-    """An image [SIZE, SIZE] uint8 of each of those digits [B], white on black."""
+    """Draw an image [SIZE, SIZE] uint8 of each of these digits [B], white on black."""
     count = len(labels)
 
     def between(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(count, *shape, generator=generator)
 
     points = LINES[labels].flatten(1, 2)  # [B, points, 2]
-    # One that two lines share is moved with both: a wave bends the plane, and no joint comes apart.
+    # A wave bends the plane, so a point that two lines share moves with both and joints hold.
     waves, phases = between(-0.13, 0.13, 1, 2), between(0.0, 6.3, 1, 2)
     points = points + waves * torch.sin(2.5 * points.flip(-1) + phases)
     angle, slant = between(-0.25, 0.25), between(-0.3, 0.3)
-    turn = torch.stack([angle.cos(), slant - angle.sin(), angle.sin(), angle.cos()], -1)
-    points = points @ turn.view(count, 2, 2).mT * between(6.5, 10.5, 1, 2)
+    matrix = torch.stack([angle.cos(), slant - angle.sin(), angle.sin(), angle.cos()], -1)
+    points = points @ matrix.view(count, 2, 2).mT * between(6.5, 10.5, 1, 2)
     points = points + between(-2.0, 2.0, 1, 2) + (SIZE - 1) / 2
     ink = between(0.7, 1.6, 1) - distance(points.view(count, MOST, 2, 2))
     paper = between(0.0, 0.12, 1) * torch.randn(count, SIZE * SIZE, generator=generator)
@@ -82,7 +81,7 @@ def draw(labels: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def distance(pieces: Tensor) -> Tensor:
-    """How far each pixel [B, SIZE * SIZE] is from the nearest of its image's lines [B, n, 2, 2]."""
+    """Return each pixel's distance [B, SIZE * SIZE] to its image's nearest line [B, n, 2, 2]."""
     axis = torch.arange(float(SIZE))
     y, x = torch.cartesian_prod(axis, axis)[..., None].unbind(1)  # each [SIZE * SIZE, 1]
     (x0, y0), (x1, y1) = (end.unbind(-1) for end in pieces[:, None].unbind(-2))  # [B, 1, n]
@@ -93,35 +92,35 @@ def distance(pieces: Tensor) -> Tensor:
 
 
 def balanced(count: int, generator: torch.Generator) -> Tensor:
-    """As many of each digit, one more or less, in random order."""
+    """Return `count` labels in random order; the digits' numbers differ by at most one."""
     return (torch.arange(count) % 10)[torch.randperm(count, generator=generator)]
 
 
 def idx(values: Tensor) -> bytes:
-    """A tensor of bytes as an IDX file: what it holds, its shape in big endian, and its values."""
+    """Encode a tensor of bytes as an IDX file: its type, its shape in big endian, its values."""
     shape = b"".join(size.to_bytes(4, "big") for size in values.shape)
     return bytes([0, 0, 8, values.dim()]) + shape + values.numpy().tobytes()
 
 
 def complete(raw: Path, suffix: str = "") -> bool:
-    """Whether all four files are in that folder."""
+    """Return True if all four files are in that folder."""
     return all((raw / f"{name}{suffix}").exists() for name in FILES)
 
 
 def unpack(raw: Path) -> None:
-    """Unpack the files of MNIST that lie packed in that folder."""
+    """Unpack the packed files of MNIST in that folder."""
     for name in FILES:
         with gzip.open(raw / f"{name}.gz") as packed, open(raw / name, "wb") as file:
             shutil.copyfileobj(packed, file)
 
 
 def write(root: Path, *, train: int = 6000, test: int = 1000, seed: int = 0) -> Path:
-    """Make the data set, for `torchvision.datasets.MNIST(root)`; the folder of its files.
+    """Make the data set for `torchvision.datasets.MNIST(root)`; return the folder of its files.
 
-    Of two that make it at one time, in one place, the second finds what the first has made.
+    If two processes make it in one folder at the same time, the second uses the first one's files.
 
     Raises:
-        FileExistsError: if there is a part of another.
+        FileExistsError: if the folder has only a part of a data set.
     """
     root.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
@@ -140,7 +139,7 @@ def write(root: Path, *, train: int = 6000, test: int = 1000, seed: int = 0) -> 
         raw.parent.mkdir(exist_ok=True)
         try:
             made.rename(raw)
-        except OSError as exc:  # a folder that is not empty stays as it is
+        except OSError as exc:  # a folder that is not empty is not replaced
             if not complete(raw):
                 raise FileExistsError(f"{raw} is there, without all of MNIST's files") from exc
     return raw
@@ -149,8 +148,8 @@ def write(root: Path, *, train: int = 6000, test: int = 1000, seed: int = 0) -> 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("root", type=Path)
-    parser.add_argument("--train", type=int, default=6000, help="images to train on")
-    parser.add_argument("--test", type=int, default=1000, help="images to test with")
+    parser.add_argument("--train", type=int, default=6000, help="training images")
+    parser.add_argument("--test", type=int, default=1000, help="test images")
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     print(write(given.root, train=given.train, test=given.test, seed=given.seed))

@@ -1,9 +1,9 @@
 """Many clients, one vision model: requests of all of them, batched as they come.
 
-The model lives in this process. Clients in processes of their own ask at random times, and do not
-wait for one answer before they ask again (an open loop). `infer` is `@batched`: the network runs
-once for all who ask meanwhile. Who has waited too long, or gives up, is not computed at all, and
-who finds too many waiting is told so at once.
+The model is in this process. Clients in processes of their own ask at random times, and do not wait
+for an answer before they ask again (an open loop). `infer` is `@batched`: the network runs once for
+all requests that have come meanwhile. A request that has waited too long, or is given up, is not
+computed at all. If too many wait, a new one fails at once.
 
     python -m examples.inference --model resnet18 --clients 4 --seconds 5
     python -m examples.inference --device cuda:0
@@ -31,12 +31,20 @@ from ._launch import add_world, end, launch, serve
 from ._report import WAYS, Left, Outcome, Row, batches, draw, row, table
 
 CLASSES = 100
-LOADS = [0.3, 0.6, 0.9, 1.5, 2.5, 4.0, 6.0]  # of the images a second that it does one by one
+LOADS = [
+    0.3,
+    0.6,
+    0.9,
+    1.5,
+    2.5,
+    4.0,
+    6.0,
+]  # of the images per second that the model does one by one
 QUICK = [0.5, 3.0]
 
 
 class Model:
-    """A network of torchvision, with the weights that its seed gives."""
+    """A network of torchvision, with weights from a seed."""
 
     def __init__(self, name: str, device: str, seed: int) -> None:
         torch.manual_seed(seed)
@@ -46,13 +54,13 @@ class Model:
 
     @torch.inference_mode()
     def answer(self, images: Tensor) -> Tensor:
-        """The probabilities [B, classes] of images [B, 3, H, W] of bytes."""
+        """Return the probabilities [B, classes] of images [B, 3, H, W] of bytes."""
         self.computed += len(images)
         return torch.softmax(self.net(images.float() / 127.5 - 1.0), dim=1)
 
 
 def served(options: argparse.Namespace) -> type[Any]:
-    """The model as it is asked: how large its batches are, and where, the command line says."""
+    """Return the class of the served model, with batches and device of the command line."""
 
     class Served(Model):
         @batched(
@@ -63,19 +71,19 @@ def served(options: argparse.Namespace) -> type[Any]:
             device=options.device,
         )
         def infer(self, images: Tensor) -> Tensor:
-            """Of one image [3, H, W] each; they come stacked, on the device."""
+            """Answer for one image [3, H, W] each; they come stacked, on the device."""
             return self.answer(images)
 
         @batched(max_size=1, max_pending=options.max_pending, stack=True, device=options.device)
         def infer_alone(self, images: Tensor) -> Tensor:
-            """The same, one by one: what it is compared with."""
+            """Answer one by one, for comparison."""
             return self.answer(images)
 
     return Served
 
 
 class Client:
-    """Asks about images of noise, as many users would who do not know of each other."""
+    """A client that asks about images of noise, as many independent users would."""
 
     def __init__(self, model: RRef[Any], side: int, seed: int) -> None:
         self.model = model
@@ -99,7 +107,7 @@ class Client:
         loop = asyncio.get_running_loop()
         ask = getattr(remote(self.model), way)
         try:
-            # Since it was due, not since it was sent: a client that is late itself hides nothing.
+            # Since it was due, not since it was sent, so that a late client hides no latency.
             with aiorpc.timeout(max(0.0, due + deadline - loop.time())):
                 await ask(self.chance.choice(self.images))
         except aiorpc.CallTimeout:
@@ -110,7 +118,7 @@ class Client:
             outcome.latencies.append(loop.time() - due)
 
     async def give_up(self) -> tuple[int, int]:
-        """Ask about all images at once, give up every other one; how many, and how many answers."""
+        """Ask about all images at once, give up every other one; return (given up, answered)."""
         ask = remote(self.model).infer_alone
         requests = [asyncio.create_task(ask(image)) for image in self.images]
         await requests[0]
@@ -124,7 +132,7 @@ class Client:
 
 
 class Bench:
-    """The model and who asks it. Clients may be lost on the way."""
+    """The model and its clients, some of which may be lost meanwhile."""
 
     def __init__(self, model: Any, clients: dict[str, RRef[Client]], console: Console) -> None:
         self.model = model
@@ -133,7 +141,7 @@ class Bench:
         self.lost: list[str] = []
 
     async def capacity(self, image: Tensor, seconds: float) -> float:
-        """Images a second, one by one, while nobody else is at work."""
+        """Return images per second, one by one, without other load."""
         count, start = 0, time.perf_counter()
         while (spent := time.perf_counter() - start) < seconds:
             await self.model.infer_alone(image)
@@ -141,14 +149,14 @@ class Bench:
         return count / spent
 
     async def measure(self, way: str, rate: float, seconds: float, deadline: float) -> Row:
-        """All clients together ask at that rate."""
+        """Have all clients together ask at `rate` for `seconds`."""
         left, share, start = Left(way), rate / len(self.clients), time.perf_counter()
         outcomes = await self._all("load", way, share, seconds, deadline)
         took = max(seconds, time.perf_counter() - start)
         return row(way, outcomes, seconds, took, left)
 
     async def give_up(self) -> str:
-        """What it saves that clients give up, in words."""
+        """Have clients give up requests; return a line with the saved work."""
         before, count = self.model.computed, len(self.clients)
         found = await self._all("give_up")
         given_up, answered = (sum(each) for each in zip(*found, strict=True))
@@ -158,7 +166,7 @@ class Bench:
         )
 
     async def _all(self, method: str, *args: Any) -> list[Any]:
-        """What each client's method returns, of those that live."""
+        """Call a method of every living client; return the results."""
         calls = [getattr(remote(client), method)(*args) for client in self.clients.values()]
         results = await asyncio.gather(*calls, return_exceptions=True)
         for name, result in zip([*self.clients], results, strict=True):
@@ -177,7 +185,7 @@ class Bench:
 
 
 async def main(me: aiorpc.Worker, options: argparse.Namespace) -> list[str]:
-    """Serve and measure, in the first worker; the others ask, for as long as that is there."""
+    """Serve and measure in the first worker; ask in the others, until it ends."""
     if me.rank:
         await serve("server")
         return []
@@ -198,7 +206,7 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> list[str]:
 
 
 async def work(bench: Bench, options: argparse.Namespace) -> list[Row]:
-    """Each load, batched and one by one; then clients that give up."""
+    """Measure each load, batched and one by one; then clients that give up."""
     console = bench.console
     console.print(f"server: process {os.getpid()}, {options.model} on {options.device}")
     for name, client in bench.clients.items():
@@ -225,18 +233,18 @@ async def work(bench: Bench, options: argparse.Namespace) -> list[Row]:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default="mobilenet_v3_small", help="of torchvision.models")
+    parser.add_argument("--model", default="mobilenet_v3_small", help="name in torchvision.models")
     parser.add_argument("--side", type=int, default=64, help="pixels of an image's side")
-    parser.add_argument("--device", default="cpu", help="of the model: cpu, cuda:0, ...")
-    parser.add_argument("--clients", type=int, default=2, help="processes")
+    parser.add_argument("--device", default="cpu", help="device of the model: cpu, cuda:0, ...")
+    parser.add_argument("--clients", type=int, default=2, help="number of client processes")
     parser.add_argument("--rates", type=float, nargs="+", help="images a second (default: found)")
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each load")
+    parser.add_argument("--seconds", type=float, default=3.0, help="seconds of each load")
     parser.add_argument("--deadline", type=float, default=0.3, help="seconds for a request")
-    parser.add_argument("--max-size", type=int, default=16, help="images in a batch")
-    parser.add_argument("--max-wait", type=float, default=0.0, help="seconds for company")
-    parser.add_argument("--max-pending", type=int, default=64, help="requests that may wait")
+    parser.add_argument("--max-size", type=int, default=16, help="images in a batch, at most")
+    parser.add_argument("--max-wait", type=float, default=0.0, help="seconds that a batch waits")
+    parser.add_argument("--max-pending", type=int, default=64, help="waiting requests, at most")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="two loads, half a second each")
     parser.add_argument("--plot", type=Path, default=Path("out/inference.png"))

@@ -1,8 +1,8 @@
-"""A parameter server with distributed autograd: digits are learnt by a network on another worker.
+"""A parameter server with distributed autograd: a network on another worker learns digits.
 
 The network is whole on the parameter server. Each trainer has a shard of the images: it sends a
-batch, gets log-probabilities, computes the loss and sends the gradients back through the graph that
-both workers have a part of. Any number of trainers do so at once, without waiting for each other.
+batch, gets log-probabilities, computes the loss and sends the gradients back through a graph on
+both workers. Any number of trainers do so at once, without waiting for each other.
 
     python -m examples.mnist --world-size 3
 
@@ -41,33 +41,33 @@ from ._launch import add_world, end, launch, serve
 from ._mnist import Net, devices, load, prepare, shuffled, snapshot
 from ._plot import curves
 
-BACKWARD = 60.0  # seconds in which it is to end
+BACKWARD = 60.0  # seconds, the timeout of a backward
 RECENT = 10  # losses in a running mean
 
 
 class ParameterServer:
-    """The network, for any number of trainers at once."""
+    """A parameter server: the network, for any number of trainers at once."""
 
     def __init__(self, gpus: int, seed: int) -> None:
         torch.manual_seed(seed)
         self.net = Net(*devices(gpus))
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """What optimizers change."""
+        """Return the parameters that optimizers change."""
         return self.net.parameters()
 
     def forward(self, images: Tensor, *, training: bool) -> Tensor:
-        """Log-probabilities [B, 10] of images [B, 1, 28, 28].
+        """Return log-probabilities [B, 10] of images [B, 1, 28, 28].
 
-        With the parameters as they are now, whatever steps follow before the backward; and in a
-        mode of its own: one trainer may evaluate while others train.
+        The graph keeps the current parameters, whatever steps follow before the backward. The mode
+        is this call's own: one trainer may evaluate while others train.
         """
         with torch.set_grad_enabled(training):
             return snapshot(self.net).train(training)(images)  # type: ignore[no-any-return]
 
 
 class Trainer:
-    """One of `many` shards of the images, and an optimizer beside the parameters."""
+    """A trainer with one of `many` shards of the images, and an optimizer beside the parameters."""
 
     def __init__(
         self, ps: RRef[ParameterServer], shard: int, many: int, options: argparse.Namespace
@@ -77,14 +77,14 @@ class Trainer:
         self.test = load(options.data, train=False).shard(shard, many)
 
     async def prepare(self) -> int:
-        """Make the optimizer; how many losses `train` will yield."""
+        """Make the optimizer; return the number of losses that `train` will yield."""
         params = await parameter_rrefs(self.ps)
         self.opt = await DistributedOptimizer.create(torch.optim.SGD, params, lr=self.options.lr)
         batches: int = math.ceil(len(self.images.labels) / self.options.batch_size)
         return batches * int(self.options.epochs)
 
     async def train(self) -> AsyncIterator[float]:
-        """The loss of each iteration, over all epochs."""
+        """Train for all epochs; yield the loss of each iteration."""
         for epoch in range(self.options.epochs):
             order = shuffled(len(self.images.labels), self.options.seed, epoch)
             for images, labels in self.images.batches(self.options.batch_size, order):
@@ -99,7 +99,7 @@ class Trainer:
         return loss.item()
 
     async def evaluate(self) -> tuple[int, int]:
-        """How many of this shard's test images are recognised, and how many there are."""
+        """Return the numbers of recognised and of all test images of this shard."""
         right = 0
         for images, labels in self.test.batches(250):
             found = await remote(self.ps).forward(images, training=False)
@@ -108,16 +108,16 @@ class Trainer:
 
 
 class Result(NamedTuple):
-    """What rank 0 knows in the end."""
+    """The result of a run, on rank 0."""
 
-    losses: dict[str, list[float]]  # of each trainer
+    losses: dict[str, list[float]]  # by trainer
     seconds: float  # of training
     right: int  # test images recognised
     tested: int
 
 
 async def main(me: aiorpc.Worker, options: argparse.Namespace) -> Result | None:
-    """On rank 0, let the others train; these serve until that is over."""
+    """Have the others train, on rank 0; serve until the end, on the others."""
     if me.rank:
         await serve("ps")
         return None
@@ -155,7 +155,7 @@ COLUMNS = (
 async def follow(
     trainer: RRef[Trainer], losses: list[float], bar: TaskID, progress: Progress
 ) -> None:
-    """Let one trainer train, and show how far it is."""
+    """Have one trainer train, and show its progress."""
     async for loss in remote(trainer).train():
         losses.append(loss)
         progress.update(bar, advance=1, loss=statistics.mean(losses[-RECENT:]))
@@ -182,15 +182,17 @@ def report(result: Result, options: argparse.Namespace) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says, once it can be done."""
+    """Parse and check the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--batch-size", type=int, default=32)
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--num-gpus", type=int, default=0, help="0, 1 or 2, of rank 0's machine")
-    parser.add_argument("--data", type=Path, default=Path("out/digits"), help="has MNIST/raw in it")
-    parser.add_argument("--images", type=int, help="to train on, the first of all")
+    parser.add_argument(
+        "--num-gpus", type=int, default=0, help="number of rank 0's GPUs: 0, 1 or 2"
+    )
+    parser.add_argument("--data", type=Path, default=Path("out/digits"), help="folder of MNIST/raw")
+    parser.add_argument("--images", type=int, help="training images (default: all)")
     parser.add_argument(
         "--quick", action="store_true", help="three epochs of 1,200 images, in batches of 16"
     )

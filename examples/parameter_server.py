@@ -1,10 +1,10 @@
-"""A parameter server that makes one step of what many trainers learned: a round of coroutines.
+"""A parameter server that makes one step for many trainers: a round of coroutines.
 
 The server has the model and the optimizer. Each trainer computes gradients on images of its own,
-sends them and asks for the next step; when all have asked, `_step` runs once, and its one answer,
-the new model, goes to everybody. No lock, counter or callback: what is on the event loop is not
-interrupted, and `@batched(Round(...))` knows who is there. A trainer that is killed is missed for
-`--timeout` seconds a round, until it comes back.
+sends them and asks for the next step. When all have asked, `_step` runs once, and its one answer,
+the new model, goes to all. There is no lock, counter or callback: code on the event loop is not
+interrupted, and `@batched(Round(...))` counts the members. The rounds wait `--timeout` seconds for
+a killed trainer, until its replacement process has joined.
 
     python -m examples.parameter_server --trainers 3 --iterations 60
 """
@@ -46,14 +46,14 @@ PS = "ps"
 
 
 class State(NamedTuple):
-    """The model after so many steps: parameters and buffers by name."""
+    """The model after `steps` steps: parameters and buffers by name."""
 
     steps: int
     model: dict[str, Tensor]
 
 
 class ParameterServer:
-    """Holds the model. Its methods run on the event loop: none is interrupted but at an await."""
+    """A parameter server. Its methods run on the event loop, interrupted only at an await."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self.model = new_model(options).to(options.server_device)
@@ -61,22 +61,22 @@ class ParameterServer:
         self.answer = on_cpu(self.model)
         self.mean, self.iterations = Mean(), options.iterations
         self.losses: list[float] = []
-        self.news: asyncio.Queue[list[int]] = asyncio.Queue()  # who took part in each step
+        self.news: asyncio.Queue[list[int]] = asyncio.Queue()  # the members of each step
         whole = Round(options.trainers, options.quorum, options.timeout, member=lambda rank: rank)
         self.step = batched(whole)(self._step)
 
     async def state(self) -> State:
-        """The model as it is, for who joins."""
+        """Return the current model, for a trainer that joins."""
         return State(len(self.losses), self.answer)
 
     async def add(self, samples: int, learned: Learned) -> None:
-        """Take in a part of what a trainer learned, weighed with its samples."""
-        # Here and not in the round, which would keep every trainer's until the last is there.
+        """Add a part of a trainer's results, weighed with its samples."""
+        # Not in the round, which would hold every trainer's gradient until the last has come.
         self.mean.add(learned, samples)
 
     async def _step(self, ranks: list[int]) -> Broadcast[State]:
-        if len(self.losses) < self.iterations:  # else one comes late, for the model alone
-            # What comes while the thread computes is the next mean's.
+        if len(self.losses) < self.iterations:  # else a late trainer asks for the model alone
+            # Results that come while the thread computes belong to the next mean.
             loss, self.answer = await to_thread.run_sync(self._advance, self.mean.take())
             self.losses.append(loss)
             self.news.put_nowait(ranks)
@@ -88,17 +88,17 @@ class ParameterServer:
 
 @functools.cache
 def ready() -> "asyncio.Future[RRef[ParameterServer]]":
-    """The server of this process, once there is one."""
+    """Return the future of this process's server."""
     return asyncio.get_running_loop().create_future()
 
 
 async def parameter_server() -> RRef[ParameterServer]:
-    """What trainers ask the server's process for."""
-    return await asyncio.shield(ready())  # who asks may be killed, and its call cancelled
+    """Return the server's RRef; trainers call this in the server's process."""
+    return await asyncio.shield(ready())  # the call of a killed trainer is cancelled
 
 
 async def train(me: Worker, options: argparse.Namespace) -> None:
-    """Be a trainer, from whatever the model is by now to its last step."""
+    """Train from the current model to the last step."""
     ps = remote(await aiorpc.call(PS, parameter_server))
     model = new_model(options).to(options.device)
     data = batches(options, me.rank - 1, options.trainers)
@@ -108,7 +108,7 @@ async def train(me: Worker, options: argparse.Namespace) -> None:
         adopt(model, state.model, options)
         sent = await compute(model, batch, options, ps)
         try:
-            # Calls begin in the order in which they were made: the last part is added before the
+            # Calls start in the order in which they were made, so the last part is added before the
             # step. Meanwhile the next batch is made.
             *_, state, batch = await asyncio.gather(
                 *sent, ps.step(me.rank), to_thread.run_sync(next, data)
@@ -120,7 +120,7 @@ async def train(me: Worker, options: argparse.Namespace) -> None:
 async def compute(
     model: nn.Module, batch: Sample, options: argparse.Namespace, ps: Any
 ) -> list[asyncio.Future[None]]:
-    """Learn from a batch; each part of it is on its way while the rest is computed."""
+    """Learn from a batch; each part of the results is sent while the rest is computed."""
     loop = asyncio.get_running_loop()
     sent: list[asyncio.Future[None]] = []
 
@@ -130,13 +130,13 @@ async def compute(
     def tell(part: Learned) -> None:
         loop.call_soon_threadsafe(send, part)
 
-    # Not asyncio's to_thread, whose threads take turns: each keeps memory for what it computes.
+    # Not asyncio's to_thread, which alternates threads: each keeps memory for what it computes.
     await to_thread.run_sync(learn, model, batch, options, tell)
     return sent
 
 
 async def serve(options: argparse.Namespace) -> None:
-    """Be the server until the last step; print and draw what came of it."""
+    """Serve until the last step; print and draw the losses."""
     ps = ParameterServer(options)
     ready().set_result(RRef(ps))
     with Progress() as progress:
@@ -156,7 +156,7 @@ async def serve(options: argparse.Namespace) -> None:
 
 
 async def main(me: Worker, options: argparse.Namespace) -> None:
-    """What each worker does: rank 0 serves, the others train."""
+    """Serve on rank 0, train on the others."""
     await (serve(options) if me.rank == 0 else train(me, options))
 
 
@@ -165,15 +165,19 @@ def name_of(rank: int) -> str:
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add_training(parser)
     group = parser.add_argument_group("rounds")
-    group.add_argument("--trainers", type=int, help="by default the world's size less one")
-    group.add_argument("--quorum", type=int, default=1, help="trainers that are enough")
-    group.add_argument("--timeout", type=float, default=10.0, help="seconds, after which they are")
-    group.add_argument("--server-device", default="cpu", help="where the step is made")
-    group.add_argument("--restart", type=int, default=3, help="trainers started again, at most")
+    group.add_argument("--trainers", type=int, help="trainers (default: the world size less one)")
+    group.add_argument(
+        "--quorum", type=int, default=1, help="trainers that suffice after --timeout"
+    )
+    group.add_argument(
+        "--timeout", type=float, default=10.0, help="seconds until a quorum suffices"
+    )
+    group.add_argument("--server-device", default="cpu", help="device of the optimizer's step")
+    group.add_argument("--restart", type=int, default=3, help="restarts of trainers, at most")
     parser.add_argument("--plot", type=Path, default=Path("out/parameter_server.png"))
     parser.add_argument("--quick", action="store_true", help="a small model, a few seconds")
     add_world(parser, int(os.environ.get("WORLD_SIZE", 4)))

@@ -1,7 +1,7 @@
 """A model cut over several workers, with microbatches in flight.
 
-Each stage holds some layers and an RRef of the stage behind it. A microbatch goes from stage to
-stage as one coroutine that calls another; the last one computes its loss, and only that comes back.
+Each stage holds some layers and an RRef of the next stage. A microbatch goes from stage to stage as
+one coroutine that calls another. The last one computes the loss, and only the loss is returned.
 While the second stage works on the first microbatch, the first stage works on the second.
 
     python -m examples.pipeline --stages 3 --micro 4
@@ -28,11 +28,11 @@ from ._launch import add_world, end, launch, serve
 from ._plot import curves
 from ._textures import Shape, Textures, batches, cut, held_out, microbatches
 
-TIMEOUT = 60.0  # seconds of a backward
+TIMEOUT = 60.0  # seconds, the timeout of a backward
 
 
 class Stage:
-    """Some layers of the model, and where the next ones are."""
+    """A stage: some layers of the model, and an RRef of the next stage."""
 
     def __init__(
         self, shape: Shape, stage: int, stages: int, following: "RRef[Stage] | None"
@@ -41,18 +41,18 @@ class Stage:
         self.following = following
 
     def parameters(self) -> list[nn.Parameter]:
-        """What `parameter_rrefs` asks for."""
+        """Return the parameters, for `parameter_rrefs`."""
         return [*self.layers.parameters()]
 
     async def loss(self, x: Tensor, labels: Tensor) -> Tensor:
-        """The loss of a microbatch, summed, from these layers on."""
+        """Return the summed loss of a microbatch, from these layers on."""
         y = await self.compute(x, True)
         if self.following is not None:
             return await call(self.following, Stage.loss, y, labels)
         return functional.cross_entropy(y, labels, reduction="sum")
 
     async def correct(self, x: Tensor, labels: Tensor) -> int:
-        """How many of these the model gets right."""
+        """Return the number of images that the model classifies correctly."""
         y = await self.compute(x, False)
         if self.following is not None:
             return await call(self.following, Stage.correct, y, labels)
@@ -60,7 +60,7 @@ class Stage:
 
     @batched(max_size=1)
     def compute(self, xs: list[Tensor], training: list[bool]) -> list[Tensor]:
-        """One microbatch at a time, in the order in which they came, beside the event loop.
+        """Compute one microbatch at a time, in the order of arrival, beside the event loop.
 
         So batch statistics and dropout see the microbatches in the order of the uncut model.
         """
@@ -75,7 +75,7 @@ class Stage:
 
 
 class Pipeline:
-    """All stages, and an optimizer beside the parameters of each."""
+    """A pipeline of all stages, with an optimizer beside the parameters of each."""
 
     def __init__(self, stages: list[RRef[Stage]], optimizer: DistributedOptimizer) -> None:
         self.stages = stages
@@ -83,7 +83,7 @@ class Pipeline:
 
     @classmethod
     async def create(cls, workers: list[str], shape: Shape, lr: float) -> "Pipeline":
-        """A stage on each of these workers, the last one first: the one before has its RRef."""
+        """Make a stage on each worker, the last one first, since each needs the next RRef."""
         stages: list[RRef[Stage]] = []
         for number in reversed(range(len(workers))):
             following = stages[0] if stages else None
@@ -98,7 +98,7 @@ class Pipeline:
         return cls(stages, optimizer)
 
     async def step(self, batch: Textures, micro: int) -> float:
-        """One step on a batch in that many microbatches, all in flight at once; its loss."""
+        """Make a step on a batch in `micro` microbatches, all in flight; return its loss."""
         first = self.stages[0]
         async with context() as ctx:
             parts = [call(first, Stage.loss, x, labels) for x, labels in microbatches(batch, micro)]
@@ -108,14 +108,14 @@ class Pipeline:
         return loss.item()
 
     async def accuracy(self, batch: Textures) -> float:
-        """The part of these that the model gets right."""
+        """Return the part of the images that the model classifies correctly."""
         first = self.stages[0]
         parts = [call(first, Stage.correct, x, labels) for x, labels in microbatches(batch, 8)]
         return sum(await asyncio.gather(*parts)) / len(batch.labels)
 
 
 async def main(me: aiorpc.Worker, options: argparse.Namespace) -> list[float] | None:
-    """Train, in the first worker; the others serve it."""
+    """Train in the first worker; serve in the others."""
     if me.rank:
         await serve("master")
         return None
@@ -133,7 +133,7 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> list[float] | 
 
 
 async def train(pipeline: Pipeline, options: argparse.Namespace, console: Console) -> list[float]:
-    """The loss of each step."""
+    """Train; return the loss of each step."""
     losses, times = [], []
     columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -158,17 +158,17 @@ def stage_names(options: argparse.Namespace) -> list[str]:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, default=2, help="workers that the model is cut over")
+    parser.add_argument("--stages", type=int, default=2, help="workers that hold the model")
     parser.add_argument("--micro", type=int, default=4, help="microbatches in a batch")
     parser.add_argument("--batch", type=int, default=64, help="images in a batch")
     parser.add_argument("--steps", type=int, default=120)
-    parser.add_argument("--blocks", type=int, default=6, help="of layers in the model")
+    parser.add_argument("--blocks", type=int, default=6, help="residual blocks in the model")
     parser.add_argument("--width", type=int, default=16, help="channels in the model")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it works")
+    parser.add_argument("--quick", action="store_true", help="a few steps, as a check")
     parser.add_argument("--plot", type=Path, default=Path("out/pipeline.png"))
     add_world(parser)
     options = parser.parse_args()

@@ -1,12 +1,12 @@
 """CartPole-v1 until it is solved: REINFORCE by an agent with several observers.
 
-The program of "Getting Started with Distributed RPC Framework", turned inside out. There an
-observer asks for each action and reports each reward, and the agent keeps books of who did what.
-Here an episode is a coroutine of the agent: `await remote(observer).step(action)` is the one call a
-step, and what belongs to the episode is in its local variables.
+The program of "Getting Started with Distributed RPC Framework" with the roles inverted. There an
+observer asks for each action and reports each reward, and the agent records both by observer. Here
+an episode is a coroutine of the agent: `await remote(observer).step(action)` is the one call a
+step, and the data of the episode are in its local variables.
 
-Solved is a running reward over 475: in each round every observer plays one episode, of which the
-worst counts. Then the best action, not a drawn one, is taken in some episodes more.
+The task is solved at a running reward over 475. In each round every observer plays one episode, of
+which the worst counts. Then some episodes more are played with the best action, not a drawn one.
 
     python -m examples.reinforce --observers 2
     torchrun --nproc-per-node 3 -m examples.reinforce
@@ -32,30 +32,30 @@ from ._learning import CartPole, Episode, Learner
 from ._plot import curves
 
 SOLVED = 475.0
-FRESH = 0.05  # of a round in the running reward
+FRESH = 0.05  # weight of a round in the running reward
 
-Choose = Callable[[float], int]  # of how likely 1 is, an action
+Choose = Callable[[float], int]  # from the probability of 1 to an action
 
 
 def drawing(seed: str) -> Choose:
-    """By chance: 1 as likely as it shall be."""
+    """Return a function that draws 1 with the given probability, else 0."""
     chance = random.Random(seed)
     return lambda likely: int(chance.random() < likely)
 
 
 class Agent(Learner):
-    """Plays the environments of its observers, and learns from each round."""
+    """An agent that plays its observers' environments and learns from each round."""
 
     def __init__(self, observers: Sequence[RRef[CartPole]], seed: int, device: str = "cpu") -> None:
         super().__init__(seed, device)
         self.observers = observers
         self.draws = [drawing(f"{seed}, {number}") for number in range(len(observers))]
         self.running = 0.0
-        self.rewards: list[float] = []  # of each round: the worst observer's
+        self.rewards: list[float] = []  # the worst observer's reward of each round
         self.steps = 0
 
     async def round(self, chooses: Sequence[Choose]) -> list[Episode]:
-        """An episode of every observer, all at once."""
+        """Play an episode of every observer, all at once."""
         return await asyncio.gather(*map(self._episode, self.observers, chooses))
 
     async def _episode(self, observer: RRef[CartPole], choose: Choose) -> Episode:
@@ -77,7 +77,7 @@ class Agent(Learner):
         self.running += FRESH * (self.rewards[-1] - self.running)
 
     async def evaluate(self, episodes: int) -> list[float]:
-        """The rewards of so many episodes with the best action, not a drawn one."""
+        """Return the rewards of `episodes` episodes with the best action, not a drawn one."""
         rounds = math.ceil(episodes / len(self.observers))
         greedy: list[Choose] = [round] * len(self.observers)
         played = [each for _ in range(rounds) for each in await self.round(greedy)]
@@ -85,7 +85,7 @@ class Agent(Learner):
 
 
 async def solve(agent: Agent, episodes: int) -> bool:
-    """Learn until it is solved, or so many episodes are played; whether it is."""
+    """Learn until the task is solved or `episodes` are played; return True if solved."""
     columns = MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
     with Progress(*columns, TimeElapsedColumn()) as progress:
         bar = progress.add_task("", total=int(SOLVED))
@@ -97,7 +97,7 @@ async def solve(agent: Agent, episodes: int) -> bool:
 
 
 async def main(me: aiorpc.Worker, options: argparse.Namespace) -> bool:
-    """Observers serve, and the agent leads; False if it was not solved."""
+    """Serve as an observer, or lead as the agent; return False if the task was not solved."""
     if me.rank:
         await serve("agent")
         return True
@@ -107,7 +107,7 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> bool:
 
 
 async def lead(names: Sequence[str], options: argparse.Namespace) -> bool:
-    """Train and evaluate; whether it was solved."""
+    """Train and evaluate; return True if the task was solved."""
     observers = [
         await create(name, CartPole, 10_000 * options.seed + number)
         for number, name in enumerate(names)
@@ -139,16 +139,16 @@ def report(rewards: Sequence[float], path: Path) -> None:
 
 
 def arguments() -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--seed", type=int, default=0)
-    add("--observers", type=int, default=2, help="processes")
-    add("--max-episodes", type=int, default=2_000, help="of all observers together")
-    add("--evaluate", type=int, default=10, metavar="N", help="episodes at the end")
-    add("--device", default="cpu", help="of the agent's network, such as cuda:0")
+    add("--observers", type=int, default=2, help="number of observer processes")
+    add("--max-episodes", type=int, default=2_000, help="episodes of all observers, at most")
+    add("--evaluate", type=int, default=10, metavar="N", help="greedy episodes at the end")
+    add("--device", default="cpu", help="device of the agent's network, such as cuda:0")
     add("--plot", type=Path, default=Path("out/reinforce.png"))
-    add("--quick", action="store_true", help="ten episodes, to see that it works")
+    add("--quick", action="store_true", help="ten episodes, as a check")
     add_world(parser)
     options = parser.parse_args()
     if min(options.observers, options.max_episodes, options.evaluate) < 1:

@@ -1,9 +1,9 @@
-"""A language model cut across workers: words' vectors and decoder on one, the LSTM on another.
+"""A language model on two workers: word vectors and decoder on one, the LSTM on the other.
 
 The worker "ps" holds the large matrices, one row a word, on its device; "trainer" holds the LSTM
 and reads the text. A batch goes as several microbatches, each in a task of its own: while one is
-in the LSTM, the others are on the wire or on the parameter server. One context of distributed
-autograd has them all, and its backward goes through both workers.
+in the LSTM, the others are on the wire or on the parameter server. All share one context of
+distributed autograd, whose backward goes through both workers.
 
     python -m examples.rnn --epochs 6
 """
@@ -32,16 +32,16 @@ from ._launch import add_world, launch
 from ._plot import curves
 
 WORKERS = ["trainer", "ps"]
-TIMEOUT = 60.0  # seconds for a backward
-WARM = 0.05  # of all steps: as long the learning rate rises
+TIMEOUT = 60.0  # seconds, the timeout of a backward
+WARM = 0.05  # part of all steps in which the learning rate rises
 
 
 class History(NamedTuple):
-    """What a run has come to: nats a word, by step."""
+    """The history of a run: nats a word, by step."""
 
     training: list[float]
     held_out: list[tuple[float, float]]
-    unigram: float  # a perplexity
+    unigram: float  # perplexity
     seconds: float  # of training
     sample: str
 
@@ -50,7 +50,7 @@ class History(NamedTuple):
 
 
 class Trainer:
-    """Learns a text, a batch a step; the batch's rows go as microbatches that overlap."""
+    """A trainer that learns a batch a step; the batch's rows are microbatches that overlap."""
 
     def __init__(self, model: Model, opt: DistributedOptimizer, microbatches: int) -> None:
         self.model, self.opt = model, opt
@@ -60,7 +60,7 @@ class Trainer:
     async def create(
         cls, words: int, options: argparse.Namespace, optimizer: type[Optimizer] = torch.optim.Adam
     ) -> "Trainer":
-        """A new model of so many words, and an optimizer beside each of its parts."""
+        """Make a model of `words` words, and an optimizer beside each of its parts."""
         model = await Model.create(
             "ps",
             words,
@@ -74,7 +74,7 @@ class Trainer:
         return cls(model, opt, options.microbatches)
 
     async def step(self, batch: Sequence[Chunk], lr: float, clip: float) -> float:
-        """Learn one chunk of each microbatch's stream; the loss, in nats a word."""
+        """Learn one chunk of each microbatch's stream; return the loss in nats a word."""
         async with context() as ctx:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self.opt.set(lr=lr))
@@ -90,18 +90,18 @@ class Trainer:
         return loss.item()
 
     def start_again(self) -> None:
-        """The next batch is where the text begins."""
+        """Reset the states: the next batch is the start of the text."""
         self.states = [None] * len(self.states)
 
 
 def batches(rows: Tensor, microbatches: int, length: int) -> Iterator[tuple[Chunk, ...]]:
-    """For each step a chunk of every microbatch: the same rows each time, further on."""
+    """Yield a chunk of every microbatch for each step: the same rows, further on."""
     parts = rows.tensor_split(microbatches)
     return zip(*(corpora.chunks(part, length) for part in parts), strict=True)
 
 
 def rate(step: int, steps: int, peak: float) -> float:
-    """The learning rate: up to the peak in a line, then down to 0 in half a cosine."""
+    """Return the learning rate: a line up to the peak, then half a cosine down to 0."""
     warm = max(1, round(WARM * steps))
     if step < warm:
         return peak * (step + 1) / warm
@@ -109,12 +109,12 @@ def rate(step: int, steps: int, peak: float) -> float:
 
 
 async def main(me: aiorpc.Worker, options: argparse.Namespace) -> History | None:
-    """Train, on rank 0; the other worker serves until that is done."""
+    """Train on rank 0; serve on the other worker until the end."""
     return await train(options) if me.rank == 0 else None
 
 
 async def train(options: argparse.Namespace) -> History:
-    """All epochs, each followed by the held-out text; a sample in the end."""
+    """Train for all epochs, each followed by the held-out text; write a sample at the end."""
     console = Console()
     text = await asyncio.to_thread(corpora.corpus, corpora.python_topics(), options.words)
     rows = corpora.streams(text.training, options.batch)
@@ -146,18 +146,18 @@ async def train(options: argparse.Namespace) -> History:
 
 
 async def written(model: Model, words: Sequence[str], options: argparse.Namespace) -> str:
-    """What the model writes after the end of a paragraph."""
+    """Return a text that the model writes after the end of a paragraph."""
     first, never = words.index(corpora.END), words.index(corpora.UNKNOWN)
     torch.manual_seed(options.seed)
     numbers = await model.write(first, never, options.sample, options.temperature)
     return corpora.prose(words[number] for number in numbers)
 
 
-# ── what is seen of it ──────────────────────────────────────────────────────────────────────────
+# ── output ──────────────────────────────────────────────────────────────────────────────────────
 
 
 def progress(console: Console) -> Progress:
-    """A bar of the steps, with the last one's loss."""
+    """Return a progress bar of the steps, with the last loss."""
     columns = "{task.description}", "{task.fields[loss]:.2f} nats a word"
     first, last = map(TextColumn, columns)
     return Progress(
@@ -189,21 +189,21 @@ QUICK = {"epochs": 1, "words": 500, "size": 48, "lr": 0.02, "sample": 20}
 
 
 def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """What the command line says."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     add = parser.add_argument
-    add("--epochs", type=int, default=6, help="how often the text is read")
-    add("--batch", type=int, default=32, help="rows that are read side by side")
-    add("--microbatches", type=int, default=4, help="into which a batch is cut")
+    add("--epochs", type=int, default=6, help="passes over the text")
+    add("--batch", type=int, default=32, help="rows of a batch")
+    add("--microbatches", type=int, default=4, help="microbatches in a batch")
     add("--length", type=int, default=32, help="words of a row in a step")
-    add("--words", type=int, default=2000, help="in the vocabulary")
-    add("--size", type=int, default=160, help="of a word's vector, and of the LSTM")
+    add("--words", type=int, default=2000, help="words in the vocabulary")
+    add("--size", type=int, default=160, help="size of word vectors and of the LSTM")
     add("--dropout", type=float, default=0.4)
     add("--lr", type=float, default=0.01, help="Adam's learning rate at its peak")
     add("--clip", type=float, default=1.0, help="norm of all gradients together, at most")
-    add("--sample", type=int, default=60, help="words to write in the end")
-    add("--temperature", type=float, default=0.8, help="of the sample")
-    add("--device", default="cpu", help="of the parameter server")
+    add("--sample", type=int, default=60, help="words of the sample at the end")
+    add("--temperature", type=float, default=0.8, help="temperature of the sample")
+    add("--device", default="cpu", help="device of the parameter server")
     add("--seed", type=int, default=0)
     add("--plot", type=Path, default=Path("out/rnn.png"))
     add("--quick", action="store_true", help="a small model for a few seconds")

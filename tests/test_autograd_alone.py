@@ -10,7 +10,7 @@ import torch
 from torch.distributed import autograd
 
 from aiorpc_torch import create, remote
-from aiorpc_torch._client import connection
+from aiorpc_torch._client import connection, torch_transfers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.frames import CALL, CALLS, HEADER
 from aiorpc_torch._protocol.messages import load_calls, load_payload
@@ -58,7 +58,7 @@ def calls_in(data: bytes) -> Sent:
 def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     """Frames and payloads with calls, as they leave this process."""
     found: Sent = []
-    send, write = connection.send, connection.Connection.write
+    send, write = torch_transfers.send, connection.Connection.write
 
     def spy_send(peer: Any, door: Any, data: bytes, tensors: Any = ()) -> Any:
         if door is endpoints.payload:
@@ -70,7 +70,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
         found.extend(calls_in(data))
         write(self, data)
 
-    monkeypatch.setattr(connection, "send", spy_send)
+    monkeypatch.setattr(torch_transfers, "send", spy_send)
     monkeypatch.setattr(connection.Connection, "write", spy_write)
     return found
 

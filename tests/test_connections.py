@@ -22,7 +22,7 @@ from torch.futures import Future
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote, stats
-from aiorpc_torch._client import connection, pool
+from aiorpc_torch._client import connection, pool, torch_transfers
 from aiorpc_torch._client import introduction as introductions
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.connection_state import MAX_CALLS
@@ -260,7 +260,8 @@ async def test_no_memory_for_a_frame_loses_no_call(
     """Its calls fail, those that come later are answered, and no caller waits for ever."""
     notes = remote(RRef(Notes()))
     await asyncio.gather(notes.note(0), notes.note(0))  # after a lone call the next leaves at once
-    fail_once(monkeypatch, connection, "encode_calls", MemoryError("no memory"))
+    module = torch_transfers if size else connection
+    fail_once(monkeypatch, module, "encode_calls", MemoryError("no memory"))
     found = await ends(*start(*(notes.note(bytes(size)) for _ in range(1 if size else 5))))
     assert all(isinstance(each, RpcError) and "no memory" in str(each) for each in found), found
     assert await notes.note(1) is None
@@ -300,9 +301,9 @@ class Sending:
 
     def __init__(self, patch: pytest.MonkeyPatch, endpoint: Any) -> None:
         self.gated: list[Callable[[], None]] = []
-        self._send = connection.send
+        self._send = torch_transfers.send
         self._endpoint = endpoint
-        patch.setattr(connection, "send", self.send)
+        patch.setattr(torch_transfers, "send", self.send)
 
     def send(self, peer: Any, endpoint: Any, *args: Any) -> "Future[Any]":
         if endpoint is not self._endpoint:
@@ -345,7 +346,7 @@ async def test_nothing_of_a_collected_result_is_held(world: aiorpc.Worker, name:
     for _ in range(3):
         assert await getattr(results, name)() is not None
         assert stats().held_bytes == 0
-        own_connection()._large_results.clear()
+        own_connection()._transfers.large_results.clear()
 
 
 @pytest.mark.parametrize("kind", ["call", "stream"])
@@ -423,7 +424,7 @@ async def test_a_payload_that_torch_refuses_withdraws_its_slot(
     notes = Notes()
     mine = remote(RRef(notes))
     await mine.note(0)
-    fail_once(monkeypatch, connection, "send", RuntimeError("torch refuses"))
+    fail_once(monkeypatch, torch_transfers, "send", RuntimeError("torch refuses"))
     failed, small = await ends(*start(mine.note(bytes(LARGE)), mine.note(2)))
     assert isinstance(failed, RemoteError)
     assert "torch refuses" in str(failed)
@@ -697,7 +698,7 @@ async def test_a_payload_whose_connection_has_ended(
     assert isinstance(lost, WorkerLost)
     await until(lambda: not server()._sessions)
     sending.let()
-    monkeypatch.setattr(connection, "send", sending._send)
+    monkeypatch.setattr(torch_transfers, "send", sending._send)
     await work()
     assert notes.order == []
     assert not caplog.records

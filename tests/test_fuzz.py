@@ -29,7 +29,7 @@ from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotServing, RpcError, RRef, call, remote
-from aiorpc_torch._client import connection, pool
+from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._protocol import endpoints, exceptions, pickling
 from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.frames import CALL, CALLS, CLOSE, CONTROL, RESULT, RESULTS, SLOT
@@ -255,14 +255,14 @@ class Victim:
 
     async def record(self, patch: pytest.MonkeyPatch) -> None:
         """Each kind of call, stream and control."""
-        tap, send = Tap(patch), connection.send
+        tap, send = Tap(patch), torch_transfers.send
 
         def tapped(peer: Any, endpoint: Any, data: bytes, tensors: Any = ()) -> Any:
             if endpoint is endpoints.payload:
                 self.payloads.append(([*pickle.loads(data)], [*tensors]))
             return send(peer, endpoint, data, tensors)
 
-        patch.setattr(connection, "send", tapped)
+        patch.setattr(torch_transfers, "send", tapped)
         target, small, large = self.target, torch.ones(3), torch.ones(60_000)
         for value in (0, 2.5, "text", b"bytes", None, True, small):
             await target.quick(value)

@@ -1,5 +1,6 @@
 """Frames of one call and one result: every value arrives as a frame of groups would bring it."""
 
+import asyncio
 import contextlib
 import math
 import struct
@@ -11,7 +12,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from aiorpc_torch import RRef, remote
+from aiorpc_torch import RRef, call, remote
 from aiorpc_torch._protocol import lone
 from aiorpc_torch._protocol.frames import CALL, HEADER, RESULT, FrameReader, ProtocolError
 from aiorpc_torch._protocol.lone import (
@@ -25,6 +26,7 @@ from aiorpc_torch._protocol.lone import (
     encode_result,
     encode_value,
 )
+from aiorpc_torch._server import session
 
 numbers = st.integers(0, 2**63)
 ids = st.tuples(st.integers(-(2**63), 2**63 - 1), st.integers(-(2**63), 2**63 - 1))
@@ -192,3 +194,45 @@ async def test_lone_calls_travel_in_frames_of_their_own(
     await echo.on_loop(torch.ones(4))
     assert seen == [CALL, RESULT]
     assert HEADER.size == len(lone.encode_result(0, None) or b"") - 9
+
+
+def test_a_tensor_without_memory_is_not_read() -> None:
+    """Its storage was freed: bytes of other objects would be sent in its place."""
+    tensor = torch.zeros(4)
+    tensor.untyped_storage().resize_(0)
+    assert encode_value(tensor) is None
+
+
+async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reports a lack of memory as a RuntimeError: its caller is answered all the same."""
+    echo = remote(RRef(Echo()))
+    await echo.on_loop(1)
+
+    def fail(*_: Any) -> bytes:
+        monkeypatch.undo()
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(session, "encode_result", fail)
+    async with asyncio.timeout(5):
+        assert await echo.on_loop(2) == 2
+
+
+class Unnamed:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    async def slow(self) -> int:
+        await asyncio.sleep(0.05)
+        return 7
+
+
+async def answer(_: Unnamed) -> int:
+    return 8
+
+
+async def test_an_object_whose_repr_fails(world: Any) -> None:
+    """A function that is called with it runs nobody's `__repr__`, and breaks no other call."""
+    rref = RRef(Unnamed())
+    slow = asyncio.ensure_future(remote(rref).slow())
+    assert await call(rref, answer) == 8
+    assert await slow == 7

@@ -12,7 +12,7 @@ from clocks import SLACK
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
-from aiorpc_torch._client import connection
+from aiorpc_torch._client import torch_transfers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.messages import dump_plain
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
@@ -187,8 +187,8 @@ async def test_invalid_heartbeat(heartbeat: float) -> None:
 async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
     """A worker that has stopped serving still answers, and runs nothing."""
     sent: list[tuple[Any, ...]] = []
-    send = connection.send
-    monkeypatch.setattr(connection, "send", lambda *args: sent.append(args[2:]) or send(*args))
+    send = torch_transfers.send
+    monkeypatch.setattr(torch_transfers, "send", lambda *args: sent.append(args[2:]) or send(*args))
     async with aiorpc.local_world(0):
         server = endpoints.serving()
         assert await call("main", torch.numel, torch.zeros(1_000_000)) == 1_000_000

@@ -14,7 +14,7 @@ from strangers import server
 from torch import Tensor
 
 from aiorpc_torch import RRef, remote, stats
-from aiorpc_torch._client import connection, pool
+from aiorpc_torch._client import connection, pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT, Slots, attach_data, detach_data
 
@@ -263,8 +263,8 @@ class Held:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.payloads: list[Callable[[], None]] = []
         self._answers: list[torch.futures.Future[Any]] = []
-        self._send = connection.send
-        monkeypatch.setattr(connection, "send", self.send)
+        self._send = torch_transfers.send
+        monkeypatch.setattr(torch_transfers, "send", self.send)
 
     def send(self, peer: Any, endpoint: Any, data: bytes, tensors: Any = ()) -> Any:
         """Hold a payload back; anything else is sent."""

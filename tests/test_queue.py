@@ -997,3 +997,77 @@ async def test_a_method_called_without_an_instance() -> None:
     """`Agent.select()` says that it wants one."""
     with pytest.raises(TypeError, match=r"Named\.who is a method: call it on an instance"):
         Named.who()
+
+
+# ── tasks that are cancelled from outside ───────────────────────────────────────────────────────
+
+
+class Pairs:
+    @batched(max_size=3)
+    async def together(self, xs: list[int]) -> list[int]:
+        return xs
+
+    @batched(max_size=1, max_concurrency=2)
+    async def apart(self, xs: list[int]) -> list[int]:
+        await asyncio.sleep(0)
+        return xs
+
+    @batched(max_size=10, max_wait=0.01)
+    async def loop(self, xs: list[int]) -> list[Any]:
+        return [asyncio.get_running_loop()] * len(xs)
+
+
+def cancel_others(before: set["asyncio.Task[Any]"]) -> None:
+    for task in asyncio.all_tasks() - before:
+        task.cancel()
+
+
+async def test_cancelling_all_tasks_loses_no_call() -> None:
+    """The task that dispatches may be cancelled before its first step: another one takes over."""
+    pairs, found = Pairs(), asyncio.Queue[int]()
+    queue = Pairs.together._queue(pairs)  # type: ignore[attr-defined]
+    before = asyncio.all_tasks()
+    queue.join(pairs, (1,), found.put_nowait, "peer")
+    cancel_others(before)
+    queue.join(pairs, (2,), found.put_nowait, "peer")
+    async with asyncio.timeout(5):
+        assert [await found.get() for _ in range(2)] == [1, 2]
+
+
+async def test_a_batch_that_is_cancelled_before_it_starts() -> None:
+    """Its callers get an error, and its slot is free again."""
+    pairs, found = Pairs(), asyncio.Queue[Any]()
+    queue = Pairs.apart._queue(pairs)  # type: ignore[attr-defined]
+    before = asyncio.all_tasks()
+    for number in range(2):
+        queue.join(pairs, (number,), found.put_nowait, "peer")
+    # Behind the step that dispatches, and before the first step of the second batch.
+    asyncio.get_running_loop().call_soon(cancel_others, before)
+    async with asyncio.timeout(5):
+        assert [type(await found.get()) for _ in range(2)] == [RemoteError] * 2
+    assert await asyncio.gather(*(pairs.apart(number) for number in range(5))) == [*range(5)]
+
+
+def test_a_dispatch_that_its_loop_has_not_run() -> None:
+    """A queue that another loop has taken over is left alone by the first loop, should it go on."""
+    pairs = Pairs()
+    first, second = asyncio.new_event_loop(), asyncio.new_event_loop()
+
+    async def begin() -> None:
+        pairs.loop(1).cancel()  # type: ignore[attr-defined]
+        first.stop()
+
+    async def on_second() -> Any:
+        asked = asyncio.ensure_future(pairs.loop(2))
+        await asyncio.sleep(0)
+        # Each step of the first loop's while the second one waits here.
+        await asyncio.to_thread(lambda: first.run_until_complete(asyncio.sleep(0)))
+        return await asked
+
+    task = first.create_task(begin())
+    first.run_forever()
+    assert second.run_until_complete(on_second()) is second
+    assert task.done()
+    second.run_until_complete(second.shutdown_default_executor())
+    first.close()
+    second.close()

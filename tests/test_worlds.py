@@ -329,6 +329,26 @@ def test_a_child_ends_its_threads_first(tmp_path: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
 
 
+def test_a_child_that_fails_waits_for_no_thread(tmp_path: Path) -> None:
+    """Its exception is raised at once, though a thread of it would never end."""
+    path = program(
+        tmp_path,
+        """
+        import threading
+        async def main(me):
+            if me.rank == 1:
+                threading.Thread(target=threading.Event().wait).start()
+                raise ValueError("boom")
+            await asyncio.sleep(600)
+        if __name__ == "__main__":
+            aiorpc.run_local(main, 2)
+        """,
+    )
+    done = run(path)
+    assert done.returncode == 1
+    assert "ValueError: boom" in done.stderr
+
+
 def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
     """A class of the child's own `__main__`, its traceback as the cause, a non-zero exit code."""
     path = program(

@@ -6,7 +6,7 @@ The scheduler decides when a batch starts; `results` splits the result per calle
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from .._aio.tasks import detach_task, warn_if_blocking
@@ -236,13 +236,30 @@ class BatchQueue:
             self._dispatcher = self._new_task()
 
     def _new_task(self, batch: Batch[QueuedCall] | None = None) -> "asyncio.Task[None]":
+        """Return a task of `_run_batch(batch)`."""
         # It starts in the next iteration, so that the calls of one iteration share a batch: an
         # eager task factory is not asked. In an empty context: under no caller's deadline.
         context, name = contextvars.Context(), self._function.name
-        return asyncio.Task(self._run_batch(batch), loop=self.loop, name=name, context=context)
+        task = asyncio.Task(self._run_batch(batch), loop=self.loop, name=name, context=context)
+        task.add_done_callback(self._on_early_cancel)
+        return task
 
-    def _dispatch(self) -> Batch[QueuedCall] | None:
-        """Start the batches that are ready, but for the first: the current task runs that one."""
+    def _on_early_cancel(self, task: "asyncio.Task[None]") -> None:
+        """Handle a task that was cancelled before its first step, by code that cancels all."""
+        if self._is_loop_closed():
+            return
+        for batch, running in [*self._running.items()]:
+            if running.task is task:
+                error = asyncio.CancelledError()
+                size, name = len(batch.items), self._function.name
+                self._finish_batch(batch, running, failure_per_caller(error, size, name))
+        if task is self._dispatcher:
+            self._dispatcher = None
+        if len(self._scheduler):
+            self._schedule_dispatch()
+
+    def _dispatch(self, task: "asyncio.Task[None]") -> Batch[QueuedCall] | None:
+        """Start the batches that are ready, but for the first: `task`, the current one, runs it."""
         assert self.loop is not None
         self._dispatcher = None
         if self._timer is not None:
@@ -252,12 +269,11 @@ class BatchQueue:
         for batch in ready[1:]:
             running = self._register(batch)
             running.task = self._new_task(batch)
-            running.task.add_done_callback(running.finish)  # may be cancelled before its first step
         if (deadline := self._scheduler.deadline()) is not None:
             self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
         if not ready:
             return None
-        self._register(ready[0]).task = asyncio.current_task()
+        self._register(ready[0]).task = task
         return ready[0]
 
     def _take_batches(self, now: float) -> Iterator[Batch[QueuedCall]]:
@@ -281,7 +297,11 @@ class BatchQueue:
 
     async def _run_batch(self, batch: Batch[QueuedCall] | None = None) -> None:
         """Run a batch; by default dispatch, and run the first that is ready."""
-        batch = batch or self._dispatch()
+        task = asyncio.current_task()
+        assert task is not None
+        task.remove_done_callback(self._on_early_cancel)
+        if batch is None and task is self._dispatcher:  # else the queue has changed its loop
+            batch = self._dispatch(task)
         if batch is None:
             return
         running = self._running[batch]
@@ -297,6 +317,12 @@ class BatchQueue:
         except BaseException as exc:  # SystemExit too: every caller gets a result
             results = failure_per_caller(exc, size, name)
         args.clear()  # an exception keeps this frame alive
+        self._finish_batch(batch, running, results)
+
+    def _finish_batch(
+        self, batch: Batch[QueuedCall], running: RunningBatch, results: Sequence[Any]
+    ) -> None:
+        """Free the slot of a batch and give its callers their results."""
         running.finish()
         if self._running.pop(batch, None) is None or self._is_loop_closed():
             return  # the loop was closed, and the callers ended with it

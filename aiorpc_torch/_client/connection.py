@@ -13,7 +13,6 @@ from typing import Any, Protocol
 import torch
 
 from .._aio.inline_future import InlineFuture, resume_all
-from .._protocol import endpoints
 from .._protocol.ancestry import to_wire
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.columns import STREAM_END
@@ -33,31 +32,26 @@ from .._protocol.lone import decode_result, encode_call
 from .._protocol.messages import (
     Arguments,
     EncodedCall,
-    EncodedTarget,
     decode_reply,
-    dump_payload,
     dump_plain,
     encode_calls,
     encode_grouped_call,
     encode_target,
 )
-from .._protocol.payloads import UNKNOWN_OBJECT, attach_data
-from .._protocol.pickling import CallAborted
+from .._protocol.payloads import UNKNOWN_OBJECT
 from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.targets import MethodTarget, Target, order_key, target_name
-from .._protocol.tensors import TensorTable, size_of
+from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
 from .._torch import devices, rrefs
 from .._torch.compat import WorkerInfo
 from .._torch.rrefs import RRefId
-from .._torch.transport import classify_error, enter_context_id, send, when_done
 from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
-from .answers import error_of_close, is_inline, read_answer
+from .answers import error_of_close
 from .introduction import Introductions
 from .pending import PendingCalls, ReplyReceiver
-from .stream_reader import Item, StreamReader
-
-MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
+from .stream_reader import StreamReader
+from .torch_transfers import TorchTransfers
 
 
 class PeerObserver(Protocol):
@@ -105,7 +99,7 @@ class Connection(Channel):
         self._pending = PendingCalls()
         self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
         self._trickle_timer: asyncio.TimerHandle | None = None
-        self._large_results: set[EncodedTarget] = set()  # targets whose results were large
+        self._transfers = TorchTransfers(peer, self._key, self._pending, self)
         self._slot_keys: dict[int, Any] = {}  # objects of calls whose payloads go by torch
         self._wake: list[InlineFuture] = []  # resolved by the current read
         self._opening: asyncio.Task[None] | None = None
@@ -151,7 +145,7 @@ class Connection(Channel):
         if type(target) is not MethodTarget or (rref_id := _rref_id(target)) is None:
             return False  # packing such an RRef forks it, and `_encode` does so too
         number, encoded = self._calls, (rref_id, target.name)
-        is_large = encoded in self._large_results
+        is_large = encoded in self._transfers.large_results
         if is_large or to_wire(self._me.name) or record_for_call() is not None:
             return False
         data = encode_call(number, rref_id, target.name, args)
@@ -218,7 +212,7 @@ class Connection(Channel):
             recorded = recording.begin(name, self.peer.name, self._recorded_calls)
             if recorded is not None:
                 call = call._replace(by_torch=True, recorded=recorded)
-        if self._large_results and call.header[0] in self._large_results:
+        if self._transfers.large_results and call.header[0] in self._transfers.large_results:
             call = call._replace(by_torch=True)
         if call.by_torch:
             self._slot_keys[call.number] = _rref_id(target) or order_key(target)
@@ -258,7 +252,7 @@ class Connection(Channel):
                 self._write(frames)
                 frames = []
                 while payloads:
-                    self._send_payload(payloads.pop())
+                    self._transfers.send_payload(payloads.pop())
         self._write(frames)
         if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
             answers = self._state.window.answers
@@ -277,7 +271,7 @@ class Connection(Channel):
             payloads: list[EncodedCall] = []
             self._write(self._encode_frames(self._state.force(), payloads))
             for call in payloads:
-                self._send_payload(call)
+                self._transfers.send_payload(call)
         self.flush_soon()
 
     def _encode_frames(
@@ -287,7 +281,6 @@ class Connection(Channel):
         if not calls:
             return []
         if calls[0].by_torch:
-            self._messages += 1
             payloads.append(calls[0])
             number = calls[0].number
             return [frame(SLOT, dump_plain((number, self._slot_keys.pop(number, UNKNOWN_OBJECT))))]
@@ -304,30 +297,13 @@ class Connection(Channel):
             return self._encode_frames([calls[0]._replace(by_torch=True)], payloads)
         return [each for call in calls for each in self._encode_frames([call], payloads)]
 
-    def _send_payload(self, call: EncodedCall) -> None:
-        """Send the payload of a slot by torch."""
-        number, recorded = call.number, call.recorded
-        context = -1 if recorded is None else recorded.context
-        try:
-            table = TensorTable()
-            calls = encode_calls((call,), time.monotonic(), table)
-            data, tensors = attach_data(dump_payload(self._key, context, calls), table)
-            self._bytes += len(data) + sum(map(size_of, tensors))
-            if recorded is None:
-                answer = send(self.peer, endpoints.payload, data, tensors)
-            else:
-                with torch.enable_grad(), enter_context_id(context):
-                    sent = recorded.attach_arguments(tensors)
-                    answer = send(self.peer, endpoints.payload, data, sent)
-        except Exception as exc:  # nothing was sent: withdraw the slot
-            self._payload_failed(number, classify_error(exc, self.peer.name), recorded)
-            return
-        first = None if recorded is None else recorded.done
-        when_done(answer, lambda done: self._on_payload_reply(number, done, recorded), first)
+    def on_payload_sent(self, size: int) -> None:
+        """Count a message of torch RPC."""
+        self._messages += 1
+        self._bytes += size
 
-    def _payload_failed(self, number: int, error: RpcError, recorded: RecordedCall | None) -> None:
-        if recorded is not None:
-            recorded.failed(error)
+    def on_payload_failed(self, number: int, error: RpcError) -> None:
+        """Fail a call whose payload did not arrive, and withdraw its slot."""
         if self._state.cancel(number):
             self.flush_soon()
         self._fail([number], error)
@@ -346,20 +322,28 @@ class Connection(Channel):
         if kind != RESULTS:
             raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
         outcomes = decode_reply(data)
-        self._state.window.answered(self._pending.resolve(outcomes, self._wake, self._collect))
+        self._state.window.answered(
+            self._pending.resolve(outcomes, self._wake, self._transfers.collect)
+        )
         return len(outcomes)
 
     def _one_result(self, number: int, value: Any) -> int:
         receiver = self._pending.get(number)
         if type(receiver) is not InlineFuture:  # a stream, or a cancelled call
             outcomes = ((number, value),)
-            self._state.window.answered(self._pending.resolve(outcomes, self._wake, self._collect))
+            self._state.window.answered(
+                self._pending.resolve(outcomes, self._wake, self._transfers.collect)
+            )
             return 1
         del self._pending[number]
         self._state.window.answered((number,))
         if receiver.set_result(value):
             self._wake.append(receiver)
         return 1
+
+    def _deliver(self, outcomes: Sequence[Any]) -> None:
+        ended = self._pending.resolve(outcomes, self._wake, self._transfers.collect)
+        self._state.window.answered(ended)
 
     def on_read(self) -> None:
         self._observer.on_message(self.peer.name)
@@ -376,57 +360,18 @@ class Connection(Channel):
         else:
             resume_all(wake, self._loop)
 
-    def _collect(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> None:
-        """Request a result that the callee holds."""
-        if item is None and len(self._large_results) < MAX_LARGE_RESULTS:
-            self._large_results.add(receiver.target)
-        self._messages += 1
-        try:
-            answer = send(self.peer, endpoints.collect, dump_plain((self._key, key)))
-        except Exception as exc:
-            self._on_collected(key, receiver, item, classify_error(exc, self.peer.name))
-        else:
-            peer = self.peer.name
-            when_done(
-                answer,
-                lambda done: self._on_collected(key, receiver, item, read_answer(done, peer)),
-            )
-
-    def _on_collected(
-        self, key: Any, receiver: ReplyReceiver, item: Item | None, answer: list[Any] | RpcError
-    ) -> None:
-        if isinstance(answer, RpcError):
-            outcomes: list[Any] = [(key, CallAborted(answer))]
-        else:
-            gone = CallAborted(RemoteError(f"worker {self.peer.name!r} no longer holds the result"))
-            outcomes = [each for each in answer if each[0] == key][:1] or [(key, gone)]
-        if item is not None and isinstance(receiver, StreamReader):
-            receiver.fill(item, outcomes[0][1])
-        elif self._pending.get(key) is receiver:  # else it was cancelled
-            self._resolve(outcomes)
-
-    def _on_payload_reply(self, number: int, answer: Any, recorded: RecordedCall | None) -> None:
-        """Deliver the results in the reply to a payload."""
-        outcomes = read_answer(answer, self.peer.name, recorded=recorded is not None)
-        if isinstance(outcomes, RpcError):
-            self._payload_failed(number, outcomes, None)
-            return
-        own = [each for each in outcomes if each[0] == number]
-        if not own and number in self._pending:
-            error = RemoteError(f"worker {self.peer.name!r} received a call and sent no result")
-            self._payload_failed(number, error, None)
-            return
+    def on_payload_reply(self, number: int, outcomes: Sequence[Any]) -> None:
+        """Release a call, also a cancelled one, and deliver its results."""
+        self._state.window.answered((number,))
         # The end of a stream comes on the connection, after its items.
-        own = [each for each in own if each[1] is not STREAM_END]
-        receiver = self._pending.get(number)
-        if self._large_results and receiver is not None and is_inline(answer.wait()):
-            self._large_results.discard(receiver.target)
-        self._state.window.answered((number,))  # also if it was cancelled
-        self._resolve(own)
+        self.on_results([each for each in outcomes if each[1] is not STREAM_END])
 
-    def _resolve(self, outcomes: Sequence[Any]) -> None:
+    def on_results(self, outcomes: Sequence[Any]) -> None:
+        """Deliver results that torch RPC has brought."""
         self._observer.on_message(self.peer.name)
-        self._state.window.answered(self._pending.resolve(outcomes, self._wake, self._collect))
+        self._state.window.answered(
+            self._pending.resolve(outcomes, self._wake, self._transfers.collect)
+        )
         self._resume_callers()
 
     # ── opening and closing ─────────────────────────────────────────────────────────────────────

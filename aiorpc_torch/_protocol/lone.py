@@ -69,6 +69,8 @@ def decode_call(data: bytes) -> tuple[int, bytes, tuple[Any, ...]]:
         ProtocolError, struct.error, ValueError, IndexError: if the frame is malformed.
     """
     number, size = _READ_CALL.unpack_from(data)
+    if size > MAX_TEXT:
+        raise ProtocolError(f"a target of {size} bytes")
     start = _READ_CALL.size + size
     target = data[_READ_CALL.size : start]
     return number, target, () if start == len(data) else (decode_value(data, start),)

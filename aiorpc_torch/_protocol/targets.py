@@ -68,6 +68,13 @@ class FetchTarget(NamedTuple):
 Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | FetchTarget
 
 
+def function_name(function: Callable[..., Any]) -> str:
+    """Return the name of a function, of a partial's function, or of a callable's class."""
+    inner = getattr(function, "func", function)
+    name = getattr(inner, "__qualname__", None)
+    return name if isinstance(name, str) else type(inner).__qualname__
+
+
 def target_name(target: Target) -> str:
     """Return the name of a call, for errors."""
     if isinstance(target, FetchTarget):
@@ -75,7 +82,7 @@ def target_name(target: Target) -> str:
     if isinstance(target, MethodTarget):
         return target.name
     function = target.factory if isinstance(target, CreateTarget) else target.function
-    return getattr(function, "__qualname__", repr(function))
+    return function_name(function)
 
 
 def order_key(target: Target) -> Any:

@@ -49,7 +49,10 @@ def small_bytes(tensor: Tensor) -> bytes | None:
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    return _copy(dense.data_ptr(), size) if size else b""
+    address = dense.data_ptr()
+    if not address:  # no elements, or a storage that was freed
+        return None if size else b""
+    return _copy(address, size)
 
 
 def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:

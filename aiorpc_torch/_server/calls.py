@@ -18,6 +18,7 @@ from .._protocol.columns import FAILED, PLAIN, SharedValue, cell_tensors, encode
 from .._protocol.exceptions import RemoteFailure, try_add_note
 from .._protocol.messages import Arguments
 from .._protocol.recording import ContextRecord, enter_record
+from .._protocol.targets import function_name
 from .._torch.cuda import StreamFence
 from .reply import DeferredReply
 from .session import Session
@@ -70,8 +71,8 @@ class ServerCall:
         """Return the function's name."""
         try:
             return self.function.__qualname__
-        except AttributeError:  # e.g. a partial
-            return repr(self.function)
+        except AttributeError:  # e.g. a partial; not its repr, which runs a user's code
+            return function_name(self.function)
 
     def cancel(self) -> None:
         """Stop the call as far as possible. On the loop's thread."""

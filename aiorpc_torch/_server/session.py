@@ -212,7 +212,7 @@ class Session(Channel):
             return False
         try:
             data = encode_result(number, value) if self.is_open else None
-        except MemoryError:  # `send_result` then reports it to the caller
+        except Exception:  # out of memory, for one: the queue answers with a failure
             return False
         if data is None:
             return False

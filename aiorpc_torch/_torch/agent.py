@@ -10,6 +10,7 @@ worker id, since the broken pipe stays under the old one. After `join`, closed p
 """
 
 import atexit
+import contextlib
 import os
 import sys
 import time
@@ -197,7 +198,8 @@ def _shut_down() -> None:
 
 def _exit_now(code: int) -> NoReturn:
     for stream in (sys.stdout, sys.stderr):
-        stream.flush()
+        with contextlib.suppress(Exception):
+            stream.flush()
     os._exit(code)
 
 

@@ -58,7 +58,7 @@ class ChildProcess:
         self.name = config.name
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
-        self._is_closed = False
+        self._is_watched = True
         # This end stays open until `close`: its end would mean this process's death to the child.
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = process_factory.get()(child_main, (theirs, config, main, args), config.name)
@@ -80,13 +80,13 @@ class ChildProcess:
         try:
             self._failure = self._pipe.recv().exception()
         except (EOFError, OSError):
-            self.stop_watching()
+            self.ended.get_loop().remove_reader(self._pipe.fileno())
             self._await_exit(EXIT_POLLS)
 
     def _await_exit(self, polls: int) -> None:
         """Set the result once the process has an exit code, without blocking the loop."""
         # The kernel closes a process's files just before the process can be reaped.
-        if self._is_closed:
+        if not self._is_watched:
             return
         if self._process.exitcode is None and polls:
             self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
@@ -94,7 +94,8 @@ class ChildProcess:
             self.ended.set_result(self._failure or self._exit_failure())
 
     def stop_watching(self) -> None:
-        """Stop reading from the pipe."""
+        """Ignore what becomes of the process from now on."""
+        self._is_watched = False
         self.ended.get_loop().remove_reader(self._pipe.fileno())
 
     def _exit_failure(self) -> BaseException | None:
@@ -111,7 +112,6 @@ class ChildProcess:
             self._process.kill()
             self._process.join()
         _running.discard(self)
-        self._is_closed = True
         self._process.close()
         self._pipe.close()
 
@@ -190,6 +190,9 @@ def child_main(
     code = 0
     try:
         asyncio.run(_run(parent, config, main, args))
+        # As at the end of any program: what was given to an executor is done. Not after a failure,
+        # which the parent sees when this process ends.
+        threading._shutdown()  # type: ignore[attr-defined]
     except asyncio.CancelledError:
         pass  # by the parent's command
     except BaseException as exc:
@@ -199,9 +202,8 @@ def child_main(
 
 
 def _exit(code: int) -> NoReturn:
-    # As multiprocessing ends a child: threads end, exit functions run, streams are flushed.
-    # The interpreter is not finalized: with torch that would take a second of every core.
-    threading._shutdown()  # type: ignore[attr-defined]
+    # As multiprocessing ends a forked child: exit functions run and streams are flushed, but the
+    # interpreter is not finalized. With torch that would take a second of every core.
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

@@ -104,7 +104,8 @@ class FailureDetector:
         """Record a message from a peer. Thread-safe."""
         self._tracker.record(peer, time.monotonic())
         if peer in self.lost_peers:  # it was frozen, or unreachable
-            self._loop.call_soon_threadsafe(self._mark_alive, peer)
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._mark_alive, peer)
 
     def _mark_alive(self, peer: str) -> None:
         self._probed[peer].set()
@@ -130,7 +131,8 @@ class FailureDetector:
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
     def _probe(self, peer: str, number: int) -> None:
-        if peer in self._peers and self._peers[peer].id == number:
+        is_current = peer in self._peers and self._peers[peer].id == number
+        if is_current and self._open:
             self._probed[peer].clear()
             self._ping(peer)
 

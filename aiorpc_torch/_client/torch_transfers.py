@@ -1,0 +1,146 @@
+"""Values of one connection that travel by torch RPC: payloads of calls, and held results.
+
+A payload is large, on a device or of an autograd context; its call's slot is on the connection. A
+held result is large: the connection announces it, and this module collects it.
+(tests/test_payloads.py)
+"""
+
+import time
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+
+from .._protocol import endpoints
+from .._protocol.messages import (
+    EncodedCall,
+    EncodedTarget,
+    dump_payload,
+    dump_plain,
+    encode_calls,
+)
+from .._protocol.payloads import attach_data
+from .._protocol.pickling import CallAborted
+from .._protocol.recording import RecordedCall
+from .._protocol.tensors import TensorTable, size_of
+from .._torch.compat import WorkerInfo
+from .._torch.transport import classify_error, enter_context_id, send, when_done
+from ..errors import RemoteError, RpcError
+from .answers import is_inline, read_answer
+from .pending import PendingCalls, ReplyReceiver
+from .stream_reader import Item, StreamReader
+
+MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
+
+
+class Owner(Protocol):
+    """The connection, which is told what came of a transfer. On its loop."""
+
+    def on_payload_sent(self, size: int) -> None:
+        """Count a message of `size` bytes."""
+
+    def on_payload_failed(self, number: int, error: RpcError) -> None:
+        """Fail the call and withdraw its slot."""
+
+    def on_payload_reply(self, number: int, outcomes: Sequence[Any]) -> None:
+        """Release the call and deliver its results."""
+
+    def on_results(self, outcomes: Sequence[Any]) -> None:
+        """Deliver results."""
+
+
+class TorchTransfers:
+    """The values that one connection sends and receives by torch RPC.
+
+    Args:
+        peer: the process that runs the calls.
+        key: the key of the connection's session at the peer.
+        pending: the calls of the connection that wait for a reply.
+        owner: is told what came of each transfer.
+    """
+
+    def __init__(
+        self, peer: WorkerInfo, key: tuple[str, int, int], pending: PendingCalls, owner: Owner
+    ) -> None:
+        self._peer = peer
+        self._key = key
+        self._pending = pending
+        self._owner = owner
+        self.large_results: set[EncodedTarget] = set()
+        """Targets whose last result was large: the next call goes by torch both ways."""
+
+    # ── payloads ────────────────────────────────────────────────────────────────────────────────
+
+    def send_payload(self, call: EncodedCall) -> None:
+        """Send the payload of a slot."""
+        number, recorded = call.number, call.recorded
+        try:
+            answer = self._send(call)
+        except Exception as exc:  # nothing was sent
+            error = classify_error(exc, self._peer.name)
+            if recorded is not None:
+                recorded.failed(error)
+            self._owner.on_payload_failed(number, error)
+            return
+        first = None if recorded is None else recorded.done
+        when_done(answer, lambda done: self._on_reply(number, done, recorded), first)
+
+    def _send(self, call: EncodedCall) -> Any:
+        recorded = call.recorded
+        context = -1 if recorded is None else recorded.context
+        table = TensorTable()
+        calls = encode_calls((call,), time.monotonic(), table)
+        data, tensors = attach_data(dump_payload(self._key, context, calls), table)
+        self._owner.on_payload_sent(len(data) + sum(map(size_of, tensors)))
+        if recorded is None:
+            return send(self._peer, endpoints.payload, data, tensors)
+        with torch.enable_grad(), enter_context_id(context):
+            return send(self._peer, endpoints.payload, data, recorded.attach_arguments(tensors))
+
+    def _on_reply(self, number: int, answer: Any, recorded: RecordedCall | None) -> None:
+        """Deliver the results in the reply to a payload."""
+        outcomes = read_answer(answer, self._peer.name, recorded=recorded is not None)
+        if isinstance(outcomes, RpcError):
+            self._owner.on_payload_failed(number, outcomes)
+            return
+        own = [each for each in outcomes if each[0] == number]
+        if not own and number in self._pending:
+            error = RemoteError(f"worker {self._peer.name!r} received a call and sent no result")
+            self._owner.on_payload_failed(number, error)
+            return
+        receiver = self._pending.get(number)
+        if self.large_results and receiver is not None and is_inline(answer.wait()):
+            self.large_results.discard(receiver.target)
+        self._owner.on_payload_reply(number, own)
+
+    # ── held results ────────────────────────────────────────────────────────────────────────────
+
+    def collect(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> None:
+        """Request a result that the callee holds."""
+        if item is None and len(self.large_results) < MAX_LARGE_RESULTS:
+            self.large_results.add(receiver.target)
+        self._owner.on_payload_sent(0)
+        peer = self._peer.name
+        try:
+            answer = send(self._peer, endpoints.collect, dump_plain((self._key, key)))
+        except Exception as exc:
+            self._on_collected(key, receiver, item, classify_error(exc, peer))
+        else:
+            when_done(
+                answer,
+                lambda done: self._on_collected(key, receiver, item, read_answer(done, peer)),
+            )
+
+    def _on_collected(
+        self, key: Any, receiver: ReplyReceiver, item: Item | None, answer: list[Any] | RpcError
+    ) -> None:
+        if isinstance(answer, RpcError):
+            outcomes: list[Any] = [(key, CallAborted(answer))]
+        else:
+            gone = RemoteError(f"worker {self._peer.name!r} no longer holds the result")
+            outcomes = [each for each in answer if each[0] == key][:1]
+            outcomes = outcomes or [(key, CallAborted(gone))]
+        if item is not None and isinstance(receiver, StreamReader):
+            receiver.fill(item, outcomes[0][1])
+        elif self._pending.get(key) is receiver:  # else it was cancelled
+            self._owner.on_results(outcomes)
