@@ -106,7 +106,10 @@ def test_sigterm_of_one_worker(tmp_path: Path) -> None:
         assert (one.returncode, said) == (143, "cleaned up 1\n"), errors
         heard, errors = zero.communicate(timeout=20)
         assert zero.returncode == 0, errors
-    assert heard == "worker 'worker1' is lost: its block was cancelled\ncleaned up 0\n"
+    # Worker 0 may not have sent its call yet.
+    assert heard.replace("; sleep may have run", "") == (
+        "worker 'worker1' is lost: its block was cancelled\ncleaned up 0\n"
+    )
 
 
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
