@@ -29,8 +29,5 @@ def anyio_scope_deadline() -> float | None:
 
 
 def is_unbounded() -> bool:
-    """Return whether this context has neither a deadline nor a scope of anyio's around it.
-
-    False means that they have to be asked.
-    """
+    """Return whether certainly no deadline applies here, without the time it takes to ask anyio."""
     return _BACKEND not in sys.modules and deadline_in(None) is None

@@ -39,15 +39,17 @@ class RunningBatch:
 
     __slots__ = ("id", "is_finished", "recording", "task")
 
-    def __init__(self, recording: ContextRecord | None, name: str) -> None:
+    def __init__(
+        self, task: "asyncio.Task[None]", recording: ContextRecord | None, name: str
+    ) -> None:
         self.id = new_batch()
         self.is_finished = False
         self.recording = recording  # that of every member, or None
-        self.task: asyncio.Task[None] | None = None
+        self.task = task
         if recording is not None:  # the function's calls are recorded even if members are cancelled
             recording.hold(self, name)
 
-    def finish(self, _: object = None) -> None:
+    def finish(self) -> None:
         """Mark the batch as finished: its callers may get their results."""
         self.is_finished = True
         if self.recording is not None:
@@ -193,7 +195,7 @@ class BatchQueue:
     async def close(self) -> None:
         """Fail every waiting and running call, and cancel the running batches."""
         queued = self._scheduler.close()
-        tasks = [batch.task for batch in self._running.values() if batch.task is not None]
+        tasks = [batch.task for batch in self._running.values()]
         if queued:
             self._counters.count_rejected("closed")
         running = (call for batch in self._running for call in batch.items)
@@ -253,8 +255,6 @@ class BatchQueue:
                 error = asyncio.CancelledError()
                 size, name = len(batch.items), self._function.name
                 self._finish_batch(batch, running, failure_per_caller(error, size, name))
-        if task is self._dispatcher:
-            self._dispatcher = None
         if len(self._scheduler):
             self._schedule_dispatch()
 
@@ -267,13 +267,12 @@ class BatchQueue:
             self._timer = None
         ready = [*self._take_batches(self.loop.time())]
         for batch in ready[1:]:
-            running = self._register(batch)
-            running.task = self._new_task(batch)
+            self._register(batch, self._new_task(batch))
         if (deadline := self._scheduler.deadline()) is not None:
             self._timer = self.loop.call_at(deadline, self._schedule_dispatch)
         if not ready:
             return None
-        self._register(ready[0]).task = task
+        self._register(ready[0], task)
         return ready[0]
 
     def _take_batches(self, now: float) -> Iterator[Batch[QueuedCall]]:
@@ -285,10 +284,9 @@ class BatchQueue:
             self._counters.count_batch(batch.reason.value, waits)
             yield batch
 
-    def _register(self, batch: Batch[QueuedCall]) -> RunningBatch:
+    def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:
         recording = batch.items[0].recording if isinstance(self._policy, Fill) else None
-        running = self._running[batch] = RunningBatch(recording, self._function.name)
-        return running
+        self._running[batch] = RunningBatch(task, recording, self._function.name)
 
     def _fail_round(self, timed_out: TimedOutRound[QueuedCall]) -> None:
         self._counters.count_rejected("timeout")

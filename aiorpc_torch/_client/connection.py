@@ -297,7 +297,7 @@ class Connection(Channel):
             return self._encode_frames([calls[0]._replace(by_torch=True)], payloads)
         return [each for call in calls for each in self._encode_frames([call], payloads)]
 
-    def on_payload_sent(self, size: int) -> None:
+    def on_torch_message(self, size: int) -> None:
         """Count a message of torch RPC."""
         self._messages += 1
         self._bytes += size

@@ -13,13 +13,15 @@ import torch
 from torch import Tensor
 
 from .._torch.rrefs import RRefId
-from .frames import CALL, RESULT, ProtocolError
+from .frames import CALL, HEADER, RESULT, ProtocolError
+from .targets import MethodTarget
 from .tensors import from_bytes, small_bytes
 
-_CALL = struct.Struct("<IBQH")  # header of the frame, number, bytes of the target
-_RESULT = struct.Struct("<IBQ")
-_READ_CALL = struct.Struct("<QH")
+# Each with the header of its frame to write it, and without the header to read it.
+_READ_CALL = struct.Struct("<QH")  # number, bytes of the target
 _READ_RESULT = struct.Struct("<Q")
+_CALL = struct.Struct(HEADER.format + "QH")
+_RESULT = struct.Struct(HEADER.format + "Q")
 _RREF_ID = struct.Struct("<qq")
 _INT = struct.Struct("<Bq")
 _FLOAT = struct.Struct("<Bd")
@@ -46,7 +48,7 @@ DTYPES = (
 )
 _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 
-MAX_TEXT = 4096  # bytes of a str or bytes
+MAX_TEXT = 4096  # bytes of a target, a str or bytes
 
 
 def encode_call(number: int, rref_id: RRefId, name: str, args: tuple[Any, ...]) -> bytes | None:
@@ -76,9 +78,10 @@ def decode_call(data: bytes) -> tuple[int, bytes, tuple[Any, ...]]:
     return number, target, () if start == len(data) else (decode_value(data, start),)
 
 
-def decode_method(target: bytes) -> tuple[RRefId, str]:
-    """Return the RRef id and the method name of a target; the name is interned for fast look-up."""
-    return _RREF_ID.unpack_from(target), sys.intern(target[_RREF_ID.size :].decode())
+def decode_method(target: bytes) -> MethodTarget:
+    """Return the method that a target stands for; its name is interned for fast look-up."""
+    name = sys.intern(target[_RREF_ID.size :].decode())
+    return MethodTarget(_RREF_ID.unpack_from(target), name)
 
 
 def encode_result(number: int, value: Any) -> bytes | None:
@@ -113,10 +116,9 @@ def encode_value(value: Any) -> bytes | None:
 
 
 def _encode_tensor(tensor: Tensor) -> bytes | None:
-    data = small_bytes(tensor)
     code = _CODES.get(tensor.dtype)
     shape = tensor.shape
-    if data is None or code is None or len(shape) >= len(_SHAPES):
+    if code is None or len(shape) >= len(_SHAPES) or (data := small_bytes(tensor)) is None:
         return None
     return _SHAPES[len(shape)].pack(code, len(shape), *shape) + data
 

@@ -15,7 +15,7 @@ from .._protocol.ancestry import BatchId, BatchScope, from_wire
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.messages import Arguments, CallGroup, Calls
 from .._protocol.runtime import runs_on_loop
-from .._protocol.targets import CreateTarget, MethodTarget, order_key, public_method
+from .._protocol.targets import CreateTarget, MethodTarget, Target, order_key
 from .._torch import rrefs
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
 from .exports import ExportPolicy
@@ -65,28 +65,34 @@ def calls_of(
 def lone_call(
     session: Session,
     number: int,
-    on: rrefs.RRefId,
-    name: str,
+    target: MethodTarget,
     args: tuple[Any, ...],
     worker: str,
     exports: ExportPolicy | None = None,
 ) -> RpcCall:
-    """Return the call of a frame of one call. It fails if its target cannot be resolved."""
-    call = RpcCall(session, None, number, _unresolved, (args, {}), None, worker, True)
-    call.order_key = on
+    """Return the call of a frame of one call. It raises the reason if it cannot be resolved."""
     try:
-        found = rrefs.find_object(on)
-        if exports is not None:
-            exports.check(MethodTarget(on, name), found)
-        call.function = public_method(found, name)
-        call.on_loop, call.joiner = runs_on_loop(call.function), batch_joiner(call.function)
+        function, on_loop, joiner = _resolve(target, exports)
     except BaseException as exc:
-        call.fail(exc)
+        function, on_loop, joiner = functools.partial(_raise, exc), False, None
+    call = RpcCall(session, None, number, function, (args, {}), None, worker, on_loop, joiner)
+    call.order_key = target.on
     return call
 
 
-def _unresolved(*_: Any) -> None:
-    """Stand in for the function until the target is resolved."""
+def _resolve(
+    target: Target, exports: ExportPolicy | None
+) -> tuple[Callable[..., Any], bool, Joiner | None]:
+    """Return the function of a target, whether it runs on the loop, and how it joins a batch.
+
+    Raises an exception of any class if the object is gone, the call is not exported, or user code
+    raises.
+    """
+    found = None if target.on is None else rrefs.find_object(target.on)
+    if exports is not None:
+        exports.check(target, found)
+    function = target.bind(found)
+    return function, runs_on_loop(function), batch_joiner(function)
 
 
 _SECONDS = {float, int, type(None)}
@@ -132,12 +138,7 @@ class ResolvedTarget(NamedTuple):
             target = group.target() if exports is None else group.target(exports.load_target)
             if isinstance(target, RemoteFailure):
                 target.raise_()
-            found = None if target.on is None else rrefs.find_object(target.on)
-            if exports is not None:
-                exports.check(target, found)
-            function = target.bind(found)
-            joiner = None if group.stream else batch_joiner(function)
-            on_loop = runs_on_loop(function)
+            function, on_loop, joiner = _resolve(target, exports)
         except BaseException as exc:  # each call of the group raises it
             group.skip()
             nothing = itertools.repeat(_NO_ARGUMENTS)
@@ -146,6 +147,7 @@ class ResolvedTarget(NamedTuple):
             kind = CreateCall
         arguments = iter(group.calls())
         key = order_key(target)
+        joiner = None if group.stream else joiner
         return cls(function, on_loop, joiner, kind, arguments, group.batches, key)
 
 

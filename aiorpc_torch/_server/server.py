@@ -23,10 +23,10 @@ from .._protocol.messages import Calls, encode_reply, load_payload
 from .._protocol.payloads import detach_data
 from .._protocol.pickling import load_plain
 from .._protocol.recording import record_of_torch_context
+from .._protocol.targets import MethodTarget
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
-from .._torch.rrefs import RRefId
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
 from .calls import RpcCall, ServerCall
 from .dispatch import calls_of, failing_calls, lone_call
@@ -187,18 +187,14 @@ class Server:
             )
 
     def start_lone_call(
-        self, session: Session, number: int, on: RRefId, name: str, args: tuple[Any, ...]
+        self, session: Session, number: int, target: MethodTarget, args: tuple[Any, ...]
     ) -> None:
         """Start the call of a frame of one call."""
         session.served += 1
         if number in session.calls:
             raise ValueError(f"call number {number} is already running")
-        call = lone_call(session, number, on, name, args, self.name, self._exports)
-        if number not in session.calls or not session.admit(call):  # failed, or waits for a payload
-            return
-        if call.on_loop and not self._closed:
-            self._executor.start_on_loop(call)
-        else:
+        call = lone_call(session, number, target, args, self.name, self._exports)
+        if session.admit(call):
             self._start((call,))
 
     def start_calls(self, session: Session, message: Calls) -> None:

@@ -32,9 +32,9 @@ from .._protocol.lone import decode_call, decode_method, encode_result
 from .._protocol.messages import Calls, EncodedResult, encode_reply, load_calls
 from .._protocol.payloads import Slots, attach_data
 from .._protocol.pickling import load_plain
+from .._protocol.targets import MethodTarget
 from .._protocol.tensors import INLINE_BYTES
 from .._torch import devices
-from .._torch.rrefs import RRefId
 
 MAX_CACHED_TARGETS = 1024  # of one connection
 
@@ -58,9 +58,9 @@ class Handler(Protocol):
     """The receiver of a session's calls."""
 
     def start_lone_call(
-        self, session: "Session", number: int, on: RRefId, name: str, args: tuple[Any, ...]
+        self, session: "Session", number: int, target: MethodTarget, args: tuple[Any, ...]
     ) -> None:
-        """Start the call of a frame of one call: of method `name` of the object with id `on`."""
+        """Start the call of a frame of one call."""
         ...
 
     def start_calls(self, session: "Session", message: Calls) -> None:
@@ -113,7 +113,7 @@ class Session(Channel):
         self._mapped = mapped
         self._thread = get_ident()
         self._replies = ReplyState()
-        self._targets: dict[bytes, tuple[RRefId, str]] = {}  # decoded
+        self._targets: dict[bytes, MethodTarget] = {}  # decoded
         self._held: dict[Any, tuple[EncodedResult, int]] = {}  # with their sizes in bytes
 
     def __repr__(self) -> str:
@@ -131,8 +131,7 @@ class Session(Channel):
     def on_frame(self, kind: int, data: bytes) -> int:
         if kind == CALL:
             number, target, args = decode_call(data)
-            on, name = self._resolve_target(target)
-            self._handler.start_lone_call(self, number, on, name, args)
+            self._handler.start_lone_call(self, number, self._decode_target(target), args)
             return 1
         if kind == CALLS:
             message = load_calls(data)
@@ -147,7 +146,7 @@ class Session(Channel):
             return 1
         raise ProtocolError(f"a callee must not get frames of kind {kind}")
 
-    def _resolve_target(self, target: bytes) -> tuple[RRefId, str]:
+    def _decode_target(self, target: bytes) -> MethodTarget:
         found = self._targets.get(target)
         if found is None:
             found = decode_method(target)
