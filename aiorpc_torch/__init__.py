@@ -20,34 +20,29 @@ from torch.distributed.rpc import RRef as RRef
 from . import autograd as autograd
 from ._aio.deadlines import timeout as timeout
 from ._batching.decorator import batched as batched
-from ._batching.policies import Fill as Fill
-from ._batching.policies import Round as Round
+from ._batching.policies import Fill as Fill, Round as Round
 from ._batching.results import Broadcast as Broadcast
 from ._batching.stats import BatchStats as BatchStats
-from ._client.api import call as call
-from ._client.api import create as create
-from ._client.api import fetch as fetch
-from ._client.api import remote as remote
+from ._client.api import call as call, create as create, fetch as fetch, remote as remote
 from ._server.torch_clients import async_execution as async_execution
-from ._stats import Stats as Stats
-from ._stats import stats as stats
+from ._stats import Stats as Stats, stats as stats
 from ._torch.transport import wrap_future as wrap_future
 from ._version import __version__ as __version__
-from ._world.local import local_world as local_world
-from ._world.local import run_local as run_local
-from ._world.worker import Worker as Worker
-from ._world.worker import worker as worker
-from .errors import BatchContractError as BatchContractError
-from .errors import CallTimeout as CallTimeout
-from .errors import NotExported as NotExported
-from .errors import NotServing as NotServing
-from .errors import QueueFull as QueueFull
-from .errors import RemoteError as RemoteError
-from .errors import RemoteTraceback as RemoteTraceback
-from .errors import RoundTimeout as RoundTimeout
-from .errors import RpcError as RpcError
-from .errors import WorkerLost as WorkerLost
-from .errors import WorldTimeout as WorldTimeout
+from ._world.local import local_world as local_world, run_local as run_local
+from ._world.worker import Worker as Worker, worker as worker
+from .errors import (
+    BatchContractError as BatchContractError,
+    CallTimeout as CallTimeout,
+    NotExported as NotExported,
+    NotServing as NotServing,
+    QueueFull as QueueFull,
+    RemoteError as RemoteError,
+    RemoteTraceback as RemoteTraceback,
+    RoundTimeout as RoundTimeout,
+    RpcError as RpcError,
+    WorkerLost as WorkerLost,
+    WorldTimeout as WorldTimeout,
+)
 
 __all__ = (
     "BatchContractError",

@@ -12,8 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed import autograd as torchs
-from torch.distributed import rpc
+from torch.distributed import autograd as torchs, rpc
 from torch.distributed.autograd import backward  # type: ignore[attr-defined]
 from torch.distributed.optim import DistributedOptimizer as TorchOptimizer
 from torch.distributed.rpc import RRef

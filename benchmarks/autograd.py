@@ -16,8 +16,7 @@ from time import perf_counter
 
 import torch
 from torch import Tensor
-from torch.distributed import autograd as torchs
-from torch.distributed import rpc
+from torch.distributed import autograd as torchs, rpc
 from torch.distributed.autograd import backward  # type: ignore[attr-defined]
 from torch.distributed.rpc import RRef
 

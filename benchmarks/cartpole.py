@@ -21,9 +21,7 @@ from statistics import median
 from tempfile import TemporaryDirectory
 from types import ModuleType
 
-from . import _cartpole_ours as ours
-from . import _cartpole_plain as plain
-from . import _cartpole_tutorial as tutorial
+from . import _cartpole_ours as ours, _cartpole_plain as plain, _cartpole_tutorial as tutorial
 from ._cartpole_work import Sizes
 from ._compare import Row, Runs, parse, show
 from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, present

@@ -6,8 +6,7 @@ import signal
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
 
 import pytest
-from doors import gated as gated
-from doors import skip as skip
+from doors import gated as gated, skip as skip
 from hypothesis import settings
 
 settings.register_profile("fast", deadline=None, max_examples=100)

@@ -12,8 +12,7 @@ import graphs
 import pytest
 import torch
 from graphs import Alone, Plan, Stage, new_weight
-from hypothesis import HealthCheck, Phase, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, Phase, given, settings, strategies as st
 from torch import Tensor
 from torch.distributed import autograd as torchs
 

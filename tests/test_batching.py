@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 from doors import Gated, arrived, asks, by_name, cancel, new_gated, outcome, raises, settled
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc

@@ -22,8 +22,7 @@ from torch.futures import Future
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote, stats
-from aiorpc_torch._client import connection, pool, torch_transfers
-from aiorpc_torch._client import introduction as introductions
+from aiorpc_torch._client import connection, introduction as introductions, pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.connection_state import MAX_CALLS
 from aiorpc_torch._protocol.frames import (

@@ -8,8 +8,7 @@ from contextlib import ExitStack
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aiorpc_torch import timeout
 from aiorpc_torch._aio import deadlines

@@ -6,8 +6,7 @@ from typing import Any
 import pytest
 import torch
 from actors import Counter
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import create, remote

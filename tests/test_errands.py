@@ -9,8 +9,7 @@ import actors
 import pytest
 from actors import Knot
 from doors import arrived, outcome, settled
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, remote

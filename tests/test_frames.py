@@ -3,8 +3,7 @@
 import struct
 
 import pytest
-from hypothesis import example, given
-from hypothesis import strategies as st
+from hypothesis import example, given, strategies as st
 
 from aiorpc_torch._protocol.frames import (
     CALLS,

@@ -21,8 +21,7 @@ import actors
 import pytest
 import strangers
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from strangers import CONNECTION, SOON, Stranger, Tap, server
 from torch import Tensor
 from torch.distributed import rpc

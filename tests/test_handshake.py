@@ -4,8 +4,7 @@ import dataclasses
 import struct
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aiorpc_torch._protocol.handshake import (
     HELLO,

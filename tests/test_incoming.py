@@ -4,8 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 
 from aiorpc_torch._client.stream_reader import Item, StreamReader
 from aiorpc_torch._protocol.columns import STREAM_END, HeldResult

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 import pytest
 from clocks import SLACK
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from machines import LINK, Machine, pair
 
 import aiorpc_torch as aiorpc

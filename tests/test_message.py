@@ -9,8 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given
-from hypothesis import strategies as st
+from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
 from aiorpc_torch._protocol.columns import ENDED, FAILED, HELD, STREAM_END, HeldResult, encode_cell

@@ -15,8 +15,7 @@ from typing import Any
 import psutil
 import pytest
 import torch
-from hypothesis import HealthCheck, example, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, example, given, settings, strategies as st
 from terminals import (
     PATIENCE,
     Process,

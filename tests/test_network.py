@@ -6,8 +6,18 @@ from typing import Any
 
 import pytest
 from clocks import SLACK
-from machines import ADDRESSES, HERE, LINK, Line, Machine, Node, both, line, running
-from machines import machines as machines
+from machines import (
+    ADDRESSES,
+    HERE,
+    LINK,
+    Line,
+    Machine,
+    Node,
+    both,
+    line,
+    machines as machines,
+    running,
+)
 from nodes import HEARTBEAT, STOP_TIMEOUT
 
 pytestmark = [pytest.mark.worlds, pytest.mark.network, pytest.mark.timeout(150)]

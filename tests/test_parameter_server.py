@@ -14,8 +14,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from terminals import ROOT, STRICT, command, free_port, run
 from torch import Tensor, nn
 

@@ -7,8 +7,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from actors import Notes
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from strangers import server
 from torch import Tensor

@@ -44,11 +44,9 @@ from random import Random
 from typing import Any, NamedTuple
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from test_batcher import gaps, new, relaxed, starts
-from test_batcher import waits as any_waits
+from test_batcher import gaps, new, relaxed, starts, waits as any_waits
 
 from aiorpc_torch import Fill, Round
 from aiorpc_torch._batching.rounds import RoundScheduler

@@ -4,8 +4,7 @@ import itertools
 from collections.abc import Iterable
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, rule
 
 from aiorpc_torch._world.heartbeat import HeartbeatTracker

@@ -10,8 +10,7 @@ pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from terminals import run
 
 from examples._learning import CartPole, Episode, Learner, returns

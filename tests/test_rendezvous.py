@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch._C._distributed_c10d import TCPStore
 
 from aiorpc_torch import WorldTimeout

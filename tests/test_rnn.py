@@ -15,8 +15,7 @@ from typing import Any
 import pytest
 import torch
 from clocks import SLACK
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from tables import MICROBATCHES, Meeting
 from terminals import ROOT, STRICT, command, run, workers_of
 from torch import Tensor, nn
@@ -27,8 +26,7 @@ from aiorpc_torch.testing import world
 pytest.importorskip("rich")
 pytest.importorskip("matplotlib")
 
-from examples import _corpus as corpora
-from examples import rnn
+from examples import _corpus as corpora, rnn
 from examples._language import Decoder, EmbeddingTable, Model, set_training
 
 pytestmark = pytest.mark.examples

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 import torch
 from doors import arrived, asks, new_gated, settled
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc

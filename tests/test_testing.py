@@ -13,8 +13,7 @@ from typing import Any
 import actors
 import psutil
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from hypothesis import HealthCheck, given, settings, strategies as st
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc

@@ -1,7 +1,6 @@
 """Unanswered calls stay within the window's bounds, in any order of calls and answers."""
 
-from hypothesis import settings
-from hypothesis import strategies as st
+from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from aiorpc_torch._protocol.window import FlowWindow

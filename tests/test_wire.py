@@ -7,8 +7,7 @@ from random import Random
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
+from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
 from aiorpc_torch._protocol.exceptions import RemoteFailure

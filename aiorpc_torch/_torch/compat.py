@@ -17,39 +17,24 @@ SUPPORTED = "2.11 to 2.15"
 
 try:
     # The base class of torch.futures.Future, and faster to make.
-    from torch._C import Future as RawFuture
-    from torch._C import _dispatch_keys as dispatch_keys
+    from torch._C import Future as RawFuture, _dispatch_keys as dispatch_keys
     from torch._C._distributed_autograd import (
         _current_context as current_context,
-    )
-    from torch._C._distributed_autograd import (
         _get_debug_info as autograd_debug_info,
-    )
-    from torch._C._distributed_autograd import (
         _new_context as new_context,
-    )
-    from torch._C._distributed_autograd import (
         _release_context as release_context,
-    )
-    from torch._C._distributed_autograd import (
         backward,
         get_gradients,
     )
     from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
 
     # The class of RRefs that torch unpickles; `rpc.RRef` is its subclass.
-    from torch._C._distributed_rpc import PyRRef as RRefBase
     from torch._C._distributed_rpc import (
+        PyRRef as RRefBase,
         TensorPipeAgent,
         WorkerInfo,
-    )
-    from torch._C._distributed_rpc import (
         _delete_all_user_and_unforked_owner_rrefs as delete_rrefs,
-    )
-    from torch._C._distributed_rpc import (
         _invoke_rpc_python_udf as invoke_rpc,
-    )
-    from torch._C._distributed_rpc import (
         _is_current_rpc_agent_set as has_agent,
     )
     from torch.distributed import autograd as _autograd
@@ -58,8 +43,6 @@ try:
     from torch.utils._pytree import tree_leaves
 
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
-    # The names that torch gathers from: `init_rpc_states` replaces the set.
-    worker_names: Callable[[], set[str]] = lambda: _api._ALL_WORKER_NAMES  # noqa: E731
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
     raise ImportError(
@@ -94,6 +77,11 @@ __all__ = (
     "tree_leaves",
     "worker_names",
 )
+
+
+def worker_names() -> set[str]:
+    """Return the set of names that torch gathers from. `init_rpc_states` replaces it."""
+    return _api._ALL_WORKER_NAMES
 
 
 # ── the autograd context of a thread ────────────────────────────────────────────────────────────

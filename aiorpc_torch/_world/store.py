@@ -8,8 +8,7 @@ from datetime import timedelta
 from typing import Any
 from urllib.parse import urlparse
 
-from .._torch.compat import FileStore, TCPStore
-from .._torch.compat import Store as TorchStore
+from .._torch.compat import FileStore, Store as TorchStore, TCPStore
 from ..errors import WorldTimeout
 from .network import bind_listener, is_loopback_host, wait_for_listener
 from .registration import Registration
