@@ -23,7 +23,13 @@ from ._batching.decorator import batched as batched
 from ._batching.policies import Fill as Fill, Round as Round
 from ._batching.results import Broadcast as Broadcast
 from ._batching.stats import BatchStats as BatchStats
-from ._client.api import call as call, create as create, fetch as fetch, remote as remote
+from ._client.api import (
+    call as call,
+    create as create,
+    fetch as fetch,
+    proxy as proxy,
+    remote as remote,
+)
 from ._server.torch_clients import async_execution as async_execution
 from ._stats import Stats as Stats, stats as stats
 from ._torch.transport import wrap_future as wrap_future
@@ -70,6 +76,7 @@ __all__ = (
     "create",
     "fetch",
     "local_world",
+    "proxy",
     "remote",
     "run_local",
     "stats",

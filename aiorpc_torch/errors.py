@@ -34,18 +34,29 @@ class CallTimeout(RpcError, TimeoutError):
     dropped. The call may have had its effect: retry only what may run twice.
 
     Attributes:
-        worker: name of the worker, None if unknown.
-        method: name of the method or function, with its class where that is known; None if unknown.
+        worker: name of the worker, None if no call is concerned.
+        method: name of the method or function, with its class where that is known; None if no call
+            is concerned.
+        may_have_run: False if the call was not sent, or was not started.
     """
 
-    def __init__(self, *args: object, worker: str | None = None, method: str | None = None) -> None:
+    may_have_run = True
+
+    def __init__(
+        self,
+        *args: object,
+        worker: str | None = None,
+        method: str | None = None,
+        may_have_run: bool = True,
+    ) -> None:
         super().__init__(*args)
         self.worker = worker
         self.method = method
+        self.may_have_run = may_have_run
 
 
 class WorkerLost(RpcError, ConnectionError):
-    """Loss of a worker: it has died or is unreachable. The call may or may not have run.
+    """Loss of a worker: it has died or is unreachable. A call that was sent may have run.
 
     Continue without it; or restart it (`restart=`), `await me.wait_for(name)`, and create its
     objects again.
@@ -55,16 +66,26 @@ class WorkerLost(RpcError, ConnectionError):
         reason: reason of the loss.
         method: name of the method or function that was called, with its class where that is known;
             None if the loss did not end a call.
+        may_have_run: False if the call was not sent.
     """
 
+    may_have_run = True
+
     def __init__(
-        self, worker: str, reason: str = "the connection broke", *, method: str | None = None
+        self,
+        worker: str,
+        reason: str = "the connection broke",
+        *,
+        method: str | None = None,
+        may_have_run: bool = True,
     ) -> None:
-        call = f"; {method} may have run" if method else ""
+        what = "may have run" if may_have_run else "was not sent"
+        call = f"; {method} {what}" if method else ""
         super().__init__(f"worker {worker!r} is lost: {reason}{call}")
         self.worker = worker
         self.reason = reason
         self.method = method
+        self.may_have_run = may_have_run
 
     def __reduce__(self) -> Any:
         return _read_worker_lost, (type(self), self.args), vars(self)

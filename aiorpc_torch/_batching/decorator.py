@@ -10,6 +10,7 @@ from collections.abc import Awaitable, Callable, Hashable
 from types import MethodType
 from typing import Any, Literal, overload
 
+from .._protocol.by_value import refuse_by_value
 from .._protocol.endpoints import serving
 from .._protocol.messages import Arguments
 from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
@@ -139,7 +140,13 @@ class Batched:
         return f"<batched {self.__qualname__} {self._policy}>"
 
     def __reduce__(self) -> str:
+        refuse_by_value(self)
         return self.__qualname__  # by reference, like a function
+
+    def __aiorpc_reduce__(self) -> Any:
+        """Return the reduction by value. The state comes later: the function may refer to this."""
+        state = self._function, self._policy, self._stack, self._device, self._is_method
+        return object.__new__, (Batched,), state, None, None, _set_batched_state
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._is_method = True  # not called under @staticmethod
@@ -204,6 +211,12 @@ class Batched:
         queue = BatchQueue(self._batch_function, self._policy, self._traits_of, self._counters)
         self._queues[key] = (_weak(owner, self._queues, key), queue)
         return queue
+
+
+def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
+    function, policy, stack, device, is_method = state
+    new.__init__(function, policy, stack=stack, device=device)  # type: ignore[misc]
+    new._is_method = is_method
 
 
 def _full_size(policy: Policy) -> int:

@@ -56,5 +56,8 @@ def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
     """Raise the error of a call without a reply; WorkerLost names the call."""
     error = aborted.error
     if type(error) is WorkerLost and error.method is None:
-        raise WorkerLost(error.worker, error.reason, method=name) from error
+        may_have_run = aborted.was_sent and error.may_have_run
+        raise WorkerLost(
+            error.worker, error.reason, method=name, may_have_run=may_have_run
+        ) from error
     aborted.raise_()

@@ -1,7 +1,8 @@
 """The public functions that make calls: `remote(rref).method(...)`, `call`, `create`, `fetch`."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from numbers import Real
+from typing import Any, Concatenate, Generic, Never, NoReturn, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
@@ -12,12 +13,14 @@ from .._protocol.targets import (
     FunctionTarget,
     MethodTarget,
     check_public_name,
+    public_methods,
 )
-from .._torch.compat import RRefBase
+from .._torch.compat import RRefBase, WorkerInfo
+from .._torch.rrefs import known_class, note_class
 from .call import RemoteCall
 from .pool import WorkerRef
 
-__all__ = ("call", "create", "fetch", "remote")
+__all__ = ("call", "create", "fetch", "proxy", "remote")
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -36,7 +39,11 @@ class RemoteProxy(Generic[T]):
     def __repr__(self) -> str:
         return f"<remote object on {self._rref.owner_name()}>"
 
-    # Type checkers cannot see T's methods here: `call(rref, T.method, ...)` is the typed form.
+    def __dir__(self) -> list[str]:
+        cls = known_class(self._rref)
+        return [] if cls is None else public_methods(cls)
+
+    # Type checkers cannot see T's methods here: `proxy` and `call` are the typed forms.
     def __getattr__(self, name: str) -> Callable[..., RemoteCall]:
         check_public_name(name)
         rref, timeout = self._rref, self._timeout
@@ -47,7 +54,15 @@ class RemoteProxy(Generic[T]):
         return method
 
 
-def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]:
+_NOT_TORCH = (
+    "this is not rpc.remote: make objects with `await create('ps', PS)`, call functions with "
+    "`await call('ps', f, x)`"
+)
+
+
+def remote(
+    rref: RRef[T], *more: Never, timeout: float | None = None, **others: Never
+) -> RemoteProxy[T]:
     """Return a proxy of the object behind `rref`: `await remote(rref).method(*args, **kwargs)`.
 
     An `async def` method runs on the owner's event loop, a plain `def` in a thread of its own. A
@@ -57,16 +72,50 @@ def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]:
 
     Args:
         rref: RRef of any object. The classes of arguments and results must be importable on both
-            sides.
-        timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s).
+            sides, or else `cloudpickle` installed there.
+        more: nothing: `rpc.remote` of torch has more arguments.
+        timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
+            both applies.
+        others: nothing.
 
     Raises:
-        TypeError: if `rref` is not an RRef.
+        TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
         AttributeError: if there is no such method, or its name starts with an underscore.
         CallTimeout, WorkerLost, NotServing, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
-    return RemoteProxy(_check_rref(rref), timeout)
+    if more or others or isinstance(rref, _TORCH_ARGUMENTS):
+        _refuse_arguments(rref, more, others)
+    return RemoteProxy(_check_rref(rref), timeout if timeout is None else _check_timeout(timeout))
+
+
+_TORCH_ARGUMENTS = (str, int, WorkerInfo, type)
+
+
+def _refuse_arguments(rref: Any, more: tuple[Any, ...], others: dict[str, Any]) -> NoReturn:
+    unknown = others.keys() - {"args", "kwargs"}
+    if unknown and not more and isinstance(rref, RRefBase):
+        raise TypeError(f"remote() has no parameter {', '.join(sorted(unknown))}")
+    raise TypeError(_NOT_TORCH)
+
+
+def proxy(rref: RRef[T], *, timeout: float | None = None) -> T:
+    """Return `remote(rref)` under the type of the object: `await proxy(rref).method(...)`.
+
+    Type checkers then see the parameters and results of `async def` methods, and the items of async
+    generators. A plain `def` method has to be awaited too, which its type does not say. For such a
+    method use `call(rref, PS.method, ...)`.
+
+    Args:
+        rref: RRef of any object.
+        timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
+            both applies.
+
+    Raises:
+        TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
+        AttributeError, CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
+    """
+    return remote(rref, timeout=timeout)  # type: ignore[return-value]
 
 
 @overload
@@ -124,7 +173,8 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     WorkerInfo). `await call(rref, Net.forward, x)` runs the method on the owner of `rref`, like
     `remote(rref).forward(x)`. An override of the method runs there as well, and type checkers see
     the parameters and the result. A function that is not a method gets the object as its first
-    argument.
+    argument. Keywords are the function's; for a bound in seconds write `with aiorpc.timeout(5.0):`
+    around it.
 
     Raises:
         ValueError: if there is no such worker.
@@ -155,7 +205,8 @@ async def create(to: WorkerRef, factory: Callable[..., Any], /, *args: Any, **kw
 
     `factory` is a class or any function, which runs in a thread of the worker, or an `async def`,
     which runs on its loop. An exception of the factory is raised here; torch's `rpc.remote` raises
-    it at the first use of the RRef. The object lives as long as an RRef of it on any worker.
+    it at the first use of the RRef. The object lives as long as an RRef of it on any worker. For a
+    bound in seconds write `with aiorpc.timeout(5.0):` around it.
 
     Raises:
         ValueError: if there is no such worker.
@@ -164,19 +215,37 @@ async def create(to: WorkerRef, factory: Callable[..., Any], /, *args: Any, **kw
     """
     if not callable(factory):
         raise TypeError(f"the factory of create() must be callable, got {factory!r}")
-    return await RemoteCall(to, CreateTarget(factory), args, kwargs)
+    rref = await RemoteCall(to, CreateTarget(factory), args, kwargs)
+    if isinstance(factory, type):
+        note_class(rref, factory)
+    return rref
 
 
-async def fetch(rref: RRef[T]) -> T:
+async def fetch(rref: RRef[T], *, timeout: float | None = None) -> T:
     """Return a copy of the object behind `rref`, or on its owner the object: `to_here`, awaited.
 
+    Args:
+        rref: RRef of any object.
+        timeout: seconds for the copy (default: no bound but `aiorpc.timeout`'s). The earlier of
+            both applies.
+
     Raises:
-        TypeError: if `rref` is not an RRef, or if the object cannot be pickled.
+        TypeError: if `rref` is not an RRef, if the object cannot be pickled, or if `timeout` is not
+            a number.
+        CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
     """
     _check_rref(rref)
+    bound = None if timeout is None else _check_timeout(timeout)
     if rref.is_owner():
         return rref.local_value()  # type: ignore[no-any-return]
-    return await RemoteCall(rref, FetchTarget(rref), (), {})  # type: ignore[no-any-return]
+    return await RemoteCall(rref, FetchTarget(rref), (), {}, bound)  # type: ignore[no-any-return]
+
+
+def _check_timeout(timeout: Any) -> float:
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if is_number and timeout == timeout:  # not NaN
+        return float(timeout)
+    raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
 
 
 def _check_rref(rref: Any) -> RRef[Any]:

@@ -14,9 +14,9 @@ from .._aio.deadlines import deadline_in
 from .._aio.scopes import anyio_scope_deadline, is_unbounded
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.pickling import CallAborted
-from .._protocol.targets import Target, target_name
+from .._protocol.targets import Target, call_name, target_name
 from .._torch.compat import RRefBase
-from ..errors import CallTimeout
+from ..errors import CallTimeout, WorkerLost
 from .answers import raise_aborted
 from .connection import Connection
 from .pool import WorkerRef, connection_to
@@ -96,7 +96,10 @@ class RemoteCall(Coroutine[Any, Any, Any]):
             warnings.warn(f"{self!r} was never awaited", RuntimeWarning, stacklevel=2, source=self)
 
     def _run(self) -> Generator[Any, Any, Any]:
-        connection = connection_to(self._worker)
+        try:
+            connection = connection_to(self._worker)
+        except WorkerLost as exc:
+            self._raise_unsent(exc)
         due = bound = None
         if self._timeout is not None or not is_unbounded():
             due, bound = self._bounds(connection)
@@ -117,7 +120,7 @@ class RemoteCall(Coroutine[Any, Any, Any]):
         if type(answer) is RemoteFailure:
             answer.raise_()
         if type(answer) is CallAborted:
-            raise_aborted(answer, target_name(self._target))
+            raise_aborted(answer, call_name(self._target))
         return answer
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
@@ -126,11 +129,18 @@ class RemoteCall(Coroutine[Any, Any, Any]):
         if self._steps is not None:
             raise RuntimeError(_ALREADY_AWAITED)
         self._steps = _USED
-        connection = connection_to(self._worker)
+        try:
+            connection = connection_to(self._worker)
+        except WorkerLost as exc:
+            self._raise_unsent(exc)
         due, bound = self._bounds(connection)
         number, reader = connection.stream(self._target, (self._args, self._kwargs), bound)
         timer = None if due is None else self._start_timer(connection, number, due)
         return RemoteStream(connection, number, reader, bound, timer, self._target)
+
+    def _raise_unsent(self, lost: WorkerLost) -> NoReturn:
+        method = call_name(self._target)
+        raise WorkerLost(lost.worker, lost.reason, method=method, may_have_run=False) from None
 
     # ── deadlines ───────────────────────────────────────────────────────────────────────────────
 
@@ -138,9 +148,9 @@ class RemoteCall(Coroutine[Any, Any, Any]):
         """Return the call's own deadline, and the earlier of it and a scope's deadline."""
         due = deadline_in(self._timeout)
         if _has_passed(due):
-            method, peer = target_name(self._target), connection.peer.name
-            text = f"{method} on worker {peer!r} timed out before the call was sent"
-            raise CallTimeout(text, worker=peer, method=method)
+            method, peer = call_name(self._target), connection.peer.name
+            text = f"{method} on worker {peer!r}: the deadline has passed; it was not sent"
+            raise CallTimeout(text, worker=peer, method=method, may_have_run=False)
         # A scope's deadline is sent along and not enforced here: the scope cancels the call.
         scope = anyio_scope_deadline()
         return due, due if scope is None else scope if due is None else min(due, scope)

@@ -40,7 +40,7 @@ from .._protocol.messages import (
 )
 from .._protocol.payloads import UNKNOWN_OBJECT
 from .._protocol.recording import RecordedCall, record_for_call
-from .._protocol.targets import MethodTarget, Target, order_key, target_name
+from .._protocol.targets import MethodTarget, Target, call_name, order_key, target_name
 from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
 from .._torch import devices, rrefs
@@ -166,7 +166,7 @@ class Connection(Channel):
         """Send a call of a generator; return its number and the reader of its items."""
         call = self._encode(target, True, args, due)
         number = call.number  # the closure must not keep the arguments of the call
-        reader = StreamReader(target_name(target), lambda credit: self._grant(number, credit))
+        reader = StreamReader(call_name(target), lambda credit: self._grant(number, credit))
         self._submit(call, reader, target)
         return number, reader
 
@@ -179,11 +179,14 @@ class Connection(Channel):
     def expire(self, number: int, seconds: float, target: Target) -> None:
         """End a call with CallTimeout: it has no result after `seconds`."""
         if number in self._pending:
-            peer, method = self.peer.name, target_name(target)
+            was_sent = self._state.cancel(number)
+            what = "may have run" if was_sent else "was not sent"
+            peer, method = self.peer.name, call_name(target)
             limit = round(seconds, 2) or seconds
-            text = f"{method} on worker {peer!r} timed out after {limit:.3g} s; it may have run"
-            self._pending.fail((number,), CallTimeout(text, worker=peer, method=method))
-            if self._state.cancel(number):
+            text = f"{method} on worker {peer!r} timed out after {limit:.3g} s; it {what}"
+            error = CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
+            self._pending.fail((number,), error)
+            if was_sent:
                 self.flush_soon()
 
     def _encode(
@@ -421,8 +424,10 @@ class Connection(Channel):
         self._fail_recorded(error)
 
     def _fail_calls(self, error: RpcError) -> None:
-        self._state.cancels += self._state.clear()
-        self._pending.fail([*self._pending], error)
+        sent = self._state.clear()
+        self._state.cancels += sent
+        self._pending.fail(sent, error)
+        self._pending.fail([*self._pending], error, were_sent=False)
         self.flush_soon()
 
     def _fail_recorded(self, error: RpcError) -> None:

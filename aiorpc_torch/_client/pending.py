@@ -81,12 +81,13 @@ class PendingCalls(dict[int, ReplyReceiver]):
             receiver.add(STREAM_END, 0)  # also after a held end: a failure too large for a frame
         return price == 0
 
-    def fail(self, numbers: Iterable[int], error: RpcError) -> None:
+    def fail(self, numbers: Iterable[int], error: RpcError, *, were_sent: bool = True) -> None:
         """End calls with an error: no reply will come."""
+        aborted = CallAborted(error, was_sent=were_sent)
         for number in numbers:
             receiver = self.pop(number, None)
             if isinstance(receiver, StreamReader):
-                receiver.fail(CallAborted(error))
-            elif receiver is not None and receiver.set_result(CallAborted(error)):
+                receiver.fail(aborted)
+            elif receiver is not None and receiver.set_result(aborted):
                 # A task may call this, and no task's step can run inside another's.
                 receiver.get_loop().call_soon(receiver.resume)

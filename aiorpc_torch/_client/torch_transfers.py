@@ -25,7 +25,7 @@ from .._protocol.recording import RecordedCall
 from .._protocol.tensors import TensorTable, size_of
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done
-from ..errors import RemoteError, RpcError
+from ..errors import RemoteError, RpcError, WorkerLost
 from .answers import is_inline, read_answer
 from .pending import PendingCalls, ReplyReceiver
 from .stream_reader import Item, StreamReader
@@ -78,6 +78,8 @@ class TorchTransfers:
             answer = self._send(call)
         except Exception as exc:  # nothing was sent
             error = classify_error(exc, self._peer.name)
+            if isinstance(error, WorkerLost):
+                error.may_have_run = False
             if recorded is not None:
                 recorded.failed(error)
             self._owner.on_payload_failed(number, error)

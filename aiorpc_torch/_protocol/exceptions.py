@@ -15,6 +15,7 @@ import traceback
 from typing import Any, NoReturn
 
 from ..errors import RemoteError, RemoteTraceback
+from .by_value import NAMED, dump_by_value, refuse_by_value
 
 # Never raised in the caller. The first four address the process or task that they are raised in;
 # the last two cannot be raised from a coroutine (PEP 479).
@@ -107,11 +108,18 @@ def _text(exc: BaseException) -> str:
 def _dump(exc: BaseException) -> bytes | None:
     if isinstance(exc, _NOT_TRANSFERABLE):
         return None
+    try:
+        return _pickled(exc)
+    except BaseException:  # from a user's __reduce__: the text is sent anyway
+        return None
+
+
+def _pickled(exc: BaseException) -> bytes:
     file = io.BytesIO()
     try:
         _ExceptionPickler(file).dump(exc)
-    except BaseException:  # from a user's __reduce__: the text is sent anyway
-        return None
+    except pickle.PicklingError as failure:
+        return dump_by_value(exc, _reduce, failure)
     return file.getvalue()
 
 
@@ -130,7 +138,13 @@ def _load(pickled: bytes | None) -> BaseException | None:
 
 class _ExceptionPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
-        return reduce_exception(obj) if isinstance(obj, BaseException) else NotImplemented
+        if isinstance(obj, NAMED):
+            refuse_by_value(obj)
+        return _reduce(obj)
+
+
+def _reduce(obj: Any) -> Any:
+    return reduce_exception(obj) if isinstance(obj, BaseException) else NotImplemented
 
 
 def reduce_exception(exc: BaseException) -> Any:

@@ -27,7 +27,7 @@ from .columns import (
     skip_column,
     write_column,
 )
-from .pickling import PickledValue, load_plain, pack, unpack
+from .pickling import PickledValue, load_plain, pack, pack_by_name, unpack
 from .targets import CreateTarget, FunctionTarget, MethodTarget, Target
 from .tensors import INLINE_BYTES, TensorTable, size_of
 
@@ -76,7 +76,12 @@ def encode_target(target: Target, on: RRefId | None) -> EncodedTarget:
             target = target._replace(on=on)
     by_name = target.on is None or on is not None
     by_name = by_name and _goes_by_name(getattr(target, "function", None))
-    return _packed_once(target) if by_name else pack(target)
+    if not by_name:
+        return pack(target)
+    try:
+        return _packed_once(target)
+    except pickle.PicklingError:  # it travels by value, as it is now
+        return pack(target)
 
 
 def _goes_by_name(function: Any) -> bool:
@@ -86,7 +91,7 @@ def _goes_by_name(function: Any) -> bool:
 
 
 # Calls of one function share one object, so that they form one group.
-_packed_once = functools.lru_cache(maxsize=1024, typed=True)(pack)
+_packed_once = functools.lru_cache(maxsize=1024, typed=True)(pack_by_name)
 
 
 def encode_grouped_call(

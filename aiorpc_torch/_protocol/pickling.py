@@ -16,6 +16,7 @@ from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from ..errors import RpcError
+from .by_value import NAMED, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .tensors import TensorKind, compact_storage, from_bytes, size_of, small_bytes
 
@@ -46,12 +47,13 @@ class PickledValue:
 
 
 class CallAborted:
-    """The outcome of a call that will get no answer."""
+    """The outcome of a call that will get no answer, sent or not."""
 
-    __slots__ = ("error",)
+    __slots__ = ("error", "was_sent")
 
-    def __init__(self, error: RpcError) -> None:
+    def __init__(self, error: RpcError, *, was_sent: bool = True) -> None:
         self.error = error
+        self.was_sent = was_sent
 
     def raise_(self) -> NoReturn:
         """Raise a copy of the error, a new object for each caller."""
@@ -60,6 +62,29 @@ class CallAborted:
 
 def pack(value: Any) -> PickledValue:
     """Pickle `value`. Raises what pickling raises."""
+    file = io.BytesIO()
+    packer = _ValuePickler(file)
+    try:
+        packer.dump(value)
+    except pickle.PicklingError as exc:
+        return _pack_by_value(value, packer, exc)
+    return PickledValue(file.getvalue(), packer.tensors)
+
+
+def _pack_by_value(
+    value: Any, failed: "_ValuePickler", cause: pickle.PicklingError
+) -> PickledValue:
+    failed.tensors = []
+    data = dump_by_value(value, failed.reduce, cause)
+    return PickledValue(data, failed.tensors)
+
+
+def pack_by_name(value: Any) -> PickledValue:
+    """Pickle `value` by name alone.
+
+    Raises:
+        PicklingError: if something in it has no name that a peer can resolve.
+    """
     file = io.BytesIO()
     packer = _ValuePickler(file)
     packer.dump(value)
@@ -71,6 +96,7 @@ def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
     try:
         return _ValueUnpickler(io.BytesIO(data), tensors).load()
     except BaseException as exc:  # a user's __reduce__ may raise even SystemExit
+        exc = explain(exc)
         try_add_note(exc, "(while unpickling what the other worker sent)")
         return RemoteFailure.of(exc, "the receiver")
 
@@ -94,15 +120,25 @@ class _ValuePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)
         self.tensors: list[Tensor] = []
+        self._rrefs: dict[int, Any] = {}  # sent by this pickle: each is forked once
 
     def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, NAMED):
+            refuse_by_value(obj)
+            return NotImplemented
+        return self.reduce(obj)
+
+    def reduce(self, obj: Any) -> Any:
+        """Return the reduction of an object that is neither a class nor a function."""
         if type(obj) is Tensor:  # subclasses reduce themselves to plain tensors
             if (data := small_bytes(obj)) is not None:
                 return read_small, ((obj.dtype, tuple(obj.shape)), data)
             self.tensors.append(compact_storage(obj))
             return _tensor_slot, (len(self.tensors) - 1,)
         if isinstance(obj, RRefBase):
-            return read_rref, serialize_rref(obj)
+            if id(obj) not in self._rrefs:
+                self._rrefs[id(obj)] = serialize_rref(obj)
+            return read_rref, self._rrefs[id(obj)]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         return NotImplemented

@@ -1,13 +1,15 @@
 """Targets of calls: a method, a function, a constructor or an object, as a message names them."""
 
 import functools
+import inspect
 from collections.abc import Callable
 from functools import partial, partialmethod, singledispatchmethod
 from types import FunctionType
 from typing import Any, NamedTuple, Union
 
 from .._torch.compat import RRefBase
-from .._torch.rrefs import RRefId
+from .._torch.rrefs import RRefId, known_class
+from .by_value import is_among
 
 ObjectRef = Union[RRefId, "RRefBase[Any]"]
 """The object of a call: its RRef id, or an RRef that only torch can resolve."""
@@ -31,7 +33,7 @@ class BoundTarget(NamedTuple):
 
     def bind(self, found: Any) -> Callable[..., Any]:
         name = getattr(self.function, "__name__", "")
-        if any(vars(cls).get(name) is self.function for cls in type(found).__mro__):
+        if is_among(self.function, (vars(cls).get(name) for cls in type(found).__mro__)):
             return public_method(found, name)
         return partial(self.function, found)
 
@@ -75,8 +77,17 @@ def function_name(function: Callable[..., Any]) -> str:
     return name if isinstance(name, str) else type(inner).__qualname__
 
 
+def call_name(target: Target) -> str:
+    """Return the name of a call for errors, with the class of its object where that is known."""
+    name = target_name(target)
+    if isinstance(target, MethodTarget) and isinstance(target.on, RRefBase):
+        cls = known_class(target.on)
+        name = name if cls is None else f"{cls.__qualname__}.{name}"
+    return name.rpartition("<locals>.")[2]
+
+
 def target_name(target: Target) -> str:
-    """Return the name of a call, for errors."""
+    """Return the name of a call, without the class of a method."""
     if isinstance(target, FetchTarget):
         return "fetch"
     if isinstance(target, MethodTarget):
@@ -107,6 +118,16 @@ def check_public_name(name: Any) -> None:
         raise AttributeError(
             f"{name!r} is not a method name; nested attributes cannot be called remotely"
         )
+
+
+def public_methods(cls: type) -> list[str]:
+    """Return the names of the methods of a class that can be called remotely."""
+    return [name for name in dir(cls) if not name.startswith("_") and _is_method(cls, name)]
+
+
+def _is_method(cls: type, name: str) -> bool:
+    found = inspect.getattr_static(cls, name, None)
+    return callable(found) or isinstance(found, _METHODS)
 
 
 def public_method(obj: Any, name: str) -> Callable[..., Any]:

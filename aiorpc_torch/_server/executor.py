@@ -144,8 +144,9 @@ def _fail_if_expired(call: ServerCall) -> bool:
     if call.is_cancelled:
         call.fail(asyncio.CancelledError())
     elif call.is_past_deadline():
-        text = f"{call.name} on worker {call.worker!r} timed out before it was started"
-        call.fail(CallTimeout(text, worker=call.worker, method=call.name))
+        text = f"{call.name} on worker {call.worker!r} timed out before it was started; not run"
+        error = CallTimeout(text, worker=call.worker, method=call.name, may_have_run=False)
+        call.fail(error)
     else:
         return False
     return True

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
+from .._protocol import by_value
 from .._protocol.pickling import read_rref
 from .._protocol.targets import (
     BoundTarget,
@@ -236,6 +237,8 @@ class _NameUnpickler(pickle.Unpickler):
             return lambda *parts: read_rref(*parts)  # a new object, since BUILD could change it
         if (module, name) == ("builtins", "getattr"):  # class methods are pickled with it
             return lambda owner, name: _attribute(owner, name)
+        if module == by_value.__name__:
+            by_value.refuse_received(name)
         return _Name(f"{module}:{name}")
 
 

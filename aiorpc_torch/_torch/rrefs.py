@@ -57,6 +57,11 @@ class RRefTable:
         )
         self._is_closed = False
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether this is the table of a world that this process has not begun to leave."""
+        return self.worker_id != NO_WORLD and not self._is_closed
+
     def id_of(self, rref: "RRefBase[Any]") -> RRefId:
         """Return the id of an RRef that this process made."""
         if (known := self._ids.get(rref)) is not None:
@@ -123,6 +128,7 @@ class _Received(NamedTuple):
 NO_WORLD = -1
 
 _table = RRefTable(NO_WORLD, counted=True)
+_classes: "weakref.WeakKeyDictionary[RRefBase[Any], type]" = weakref.WeakKeyDictionary()
 _received: "weakref.WeakKeyDictionary[RRefBase[Any], _Received]" = weakref.WeakKeyDictionary()
 
 
@@ -184,6 +190,23 @@ def rref_id(rref: "RRefBase[Any]") -> RRefId | None:
         return received.rref_id
     rref = _in_this_world(rref)
     return _table.id_of(rref) if isinstance(rref, RRef) else None
+
+
+def note_class(rref: "RRefBase[Any]", cls: type) -> None:
+    """Note the class of the object behind an RRef of another worker."""
+    _classes[rref] = cls
+
+
+def known_class(rref: "RRefBase[Any]") -> type | None:
+    """Return the class of the object behind an RRef, None if this process does not know it."""
+    if (cls := _classes.get(rref)) is not None:
+        return cls
+    if not _table.is_open:  # torch may have shut down
+        return None
+    received = _received.get(rref)
+    # An RRef of `rpc.remote` is of neither kind: its object may not exist yet.
+    has_object = isinstance(rref, RRef) if received is None else received.mode != BY_TORCH
+    return type(rref.local_value()) if has_object and rref.is_owner() else None
 
 
 def find_object(named: "RRefBase[Any] | RRefId") -> Any:

@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from .._protocol.by_value import is_main_without_file
 from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
 from .config import WorkerConfig
@@ -62,7 +63,7 @@ class ChildProcess:
         # This end stays open until `close`: its end would mean this process's death to the child.
         self._pipe, theirs = multiprocessing.Pipe()
         self._process = process_factory.get()(child_main, (theirs, config, main, args), config.name)
-        with _sigint_blocked():
+        with _sigint_blocked(), _main_importable():
             self._process.start()
         theirs.close()
         _running.add(self)
@@ -127,6 +128,21 @@ def _sigint_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+@contextlib.contextmanager
+def _main_importable() -> Iterator[None]:
+    # A child of multiprocessing runs the file of `__main__`, and would look for one of this name.
+    main = sys.modules["__main__"]
+    name = getattr(main, "__file__", None)
+    if name is None or not is_main_without_file():
+        yield
+        return
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = name
 
 
 _running: set[ChildProcess] = set()

@@ -1,0 +1,215 @@
+"""Functions and classes that travel by value, with `cloudpickle`.
+
+These are lambdas, functions and classes of `<locals>`, and those of a `__main__` without a file: a
+notebook's, or a prompt's. A peer cannot import them. Everything else travels by name.
+
+Each has an identity: the process that sent it first, and a number. A class that arrives again is
+the class that arrived before. Classes and functions that come back are the sender's own.
+(tests/unit/protocol/test_by_value.py)
+"""
+
+import functools
+import importlib
+import io
+import itertools
+import os
+import pickle
+import sys
+import uuid
+import weakref
+from collections.abc import Callable, Iterable
+from types import FunctionType
+from typing import Any, NoReturn
+
+EXTRA = "pip install 'aiorpc_torch[cloudpickle]'"
+
+Reduce = Callable[[Any], Any]
+"""The reduction of an object, or NotImplemented, as `pickle.Pickler.reducer_override` returns it."""
+
+Identity = tuple[bytes, int]
+"""The process that sent an object first, and the number of the object there."""
+
+
+NAMED = type, FunctionType
+"""The types of objects that plain pickles hold by name."""
+
+
+class NotByName(pickle.PicklingError):
+    """A plain pickle of a function or class that travels by value."""
+
+
+def is_by_value(obj: Any) -> bool:
+    """Return whether a function or class has a name that no other process can resolve."""
+    return "<" in obj.__qualname__ or (obj.__module__ == "__main__" and is_main_without_file())
+
+
+def is_main_without_file() -> bool:
+    """Return whether `__main__` is a notebook, a prompt, `python -c` or the standard input."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return file is None or file == "<stdin>"
+
+
+def refuse_by_value(obj: Any) -> None:
+    """Raise NotByName for a function or class that travels by value.
+
+    Without `cloudpickle` a name in `__main__` is not refused: this process itself resolves it.
+    """
+    if is_by_value(obj) and ("<" in obj.__qualname__ or _is_installed()):
+        raise NotByName(f"{obj.__module__}.{obj.__qualname__} cannot be pickled by name")
+
+
+def _is_installed() -> bool:
+    try:
+        importlib.import_module("cloudpickle")
+    except ImportError:
+        return False
+    return True
+
+
+# ── to send ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def dump_by_value(value: Any, reduce: Reduce, cause: pickle.PicklingError) -> bytes:
+    """Return the pickle of `value` with everything by value that has no name for a peer.
+
+    Args:
+        value: any value.
+        reduce: reduction that is asked first.
+        cause: error of the plain pickle.
+
+    Raises:
+        PicklingError: if `cloudpickle` is not installed; the message names the extra. And an
+            exception of any class, if the value cannot be pickled.
+    """
+    try:
+        cloudpickle = importlib.import_module("cloudpickle")
+    except ImportError:
+        raise pickle.PicklingError(f"{cause}; to send it by value: {EXTRA}") from None
+    file = io.BytesIO()
+    _pickler_class(cloudpickle)(file, reduce).dump(value)
+    return file.getvalue()
+
+
+@functools.lru_cache(maxsize=1)
+def _pickler_class(cloudpickle: Any) -> Any:
+    class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
+        """A pickler of cloudpickle's that sends by name what a peer can import."""
+
+        def __init__(self, file: io.BytesIO, reduce: Reduce) -> None:
+            super().__init__(file, pickle.HIGHEST_PROTOCOL)
+            self._reduce = reduce
+
+        def reducer_override(self, obj: Any) -> Any:
+            own = getattr(type(obj), "__aiorpc_reduce__", None)
+            if own is not None and is_by_value(obj):  # a `Batched`
+                return _with_identity(obj, own(obj))
+            if not isinstance(obj, NAMED):
+                return self._reduce(obj)
+            if not is_by_value(obj) and _resolves(obj):
+                return NotImplemented
+            return _with_identity(obj, super().reducer_override(obj))
+
+    return ByValuePickler
+
+
+def _resolves(obj: Any) -> bool:
+    # cloudpickle sends all of `__main__` by value; with a file, peers import it.
+    found: Any = sys.modules.get(obj.__module__)
+    for part in obj.__qualname__.split("."):
+        found = getattr(found, part, None)
+    return found is obj
+
+
+def _with_identity(obj: Any, reduced: Any) -> Any:
+    if not isinstance(reduced, tuple) or len(reduced) < 6:
+        return reduced
+    make, args, state, _, _, set_state = reduced
+    return restore, (_identity(obj), make, args), (set_state, state), None, None, restore_state
+
+
+# ── received ────────────────────────────────────────────────────────────────────────────────────
+
+
+class _Objects:
+    """The objects of this process that travelled by value, sent or received."""
+
+    def __init__(self) -> None:
+        self.process = uuid.uuid4().bytes
+        self.numbers = itertools.count()
+        self.identities: weakref.WeakKeyDictionary[Any, Identity] = weakref.WeakKeyDictionary()
+        self.own: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.complete: weakref.WeakSet[Any] = weakref.WeakSet()  # own, and received classes
+
+
+_objects = _Objects()
+
+
+def _renew() -> None:
+    global _objects
+    _objects = _Objects()
+
+
+os.register_at_fork(after_in_child=_renew)
+
+
+def _identity(obj: Any) -> Identity:
+    known = _objects.identities.get(obj)
+    if known is None:
+        number = next(_objects.numbers)
+        known = _objects.identities[obj] = _objects.process, number
+        _objects.own[number] = obj
+        _objects.complete.add(obj)
+    return known
+
+
+def is_among(function: Any, others: Iterable[Any]) -> bool:
+    """Return whether one of `others` is `function`, or both are copies that came by value."""
+    others = [*others]
+    if any(each is function for each in others):
+        return True
+    known = _known_identity(function)
+    return known is not None and any(_known_identity(each) == known for each in others)
+
+
+def _known_identity(obj: Any) -> Identity | None:
+    try:
+        return _objects.identities.get(obj)
+    except TypeError:  # no weak references, or not hashable: neither function nor class
+        return None
+
+
+def restore(identity: Identity, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Return the object without its state, or this process's own if it has come back."""
+    process, number = identity
+    if process == _objects.process and (own := _objects.own.get(number)) is not None:
+        return own
+    made = make(*args)  # the class that arrived before, if it did
+    _objects.identities[made] = identity
+    return made
+
+
+def restore_state(obj: Any, setter_and_state: tuple[Callable[..., Any], Any]) -> None:
+    """Set the state of a new object; do nothing to an own object or a class that has its state."""
+    if obj in _objects.complete:
+        return
+    setter, state = setter_and_state
+    setter(obj, state)
+    if isinstance(obj, type):
+        _objects.complete.add(obj)
+
+
+def explain(exc: BaseException) -> BaseException:
+    """Return an error of unpickling, with the remedy if an object should travel by value."""
+    if isinstance(exc, ModuleNotFoundError) and (exc.name or "").startswith("cloudpickle"):
+        return ModuleNotFoundError(
+            f"a function or class came by value, which needs cloudpickle here: {EXTRA}",
+            name=exc.name,
+        )
+    if type(exc) is AttributeError and "<module '__main__'" in str(exc):
+        return AttributeError(f"{exc}; for its sender to send it by value: {EXTRA}")
+    return exc
+
+
+def refuse_received(name: str) -> NoReturn:
+    """Raise for a target that came by value: `restore` or another function of this module."""
+    raise pickle.UnpicklingError(f"it came by value ({name}), and has no name to compare")
