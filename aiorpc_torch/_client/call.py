@@ -149,7 +149,7 @@ class RemoteCall(Coroutine[Any, Any, Any]):
         due = deadline_in(self._timeout)
         if _has_passed(due):
             method, peer = call_name(self._target), connection.peer.name
-            text = f"{method} on worker {peer!r}: the deadline has passed; it was not sent"
+            text = f"{method} on worker {peer!r} timed out before the call; it was not sent"
             raise CallTimeout(text, worker=peer, method=method, may_have_run=False)
         # A scope's deadline is sent along and not enforced here: the scope cancels the call.
         scope = anyio_scope_deadline()

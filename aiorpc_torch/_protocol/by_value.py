@@ -24,7 +24,7 @@ from typing import Any, NoReturn
 EXTRA = "pip install 'aiorpc_torch[cloudpickle]'"
 
 Reduce = Callable[[Any], Any]
-"""The reduction of an object, or NotImplemented, as `pickle.Pickler.reducer_override` returns it."""
+"""The reduction of an object, or NotImplemented, as `reducer_override` returns it."""
 
 Identity = tuple[bytes, int]
 """The process that sent an object first, and the number of the object there."""
@@ -69,7 +69,7 @@ def _is_installed() -> bool:
 # ── to send ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def dump_by_value(value: Any, reduce: Reduce, cause: pickle.PicklingError) -> bytes:
+def dump_by_value(value: Any, reduce: Reduce, cause: NotByName) -> bytes:
     """Return the pickle of `value` with everything by value that has no name for a peer.
 
     Args:

@@ -15,7 +15,7 @@ import traceback
 from typing import Any, NoReturn
 
 from ..errors import RemoteError, RemoteTraceback
-from .by_value import NAMED, dump_by_value, refuse_by_value
+from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
 
 # Never raised in the caller. The first four address the process or task that they are raised in;
 # the last two cannot be raised from a coroutine (PEP 479).
@@ -118,7 +118,7 @@ def _pickled(exc: BaseException) -> bytes:
     file = io.BytesIO()
     try:
         _ExceptionPickler(file).dump(exc)
-    except pickle.PicklingError as failure:
+    except NotByName as failure:
         return dump_by_value(exc, _reduce, failure)
     return file.getvalue()
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from .._torch.rrefs import RRefId
 from .ancestry import BatchId
+from .by_value import NotByName
 from .columns import (
     PACKED,
     PLAIN,
@@ -80,7 +81,7 @@ def encode_target(target: Target, on: RRefId | None) -> EncodedTarget:
         return pack(target)
     try:
         return _packed_once(target)
-    except pickle.PicklingError:  # it travels by value, as it is now
+    except NotByName:  # it travels by value, as it is now
         return pack(target)
 
 

@@ -16,7 +16,7 @@ from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from ..errors import RpcError
-from .by_value import NAMED, dump_by_value, explain, refuse_by_value
+from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .tensors import TensorKind, compact_storage, from_bytes, size_of, small_bytes
 
@@ -66,14 +66,12 @@ def pack(value: Any) -> PickledValue:
     packer = _ValuePickler(file)
     try:
         packer.dump(value)
-    except pickle.PicklingError as exc:
+    except NotByName as exc:
         return _pack_by_value(value, packer, exc)
     return PickledValue(file.getvalue(), packer.tensors)
 
 
-def _pack_by_value(
-    value: Any, failed: "_ValuePickler", cause: pickle.PicklingError
-) -> PickledValue:
+def _pack_by_value(value: Any, failed: "_ValuePickler", cause: NotByName) -> PickledValue:
     failed.tensors = []
     data = dump_by_value(value, failed.reduce, cause)
     return PickledValue(data, failed.tensors)
@@ -83,7 +81,7 @@ def pack_by_name(value: Any) -> PickledValue:
     """Pickle `value` by name alone.
 
     Raises:
-        PicklingError: if something in it has no name that a peer can resolve.
+        NotByName: if something in it has no name that a peer can resolve.
     """
     file = io.BytesIO()
     packer = _ValuePickler(file)

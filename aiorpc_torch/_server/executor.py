@@ -144,7 +144,7 @@ def _fail_if_expired(call: ServerCall) -> bool:
     if call.is_cancelled:
         call.fail(asyncio.CancelledError())
     elif call.is_past_deadline():
-        text = f"{call.name} on worker {call.worker!r} timed out before it was started; not run"
+        text = f"{call.name} on worker {call.worker!r} timed out before its start; it has not run"
         error = CallTimeout(text, worker=call.worker, method=call.name, may_have_run=False)
         call.fail(error)
     else:
