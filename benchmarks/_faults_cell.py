@@ -150,7 +150,7 @@ def _nothing(_: Stage) -> None:
 
 
 LOST = r"^WorkerLost: worker 'a' is lost: "
-MAY_HAVE_RUN = r"(; \S+ may have run)?$"  # the error of a call names it
+MAY_HAVE_RUN = r"(; \S+ (may have run|was not sent))?$"  # the error of a call names it
 SILENT = rf"{LOST}no sign of life for {HEARTBEAT:g} s{MAY_HAVE_RUN}"
 SILENCE = HEARTBEAT + SLACK
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import threading
@@ -107,7 +108,7 @@ def test_sigterm_of_one_worker(tmp_path: Path) -> None:
         heard, errors = zero.communicate(timeout=20)
         assert zero.returncode == 0, errors
     # Worker 0 may not have sent its call yet.
-    assert heard.replace("; sleep may have run", "") == (
+    assert re.sub("; sleep (may have run|was not sent)", "", heard) == (
         "worker 'worker1' is lost: its block was cancelled\ncleaned up 0\n"
     )
 
