@@ -49,12 +49,23 @@ def is_main_without_file() -> bool:
     return file is None or file == "<stdin>"
 
 
-def refuse_by_value(obj: Any) -> None:
+def refuse_by_value(obj: Any, *, unless_unknown: bool = False) -> None:
     """Raise NotByName for a function or class that travels by value.
 
     Without `cloudpickle` a name in `__main__` is not refused: this process itself resolves it.
+
+    Args:
+        obj: the function or class.
+        unless_unknown: True if one of `<locals>` has to have travelled before. Another process
+            could not catch an exception of any other.
     """
-    if is_by_value(obj) and ("<" in obj.__qualname__ or _is_installed()):
+    if not is_by_value(obj):
+        return
+    if "<" in obj.__qualname__:
+        is_refused = not unless_unknown or _known_identity(obj) is not None
+    else:
+        is_refused = _is_installed()
+    if is_refused:
         raise NotByName(f"{obj.__module__}.{obj.__qualname__} cannot be pickled by name")
 
 

@@ -139,7 +139,7 @@ def _load(pickled: bytes | None) -> BaseException | None:
 class _ExceptionPickler(pickle.Pickler):
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, NAMED):
-            refuse_by_value(obj)
+            refuse_by_value(obj, unless_unknown=True)
         return _reduce(obj)
 
 

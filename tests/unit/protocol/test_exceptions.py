@@ -223,8 +223,11 @@ class SubCancelled(asyncio.CancelledError):
     pass
 
 
-def locked(text: str) -> Exception:
-    return ValueError(text, threading.Lock())
+def local(text: str) -> Exception:
+    class Local(Exception):
+        pass
+
+    return Local(text)
 
 
 def with_attributes(exc: BaseException, **attributes: object) -> BaseException:
@@ -405,12 +408,14 @@ TEXT_ONLY: dict[str, Callable[[], BaseException]] = {
     "CancelledError": lambda: asyncio.CancelledError("text of it"),
     "subclass of CancelledError": lambda: SubCancelled("text of it"),
     "GeneratorExit": lambda: GeneratorExit("text of it"),
+    "local class": lambda: local("text of it"),
     "lock as an attribute": lambda: with_attributes(ValueError("text of it"), a=threading.Lock()),
     "lock as an argument": lambda: ValueError("text of it", threading.Lock()),
+    "lambda as an attribute": lambda: with_attributes(ValueError("text of it"), a=lambda: None),
     "raising __reduce__": lambda: BadReduce("text of it"),
     "raising __setstate__": lambda: with_attributes(BadState("text of it"), a=1),
     "comes back as a str": lambda: Unreadable("text of it"),
-    "group with one that cannot": lambda: ExceptionGroup("g", [KeyError(1), locked("text of it")]),
+    "group with one that cannot": lambda: ExceptionGroup("g", [KeyError(1), local("text of it")]),
 }
 
 
@@ -441,9 +446,7 @@ def test_a_replica_of_it_is_a_text_too(make: Callable[[], BaseException]) -> Non
 
 def test_half_a_group_is_named_in_full() -> None:
     """Of a group that cannot cross the text still holds every member, and each one's lines."""
-    got = cross(
-        ExceptionGroup("the group", [Formatted(7, "this one could"), locked("this cannot")])
-    )
+    got = cross(ExceptionGroup("the group", [Formatted(7, "this one could"), local("this cannot")]))
     assert isinstance(got, RemoteError)
     assert isinstance(got.__cause__, RemoteTraceback)
     for text in ("the group", "[7] this one could", "this cannot"):

@@ -1,0 +1,148 @@
+"""Programs without a file, as a notebook and a prompt are: their functions and classes travel."""
+
+import os
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("cloudpickle")
+
+ROOT = Path(__file__).parents[2]
+
+CELLS = textwrap.dedent(
+    """
+    import asyncio, enum, os, sys
+    import torch
+    import aiorpc_torch as aiorpc
+    from aiorpc_torch import batched, call, create, fetch, remote
+
+    class Lost(Exception):
+        def __init__(self, code):
+            super().__init__(f"code {code}")
+            self.code = code
+
+    class Color(enum.Enum):
+        RED = 1
+
+    class PS:
+        made = 0
+
+        def __init__(self, total):
+            self.total = total
+            PS.made += 1
+
+        async def add(self, amount):
+            self.total += amount
+            return self.total
+
+        def plain(self):
+            return self.total
+
+        async def fail(self):
+            raise Lost(self.total)
+
+        async def count(self, to):
+            for number in range(to):
+                yield Color.RED, number
+
+        @batched(max_size=4)
+        async def double(self, xs):
+            return [2 * x for x in xs]
+
+        def knows(self, other):
+            return type(other) is PS and PS.made
+
+    class Loud(PS):
+        async def add(self, amount):
+            return "loud"
+
+    base = 10
+
+    def f(x):
+        return base + x, os.getpid() == here
+
+    async def main(worker):
+        global base
+        base = 10
+        ps, loud = await create(worker, PS, 5), await create(worker, Loud, 0)
+        assert (await call(worker, f, 1))[0] == 11
+        base = 20
+        assert await call(worker, f, 1) == (21, worker == "main"), "as it is now"
+        assert await call(worker, lambda x: x.sum().item(), torch.ones(50_000)) == 50_000
+        assert await remote(ps).add(2) == 7
+        assert await call(ps, PS.add, 1) == 8
+        assert await call(loud, PS.add, 1) == "loud", "the override"
+        assert await remote(ps).plain() == 8
+        assert [item async for item in remote(ps).count(2)] == [(Color.RED, 0), (Color.RED, 1)]
+        doubled = await asyncio.gather(*(remote(ps).double(x) for x in range(3)))
+        assert doubled == [0, 2, 4]
+        try:
+            await remote(ps).fail()
+        except Lost as lost:
+            assert lost.code == 8
+            assert type(lost.__cause__) is aiorpc.RemoteTraceback
+        own = PS.add
+        got = await fetch(ps)
+        assert type(got) is PS and got.total == 8
+        assert PS.add is own and PS.add.__globals__ is globals(), "nothing was replaced"
+        first = await remote(ps).knows(PS(0))
+        assert await remote(ps).knows(PS(0)) == first + (worker == "main")
+        assert await call(worker, lambda g: g, f) is f
+        assert "add" in dir(remote(ps)) and "made" not in dir(remote(ps))
+        print("done", worker)
+
+    async def world():
+        async with aiorpc.local_world(["far"]):
+            await main("main")
+            await main("far")
+
+    here = os.getpid()
+    """
+)
+
+
+def run(*args: str, **options: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", *args],
+        capture_output=True,
+        text=True,
+        timeout=50,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        check=False,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+@pytest.mark.parametrize("way", ["-c", "stdin"])
+def test_a_program_without_a_file(way: str) -> None:
+    """In its own process, and with a child: by `python -c` and from the standard input."""
+    program = CELLS + "asyncio.run(world())\n"
+    done = run("-c", program) if way == "-c" else run("-", input=program)
+    assert (done.returncode, done.stdout) == (0, "done main\ndone far\n"), done.stderr
+
+
+WITHOUT = """
+sys.modules["cloudpickle"] = None
+
+async def refuse():
+    async with aiorpc.local_world(["far"]):
+        assert (await call("main", f, 1))[0] == 11, "this process knows it by name"
+        for make in (lambda: call("far", f, 1), lambda: call("far", lambda: 0)):
+            try:
+                await make()
+            except Exception as exc:
+                print(type(exc).__name__, "pip install 'aiorpc_torch[cloudpickle]'" in str(exc))
+
+asyncio.run(refuse())
+"""
+
+
+def test_a_program_without_a_file_and_without_cloudpickle() -> None:
+    """The error of a call names the extra, and the world goes on."""
+    done = run("-c", CELLS + WITHOUT)
+    assert (done.returncode, done.stdout) == (0, "AttributeError True\nPicklingError True\n"), (
+        done.stderr
+    )
