@@ -1,19 +1,34 @@
 """asyncio for `torch.distributed.rpc`: a remote call is an `await`.
 
-    testing     worlds, gates and leak checks for the tests of users
-    _stats      counters of this process
-    _world      rendezvous, startup, failure detection, rejoin, shutdown, child processes
-    autograd    contexts and optimizers of distributed autograd
-    _batching   @batched: policies, scheduler, queue, collation, results
-    _client     calls out: connection pool, connections, pending calls, streams in
-    _server     calls in: sessions, dispatch, executor, streams out
-    _protocol   what travels: codecs, frames, flow control, entry points for torch RPC
-    _torch      the adapter to torch.distributed.rpc and to private interfaces
-    _aio        primitives of asyncio and threads, without torch
-    errors      exceptions that callers catch
+    import aiorpc_torch as aiorpc
 
-Imports go down this list only. `_batching`, `_client` and `_server` do not import each other.
+    async with aiorpc.local_world(["ps"]):
+        ps = await aiorpc.create("ps", ParameterServer, lr=0.1)
+        state = await aiorpc.remote(ps).update(grads)
+
+Worlds: `worker` under torchrun, `local_world` in a program, `run_local` for a whole program.
+Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `stats`, `wrap_future`.
+Batches: `batched` with `Fill` or `Round`, `Broadcast`.
+Plain torch clients: `async_execution`.
+Errors: `RpcError` and its subclasses, and `RemoteTraceback`, the cause of remote exceptions.
+Modules: `aiorpc_torch.autograd` and `aiorpc_torch.testing`. Names with a leading underscore are
+private.
 """
+
+# The packages. Imports go down this list only; `_batching`, `_client` and `_server` do not import
+# each other.
+#
+#     testing     worlds, gates and leak checks for the tests of users
+#     _stats      counters of this process
+#     _world      rendezvous, startup, failure detection, rejoin, shutdown, child processes
+#     autograd    contexts and optimizers of distributed autograd
+#     _batching   @batched: policies, scheduler, queue, collation, results
+#     _client     calls out: connection pool, connections, pending calls, streams in
+#     _server     calls in: sessions, dispatch, executor, streams out
+#     _protocol   what travels: codecs, frames, flow control, entry points for torch RPC
+#     _torch      the adapter to torch.distributed.rpc and to private interfaces
+#     _aio        primitives of asyncio and threads, without torch
+#     errors      exceptions that callers catch
 
 from torch.distributed.rpc import RRef as RRef
 
@@ -84,3 +99,9 @@ __all__ = (
     "worker",
     "wrap_future",
 )
+
+# Tracebacks, `help` and pickles show the public name, which every release imports.
+for _name in __all__:
+    if getattr(globals()[_name], "__module__", "").startswith(f"{__name__}."):
+        globals()[_name].__module__ = __name__
+del _name

@@ -1,12 +1,23 @@
 """The typed API as a user writes it: checked by mypy and pyright, never run."""
 
+from collections.abc import AsyncIterator
 from typing import assert_type
 
 import torch
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, call, create, fetch, local_world, remote, run_local, wrap_future
+from aiorpc_torch import (
+    RRef,
+    call,
+    create,
+    fetch,
+    local_world,
+    proxy,
+    remote,
+    run_local,
+    wrap_future,
+)
 
 
 class Net:
@@ -19,6 +30,10 @@ class Net:
 
     async def evaluate(self, name: str) -> list[float]:
         return [float(len(name))]
+
+    async def generate(self, count: int) -> AsyncIterator[str]:
+        for number in range(count):
+            yield str(number)
 
 
 async def make_net(width: int) -> Net:
@@ -55,6 +70,34 @@ async def objects() -> None:
     await create("ps", Net, "8")  # type: ignore[call-overload]  # pyright: ignore
     await remote(net).forward(torch.ones(1))
     await remote(net, timeout=0.5).evaluate("a")
+
+
+async def proxies(rref: RRef[Net]) -> None:
+    """`proxy` has the type of the object: its coroutines and its async generators."""
+    net = proxy(rref)
+    assert_type(net, Net)
+    assert_type(await net.evaluate("a"), list[float])
+    assert_type(await proxy(rref, timeout=0.5).evaluate("a"), list[float])
+    async for token in proxy(rref).generate(3):
+        assert_type(token, str)
+    await proxy(rref).evaluate(3)  # type: ignore[arg-type]  # pyright: ignore
+    await proxy(rref).nothing()  # type: ignore[attr-defined]  # pyright: ignore
+    proxy("ps")  # type: ignore[arg-type]  # pyright: ignore
+    proxy(rref, timeout="1")  # type: ignore[arg-type]  # pyright: ignore
+
+
+async def timeouts(rref: RRef[Net]) -> None:
+    """`timeout=` is a number of seconds where keywords are the library's own."""
+    assert_type(await fetch(rref, timeout=1.5), Net)
+    await remote(rref, timeout=3).evaluate("a")
+    await fetch(rref, timeout="1")  # type: ignore[arg-type]  # pyright: ignore
+
+
+def taken_for_torch(rref: RRef[Net]) -> None:
+    """What `rpc.remote` takes beside its first argument is an error to type checkers too."""
+    remote("ps", Net)  # type: ignore[arg-type]  # pyright: ignore
+    remote(rref, Net)  # type: ignore[arg-type]  # pyright: ignore
+    remote(rref, args=(3,))  # type: ignore[arg-type]  # pyright: ignore
 
 
 async def futures(future: "torch.futures.Future[int]") -> None:

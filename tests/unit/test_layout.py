@@ -5,6 +5,8 @@ Which package may import which is checked by `lint-imports`, with the contracts 
 
 import ast
 import inspect
+import pickle
+import pydoc
 import re
 import statistics
 from pathlib import Path
@@ -39,9 +41,9 @@ def functions(tree: ast.Module) -> list[tuple[str, int]]:
 
 
 def test_the_map_shows_every_package() -> None:
-    """The docstring of the package names each package and module of its root."""
-    assert aiorpc_torch.__doc__ is not None
-    shown = re.findall(r"^ {4}(\w+) {2,}\S", aiorpc_torch.__doc__, re.MULTILINE)
+    """A comment of the package names each package and module of its root."""
+    source = (PACKAGE / "__init__.py").read_text()
+    shown = re.findall(r"^# {5}(\w+) {2,}\S", source, re.MULTILINE)
     roots = {name.split(".")[0] for name in TREES} - {"__init__", "_version"}
     assert sorted(shown) == sorted(roots)
 
@@ -163,6 +165,19 @@ def test_the_public_names_are_exactly_those_bound() -> None:
     public = {name for name in vars(aiorpc_torch) if not name.startswith("_")}
     roots = {name.split(".")[0] for name in TREES}  # such as `errors`
     assert public - roots == bound - roots
+
+
+def test_help_shows_public_names() -> None:
+    """`help(aiorpc_torch)` opens with them, and calls none by the name of a private module."""
+    text = pydoc.plain(pydoc.render_doc(aiorpc_torch))
+    description = text.partition("PACKAGE CONTENTS")[0]
+    for name in ("worker", "local_world", "create", "remote", "proxy", "call", "batched"):
+        assert f"`{name}`" in description
+    assert not re.findall(r"^ *(?:class )?aiorpc_torch\._\S+", text, re.MULTILINE)
+    for name in set(aiorpc_torch.__all__) - {"RRef", "autograd"}:
+        public = getattr(aiorpc_torch, name)
+        assert public.__module__ == "aiorpc_torch"
+        assert pickle.loads(pickle.dumps(public)) is public
 
 
 @pytest.mark.parametrize("name", aiorpc_torch.__all__)
