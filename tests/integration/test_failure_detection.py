@@ -200,3 +200,45 @@ async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) ->
     async with asyncio.timeout(20.0):
         for answer in answers:
             await wrap_future(answer)
+
+
+async def test_losses_say_whether_the_call_was_sent() -> None:
+    """A killed worker's pending calls may have run; calls that are made later were not sent."""
+    async with world(["b"]):
+        counter, sleeper = await create("b", Counter), await create("b", Sleeper)
+        batching, streams = await create("b", Batching), await create("b", Streams)
+        net = await create("b", torch.nn.Linear, 2, 1)
+        params = await aiorpc.autograd.parameter_rrefs(net)
+        optimizer = await aiorpc.autograd.DistributedOptimizer.create(
+            torch.optim.SGD, params, lr=0.1
+        )
+        pending = {
+            "Sleeper.sleep": named("sleep", remote(sleeper).sleep(600)),
+            "Batching.total": named("total", remote(batching).total(1)),
+            "Streams.follow": named("follow", iterate(remote(streams).follow())),
+            "wait_for_ever": named("wait", iterate(call("b", actors.wait_for_ever))),
+        }
+        await remote(streams).followed()
+        kill("b")
+        for name, task in pending.items():
+            with pytest.raises(WorkerLost, match=f"; {name} may have run$") as raised:
+                await task
+            error = raised.value
+            assert (error.worker, error.method, error.may_have_run) == ("b", name, True)
+
+        async with aiorpc.autograd.context() as context:
+            later: dict[str, Any] = {
+                "Counter.add": lambda: remote(counter).add(),
+                "pid": lambda: call("b", actors.pid),
+                "Counter": lambda: create("b", Counter),
+                "fetch": lambda: aiorpc.fetch(counter),
+                "Streams.count": lambda: iterate(remote(streams).count(3)),
+                "Batching.double": lambda: remote(batching).double(1),
+                "LocalOptimizer.step": lambda: optimizer.step(context),
+                "Linear.forward": lambda: remote(net).forward(torch.ones(2)),  # in the context
+            }
+            for name, make in later.items():
+                with pytest.raises(WorkerLost, match=f"; {name} was not sent$") as raised:
+                    await make()
+                error = raised.value
+                assert (error.worker, error.method, error.may_have_run) == ("b", name, False)

@@ -1,0 +1,262 @@
+"""`CallTimeout` and `WorkerLost` name worker and method, and say whether the call may have run."""
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import CallTimeout, RRef, WorkerLost, call, create, fetch, proxy, remote
+from aiorpc_torch._client import pool
+from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
+from aiorpc_torch.testing import Gate
+from tests.support import actors
+from tests.support.actors import Batching, Counter, Sleeper, Streams
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+async def iterate(stream: Any) -> list[Any]:
+    return [item async for item in stream]
+
+
+class Slow:
+    """Nothing of it returns."""
+
+    async def wait(self) -> None:
+        await asyncio.Event().wait()
+
+
+async def make_slowly() -> Slow:
+    await asyncio.Event().wait()
+    return Slow()
+
+
+async def calls() -> dict[str, tuple[str, Callable[[], Any]]]:
+    """Return a call of each kind that never ends, under the name that its errors have."""
+    sleeper, streams, batching = [
+        await create("main", each) for each in (Sleeper, Streams, Batching)
+    ]
+    own = RRef(Slow())
+    return {
+        "a method": ("Sleeper.sleep", lambda: remote(sleeper).sleep(600)),
+        "a proxy": ("Slow.wait", lambda: proxy(own).wait()),
+        "a typed method": ("Sleeper.sleep", lambda: call(sleeper, Sleeper.sleep, 600)),
+        "a function": ("hold", lambda: call("main", hold, 600)),
+        "create": ("make_slowly", lambda: create("main", make_slowly)),
+        "a stream": ("Streams.follow", lambda: iterate(remote(streams).follow())),
+        "a stream of a function": (
+            "wait_for_ever",
+            lambda: iterate(call("main", actors.wait_for_ever)),
+        ),
+        "a batch": ("Batching.total", lambda: remote(batching).total(1)),
+    }
+
+
+async def hold(seconds: float) -> None:
+    await asyncio.sleep(seconds)
+
+
+async def test_timeouts_of_calls_that_were_sent() -> None:
+    """Each kind of call, bounded by the block."""
+    for kind, (name, make) in (await calls()).items():
+        with aiorpc.timeout(0.05), pytest.raises(CallTimeout) as raised:
+            await make()
+        error = raised.value
+        assert (error.worker, error.method, error.may_have_run) == ("main", name, True), kind
+        assert str(error).startswith(f"{name} on worker 'main' timed out after 0.0"), kind
+        assert str(error).endswith("it may have run"), kind
+
+
+async def test_timeouts_of_calls_that_were_not_sent() -> None:
+    """After the deadline nothing is sent; the error says so."""
+    for kind, (name, make) in (await calls()).items():
+        before = aiorpc.stats().calls
+        with aiorpc.timeout(0.0), pytest.raises(CallTimeout, match=r"it was not sent$") as raised:
+            await make()
+        error = raised.value
+        assert (error.worker, error.method, error.may_have_run) == ("main", name, False), kind
+        assert aiorpc.stats().calls == before
+
+
+async def test_timeout_of_a_call_that_waits_to_be_sent() -> None:
+    """A call in the queue of its connection has not run."""
+    sleeper = await create("main", Sleeper)
+    connection = pool.current().connection("main")
+    connection.pause_writing()
+    try:
+        with pytest.raises(CallTimeout, match=r"^Sleeper\.sleep .*; it was not sent$") as raised:
+            await remote(sleeper, timeout=0.05).sleep(0)
+        assert not raised.value.may_have_run
+        with pytest.raises(CallTimeout, match=r"^Streams\.follow .*; it was not sent$"):
+            await iterate(remote(RRef(Streams()), timeout=0.05).follow())
+    finally:
+        connection.resume_writing()
+    assert await remote(await create("main", Counter)).add() == 1
+
+
+async def test_the_time_of_a_call_narrows_the_block() -> None:
+    """`timeout=` and `aiorpc.timeout`: the earlier of both, whichever it is."""
+    gate = await create("main", Gate)
+    for outer, inner in ((600.0, 0.05), (0.05, 600.0), (None, 0.05)):
+        with aiorpc.timeout(outer), pytest.raises(CallTimeout, match=r"after 0\.0\d* s"):
+            await remote(gate, timeout=inner).passed()
+        with aiorpc.timeout(outer), pytest.raises(CallTimeout, match=r"after 0\.0\d* s"):
+            await proxy(gate, timeout=inner).passed()
+
+
+@pytest.mark.parametrize("timeout", ["1", float("nan"), True, object()])
+async def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
+    """Anything else is refused where it is written."""
+    counter = await create("main", Counter)
+    for make in (remote, proxy):
+        with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
+            make(counter, timeout=timeout)
+    with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
+        await fetch(counter, timeout=timeout)
+    assert await remote(counter, timeout=torch.float32.itemsize).add() == 1
+
+
+async def test_keywords_of_call_and_create_are_the_functions() -> None:
+    """`timeout=` there is a keyword of the function."""
+    assert await call("main", keywords, timeout=3) == {"timeout": 3}
+    holder = await create("main", Holds, timeout=4)
+    assert await remote(holder).held() == 4
+    assert await call(holder, Holds.held, timeout=5) == 5
+
+
+def keywords(**given: Any) -> dict[str, Any]:
+    return given
+
+
+class Holds:
+    def __init__(self, timeout: float) -> None:
+        self.timeout = timeout
+
+    def held(self, timeout: float | None = None) -> float:
+        return timeout or self.timeout
+
+    async def numbers(self) -> AsyncIterator[int]:
+        yield 1
+
+    @property
+    def computed(self) -> int:
+        raise AssertionError("nothing computes it")
+
+
+async def test_losses_name_the_calls_that_they_end() -> None:
+    """Sent calls may have run."""
+    found = await calls()
+    tasks = {kind: asyncio.ensure_future(make()) for kind, (_, make) in found.items()}
+    async with asyncio.timeout(20):
+        while aiorpc.stats().in_flight < len(tasks) or aiorpc.stats().unsent:  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    pool.current().connection("main").on_peer_lost(WorkerLost("main", "for this test"))
+    for kind, (name, _) in found.items():
+        with pytest.raises(WorkerLost) as raised:
+            await tasks[kind]
+        error = raised.value
+        assert (error.worker, error.method, error.may_have_run) == ("main", name, True), kind
+        assert str(error) == f"worker 'main' is lost: for this test; {name} may have run"
+
+
+async def test_losses_of_calls_that_were_not_sent() -> None:
+    """Such as those that wait for their connection."""
+    found = await calls()
+    connection = pool.current().connection("main")
+    connection.pause_writing()
+    tasks = {kind: asyncio.ensure_future(make()) for kind, (_, make) in found.items()}
+    async with asyncio.timeout(20):
+        while connection.waiting < len(tasks):  # noqa: ASYNC110
+            await asyncio.sleep(0)
+    connection.on_peer_lost(WorkerLost("main", "for this test"))
+    for kind, (name, _) in found.items():
+        with pytest.raises(WorkerLost) as raised:
+            await tasks[kind]
+        error = raised.value
+        assert (error.worker, error.method, error.may_have_run) == ("main", name, False), kind
+        assert str(error) == f"worker 'main' is lost: for this test; {name} was not sent"
+    connection.resume_writing()
+
+
+async def test_errors_of_optimizers_and_of_backward() -> None:
+    """A step is a call; a backward is none, so its error names none."""
+    net = torch.nn.Linear(2, 1)
+    optimizer = await DistributedOptimizer.create(
+        torch.optim.SGD, await parameter_rrefs(net), lr=0.1
+    )
+    sleeper = await create("main", Sleeper)
+    async with context() as ctx:
+        with aiorpc.timeout(0.0):
+            with pytest.raises(CallTimeout, match=r"^LocalOptimizer\.step .*it was not sent$"):
+                await optimizer.step(ctx)
+            with pytest.raises(CallTimeout, match=r"^LocalOptimizer on .*it was not sent$"):
+                await DistributedOptimizer.create(
+                    torch.optim.SGD, await unbounded_rrefs(net), lr=0.1
+                )
+        with pytest.raises(CallTimeout, match=r"^Sleeper\.sleep .*it may have run$"):
+            await remote(sleeper, timeout=0.05).sleep(600)
+        loss = net(torch.ones(2)).sum()
+        await ctx.backward([loss], timeout=20)
+        gate = await create("main", Gate)
+        waits = asyncio.ensure_future(remote(gate).passed())
+        await remote(gate).entered()
+        with pytest.raises(CallTimeout, match="backward") as raised:
+            await ctx.backward([loss], timeout=0.05)
+        assert (raised.value.worker, raised.value.method) == (None, None)
+        await remote(gate).open()
+        await waits
+
+
+async def unbounded_rrefs(net: torch.nn.Module) -> list[RRef[torch.Tensor]]:
+    return await parameter_rrefs(net)
+
+
+# ── proxies ─────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_the_methods_of_a_proxy_are_listed() -> None:
+    """Where the class is known: from `create`, and at the owner. Properties are not computed."""
+    for rref in (await create("main", Holds, 1), RRef(Holds(1))):
+        assert dir(remote(rref)) == dir(proxy(rref)) == ["held", "numbers"]
+    assert dir(remote(await create("main", make_holds))) == ["held", "numbers"], "its own object"
+    assert await iterate(proxy(await create("main", Holds, 1)).numbers()) == [1]
+
+
+def make_holds() -> Holds:
+    return Holds(2)
+
+
+TEXT = (
+    "this is not rpc.remote: make objects with `await create('ps', PS)`, call functions with "
+    "`await call('ps', f, x)`"
+)
+
+
+async def test_remote_explains_that_it_is_not_torchs() -> None:
+    """A worker, a class or a further argument first; other mistakes have texts of their own."""
+    counter: Any = await create("main", Counter)
+    info = torch.distributed.rpc.get_worker_info("main")
+    taken: list[Callable[[], Any]] = [
+        lambda: remote("main"),  # type: ignore[arg-type]
+        lambda: remote("main", Counter),  # type: ignore[arg-type]
+        lambda: remote("main", Counter, args=(1,), kwargs={}),  # type: ignore[arg-type]
+        lambda: remote(0),  # type: ignore[arg-type]
+        lambda: remote(info),  # type: ignore[arg-type]
+        lambda: remote(Counter),  # type: ignore[arg-type]
+        lambda: remote(counter, 1),
+        lambda: remote(counter, args=(1,)),
+        lambda: remote("main", Counter, timeout=5),  # type: ignore[arg-type]
+        lambda: proxy("main"),  # type: ignore[arg-type]
+    ]
+    for make in taken:
+        with pytest.raises(TypeError) as raised:
+            make()
+        assert str(raised.value) == TEXT
+    with pytest.raises(TypeError, match=r"^remote\(\) has no parameter timeuot$"):
+        remote(counter, timeuot=1)
+    with pytest.raises(TypeError, match="must be an RRef"):
+        remote(None)  # type: ignore[arg-type]
+    assert await remote(counter).add() == 1
