@@ -84,15 +84,17 @@ def remote(
         CallTimeout, WorkerLost, NotServing, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
-    if more or others or isinstance(rref, _TORCH_ARGUMENTS):
+    if more or others or not isinstance(rref, RRefBase):
         _refuse_arguments(rref, more, others)
-    return RemoteProxy(_check_rref(rref), timeout if timeout is None else _check_timeout(timeout))
+    return RemoteProxy(rref, None if timeout is None else _check_timeout(timeout))
 
 
 _TORCH_ARGUMENTS = (str, int, WorkerInfo, type)
 
 
 def _refuse_arguments(rref: Any, more: tuple[Any, ...], others: dict[str, Any]) -> NoReturn:
+    if not (more or others or isinstance(rref, _TORCH_ARGUMENTS)):
+        _check_rref(rref)
     unknown = others.keys() - {"args", "kwargs"}
     if unknown and not more and isinstance(rref, RRefBase):
         raise TypeError(f"remote() has no parameter {', '.join(sorted(unknown))}")

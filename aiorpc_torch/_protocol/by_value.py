@@ -4,7 +4,8 @@ These are lambdas, functions and classes of `<locals>`, and those of a `__main__
 notebook's, or a prompt's. A peer cannot import them. Everything else travels by name.
 
 Each has an identity: the process that sent it first, and a number. A class that arrives again is
-the class that arrived before. Classes and functions that come back are the sender's own.
+the class that arrived before. A class or function that returns to its sender is the
+sender's own object.
 (tests/unit/protocol/test_by_value.py)
 """
 
@@ -190,7 +191,7 @@ def _known_identity(obj: Any) -> Identity | None:
 
 
 def restore(identity: Identity, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the object without its state, or this process's own if it has come back."""
+    """Return the object without its state, or this process's own if it returns."""
     process, number = identity
     if process == _objects.process and (own := _objects.own.get(number)) is not None:
         return own

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from .._aio.signals import graceful_signals
+from .._protocol.by_value import is_by_value
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .config import OnFailure, WorkerConfig, new_rendezvous_url
@@ -75,7 +76,7 @@ async def local_world(
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
             heartbeat=heartbeat,
-            exports=None if exports is None else checked_exports(exports),
+            exports=exports,
             freeze_gc=freeze_gc,
         )
         mine = replace(configs[0], device_maps=device_maps or {})
@@ -145,7 +146,7 @@ def run_local(
             start_timeout=start_timeout,
             stop_timeout=None,  # the processes are supervised: a worker waits while its peers live
             heartbeat=heartbeat,
-            exports=None if exports is None else checked_exports(exports),
+            exports=exports,
             freeze_gc=freeze_gc,
         )
         supervisor = Supervisor(configs[1:], main, tuple(args), restart)
@@ -182,5 +183,22 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     """Return the configurations of the workers of a local world; `options` are WorkerConfig's."""
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
+    options["exports"] = _shared_exports(options["exports"], names)
     options |= {"world_size": len(names), "interfaces": loopback_only(), "is_local": True}
     return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
+
+
+def _shared_exports(
+    exports: Sequence[Export] | None, names: Sequence[str]
+) -> tuple[Export, ...] | None:
+    """Return `exports`, checked. Raises TypeError for one that the children cannot import."""
+    if exports is None:
+        return None
+    checked = checked_exports(exports)
+    for each in checked if len(names) > 1 else ():
+        if not isinstance(each, str) and is_by_value(each):
+            raise TypeError(
+                f"exports must hold what child processes can import, got {each!r}: put it into a "
+                "module"
+            )
+    return checked

@@ -146,3 +146,23 @@ def test_a_program_without_a_file_and_without_cloudpickle() -> None:
     assert (done.returncode, done.stdout) == (0, "AttributeError True\nPicklingError True\n"), (
         done.stderr
     )
+
+
+EXPORTS = """
+async def refuse():
+    try:
+        async with aiorpc.local_world(["far"], exports=[PS]):
+            pass
+    except TypeError as exc:
+        print(exc)
+
+asyncio.run(refuse())
+"""
+
+
+def test_exports_of_children_can_be_imported() -> None:
+    """A class of a notebook has no name in a child, so no child exports it."""
+    done = run("-c", CELLS + EXPORTS)
+    assert done.stdout.startswith("exports must hold what child processes can import, got "), (
+        done.stderr
+    )
