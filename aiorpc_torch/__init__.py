@@ -24,6 +24,7 @@ from ._batching.policies import Fill as Fill, Round as Round
 from ._batching.results import Broadcast as Broadcast
 from ._batching.stats import BatchStats as BatchStats
 from ._client.api import call as call, create as create, fetch as fetch, remote as remote
+from ._server.exclusive import exclusive as exclusive
 from ._server.torch_clients import async_execution as async_execution
 from ._stats import Stats as Stats, stats as stats
 from ._torch.transport import wrap_future as wrap_future
@@ -68,6 +69,7 @@ __all__ = (
     "batched",
     "call",
     "create",
+    "exclusive",
     "fetch",
     "local_world",
     "remote",

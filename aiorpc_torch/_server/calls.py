@@ -121,6 +121,10 @@ class ServerCall:
         else:
             self.succeed(answer)
 
+    def abandon(self, exc: BaseException) -> None:
+        """Answer the caller with an exception, although the function may still run."""
+        self.fail(exc)
+
     @property
     def caller(self) -> str:
         """Return the name of the calling worker."""

@@ -290,7 +290,7 @@ class Server:
         for call in [*session.calls.values()]:
             call.cancel()
             if call.task is None:  # in a thread, or waits for a payload
-                call.fail(asyncio.CancelledError())
+                call.abandon(asyncio.CancelledError())
 
     # ── callers ─────────────────────────────────────────────────────────────────────────────────
 
@@ -329,7 +329,7 @@ class Server:
 
     def _refuse(self, calls: Sequence[ServerCall]) -> None:
         for call in calls:
-            call.fail(self._not_serving_error())
+            call.abandon(self._not_serving_error())
 
     def _not_serving_error(self) -> RpcError:
         if self._failure:

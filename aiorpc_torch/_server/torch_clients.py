@@ -16,6 +16,9 @@ from .calls import ServerCall
 
 __all__ = ("async_execution",)
 
+COROUTINE = "__aiorpc_coroutine__"
+"""Attribute of a function of `async_execution`: the `async def` behind it."""
+
 P = ParamSpec("P")
 R = TypeVar("R")
 
@@ -45,6 +48,7 @@ def async_execution(
         return run_for_torch_client(function, *args, **kwargs)
 
     mark_runs_on_loop(wrapper)
+    setattr(wrapper, COROUTINE, function)
     return functions.async_execution(wrapper)  # type: ignore[no-any-return, no-untyped-call]
 
 
