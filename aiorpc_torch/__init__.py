@@ -30,6 +30,7 @@ from ._stats import Stats as Stats, stats as stats
 from ._torch.transport import wrap_future as wrap_future
 from ._version import __version__ as __version__
 from ._world.local import local_world as local_world, run_local as run_local
+from ._world.pending import PendingCall as PendingCall, pending as pending
 from ._world.worker import Worker as Worker, worker as worker
 from .errors import (
     BatchContractError as BatchContractError,
@@ -53,6 +54,7 @@ __all__ = (
     "Fill",
     "NotExported",
     "NotServing",
+    "PendingCall",
     "QueueFull",
     "RRef",
     "RemoteError",
@@ -72,6 +74,7 @@ __all__ = (
     "exclusive",
     "fetch",
     "local_world",
+    "pending",
     "remote",
     "run_local",
     "stats",

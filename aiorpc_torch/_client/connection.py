@@ -96,6 +96,7 @@ class Connection(Channel):
         self._observer = observer
         self._sendable_devices = sendable_devices
         self._calls = self._messages = self._bytes = 0
+        self._now = 0.0  # of the event-loop iteration of the last call
         self._pending = PendingCalls()
         self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
         self._trickle_timer: asyncio.TimerHandle | None = None
@@ -116,6 +117,11 @@ class Connection(Channel):
     def waiting(self) -> int:
         """The number of calls and streams that wait for a reply."""
         return len(self._pending)
+
+    def pending_calls(self) -> list[tuple[str, str, float]]:
+        """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
+        receivers = [*self._pending.values()]
+        return [(target_name(each.source), self.peer.name, each.started) for each in receivers]
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""
@@ -156,7 +162,7 @@ class Connection(Channel):
         self._bytes += len(data)
         self._state.window.sent(number, len(data))
         self._pending[number] = future
-        future.target = encoded
+        future.target, future.source, future.started = encoded, target, time.monotonic()
         self.write(data)
         return True
 
@@ -218,7 +224,9 @@ class Connection(Channel):
             self._slot_keys[call.number] = _rref_id(target) or order_key(target)
         is_idle = not self._pending
         self._pending[call.number] = receiver
-        receiver.target = call.header[0]
+        if not self._flushing:  # the first call of this iteration
+            self._now = time.monotonic()
+        receiver.target, receiver.source, receiver.started = call.header[0], target, self._now
         if self._state.submit(call, is_idle=is_idle):
             self.flush()
         else:

@@ -47,6 +47,7 @@ class ServerCall:
     )
 
     worker: str  # name of this worker, set by each subclass
+    started: float  # `time.monotonic()` of its arrival, set by each subclass
 
     def __init__(
         self, function: Callable[..., Any], arguments: Arguments, deadline: float | None = None
@@ -142,7 +143,7 @@ class ServerCall:
 class RpcCall(ServerCall):
     """Call `number` of a session. `reply` is set if the call came by torch RPC."""
 
-    __slots__ = ("number", "on_loop", "order_key", "reply", "session", "worker")
+    __slots__ = ("number", "on_loop", "order_key", "reply", "session", "started", "worker")
 
     def __init__(
         self,
@@ -170,6 +171,7 @@ class RpcCall(ServerCall):
         self.reply = reply
         self.number = number
         self.worker = worker
+        self.started = session.read_at
         session.calls[number] = self
 
     @property
@@ -221,7 +223,9 @@ class CreateCall(RpcCall):
     __slots__ = ()
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
-        return encode_cell(RRef(value.value if type(value) is SharedValue else value))
+        created = value.value if type(value) is SharedValue else value
+        self.session.on_created(created)
+        return encode_cell(RRef(created))
 
 
 def batch_joiner(function: Callable[..., Any]) -> Joiner | None:

@@ -79,6 +79,10 @@ class Handler(Protocol):
         """Cancel a call."""
         ...
 
+    def on_created(self, created: Any) -> None:
+        """Note that a caller has created an object. In any thread."""
+        ...
+
     @property
     def on_message(self) -> Callable[[str], None]:
         """Return the callback for input from a caller."""
@@ -108,6 +112,7 @@ class Session(Channel):
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
         self.served = 0
+        self.read_at = 0.0  # `time.monotonic()` of the last message with calls
         self._handler = handler
         self._call_on_loop = call_on_loop
         self._mapped = mapped
@@ -193,6 +198,10 @@ class Session(Channel):
             if call is not None and type(credit) is int:
                 call.grant(credit)
         return len(cancels) + len(grants)
+
+    def on_created(self, created: Any) -> None:
+        """Note that the caller has created an object. In any thread."""
+        self._handler.on_created(created)
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 

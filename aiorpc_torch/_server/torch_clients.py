@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
@@ -57,7 +58,7 @@ class TorchCall(ServerCall):
 
     # Not `set_exception`: torch 2.13 and 2.15 then return the exception to the caller as a *value*.
     # (tests/test_interop.py)
-    __slots__ = ("_open_calls", "reply", "worker")
+    __slots__ = ("_open_calls", "reply", "started", "worker")
 
     def __init__(
         self,
@@ -70,6 +71,7 @@ class TorchCall(ServerCall):
         super().__init__(function, arguments)
         self.reply = reply
         self.worker = worker
+        self.started = time.monotonic()
         self._open_calls = open_calls
         open_calls.add(self)
 
