@@ -1,6 +1,6 @@
 """The end of objects that callers have created: `aclose()` or `close()`, called once.
 
-torch tells nobody that the last RRef of an object was dropped; it only releases the object. So the
+torch does not tell that the last RRef of an object was dropped; it only releases the object. So the
 class of a created object gets a `__del__` that keeps the object for its end. Types whose attributes
 cannot be set, such as files, end by themselves when they are freed.
 """
@@ -151,14 +151,14 @@ def _has_hook(cls: type) -> bool:
     if hasattr(finalizer, _HOOK):
         return True
 
-    def __del__(self: Any) -> None:
+    def release(self: Any) -> None:
         owner = _owners.pop(id(self), None)
         if (owner is None or not owner.revive(self, finalizer)) and finalizer is not None:
             finalizer(self)
 
-    setattr(__del__, _HOOK, True)
+    setattr(release, _HOOK, True)
     try:
-        cls.__del__ = __del__  # type: ignore[attr-defined]
+        cls.__del__ = release  # type: ignore[attr-defined]
     except (AttributeError, TypeError):  # a type of C, or one whose attributes cannot be set
         return False
     return True

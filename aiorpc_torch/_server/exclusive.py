@@ -38,7 +38,8 @@ def exclusive(cls: T) -> T:
     Calls of any worker wait in one queue, and so do `async def` methods and asynchronous generators
     that code of this process awaits directly. A method that calls another one as plain Python,
     `self.other()`, stays in its own turn. A plain `def` that is called directly runs at once, also
-    for plain torch clients. Two objects that call each other may wait for each other: set deadlines.
+    for plain torch clients. Two objects that call each other may wait for each other, so set
+    deadlines.
 
     Raises:
         TypeError: if `cls` is no class, or its instances cannot be weakly referenced.
@@ -131,6 +132,12 @@ class ExclusiveCall(CallInTurn, RpcCall):
 
     __slots__ = ("turn",)
 
+    def succeed(self, value: Any) -> None:
+        if self.reply is None and self.session.send_lone_result(self.number, value):
+            self._leave()
+        else:
+            super().succeed(value)
+
 
 class ExclusiveStream(CallInTurn, StreamCall):
     """A call of a generator. Its turn ends when the generator has ended."""
@@ -222,11 +229,11 @@ def _guarded_generator(
 def _guard_subclasses(cls: type) -> None:
     own = vars(cls).get("__init_subclass__")
 
-    def __init_subclass__(sub: type, /, **kwargs: Any) -> None:
+    def guard_subclass(sub: type, /, **kwargs: Any) -> None:
         if own is None:
             super(cls, sub).__init_subclass__(**kwargs)
         else:
             own.__get__(None, sub)(**kwargs)
         _guard_methods(sub)
 
-    setattr(cls, "__init_subclass__", classmethod(__init_subclass__))
+    cls.__init_subclass__ = classmethod(guard_subclass)  # type: ignore[assignment]

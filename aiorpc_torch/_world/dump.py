@@ -70,10 +70,8 @@ def _describe(call: PendingCall) -> str:
 def _stack(awaited: Any) -> Iterator[str]:
     """Describe the frames of a coroutine and of those that it awaits, the outermost first."""
     while awaited is not None:
-        prefix = next(
-            (each for each in ("cr", "gi", "ag") if hasattr(awaited, f"{each}_frame")), ""
-        )
-        frame = getattr(awaited, f"{prefix}_frame", None)
+        kinds = [kind for kind in ("cr", "gi", "ag") if hasattr(awaited, f"{kind}_frame")]
+        frame = getattr(awaited, f"{kinds[0]}_frame") if kinds else None
         if frame is None:
             yield f"  {awaited!r}"
             return
@@ -82,4 +80,4 @@ def _stack(awaited: Any) -> Iterator[str]:
         if code is warn_if_blocking.__code__:  # it drives its coroutine by itself
             awaited = frame.f_locals.get("coroutine")
         else:
-            awaited = getattr(awaited, "gi_yieldfrom" if prefix == "gi" else f"{prefix}_await")
+            awaited = getattr(awaited, "gi_yieldfrom" if kinds == ["gi"] else f"{kinds[0]}_await")

@@ -166,12 +166,6 @@ def new(cls: type[Actor] = One) -> tuple[Any, Any]:
     return actor, RRef(actor)
 
 
-async def settled(turns: Any) -> None:
-    async with asyncio.timeout(10.0):
-        while turns.holder is not None:
-            await asyncio.sleep(0.001)
-
-
 # ── one at a time, in order ─────────────────────────────────────────────────────────────────────
 
 
@@ -199,7 +193,8 @@ async def test_calls_of_every_kind_take_turns(cls: type[Actor]) -> None:
     assert found == [0, 1, [0, 1, 2], 3, 5, [0, 1, 2], 7, 8]
     assert actor.log == [*range(9)]
     assert actor.most == 1
-    await settled(turns_of(actor))
+    await remote(rref).work(9)
+    assert turns_of(actor).holder is None
 
 
 async def test_a_local_coroutine_waits_for_calls_of_peers() -> None:

@@ -222,10 +222,14 @@ async def test_objects_end_when_their_worker_leaves(tmp_path: Path) -> None:
 
 async def test_objects_end_when_the_block_fails() -> None:
     with pytest.raises(LookupError):
-        async with testing.world():
-            _held = await create("main", Acloses)
-            raise LookupError
+        await _fail_in_a_world()
     assert ended == [("aclose", "closes")]
+
+
+async def _fail_in_a_world() -> None:
+    async with testing.world():
+        _held = await create("main", Acloses)
+        raise LookupError
 
 
 async def test_methods_that_end_nothing() -> None:

@@ -265,7 +265,7 @@ def test_what_cannot_be_exclusive() -> None:
         __slots__ = ("items",)
 
     decorate: Any = aiorpc.exclusive
-    with pytest.raises(TypeError, match="weak references.*__slots__ of Slotted"):
+    with pytest.raises(TypeError, match=r"weak references.*__slots__ of Slotted"):
         decorate(Slotted)
     with pytest.raises(TypeError, match="decorates a class"):
         decorate(lambda: None)
