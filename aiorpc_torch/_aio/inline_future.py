@@ -26,10 +26,13 @@ class InlineFuture:
         "_result",
         "_state",
         "_step",
+        "event",  # of a profiler that records the call; not set otherwise
         "source",
         "started",
         "target",
     )
+
+    event: Any
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop

@@ -42,6 +42,7 @@ class StreamReader:
         self._waiter: asyncio.Future[None] | None = None
         self.target: Any = None  # of the call, as encoded
         self.source: Any = None  # the target as the caller named it
+        self.event: Any = None  # of a profiler that records the call
         self.started = 0.0  # `time.monotonic()` of the event-loop iteration of the call
 
     def add(self, value: Any, price: int) -> Item | None:

@@ -20,6 +20,7 @@ from .._protocol.messages import Arguments
 from .._protocol.recording import ContextRecord, enter_record
 from .._protocol.targets import function_name
 from .._torch.cuda import StreamFence
+from .._torch.profiling import call_event
 from .reply import DeferredReply
 from .session import Session
 
@@ -177,6 +178,11 @@ class RpcCall(ServerCall):
     @property
     def caller(self) -> str:
         return self.session.caller
+
+    def record(self) -> None:
+        """Record this call in the trace of a profiler, until it is answered. On the loop."""
+        event = call_event("serve", self.name, self.caller, self.worker)
+        self.session.events[self.number] = event
 
     def grant(self, credit: int) -> None:
         """Add stream credit. Ignored unless the call is a stream."""

@@ -77,7 +77,7 @@ def lone_call(
         function, on_loop, joiner = _resolve(target, exports)
     except BaseException as exc:
         function, on_loop, joiner = functools.partial(_raise, exc), False, None
-    kind = RpcCall if type(joiner) is not Entrance else ExclusiveCall
+    kind: Callable[..., RpcCall] = RpcCall if type(joiner) is not Entrance else ExclusiveCall
     call = kind(session, None, number, function, (args, {}), None, worker, on_loop, joiner)
     call.order_key = target.on
     return call

@@ -74,12 +74,12 @@ class CallInTurn(ServerCall):
 
     __slots__ = ()
 
-    turn: Turn | None
+    turn: Turn | None  # a slot of each subclass
     joiner: Any  # an `Entrance` until the turn begins
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        self.turn = None
+        self.turn = None  # type: ignore[misc]
 
     def enter(self, begin: Callable[[], None]) -> bool:
         """Enter the queue; return whether the turn has begun, otherwise `begin` is called later.
@@ -89,9 +89,9 @@ class CallInTurn(ServerCall):
         """
         batches = NO_BATCHES if self.scope is None else self.scope.batches
         turns: Turns = self.joiner.turns
-        self.turn = Turn(turns, begin)
-        self.leave_batch = self.turn.leave
-        return turns.enter(self.turn, self.name, batches)
+        self.turn = turn = Turn(turns, begin)  # type: ignore[misc]
+        self.leave_batch = turn.leave
+        return turns.enter(turn, self.name, batches)
 
     def begin(self) -> bool:
         """Begin the turn; return whether the function runs on the loop."""
@@ -226,7 +226,7 @@ def _guarded_generator(
     return guarded
 
 
-def _guard_subclasses(cls: type) -> None:
+def _guard_subclasses(cls: Any) -> None:
     own = vars(cls).get("__init_subclass__")
 
     def guard_subclass(sub: type, /, **kwargs: Any) -> None:
@@ -236,4 +236,4 @@ def _guard_subclasses(cls: type) -> None:
             own.__get__(None, sub)(**kwargs)
         _guard_methods(sub)
 
-    cls.__init_subclass__ = classmethod(guard_subclass)  # type: ignore[assignment]
+    cls.__init_subclass__ = classmethod(guard_subclass)

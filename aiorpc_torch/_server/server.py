@@ -28,6 +28,7 @@ from .._protocol.targets import MethodTarget
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
+from .._torch.profiling import profiler_enabled
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
 from .calls import RpcCall, ServerCall
 from .created import CreatedObjects
@@ -202,6 +203,8 @@ class Server:
         if number in session.calls:
             raise ValueError(f"call number {number} is already running")
         call = lone_call(session, number, target, args, self.name, self._exports)
+        if profiler_enabled():
+            call.record()
         if session.admit(call):
             self._start((call,))
 
@@ -239,10 +242,14 @@ class Server:
             raise ValueError("a message has the number of a call that is already running")
         reply = None if payload is None else payload.reply
         try:
-            return calls_of(message, tensors, session, reply, self.name, self._exports)
+            calls = calls_of(message, tensors, session, reply, self.name, self._exports)
         except BaseException as exc:  # later calls of the session must still be served
             log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
             return failing_calls(message, session, reply, self.name, exc)
+        if profiler_enabled():
+            for call in calls:
+                call.record()
+        return calls
 
     def _start(self, calls: Sequence[RpcCall]) -> None:
         if self._closed:
