@@ -45,11 +45,13 @@ from ._client.api import (
     proxy as proxy,
     remote as remote,
 )
+from ._server.exclusive import exclusive as exclusive
 from ._server.torch_clients import async_execution as async_execution
 from ._stats import Stats as Stats, stats as stats
 from ._torch.transport import wrap_future as wrap_future
 from ._version import __version__ as __version__
 from ._world.local import local_world as local_world, run_local as run_local
+from ._world.pending import PendingCall as PendingCall, pending as pending
 from ._world.worker import Worker as Worker, worker as worker
 from .errors import (
     BatchContractError as BatchContractError,
@@ -73,6 +75,7 @@ __all__ = (
     "Fill",
     "NotExported",
     "NotServing",
+    "PendingCall",
     "QueueFull",
     "RRef",
     "RemoteError",
@@ -89,8 +92,10 @@ __all__ = (
     "batched",
     "call",
     "create",
+    "exclusive",
     "fetch",
     "local_world",
+    "pending",
     "proxy",
     "remote",
     "run_local",

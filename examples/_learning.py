@@ -49,6 +49,10 @@ class CartPole:
         state, reward, terminated, truncated, _ = self.environment.step(action)
         return torch.from_numpy(state), float(reward), terminated or truncated
 
+    def close(self) -> None:
+        """Release what the environment holds."""
+        self.environment.close()
+
 
 class Learner:
     """A policy that learns from episodes."""

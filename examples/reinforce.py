@@ -43,10 +43,18 @@ def drawing(seed: str) -> Choose:
     return lambda likely: int(chance.random() < likely)
 
 
+@aiorpc.exclusive
+class Observer(CartPole):
+    """An environment for remote calls: one at a time, since its methods run in threads.
+
+    Its worker calls `close` when the last RRef of it is dropped.
+    """
+
+
 class Agent(Learner):
     """An agent that plays its observers' environments and learns from each round."""
 
-    def __init__(self, observers: Sequence[RRef[CartPole]], seed: int, device: str = "cpu") -> None:
+    def __init__(self, observers: Sequence[RRef[Observer]], seed: int, device: str = "cpu") -> None:
         super().__init__(seed, device)
         self.observers = observers
         self.draws = [drawing(f"{seed}, {number}") for number in range(len(observers))]
@@ -58,7 +66,7 @@ class Agent(Learner):
         """Play an episode of every observer, all at once."""
         return await asyncio.gather(*map(self._episode, self.observers, chooses))
 
-    async def _episode(self, observer: RRef[CartPole], choose: Choose) -> Episode:
+    async def _episode(self, observer: RRef[Observer], choose: Choose) -> Episode:
         state, done = await remote(observer).reset(), False
         states, actions, rewards = [], [], []
         while not done:
@@ -109,7 +117,7 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> bool:
 async def lead(names: Sequence[str], options: argparse.Namespace) -> bool:
     """Train and evaluate; return True if the task was solved."""
     observers = [
-        await create(name, CartPole, 10_000 * options.seed + number)
+        await create(name, Observer, 10_000 * options.seed + number)
         for number, name in enumerate(names)
     ]
     agent, start = Agent(observers, options.seed, options.device), time.monotonic()

@@ -27,8 +27,13 @@ class InlineFuture:
         "_result",
         "_state",
         "_step",
+        "event",  # of a profiler that records the call; not set otherwise
+        "source",
+        "started",
         "target",
     )
+
+    event: Any
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -36,7 +41,9 @@ class InlineFuture:
         self._result: Any = None
         self._step: Step | None = None
         self._asyncio_future_blocking = False
-        self.target: Any = None  # of the call with this result
+        self.target: Any = None  # of the call with this result, as encoded
+        self.source: Any = None  # the target as the caller named it
+        self.started = 0.0  # `time.monotonic()` of the event-loop iteration of the call
 
     def __repr__(self) -> str:
         return f"<InlineFuture {self._state}>"

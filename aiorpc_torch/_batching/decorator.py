@@ -166,10 +166,13 @@ class Batched:
             server = serving()
             caller = "a local caller" if server is None else server.name
             return self._queue(instance).submit(instance, bound, caller)
+
         # A torch thread, for a plain torch client: that one needs a torch Future.
-        future: Any = run_for_torch_client(
-            lambda: self._queue(instance).submit(instance, bound, "a plain torch client")
-        )
+        def submit() -> Any:
+            return self._queue(instance).submit(instance, bound, "a plain torch client")
+
+        submit.__qualname__ = self.__qualname__  # the name of the call
+        future: Any = run_for_torch_client(submit)
         return future  # type: ignore[no-any-return]
 
     def __aiorpc_join__(

@@ -6,7 +6,7 @@ The scheduler decides when a batch starts; `results` splits the result per calle
 
 import asyncio
 import contextvars
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
 from .._aio.tasks import detach_task, warn_if_blocking
@@ -18,6 +18,7 @@ from .._protocol.ancestry import (
     new_batch,
 )
 from .._protocol.columns import SharedValue
+from .._protocol.exclusive import is_exclusive, own_call_error, own_turn, turns_of
 from .._protocol.recording import ContextRecord, current_record, enter_record
 from ..errors import NotServing, QueueFull, RoundTimeout
 from .function import BatchFunction
@@ -170,7 +171,7 @@ class BatchQueue:
     def _add(
         self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
     ) -> QueuedCall:
-        self._reject_reentry()
+        self._reject_reentry(instance)
         loop = asyncio.get_running_loop()
         self._bind_loop(loop)
         if not self._scheduler.can_accept():
@@ -206,8 +207,10 @@ class BatchQueue:
         for task in tasks and (await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT))[1]:
             detach_task(task, self._function.name)
 
-    def _reject_reentry(self) -> None:
+    def _reject_reentry(self, instance: Any) -> None:
         batches = ancestor_batches()
+        if batches and is_exclusive(instance) and turns_of(instance).is_held_by(batches):
+            raise own_call_error(self._function.name)
         if batches and any(batch.id in batches for batch in self._running.values()):
             raise RuntimeError(
                 f"{self._function.name} awaits itself: this call would wait for the batch that "
@@ -309,13 +312,28 @@ class BatchQueue:
         size, name = len(batch.items), self._function.name
         args = [call.args for call in batch.items]
         try:
-            results = await warn_if_blocking(
-                self._function.run(batch.items[0].instance, args), name
-            )
+            results = await warn_if_blocking(self._run_function(batch, args), name)
         except BaseException as exc:  # SystemExit too: every caller gets a result
             results = failure_per_caller(exc, size, name)
         args.clear()  # an exception keeps this frame alive
         self._finish_batch(batch, running, results)
+
+    def _run_function(
+        self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
+    ) -> Coroutine[Any, Any, Sequence[Any]]:
+        instance = batch.items[0].instance
+        run = self._run_in_turn(batch, args) if is_exclusive(instance) else None
+        return run or self._function.run(instance, args)
+
+    async def _run_in_turn(
+        self, batch: Batch[QueuedCall], args: Sequence[CallArgs]
+    ) -> Sequence[Any]:
+        """Call the function of an exclusive instance."""
+        instance = batch.items[0].instance
+        async with own_turn(instance, self._function.name):
+            if all(call.on_result is _ignore for call in batch.items):
+                raise asyncio.CancelledError  # every caller has left while the batch waited
+            return await self._function.run(instance, args)
 
     def _finish_batch(
         self, batch: Batch[QueuedCall], running: RunningBatch, results: Sequence[Any]

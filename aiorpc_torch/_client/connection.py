@@ -45,6 +45,7 @@ from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
 from .._torch import devices, rrefs
 from .._torch.compat import WorkerInfo
+from .._torch.profiling import call_event, profiler_enabled
 from .._torch.rrefs import RRefId
 from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
 from .answers import error_of_close
@@ -96,6 +97,8 @@ class Connection(Channel):
         self._observer = observer
         self._sendable_devices = sendable_devices
         self._calls = self._messages = self._bytes = 0
+        self._is_profiled = False  # whether a profiler recorded this thread at `_now`
+        self._now = 0.0  # of the event-loop iteration of the last call
         self._pending = PendingCalls()
         self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
         self._trickle_timer: asyncio.TimerHandle | None = None
@@ -116,6 +119,11 @@ class Connection(Channel):
     def waiting(self) -> int:
         """The number of calls and streams that wait for a reply."""
         return len(self._pending)
+
+    def pending_calls(self) -> list[tuple[str, str, float]]:
+        """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
+        receivers = [*self._pending.values()]
+        return [(target_name(each.source), self.peer.name, each.started) for each in receivers]
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""
@@ -156,7 +164,9 @@ class Connection(Channel):
         self._bytes += len(data)
         self._state.window.sent(number, len(data))
         self._pending[number] = future
-        future.target = encoded
+        future.target, future.source, future.started = encoded, target, time.monotonic()
+        if profiler_enabled():
+            self._record(future, target)
         self.write(data)
         return True
 
@@ -221,11 +231,29 @@ class Connection(Channel):
             self._slot_keys[call.number] = _rref_id(target) or order_key(target)
         is_idle = not self._pending
         self._pending[call.number] = receiver
-        receiver.target = call.header[0]
+        if not self._flushing:  # the first of this iteration
+            self._look_around()
+        receiver.target, receiver.source, receiver.started = call.header[0], target, self._now
+        if self._is_profiled:
+            self._record(receiver, target)
         if self._state.submit(call, is_idle=is_idle):
             self.flush()
         else:
-            self.flush_soon()
+            super().flush_soon()
+
+    def flush_soon(self) -> None:
+        if not self._flushing:
+            self._look_around()
+            super().flush_soon()
+
+    def _look_around(self) -> None:
+        """Note for the calls of this iteration what is too expensive to find out for each."""
+        self._now = time.monotonic()
+        self._is_profiled = profiler_enabled()
+
+    def _record(self, receiver: ReplyReceiver, target: Target) -> None:
+        """Record a call in the trace of a profiler, until its receiver is released."""
+        receiver.event = call_event("call", target_name(target), self._me.name, self.peer.name)
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 

@@ -151,6 +151,11 @@ class ConnectionPool:
                 total.update(each.counters())
         return {**total}
 
+    def pending_calls(self) -> list[tuple[str, str, float]]:
+        """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
+        every = [each for _, by_peer in self._loops() for each in [*by_peer.values()]]
+        return [call for each in every for call in each.pending_calls()]
+
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
         by_peer = self._connections_of(asyncio.get_running_loop())

@@ -40,7 +40,10 @@ class StreamReader:
         self._consumed = 0  # credit to grant
         self._end: Any = None  # STREAM_END, or a failure; nothing comes after it
         self._waiter: asyncio.Future[None] | None = None
-        self.target: Any = None  # of the call
+        self.target: Any = None  # of the call, as encoded
+        self.source: Any = None  # the target as the caller named it
+        self.event: Any = None  # of a profiler that records the call
+        self.started = 0.0  # `time.monotonic()` of the event-loop iteration of the call
 
     def add(self, value: Any, price: int) -> Item | None:
         """Add the next item or the end; return the item if it is held by the callee."""

@@ -4,8 +4,9 @@ A batch function that waits for its own queue would wait for ever. So the ids of
 travel with each call that the function makes, directly or through other workers.
 """
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
 
 BatchId = tuple[str, int]
@@ -50,6 +51,16 @@ def current_scopes() -> frozenset[BatchScope]:
 def enter_scopes(scopes: Iterable[BatchScope]) -> None:
     """Make this context a part of these scopes and of no others."""
     _scopes.set(frozenset(scopes))
+
+
+@contextlib.contextmanager
+def add_scope(scope: BatchScope) -> Iterator[None]:
+    """Make this context a part of one more scope inside the block."""
+    token = _scopes.set(current_scopes() | {scope})
+    try:
+        yield
+    finally:
+        _scopes.reset(token)
 
 
 def ancestor_batches() -> frozenset[BatchId]:

@@ -47,6 +47,10 @@ class Endpoint(Protocol):
         """Return the counts of received and of running calls, and the bytes of kept results."""
         ...
 
+    def running_calls(self) -> list[tuple[str, str, float]]:
+        """Return method, caller and `time.monotonic()` of each unanswered call."""
+        ...
+
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> "Future[Any]":

@@ -20,6 +20,7 @@ from .._protocol.messages import Arguments
 from .._protocol.recording import ContextRecord, enter_record
 from .._protocol.targets import function_name
 from .._torch.cuda import StreamFence
+from .._torch.profiling import call_event
 from .reply import DeferredReply
 from .session import Session
 
@@ -47,6 +48,7 @@ class ServerCall:
     )
 
     worker: str  # name of this worker, set by each subclass
+    started: float  # `time.monotonic()` of its arrival, set by each subclass
 
     def __init__(
         self, function: Callable[..., Any], arguments: Arguments, deadline: float | None = None
@@ -121,6 +123,10 @@ class ServerCall:
         else:
             self.succeed(answer)
 
+    def abandon(self, exc: BaseException) -> None:
+        """Answer the caller with an exception, although the function may still run."""
+        self.fail(exc)
+
     @property
     def caller(self) -> str:
         """Return the name of the calling worker."""
@@ -138,7 +144,7 @@ class ServerCall:
 class RpcCall(ServerCall):
     """Call `number` of a session. `reply` is set if the call came by torch RPC."""
 
-    __slots__ = ("number", "on_loop", "order_key", "reply", "session", "worker")
+    __slots__ = ("number", "on_loop", "order_key", "reply", "session", "started", "worker")
 
     def __init__(
         self,
@@ -166,11 +172,17 @@ class RpcCall(ServerCall):
         self.reply = reply
         self.number = number
         self.worker = worker
+        self.started = session.read_at
         session.calls[number] = self
 
     @property
     def caller(self) -> str:
         return self.session.caller
+
+    def record(self) -> None:
+        """Record this call in the trace of a profiler, until it is answered. On the loop."""
+        event = call_event("serve", self.name, self.caller, self.worker)
+        self.session.events[self.number] = event
 
     def grant(self, credit: int) -> None:
         """Add stream credit. Ignored unless the call is a stream."""
@@ -217,7 +229,9 @@ class CreateCall(RpcCall):
     __slots__ = ()
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
-        return encode_cell(RRef(value.value if type(value) is SharedValue else value))
+        created = value.value if type(value) is SharedValue else value
+        self.session.on_created(created)
+        return encode_cell(RRef(created))
 
 
 def batch_joiner(function: Callable[..., Any]) -> Joiner | None:

@@ -13,11 +13,13 @@ from torch import Tensor
 from .._aio.deadlines import deadline_after
 from .._protocol.ancestry import BatchId, BatchScope, from_wire
 from .._protocol.exceptions import RemoteFailure
+from .._protocol.exclusive import is_exclusive, turns_of
 from .._protocol.messages import Arguments, CallGroup, Calls
 from .._protocol.runtime import runs_on_loop
 from .._protocol.targets import CreateTarget, MethodTarget, Target, order_key
 from .._torch import rrefs
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
+from .exclusive import Entrance, ExclusiveCall, ExclusiveStream
 from .exports import ExportPolicy
 from .session import Session
 from .stream_writer import StreamCall
@@ -75,15 +77,16 @@ def lone_call(
         function, on_loop, joiner = _resolve(target, exports)
     except BaseException as exc:
         function, on_loop, joiner = functools.partial(_raise, exc), False, None
-    call = RpcCall(session, None, number, function, (args, {}), None, worker, on_loop, joiner)
+    kind: Callable[..., RpcCall] = RpcCall if type(joiner) is not Entrance else ExclusiveCall
+    call = kind(session, None, number, function, (args, {}), None, worker, on_loop, joiner)
     call.order_key = target.on
     return call
 
 
 def _resolve(
     target: Target, exports: ExportPolicy | None
-) -> tuple[Callable[..., Any], bool, Joiner | None]:
-    """Return the function of a target, whether it runs on the loop, and how it joins a batch.
+) -> tuple[Callable[..., Any], bool, Joiner | Entrance | None]:
+    """Return the function of a target, whether it starts on the loop, and what it joins or enters.
 
     Raises an exception of any class if the object is gone, the call is not exported, or user code
     raises.
@@ -92,7 +95,10 @@ def _resolve(
     if exports is not None:
         exports.check(target, found)
     function = target.bind(found)
-    return function, runs_on_loop(function), batch_joiner(function)
+    on_loop, joiner = runs_on_loop(function), batch_joiner(function)
+    if joiner is None and is_exclusive(found):  # a batch takes the turn when it runs
+        return function, True, Entrance(turns_of(found), on_loop)
+    return function, on_loop, joiner
 
 
 _SECONDS = {float, int, type(None)}
@@ -125,7 +131,7 @@ class ResolvedTarget(NamedTuple):
 
     function: Callable[..., Any]
     on_loop: bool
-    joiner: Joiner | None
+    joiner: Joiner | Entrance | None
     call_type: Callable[..., RpcCall]
     arguments: Iterator[Any]
     batches: Sequence[BatchId]
@@ -147,7 +153,10 @@ class ResolvedTarget(NamedTuple):
             kind = CreateCall
         arguments = iter(group.calls())
         key = order_key(target)
-        joiner = None if group.stream else joiner
+        if type(joiner) is Entrance:
+            kind = ExclusiveStream if group.stream else ExclusiveCall
+        elif group.stream:
+            joiner = None
         return cls(function, on_loop, joiner, kind, arguments, group.batches, key)
 
 

@@ -22,6 +22,7 @@ from .._torch.compat import RawFuture
 from .._torch.thread_state import set_intra_op_threads
 from ..errors import CallTimeout
 from .calls import Joiner, ServerCall
+from .exclusive import CallInTurn
 from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
 
 log = logging.getLogger("aiorpc_torch")
@@ -65,12 +66,35 @@ class Executor:
         """Start a call whose function runs on the loop."""
         if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
             return
-        if call.joiner is not None:
+        if call.joiner is None:
+            self._start_task(call)
+        elif isinstance(call, CallInTurn):
+            self._wait_for_turn(call)
+        else:
             is_alone = call.scope is None and call.recording is None
             context = self._context if is_alone else self._context.copy()
             context.run(_join, call, call.joiner)
+
+    def _wait_for_turn(self, call: CallInTurn) -> None:
+        try:
+            has_turn = call.enter(lambda: self.call_on_loop(lambda: self._begin_turn(call)))
+        except RuntimeError as exc:  # it would wait for itself
+            call.fail(exc)
         else:
+            if has_turn:
+                self._begin_turn(call)
+
+    def _begin_turn(self, call: CallInTurn) -> None:
+        runs_on_loop = call.begin()
+        if _fail_if_expired(call):
+            return
+        if runs_on_loop:
             self._start_task(call)
+            return
+        try:
+            self.submit_to_threads((functools.partial(self.run_plain, call),))
+        except RuntimeError as exc:  # no thread could be started
+            call.fail(exc)
 
     def cancel(self, call: ServerCall) -> None:
         """Cancel a call. Its coroutine is resumed before later calls start."""

@@ -8,6 +8,7 @@ import asyncio
 import functools
 import itertools
 import logging
+import time
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -27,8 +28,10 @@ from .._protocol.targets import MethodTarget
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
+from .._torch.profiling import profiler_enabled
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
 from .calls import RpcCall, ServerCall
+from .created import CreatedObjects
 from .dispatch import calls_of, failing_calls, lone_call
 from .executor import Executor
 from .exports import ExportPolicy
@@ -54,6 +57,7 @@ class Server:
         self._exports = exports
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
+        self._created = CreatedObjects(self._executor.call_on_loop)
         self._listener: Listener | None = None
         self._sessions: dict[Key, Session] = {}
         self._ended_sessions: list[Session] = []  # those with calls that still run
@@ -159,6 +163,10 @@ class Server:
         self._executor.call_on_loop(functools.partial(self._executor.start_on_loop, call))
         return reply
 
+    def on_created(self, created: Any) -> None:
+        """End a created object when its last RRef is dropped, or when this worker leaves."""
+        self._created.add(created)
+
     def lend_thread(self, task: Callable[[], None]) -> None:
         """Run `task` in one of the threads for plain `def`s. From any thread."""
         self._executor.submit_to_threads((task,))
@@ -191,9 +199,12 @@ class Server:
     ) -> None:
         """Start the call of a frame of one call."""
         session.served += 1
+        session.read_at = time.monotonic()
         if number in session.calls:
             raise ValueError(f"call number {number} is already running")
         call = lone_call(session, number, target, args, self.name, self._exports)
+        if profiler_enabled():
+            call.record()
         if session.admit(call):
             self._start((call,))
 
@@ -226,14 +237,19 @@ class Server:
         payload: Payload | None,
     ) -> list[RpcCall]:
         session.served += len(message.numbers)
+        session.read_at = time.monotonic()
         if not session.calls.keys().isdisjoint(message.numbers):
             raise ValueError("a message has the number of a call that is already running")
         reply = None if payload is None else payload.reply
         try:
-            return calls_of(message, tensors, session, reply, self.name, self._exports)
+            calls = calls_of(message, tensors, session, reply, self.name, self._exports)
         except BaseException as exc:  # later calls of the session must still be served
             log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
             return failing_calls(message, session, reply, self.name, exc)
+        if profiler_enabled():
+            for call in calls:
+                call.record()
+        return calls
 
     def _start(self, calls: Sequence[RpcCall]) -> None:
         if self._closed:
@@ -290,7 +306,7 @@ class Server:
         for call in [*session.calls.values()]:
             call.cancel()
             if call.task is None:  # in a thread, or waits for a payload
-                call.fail(asyncio.CancelledError())
+                call.abandon(asyncio.CancelledError())
 
     # ── callers ─────────────────────────────────────────────────────────────────────────────────
 
@@ -308,6 +324,10 @@ class Server:
         served = self._served + sum(each.served for each in sessions)
         running = sum(len(each.calls) for each in (*sessions, *self._ended_sessions))
         return served, running, sum(each.held_bytes for each in sessions)
+
+    def running_calls(self) -> list[tuple[str, str, float]]:
+        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread."""
+        return [(call.name, call.caller, call.started) for call in self._open_calls()]
 
     def cancel_calls_of(self, caller: str) -> None:
         """Cancel the calls of a worker."""
@@ -329,7 +349,7 @@ class Server:
 
     def _refuse(self, calls: Sequence[ServerCall]) -> None:
         for call in calls:
-            call.fail(self._not_serving_error())
+            call.abandon(self._not_serving_error())
 
     def _not_serving_error(self) -> RpcError:
         if self._failure:
@@ -366,6 +386,10 @@ class Server:
         for data, reply in self._early_introductions or []:
             reply.set_result(self._introduction(data))
         self._executor.close(0.1, self.name)
+
+    async def end_objects(self, timeout: float) -> None:
+        """End the objects that callers have created here, each in at most `timeout` seconds."""
+        await self._created.close(timeout)
 
 
 def _ignore(*_: Any) -> None:

@@ -79,6 +79,10 @@ class Handler(Protocol):
         """Cancel a call."""
         ...
 
+    def on_created(self, created: Any) -> None:
+        """Note that a caller has created an object. In any thread."""
+        ...
+
     @property
     def on_message(self) -> Callable[[str], None]:
         """Return the callback for input from a caller."""
@@ -108,6 +112,8 @@ class Session(Channel):
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
         self.served = 0
+        self.read_at = 0.0  # `time.monotonic()` of the last message with calls
+        self.events: dict[int, Any] = {}  # of calls that a profiler records
         self._handler = handler
         self._call_on_loop = call_on_loop
         self._mapped = mapped
@@ -194,11 +200,17 @@ class Session(Channel):
                 call.grant(credit)
         return len(cancels) + len(grants)
 
+    def on_created(self, created: Any) -> None:
+        """Note that the caller has created an object. In any thread."""
+        self._handler.on_created(created)
+
     # ── results ─────────────────────────────────────────────────────────────────────────────────
 
     def send_result(self, result: EncodedResult, reply: Any = None) -> None:
         """Send the result of an ended call, by torch if `reply` is given. In any thread."""
         if reply is not None:
+            if self.events:
+                self._call_on_loop(functools.partial(self._end_event, result[0]))
             _complete_reply(reply, (result,))
         elif get_ident() == self._thread:
             self._queue_result(result)
@@ -217,6 +229,8 @@ class Session(Channel):
             return False
         if self.calls.pop(number, None) is not None:
             self.write(data)
+        if self.events:
+            self._end_event(number)
         return True
 
     def check_sendable(self, tensors: Iterable[Tensor]) -> None:
@@ -224,6 +238,8 @@ class Session(Channel):
         devices.check_sendable({tensor.device for tensor in tensors}, self._mapped, self.caller)
 
     def _queue_result(self, result: EncodedResult) -> None:
+        if self.events:
+            self._end_event(result[0])
         if self.ended.is_set() or self._is_closing:
             return
         kind, content = result[1:]
@@ -234,6 +250,13 @@ class Session(Channel):
             self.flush()
         else:
             self.flush_soon()
+
+    def _end_event(self, key: Any) -> None:
+        """End the event of an answered call. A profiler accepts that on the loop's thread only."""
+        if type(key) is int:
+            self.events.pop(key, None)
+        elif key[2] == 0:  # the end of a stream
+            self.events.pop(key[0], None)
 
     def _hold(self, result: EncodedResult, size: int) -> EncodedResult:
         """Keep a result until it is collected; return the result to send in its place."""
@@ -290,6 +313,7 @@ class Session(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self._held.clear()
+        self.events.clear()
         if not self._received_close:
             self._handler.on_session_end(self, "lost" if error is not None else "ended", "")
         for item in self.slots.close():

@@ -76,7 +76,7 @@ class StreamCall(RpcCall):
         with self._lock:  # a thread may be about to wait
             resume, self._resume = self._resume, None
         if resume is not None:  # its generator is in no thread and is closed by `resume`
-            self.fail(asyncio.CancelledError())
+            self.abandon(asyncio.CancelledError())
             resume()
 
     def _finish(self, kind: Any, content: Any) -> None:

@@ -2,6 +2,7 @@
 
 import functools
 import inspect
+import time
 import traceback
 from collections.abc import Callable, Coroutine
 from typing import Any, ParamSpec, TypeVar
@@ -15,6 +16,9 @@ from .._torch.compat import RemoteException
 from .calls import ServerCall
 
 __all__ = ("async_execution",)
+
+COROUTINE = "__aiorpc_coroutine__"
+"""Attribute of a function of `async_execution`: the `async def` behind it."""
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,6 +49,7 @@ def async_execution(
         return run_for_torch_client(function, *args, **kwargs)
 
     mark_runs_on_loop(wrapper)
+    setattr(wrapper, COROUTINE, function)
     return functions.async_execution(wrapper)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -53,7 +58,7 @@ class TorchCall(ServerCall):
 
     # Not `set_exception`: torch 2.13 and 2.15 then return the exception to the caller as a *value*.
     # (tests/loopback/test_torch_clients.py)
-    __slots__ = ("_open_calls", "reply", "worker")
+    __slots__ = ("_open_calls", "reply", "started", "worker")
 
     def __init__(
         self,
@@ -66,6 +71,7 @@ class TorchCall(ServerCall):
         super().__init__(function, arguments)
         self.reply = reply
         self.worker = worker
+        self.started = time.monotonic()
         self._open_calls = open_calls
         open_calls.add(self)
 

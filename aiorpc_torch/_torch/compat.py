@@ -18,6 +18,7 @@ SUPPORTED = "2.11 to 2.15"
 try:
     # The base class of torch.futures.Future, and faster to make.
     from torch._C import Future as RawFuture, _dispatch_keys as dispatch_keys
+    from torch._C._autograd import _profiler_enabled as profiler_enabled
     from torch._C._distributed_autograd import (
         _current_context as current_context,
         _get_debug_info as autograd_debug_info,
@@ -42,6 +43,7 @@ try:
     from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
     from torch.utils._pytree import tree_leaves
 
+    begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
@@ -63,6 +65,7 @@ __all__ = (
     "WorkerInfo",
     "autograd_debug_info",
     "backward",
+    "begin_record",
     "current_context",
     "delete_rrefs",
     "dispatch_keys",
@@ -72,6 +75,7 @@ __all__ = (
     "init_rpc_states",
     "invoke_rpc",
     "new_context",
+    "profiler_enabled",
     "release_context",
     "serialize",
     "tree_leaves",

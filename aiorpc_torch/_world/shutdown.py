@@ -37,6 +37,7 @@ DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
 BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
 STOP_TIMEOUT = 5.0  # for torch's threads to end
+OBJECTS_TIMEOUT = 10.0  # for the ends of created objects, if the wait for peers has no limit
 FAILURE_TIMEOUT = 0.3  # to tell the peers that an exception ends this worker
 
 
@@ -80,6 +81,7 @@ class Shutdown:
         self._rendezvous = rendezvous
         self._peers = peers
         self._timeout = FAILURE_TIMEOUT if failure else timeout
+        self._end_timeout = OBJECTS_TIMEOUT if timeout is None else timeout
         self._failure = failure
         self._left: set[str] = set()  # peers whose blocks have ended in order
 
@@ -166,6 +168,7 @@ class Shutdown:
         if not self._failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
         await self._close_connections()
+        await self._server.end_objects(self._end_timeout)
         if self._failure:
             await close_queues()
         else:

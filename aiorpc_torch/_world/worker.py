@@ -21,6 +21,7 @@ from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost, WorldTimeout
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
+from .dump import dump_on_signal
 from .failure_detector import FailureDetector
 from .network import loopback_only, requested_interfaces
 from .rejoin import RejoinHandler, announce_rejoin
@@ -183,7 +184,7 @@ async def run_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
             registration = config.registration()
             rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
         agent, members = await start_worker(config, rendezvous, server.set_device_routes)
-        with _gc_frozen(config.freeze_gc):
+        with _gc_frozen(config.freeze_gc), dump_on_signal():
             async with _running(config, server, rendezvous, agent, members) as me:
                 yield me
     finally:

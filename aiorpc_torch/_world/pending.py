@@ -1,0 +1,43 @@
+"""The calls in flight in this process."""
+
+import time
+from dataclasses import dataclass
+
+from .._client import pool
+from .._protocol import endpoints
+
+__all__ = ("PendingCall", "pending")
+
+
+@dataclass(frozen=True, slots=True)
+class PendingCall:
+    """A call or stream that has not ended."""
+
+    method: str
+    """Name of the method or function."""
+    worker: str
+    """The callee of an outgoing call, the caller of an incoming one."""
+    age: float
+    """Seconds since it was made, or since it arrived."""
+    incoming: bool
+    """Whether another worker, or this one, has called this process."""
+
+
+def pending() -> list[PendingCall]:
+    """Return the calls in flight, the oldest first: those made here and those that run here.
+
+    An outgoing call is in flight until its result is here, an incoming one until it is answered.
+    Incoming calls may wait for a batch, for a turn on an exclusive object or for a payload. A call
+    of this worker to itself is in the list twice. Calls of plain torch clients are in the list if
+    they are of `async_execution` or `@batched` functions. Their worker is "a torch client".
+    Callable from any thread; outside a world the list is empty.
+    """
+    now, connections, server = time.monotonic(), pool.find_current(), endpoints.serving()
+    outgoing = [] if connections is None else connections.pending_calls()
+    incoming = [] if server is None else server.running_calls()
+    calls = [
+        PendingCall(method, worker, max(0.0, now - started), is_incoming)
+        for is_incoming, found in ((False, outgoing), (True, incoming))
+        for method, worker, started in found
+    ]
+    return sorted(calls, key=lambda call: call.age, reverse=True)

@@ -1,0 +1,287 @@
+"""`@exclusive` without a world: coroutines that a program awaits itself, and the decorator."""
+
+import asyncio
+import gc
+import threading
+import weakref
+from collections.abc import AsyncIterator
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import given
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import batched
+from aiorpc_torch._protocol.exclusive import Turn, Turns, turns_of
+
+
+class Busy:
+    """Counts the calls inside it, and notes what began and ended."""
+
+    def __init__(self) -> None:
+        self.inside = 0
+        self.log: list[Any] = []
+
+    async def work(self, item: Any, steps: int = 2) -> Any:
+        self.inside += 1
+        assert self.inside == 1
+        self.log.append(item)
+        try:
+            for _ in range(steps):
+                await asyncio.sleep(0)
+                assert self.inside == 1
+        finally:
+            self.inside -= 1
+        return item
+
+
+@aiorpc.exclusive
+class Inherits(Busy):
+    async def twice(self, item: Any) -> list[Any]:
+        return [await self.work(item), await self.work(item)]
+
+    async def items(self, count: int) -> AsyncIterator[int]:
+        for n in range(count):
+            yield await self.work(n)
+
+    @batched(max_size=8)
+    async def batch(self, items: list[int]) -> list[int]:
+        return [await self.work(item) for item in items]
+
+    async def ask(self, item: int) -> int:
+        return await self.batch(item)
+
+
+class Derived(Inherits):
+    async def work(self, item: Any, steps: int = 1) -> Any:
+        return await super().work(item, steps)
+
+    async def more(self, item: Any) -> Any:
+        return await self.twice(item)
+
+
+class Mixin(Busy):
+    async def work(self, item: Any, steps: int = 2) -> Any:
+        return ("mixin", await super().work(item, steps))
+
+
+class Diamond(Inherits, Mixin):
+    pass
+
+
+@pytest.mark.parametrize("cls", [Inherits, Derived])
+async def test_coroutines_take_turns(cls: type[Inherits]) -> None:
+    """In the order of their first steps; a method's own calls stay in its turn."""
+    busy = cls()
+    found = await asyncio.gather(
+        busy.work(1), busy.twice(2), busy.batch(3), busy.work(4), busy.batch(5)
+    )
+    assert found == [1, [2, 2], 3, 4, 5]
+    assert sorted(busy.log) == [1, 2, 2, 3, 4, 5]
+    assert [item for item in busy.log if item not in (3, 5)] == [1, 2, 2, 4]
+
+
+async def test_inherited_methods_keep_the_order_of_classes() -> None:
+    """A guard of an inherited method does not hide an override from beside it."""
+    diamond = Diamond()
+    assert await asyncio.gather(diamond.work(1), diamond.work(2)) == [("mixin", 1), ("mixin", 2)]
+
+
+async def test_a_local_stream_is_one_call() -> None:
+    """From its first item to its end; the consumer's own code is no part of it."""
+    busy = Inherits()
+    stream = busy.items(2)
+    assert await anext(stream) == 0
+    waiting = asyncio.create_task(busy.work("later"))
+    assert await anext(stream) == 1
+    assert not waiting.done()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    assert await waiting == "later"
+    assert busy.log == [0, 1, "later"]
+
+
+async def test_a_stream_that_is_closed_ends_its_turn() -> None:
+    busy = Inherits()
+    stream: Any = busy.items(2)
+    assert await anext(stream) == 0
+    await stream.aclose()
+    assert await busy.work(1) == 1
+
+
+async def test_a_batch_of_the_own_object_is_refused() -> None:
+    """It would wait for the method that waits for it; others that wait are served."""
+    busy = Inherits()
+    refused, served = await asyncio.gather(busy.ask(1), busy.batch(2), return_exceptions=True)
+    assert isinstance(refused, RuntimeError)
+    assert "calls itself" in str(refused)
+    assert served == 2
+
+
+async def test_a_batch_that_every_caller_has_left_is_not_run() -> None:
+    busy = Inherits()
+    first = asyncio.create_task(busy.work("first", 10))
+    await asyncio.sleep(0)
+    left: list[Any] = [busy.batch(n) for n in range(3)]
+    for _ in range(3):  # the batch waits for its turn
+        await asyncio.sleep(0)
+    for future in left:
+        future.cancel()
+    assert await first == "first"
+    assert await busy.work("last") == "last"
+    assert busy.log == ["first", "last"]
+
+
+async def test_a_cancelled_coroutine_frees_its_place() -> None:
+    """One that waits, and one that holds the turn."""
+    busy = Inherits()
+    holds, waits, last = (asyncio.create_task(busy.work(n, 10)) for n in range(3))
+    await asyncio.sleep(0)
+    waits.cancel()
+    holds.cancel()
+    assert await last == 2
+    assert busy.log == [0, 2]
+    assert turns_of(busy).holder is None
+
+
+async def test_a_deadline_that_passes_frees_the_place() -> None:
+    busy, gate = Inherits(), asyncio.Event()
+
+    @aiorpc.exclusive
+    class Gated:
+        async def wait(self) -> None:
+            await gate.wait()
+
+        async def here(self) -> bool:
+            return True
+
+    gated = Gated()
+    holds = asyncio.create_task(gated.wait())
+    await asyncio.sleep(0)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await gated.here()
+    gate.set()
+    await holds
+    assert await gated.here()
+    assert await busy.work(1) == 1
+
+
+async def test_a_task_that_outlives_its_call_waits_again() -> None:
+    """While the call runs, its tasks are a part of it; afterwards they are callers as any other."""
+
+    @aiorpc.exclusive
+    class Leaves(Busy):
+        async def leave(self) -> "asyncio.Task[Any]":
+            return asyncio.create_task(self.later())
+
+        async def later(self) -> Any:
+            await asyncio.sleep(0)
+            return await self.work("left")
+
+    leaves = Leaves()
+    task = await leaves.leave()
+    found = await asyncio.gather(leaves.work(1, 5), task, leaves.work(2, 5))
+    assert found == [1, "left", 2]
+
+
+def test_turns_go_on_after_a_loop_has_ended() -> None:
+    """A waiting coroutine whose loop is closed does not keep its place."""
+    busy, held = Inherits(), threading.Event()
+    ended = threading.Event()
+
+    async def hold() -> None:
+        async def inner() -> None:
+            held.set()
+            await asyncio.to_thread(ended.wait)
+
+        turns = turns_of(busy)
+        turn = await turns.wait("hold")
+        await inner()
+        turn.leave()
+
+    holder = threading.Thread(target=asyncio.run, args=(hold(),))
+    holder.start()
+    held.wait()
+    loop = asyncio.new_event_loop()
+    waiting = busy.work("lost")
+    step = loop.create_task(waiting)
+    loop.call_soon(loop.stop)
+    loop.run_forever()
+    loop.close()
+    ended.set()
+    holder.join()
+    assert turns_of(busy).holder is None
+    assert asyncio.run(busy.work("next")) == "next"
+    step._log_destroy_pending = False  # type: ignore[attr-defined]
+    del step
+    waiting.close()
+
+
+@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=4))
+def test_threads_take_turns(plans: list[list[bool]]) -> None:
+    """Any number of threads: one at a time, and every turn is given on. True: leave before it."""
+    turns, inside, most = Turns(), 0, 0
+    lock = threading.Lock()
+
+    def run(plan: list[bool]) -> None:
+        nonlocal inside, most
+        for gives_up in plan:
+            begun = threading.Event()
+            turn = Turn(turns, begun.set)
+            if turns.enter(turn, "run", ()):
+                begun.set()
+            if not gives_up:
+                begun.wait()
+                with lock:
+                    inside += 1
+                    most = max(most, inside)
+                with lock:
+                    inside -= 1
+            turn.leave()
+
+    threads = [threading.Thread(target=run, args=(plan,)) for plan in plans]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10.0)
+    assert not any(thread.is_alive() for thread in threads)
+    assert most <= 1
+    assert turns.holder is None
+
+
+async def test_turns_do_not_keep_objects_alive() -> None:
+    busy = Inherits()
+    await busy.work(1)
+    alive = weakref.ref(busy)
+    del busy
+    gc.collect()
+    assert alive() is None
+
+
+def test_what_cannot_be_exclusive() -> None:
+    class Slotted:
+        __slots__ = ("items",)
+
+    decorate: Any = aiorpc.exclusive
+    with pytest.raises(TypeError, match=r"weak references.*__slots__ of Slotted"):
+        decorate(Slotted)
+    with pytest.raises(TypeError, match="decorates a class"):
+        decorate(lambda: None)
+
+
+def test_a_class_with_init_subclass_keeps_it() -> None:
+    @aiorpc.exclusive
+    class Registers:
+        names: tuple[str, ...] = ()
+
+        def __init_subclass__(cls, *, tag: str, **kwargs: Any) -> None:
+            super().__init_subclass__(**kwargs)
+            cls.names = (*cls.names, tag)
+
+    class Child(Registers, tag="child"):
+        pass
+
+    assert Child.names == ("child",)
+    assert Registers.names == ()
