@@ -24,6 +24,9 @@ from ._batching.policies import Fill as Fill, Round as Round
 from ._batching.results import Broadcast as Broadcast
 from ._batching.stats import BatchStats as BatchStats
 from ._client.api import call as call, create as create, fetch as fetch, remote as remote
+from ._client.group import Group as Group, create_all as create_all, each as each
+from ._client.lookup import lookup as lookup
+from ._protocol.names import register as register, unregister as unregister
 from ._server.torch_clients import async_execution as async_execution
 from ._stats import Stats as Stats, stats as stats
 from ._torch.transport import wrap_future as wrap_future
@@ -33,6 +36,7 @@ from ._world.worker import Worker as Worker, worker as worker
 from .errors import (
     BatchContractError as BatchContractError,
     CallTimeout as CallTimeout,
+    GroupError as GroupError,
     NotExported as NotExported,
     NotServing as NotServing,
     QueueFull as QueueFull,
@@ -50,6 +54,8 @@ __all__ = (
     "Broadcast",
     "CallTimeout",
     "Fill",
+    "Group",
+    "GroupError",
     "NotExported",
     "NotServing",
     "QueueFull",
@@ -68,12 +74,17 @@ __all__ = (
     "batched",
     "call",
     "create",
+    "create_all",
+    "each",
     "fetch",
     "local_world",
+    "lookup",
+    "register",
     "remote",
     "run_local",
     "stats",
     "timeout",
+    "unregister",
     "worker",
     "wrap_future",
 )

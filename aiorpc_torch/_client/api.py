@@ -15,6 +15,8 @@ from .._protocol.targets import (
 )
 from .._torch.compat import RRefBase
 from .call import RemoteCall
+from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
+from .group_call import GroupCall
 from .pool import WorkerRef
 
 __all__ = ("call", "create", "fetch", "remote")
@@ -47,7 +49,19 @@ class RemoteProxy(Generic[T]):
         return method
 
 
-def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]:
+@overload
+def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]: ...
+
+
+@overload
+def remote(rref: Group[T], *, timeout: float | None = None) -> GroupProxy[T]: ...
+
+
+@overload
+def remote(rref: AnyMember[T], *, timeout: float | None = None) -> AnyProxy[T]: ...
+
+
+def remote(rref: Any, *, timeout: float | None = None) -> Any:
     """Return a proxy of the object behind `rref`: `await remote(rref).method(*args, **kwargs)`.
 
     An `async def` method runs on the owner's event loop, a plain `def` in a thread of its own. A
@@ -55,23 +69,48 @@ def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]:
     arguments are copied at the call. Tensors are sent without a copy, so do not change them before
     the await returns.
 
+    The methods of a `Group` call all members. `await` gives the list of their results; `async for`
+    gives pairs of member and result as they complete. The methods of `group.any()` call the least
+    busy member.
+
     Args:
-        rref: RRef of any object. The classes of arguments and results must be importable on both
-            sides.
+        rref: RRef of any object, `Group` or `group.any()`. The classes of arguments and results
+            must be importable on both sides.
         timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s).
 
     Raises:
         TypeError: if `rref` is not an RRef.
         AttributeError: if there is no such method, or its name starts with an underscore.
+        GroupError: from a call of a group, if members have failed.
         CallTimeout, WorkerLost, NotServing, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
+    if isinstance(rref, Group):
+        return GroupProxy(rref, timeout)
+    if isinstance(rref, AnyMember):
+        return AnyProxy(rref, timeout)
     return RemoteProxy(_check_rref(rref), timeout)
 
 
 @overload
+def call(
+    to: Group[T],
+    function: Callable[Concatenate[T, P], Awaitable[R]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> GroupCall[T, R]: ...
+
+
+@overload
+def call(
+    to: Group[T], function: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+) -> GroupCall[T, R]: ...
+
+
+@overload
 def call(  # type: ignore[overload-overlap]
-    to: RRef[T],
+    to: RRef[T] | AnyMember[T],
     function: Callable[Concatenate[T, P], AsyncIterator[R] | Iterator[R]],
     /,
     *args: P.args,
@@ -81,7 +120,7 @@ def call(  # type: ignore[overload-overlap]
 
 @overload
 def call(
-    to: RRef[T],
+    to: RRef[T] | AnyMember[T],
     function: Callable[Concatenate[T, P], Awaitable[R]],
     /,
     *args: P.args,
@@ -91,7 +130,11 @@ def call(
 
 @overload
 def call(
-    to: RRef[T], function: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+    to: RRef[T] | AnyMember[T],
+    function: Callable[Concatenate[T, P], R],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> Coroutine[Any, Any, R]: ...
 
 
@@ -124,7 +167,8 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     WorkerInfo). `await call(rref, Net.forward, x)` runs the method on the owner of `rref`, like
     `remote(rref).forward(x)`. An override of the method runs there as well, and type checkers see
     the parameters and the result. A function that is not a method gets the object as its first
-    argument.
+    argument. With a `Group` or `group.any()` in place of `rref`, it calls all members or the least
+    busy one, as `remote` does.
 
     Raises:
         ValueError: if there is no such worker.
@@ -135,6 +179,10 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         raise TypeError(f"the function of call() must be callable, got {function!r}")
     if isinstance(to, RRefBase):
         return RemoteCall(to, BoundTarget(_check_rref(to), function), args, kwargs)
+    if isinstance(to, Group):
+        return call_group(to, function, args, kwargs)
+    if isinstance(to, AnyMember):
+        return call_any(to, function, args, kwargs)
     return RemoteCall(to, FunctionTarget(function), args, kwargs)
 
 

@@ -22,14 +22,14 @@ from .connection import Connection
 from .pool import WorkerRef, connection_to
 from .stream_reader import StreamReader
 
-_ALREADY_AWAITED = "this call was awaited already: make a new one"
+ALREADY_AWAITED = "this call was awaited already: make a new one"
 
 
 class _UsedSteps:
     """The steps of a call that has ended, or is iterated: each raises RuntimeError."""
 
     def send(self, *_: Any) -> NoReturn:
-        raise RuntimeError(_ALREADY_AWAITED)
+        raise RuntimeError(ALREADY_AWAITED)
 
     throw = send
 
@@ -37,7 +37,7 @@ class _UsedSteps:
         pass
 
 
-_USED = _UsedSteps()
+USED = _UsedSteps()
 
 
 class RemoteCall(Coroutine[Any, Any, Any]):
@@ -75,7 +75,7 @@ class RemoteCall(Coroutine[Any, Any, Any]):
 
     def __await__(self) -> Generator[Any, Any, Any]:
         if self._steps is not None:
-            raise RuntimeError(_ALREADY_AWAITED)
+            raise RuntimeError(ALREADY_AWAITED)
         self._steps = steps = self._run()
         return steps
 
@@ -105,13 +105,13 @@ class RemoteCall(Coroutine[Any, Any, Any]):
         timer = None if due is None else self._start_timer(connection, number, due)
         try:
             answer = yield from future.__await__()
-            if type(answer) is RemoteFailure and _has_passed(bound):
+            if type(answer) is RemoteFailure and has_passed(bound):
                 yield  # if a scope's deadline has passed as well, the scope reports it
         except BaseException:
             connection.cancel(number)
             raise
         finally:
-            self._steps = _USED
+            self._steps = USED
             if timer is not None:
                 timer.cancel()
         if type(answer) is RemoteFailure:
@@ -124,8 +124,8 @@ class RemoteCall(Coroutine[Any, Any, Any]):
 
     def __aiter__(self) -> "RemoteStream":
         if self._steps is not None:
-            raise RuntimeError(_ALREADY_AWAITED)
-        self._steps = _USED
+            raise RuntimeError(ALREADY_AWAITED)
+        self._steps = USED
         connection = connection_to(self._worker)
         due, bound = self._bounds(connection)
         number, reader = connection.stream(self._target, (self._args, self._kwargs), bound)
@@ -137,7 +137,7 @@ class RemoteCall(Coroutine[Any, Any, Any]):
     def _bounds(self, connection: Connection) -> tuple[float | None, float | None]:
         """Return the call's own deadline, and the earlier of it and a scope's deadline."""
         due = deadline_in(self._timeout)
-        if _has_passed(due):
+        if has_passed(due):
             method, peer = target_name(self._target), connection.peer.name
             text = f"{method} on worker {peer!r} timed out before the call was sent"
             raise CallTimeout(text, worker=peer, method=method)
@@ -181,7 +181,7 @@ class RemoteStream(AsyncIterator[Any]):
             return await self._reader.next()
         except BaseException as exc:
             self._stop()
-            if isinstance(exc, Exception) and _has_passed(self._bound):
+            if isinstance(exc, Exception) and has_passed(self._bound):
                 await asyncio.sleep(0)  # as in `RemoteCall._run`: the scope reports it
             raise
 
@@ -210,5 +210,6 @@ def _cancel(connection: Connection, number: int, timer: asyncio.TimerHandle | No
         timer.cancel()
 
 
-def _has_passed(deadline: float | None) -> bool:
+def has_passed(deadline: float | None) -> bool:
+    """Return whether a `time.monotonic()` is over; False for None."""
     return deadline is not None and deadline <= time.monotonic()

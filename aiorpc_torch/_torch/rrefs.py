@@ -12,6 +12,7 @@ their first; in other worlds nothing counts.
 """
 
 import contextlib
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -184,6 +185,17 @@ def rref_id(rref: "RRefBase[Any]") -> RRefId | None:
         return received.rref_id
     rref = _in_this_world(rref)
     return _table.id_of(rref) if isinstance(rref, RRef) else None
+
+
+def identity(rref: "RRefBase[Any]") -> RRefId:
+    """Return the RRef id, which every RRef of one object has, also outside a world."""
+    # Only torch's text has it without a fork. The first id in the text is the RRef's.
+    found = _ID_IN_TEXT.search(str(rref))
+    assert found is not None, str(rref)
+    return int(found[1]), int(found[2])
+
+
+_ID_IN_TEXT = re.compile(r"created_on=(-?\d+), local_id=(-?\d+)")
 
 
 def find_object(named: "RRefBase[Any] | RRefId") -> Any:
