@@ -1,6 +1,7 @@
 """Drivers of coroutines, step by step, and the release of tasks that do not end."""
 
 import asyncio
+import contextlib
 import logging
 import types
 from collections.abc import Callable, Coroutine, Generator
