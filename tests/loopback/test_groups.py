@@ -363,7 +363,7 @@ async def test_results_as_they_complete() -> None:
 async def test_failures_come_after_the_successes() -> None:
     group = await nodes()
     found = []
-    with pytest.raises(GroupError, match=r"fail_if: 1 of 3 members failed") as raised:
+    with pytest.raises(GroupError, match=r"fail_if: 1 of 3 members failed") as raised:  # noqa: PT012
         async for member, result in remote(group).fail_if(1, LookupError, "here"):
             found.append((group.index(member), result))
     assert sorted(found) == [(0, 0), (2, 2)]
@@ -578,7 +578,7 @@ async def test_a_late_member_is_a_timeout(how: str) -> None:
     group, opened = await gates()
     for index in (0, 2):
         await opened[index].open()
-    with pytest.raises(GroupError) as raised:
+    with pytest.raises(GroupError) as raised:  # noqa: PT012
         if how == "argument":
             await remote(group, timeout=0.1).passed()
         else:
@@ -595,7 +595,7 @@ async def test_a_late_member_of_an_iterated_call() -> None:
     group, opened = await gates(2)
     await opened[1].open()
     found = []
-    with pytest.raises(GroupError) as raised:
+    with pytest.raises(GroupError) as raised:  # noqa: PT012
         async for member, _ in remote(group, timeout=0.1).passed():
             found.append(member)
     assert found == [group[1]]
@@ -915,9 +915,9 @@ async def test_an_exception_is_raised_at_its_place() -> None:
     group = await create_all([0, 0], Picky)
     found = []
     results = group.map(Picky.take, [0, 1, 2, -3, 4, 5, -6], in_flight=3)
-    with pytest.raises(LookupError, match="-3") as raised:
+    with pytest.raises(LookupError, match="-3") as raised:  # noqa: PT012
         async for item in results:
-            found.append(item)
+            found.append(item)  # noqa: PERF401
     assert found == [0, 1, 2]
     assert isinstance(raised.value.__cause__, RemoteTraceback)
     with pytest.raises(StopAsyncIteration):
@@ -937,7 +937,7 @@ class Picky:
 async def test_a_bad_item_is_raised_at_its_place() -> None:
     group = await nodes()
     found = []
-    with pytest.raises(LookupError, match="not pickled"):
+    with pytest.raises(LookupError, match="not pickled"):  # noqa: PT012
         async for _, item in group.map(Node.plain, [0, 1, Unpicklable(), 3]):
             found.append(item)
     assert found == [0, 1]
@@ -957,7 +957,7 @@ async def test_an_iterable_that_raises(asynchronous: bool) -> None:
             yield n
 
     found = []
-    with pytest.raises(KeyError, match="source"):
+    with pytest.raises(KeyError, match="source"):  # noqa: PT012
         async for _, item in group.map(Node.plain, abroken() if asynchronous else broken()):
             found.append(item)
     assert found == [0, 1, 2]
@@ -998,10 +998,10 @@ async def test_the_deadline_bounds_the_whole_map() -> None:
     group = await create_all([0], Turnstile)
     await remote(group).let(0)
     found = []
-    with pytest.raises(CallTimeout):
+    with pytest.raises(CallTimeout):  # noqa: PT012
         with timeout(0.3):
             async for item in group.map(Turnstile.pass_, range(5)):
-                found.append(item)
+                found.append(item)  # noqa: PERF401
     assert found == [0]
 
     async def slow() -> AsyncIterator[int]:
@@ -1023,7 +1023,7 @@ async def test_map_checks_its_arguments() -> None:
     """At the call, before the first step."""
     group: Any = await nodes()
     for options in ({"in_flight": 0}, {"in_flight": 1.5}, {"retries": -1}):
-        with pytest.raises(ValueError, match=f"{[*options][0]} must be an int"):
+        with pytest.raises(ValueError, match=f"{next(iter(options))} must be an int"):
             group.map(Node.plain, [1], **options)
     for args in (("plain", [1]), (Node.plain, 3), (Node.plain,)):
         with pytest.raises(TypeError):
