@@ -8,7 +8,7 @@ import asyncio
 import time
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Generator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from .._aio.deadlines import deadline_in
 from .._aio.scopes import anyio_scope_deadline, is_unbounded
@@ -21,6 +21,8 @@ from .answers import raise_aborted
 from .connection import Connection
 from .pool import WorkerRef, connection_to
 from .stream_reader import StreamReader
+
+R = TypeVar("R")
 
 ALREADY_AWAITED = "this call was awaited already: make a new one"
 
@@ -40,40 +42,17 @@ class _UsedSteps:
 USED = _UsedSteps()
 
 
-class RemoteCall(Coroutine[Any, Any, Any]):
-    """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef.
+class LazyCall(Coroutine[Any, Any, R]):
+    """A call that starts at its first step: `_run` makes its steps. It is used once."""
 
-    Args:
-        worker: the worker, or the RRef.
-        target: what to call.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
-    """
+    __slots__ = ("__weakref__", "_steps")
 
-    __slots__ = ("__weakref__", "_args", "_kwargs", "_steps", "_target", "_timeout", "_worker")
+    _steps: Generator[Any, Any, R] | _UsedSteps | None
 
-    def __init__(
-        self,
-        worker: "WorkerRef | RRefBase[Any]",
-        target: Target,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float | None = None,
-    ) -> None:
-        self._steps: Generator[Any, Any, Any] | _UsedSteps | None = None
-        self._worker = worker
-        self._target = target
-        self._args = args
-        self._kwargs = kwargs
-        self._timeout = timeout
+    def _run(self) -> Generator[Any, Any, R]:
+        raise NotImplementedError
 
-    def __repr__(self) -> str:
-        return f"<call of {target_name(self._target)}>"
-
-    # ── awaited ─────────────────────────────────────────────────────────────────────────────────
-
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[Any, Any, R]:
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = steps = self._run()
@@ -94,6 +73,40 @@ class RemoteCall(Coroutine[Any, Any, Any]):
     def __del__(self) -> None:
         if self._steps is None:
             warnings.warn(f"{self!r} was never awaited", RuntimeWarning, stacklevel=2, source=self)
+
+
+class RemoteCall(LazyCall[Any]):
+    """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef.
+
+    Args:
+        worker: the worker, or the RRef.
+        target: what to call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
+    """
+
+    __slots__ = ("_args", "_kwargs", "_target", "_timeout", "_worker")
+
+    def __init__(
+        self,
+        worker: "WorkerRef | RRefBase[Any]",
+        target: Target,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None = None,
+    ) -> None:
+        self._steps = None
+        self._worker = worker
+        self._target = target
+        self._args = args
+        self._kwargs = kwargs
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<call of {target_name(self._target)}>"
+
+    # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> Generator[Any, Any, Any]:
         connection = connection_to(self._worker)

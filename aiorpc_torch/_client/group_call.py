@@ -27,7 +27,7 @@ from .._protocol.targets import GENERATOR_HINT, Target, target_name
 from .._torch.compat import RRefBase
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerLost
 from .answers import exception_of
-from .call import ALREADY_AWAITED, USED, RemoteCall, has_passed
+from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
 from .connection import Connection
 from .pool import connection_to, find_current
 
@@ -38,7 +38,7 @@ Member = tuple[Any, Target]
 """The worker, or the RRef, of a member, and what to call there."""
 
 
-class GroupCall(RemoteCall, Generic[T, R]):
+class GroupCall(LazyCall[list[R]], Generic[T, R]):
     """A call of all members of a group. Awaited it gives a list; iterated, pairs as they complete.
 
     Args:
@@ -48,7 +48,7 @@ class GroupCall(RemoteCall, Generic[T, R]):
         timeout: seconds (default: no bound but `aiorpc.timeout`'s).
     """
 
-    __slots__ = ("_members",)
+    __slots__ = ("_args", "_kwargs", "_members", "_timeout")
 
     def __init__(
         self,
@@ -65,9 +65,6 @@ class GroupCall(RemoteCall, Generic[T, R]):
 
     def __repr__(self) -> str:
         return f"<call of {_name_of(self._members)} by {len(self._members)} members>"
-
-    def __await__(self) -> Generator[Any, Any, list[R]]:
-        return super().__await__()
 
     def _run(self) -> Generator[Any, Any, list[R]]:
         done = InlineFuture(asyncio.get_running_loop())
@@ -87,7 +84,7 @@ class GroupCall(RemoteCall, Generic[T, R]):
         running.raise_failures()
         return running.results
 
-    def __aiter__(self) -> "GroupResults[T, R]":  # type: ignore[override]
+    def __aiter__(self) -> "GroupResults[T, R]":
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
