@@ -53,6 +53,7 @@ bench: install
 	$(BIN)/python -m benchmarks.calls
 	$(BIN)/python -m benchmarks.batching
 	$(BIN)/python -m benchmarks.streams
+	$(BIN)/python -m benchmarks.groups
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.threshold
 

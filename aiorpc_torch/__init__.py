@@ -45,6 +45,9 @@ from ._client.api import (
     proxy as proxy,
     remote as remote,
 )
+from ._client.group import Group as Group, create_all as create_all, each as each
+from ._client.lookup import lookup as lookup
+from ._protocol.names import register as register, unregister as unregister
 from ._server.exclusive import exclusive as exclusive
 from ._server.torch_clients import async_execution as async_execution
 from ._stats import Stats as Stats, stats as stats
@@ -56,6 +59,7 @@ from ._world.worker import Worker as Worker, worker as worker
 from .errors import (
     BatchContractError as BatchContractError,
     CallTimeout as CallTimeout,
+    GroupError as GroupError,
     NotExported as NotExported,
     NotServing as NotServing,
     QueueFull as QueueFull,
@@ -73,6 +77,8 @@ __all__ = (
     "Broadcast",
     "CallTimeout",
     "Fill",
+    "Group",
+    "GroupError",
     "NotExported",
     "NotServing",
     "PendingCall",
@@ -92,15 +98,20 @@ __all__ = (
     "batched",
     "call",
     "create",
+    "create_all",
+    "each",
     "exclusive",
     "fetch",
     "local_world",
+    "lookup",
     "pending",
     "proxy",
+    "register",
     "remote",
     "run_local",
     "stats",
     "timeout",
+    "unregister",
     "worker",
     "wrap_future",
 )

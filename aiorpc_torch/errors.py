@@ -5,12 +5,13 @@ classes here are for other failures of a call.
 """
 
 import pickle
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
 __all__ = (
     "BatchContractError",
     "CallTimeout",
+    "GroupError",
     "NotExported",
     "NotServing",
     "QueueFull",
@@ -185,7 +186,62 @@ class RoundTimeout(RpcError, TimeoutError):
         return _read_round_timeout, (type(self), self.args, *members), rest or None
 
 
-def _dump_member(member: Hashable) -> tuple[bytes | None, str]:
+class GroupError(ExceptionGroup[Exception]):
+    """Failure of members of a group: the exceptions of those that failed, in the group's order.
+
+    Each exception has the note "member 2 of 3, on worker 'w1'". `split`, `subgroup`, `derive` and
+    `except*` give GroupErrors with the same `results`. A result that cannot be pickled, such as an
+    RRef, reaches another worker as its `repr`.
+
+    Attributes:
+        results: result of each member by position: its value, or its exception.
+    """
+
+    def __new__(
+        cls, message: str, exceptions: Sequence[Exception], results: Iterable[Any] = ()
+    ) -> "GroupError":
+        """Return the error of `exceptions`, which are not empty."""
+        return super().__new__(cls, message, exceptions)
+
+    def __init__(
+        self, message: str, exceptions: Sequence[Exception], results: Iterable[Any] = ()
+    ) -> None:
+        super().__init__(message, exceptions)
+        self.results = [*results]
+
+    def derive(self, excs: Sequence[Exception], /) -> "GroupError":  # type: ignore[override]
+        """Return a GroupError of other exceptions, with the same `results`."""
+        return type(self)(self.message, excs, self.results)
+
+    def __reduce__(self) -> Any:
+        rest = {**vars(self)}
+        results = rest.pop("results")
+        failed = {id(exc): position for position, exc in enumerate(self.exceptions)}
+        packed = [failed.get(id(each), -1) for each in results]
+        values = [
+            None if at >= 0 else _dump_member(each)
+            for at, each in zip(packed, results, strict=True)
+        ]
+        arguments = self.message, [*self.exceptions], packed, values
+        return _read_group_error, (type(self), *arguments), rest or None
+
+
+def _read_group_error(
+    cls: type[GroupError],
+    message: str,
+    exceptions: list[Exception],
+    failed: list[int],
+    values: list[Any],
+) -> GroupError:
+    """Return the GroupError that was pickled; `failed` has positions of exceptions, or -1."""
+    results = (
+        _load_member(value) if at < 0 else exceptions[at]
+        for at, value in zip(failed, values, strict=True)
+    )
+    return cls(message, exceptions, results)
+
+
+def _dump_member(member: object) -> tuple[bytes | None, str]:
     try:
         text = repr(member)
     except Exception:  # raised by the user's class

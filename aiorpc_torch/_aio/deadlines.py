@@ -38,6 +38,11 @@ def deadline_in(seconds: float | None) -> float | None:
     return min(own, enclosing)
 
 
+def earlier(one: float | None, other: float | None) -> float | None:
+    """Return the earlier of two deadlines, of which None is none."""
+    return one if other is None else other if one is None else min(one, other)
+
+
 def time_left(deadline: float | None) -> float | None:
     """Return the seconds until `deadline`, negative after it."""
     return None if deadline is None else deadline - time.monotonic()

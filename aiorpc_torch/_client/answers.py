@@ -61,3 +61,15 @@ def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
             error.worker, error.reason, method=name, may_have_run=may_have_run
         ) from error
     aborted.raise_()
+
+
+def exception_of(answer: Any, name: str) -> BaseException | None:
+    """Return the exception that the answer to a call of `name` stands for, None for a value."""
+    if type(answer) is RemoteFailure:
+        return answer.exception()
+    if type(answer) is CallAborted:
+        try:
+            raise_aborted(answer, name)
+        except BaseException as exc:
+            return exc
+    return None

@@ -2,7 +2,7 @@
 
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
 from numbers import Real
-from typing import Any, Concatenate, Generic, Never, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
@@ -18,6 +18,8 @@ from .._protocol.targets import (
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.rrefs import known_class, note_class
 from .call import RemoteCall
+from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
+from .group_call import GroupCall
 from .pool import WorkerRef
 
 __all__ = ("call", "create", "fetch", "proxy", "remote")
@@ -60,9 +62,19 @@ _NOT_TORCH = (
 )
 
 
-def remote(
-    rref: RRef[T], *more: Never, timeout: float | None = None, **others: Never
-) -> RemoteProxy[T]:
+@overload
+def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]: ...
+
+
+@overload
+def remote(rref: Group[T], *, timeout: float | None = None) -> GroupProxy[T]: ...
+
+
+@overload
+def remote(rref: AnyMember[T], *, timeout: float | None = None) -> AnyProxy[T]: ...
+
+
+def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -> Any:
     """Return a proxy of the object behind `rref`: `await remote(rref).method(*args, **kwargs)`.
 
     An `async def` method runs on the owner's event loop, a plain `def` in a thread of its own. A
@@ -70,9 +82,13 @@ def remote(
     arguments are copied at the call. Tensors are sent without a copy, so do not change them before
     the await returns.
 
+    The methods of a `Group` call all members. `await` gives the list of their results; `async for`
+    gives pairs of member and result as they complete. The methods of `group.any()` call the least
+    busy member.
+
     Args:
-        rref: RRef of any object. The classes of arguments and results must be importable on both
-            sides, or else `cloudpickle` installed there.
+        rref: RRef of any object, `Group` or `group.any()`. The classes of arguments and results
+            must be importable on both sides, or else `cloudpickle` installed there.
         more: nothing: `rpc.remote` of torch has more arguments.
         timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
             both applies.
@@ -81,12 +97,26 @@ def remote(
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
         AttributeError: if there is no such method, or its name starts with an underscore.
+        GroupError: from a call of a group, if members have failed.
         CallTimeout, WorkerLost, NotServing, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
+    bound = None if timeout is None else _check_timeout(timeout)
     if more or others or not isinstance(rref, RRefBase):
-        _refuse_arguments(rref, more, others)
-    return RemoteProxy(rref, None if timeout is None else _check_timeout(timeout))
+        return _remote_members(rref, bound, more, others)
+    found: Any = rref
+    return RemoteProxy(found, bound)
+
+
+def _remote_members(
+    members: Any, timeout: float | None, more: tuple[Any, ...], others: dict[str, Any]
+) -> Any:
+    if not (more or others):
+        if isinstance(members, Group):
+            return GroupProxy(members, timeout)
+        if isinstance(members, AnyMember):
+            return AnyProxy(members, timeout)
+    _refuse_arguments(members, more, others)
 
 
 _TORCH_ARGUMENTS = (str, int, WorkerInfo, type)
@@ -117,12 +147,30 @@ def proxy(rref: RRef[T], *, timeout: float | None = None) -> T:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
         AttributeError, CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
     """
+    if isinstance(rref, Group):
+        raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
     return remote(rref, timeout=timeout)  # type: ignore[return-value]
 
 
 @overload
+def call(
+    to: Group[T],
+    function: Callable[Concatenate[T, P], Awaitable[R]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> GroupCall[T, R]: ...
+
+
+@overload
+def call(
+    to: Group[T], function: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+) -> GroupCall[T, R]: ...
+
+
+@overload
 def call(  # type: ignore[overload-overlap]
-    to: RRef[T],
+    to: RRef[T] | AnyMember[T],
     function: Callable[Concatenate[T, P], AsyncIterator[R] | Iterator[R]],
     /,
     *args: P.args,
@@ -132,7 +180,7 @@ def call(  # type: ignore[overload-overlap]
 
 @overload
 def call(
-    to: RRef[T],
+    to: RRef[T] | AnyMember[T],
     function: Callable[Concatenate[T, P], Awaitable[R]],
     /,
     *args: P.args,
@@ -142,7 +190,11 @@ def call(
 
 @overload
 def call(
-    to: RRef[T], function: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+    to: RRef[T] | AnyMember[T],
+    function: Callable[Concatenate[T, P], R],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
 ) -> Coroutine[Any, Any, R]: ...
 
 
@@ -175,8 +227,9 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     WorkerInfo). `await call(rref, Net.forward, x)` runs the method on the owner of `rref`, like
     `remote(rref).forward(x)`. An override of the method runs there as well, and type checkers see
     the parameters and the result. A function that is not a method gets the object as its first
-    argument. Keywords are the function's; for a bound in seconds write `with aiorpc.timeout(5.0):`
-    around it.
+    argument. With a `Group` or `group.any()` in place of `rref`, it calls all members or the least
+    busy one, as `remote` does. Keywords are the function's; for a bound in seconds write
+    `with aiorpc.timeout(5.0):` around it.
 
     Raises:
         ValueError: if there is no such worker.
@@ -187,6 +240,10 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         raise TypeError(f"the function of call() must be callable, got {function!r}")
     if isinstance(to, RRefBase):
         return RemoteCall(to, BoundTarget(_check_rref(to), function), args, kwargs)
+    if isinstance(to, Group):
+        return call_group(to, function, args, kwargs)
+    if isinstance(to, AnyMember):
+        return call_any(to, function, args, kwargs)
     return RemoteCall(to, FunctionTarget(function), args, kwargs)
 
 

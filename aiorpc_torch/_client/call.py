@@ -8,7 +8,7 @@ import asyncio
 import time
 import warnings
 from collections.abc import AsyncIterator, Coroutine, Generator
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 from .._aio.deadlines import deadline_in
 from .._aio.scopes import anyio_scope_deadline, is_unbounded
@@ -22,14 +22,16 @@ from .connection import Connection
 from .pool import WorkerRef, connection_to
 from .stream_reader import StreamReader
 
-_ALREADY_AWAITED = "this call was awaited already: make a new one"
+R = TypeVar("R")
+
+ALREADY_AWAITED = "this call was awaited already: make a new one"
 
 
 class _UsedSteps:
     """The steps of a call that has ended, or is iterated: each raises RuntimeError."""
 
     def send(self, *_: Any) -> NoReturn:
-        raise RuntimeError(_ALREADY_AWAITED)
+        raise RuntimeError(ALREADY_AWAITED)
 
     throw = send
 
@@ -37,45 +39,22 @@ class _UsedSteps:
         pass
 
 
-_USED = _UsedSteps()
+USED = _UsedSteps()
 
 
-class RemoteCall(Coroutine[Any, Any, Any]):
-    """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef.
+class LazyCall(Coroutine[Any, Any, R]):
+    """A call that starts at its first step: `_run` makes its steps. It is used once."""
 
-    Args:
-        worker: the worker, or the RRef.
-        target: what to call.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
-    """
+    __slots__ = ("__weakref__", "_steps")
 
-    __slots__ = ("__weakref__", "_args", "_kwargs", "_steps", "_target", "_timeout", "_worker")
+    _steps: Generator[Any, Any, R] | _UsedSteps | None
 
-    def __init__(
-        self,
-        worker: "WorkerRef | RRefBase[Any]",
-        target: Target,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float | None = None,
-    ) -> None:
-        self._steps: Generator[Any, Any, Any] | _UsedSteps | None = None
-        self._worker = worker
-        self._target = target
-        self._args = args
-        self._kwargs = kwargs
-        self._timeout = timeout
+    def _run(self) -> Generator[Any, Any, R]:
+        raise NotImplementedError
 
-    def __repr__(self) -> str:
-        return f"<call of {target_name(self._target)}>"
-
-    # ── awaited ─────────────────────────────────────────────────────────────────────────────────
-
-    def __await__(self) -> Generator[Any, Any, Any]:
+    def __await__(self) -> Generator[Any, Any, R]:
         if self._steps is not None:
-            raise RuntimeError(_ALREADY_AWAITED)
+            raise RuntimeError(ALREADY_AWAITED)
         self._steps = steps = self._run()
         return steps
 
@@ -95,6 +74,40 @@ class RemoteCall(Coroutine[Any, Any, Any]):
         if self._steps is None:
             warnings.warn(f"{self!r} was never awaited", RuntimeWarning, stacklevel=2, source=self)
 
+
+class RemoteCall(LazyCall[Any]):
+    """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef.
+
+    Args:
+        worker: the worker, or the RRef.
+        target: what to call.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
+    """
+
+    __slots__ = ("_args", "_kwargs", "_target", "_timeout", "_worker")
+
+    def __init__(
+        self,
+        worker: "WorkerRef | RRefBase[Any]",
+        target: Target,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None = None,
+    ) -> None:
+        self._steps = None
+        self._worker = worker
+        self._target = target
+        self._args = args
+        self._kwargs = kwargs
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<call of {target_name(self._target)}>"
+
+    # ── awaited ─────────────────────────────────────────────────────────────────────────────────
+
     def _run(self) -> Generator[Any, Any, Any]:
         try:
             connection = connection_to(self._worker)
@@ -108,13 +121,13 @@ class RemoteCall(Coroutine[Any, Any, Any]):
         timer = None if due is None else self._start_timer(connection, number, due)
         try:
             answer = yield from future.__await__()
-            if type(answer) is RemoteFailure and _has_passed(bound):
+            if type(answer) is RemoteFailure and has_passed(bound):
                 yield  # if a scope's deadline has passed as well, the scope reports it
         except BaseException:
             connection.cancel(number)
             raise
         finally:
-            self._steps = _USED
+            self._steps = USED
             if timer is not None:
                 timer.cancel()
         if type(answer) is RemoteFailure:
@@ -127,8 +140,8 @@ class RemoteCall(Coroutine[Any, Any, Any]):
 
     def __aiter__(self) -> "RemoteStream":
         if self._steps is not None:
-            raise RuntimeError(_ALREADY_AWAITED)
-        self._steps = _USED
+            raise RuntimeError(ALREADY_AWAITED)
+        self._steps = USED
         try:
             connection = connection_to(self._worker)
         except WorkerLost as exc:
@@ -147,7 +160,7 @@ class RemoteCall(Coroutine[Any, Any, Any]):
     def _bounds(self, connection: Connection) -> tuple[float | None, float | None]:
         """Return the call's own deadline, and the earlier of it and a scope's deadline."""
         due = deadline_in(self._timeout)
-        if _has_passed(due):
+        if has_passed(due):
             method, peer = call_name(self._target), connection.peer.name
             text = f"{method} on worker {peer!r} timed out before the call; it was not sent"
             raise CallTimeout(text, worker=peer, method=method, may_have_run=False)
@@ -191,7 +204,7 @@ class RemoteStream(AsyncIterator[Any]):
             return await self._reader.next()
         except BaseException as exc:
             self._stop()
-            if isinstance(exc, Exception) and _has_passed(self._bound):
+            if isinstance(exc, Exception) and has_passed(self._bound):
                 await asyncio.sleep(0)  # as in `RemoteCall._run`: the scope reports it
             raise
 
@@ -220,5 +233,6 @@ def _cancel(connection: Connection, number: int, timer: asyncio.TimerHandle | No
         timer.cancel()
 
 
-def _has_passed(deadline: float | None) -> bool:
+def has_passed(deadline: float | None) -> bool:
+    """Return whether a `time.monotonic()` is over; False for None."""
     return deadline is not None and deadline <= time.monotonic()

@@ -32,6 +32,7 @@ from .._protocol.lone import decode_result, encode_call
 from .._protocol.messages import (
     Arguments,
     EncodedCall,
+    EncodedTarget,
     decode_reply,
     dump_plain,
     encode_calls,
@@ -40,6 +41,7 @@ from .._protocol.messages import (
 )
 from .._protocol.payloads import UNKNOWN_OBJECT
 from .._protocol.recording import RecordedCall, record_for_call
+from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import MethodTarget, Target, call_name, order_key, target_name
 from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
@@ -66,6 +68,12 @@ class PeerObserver(Protocol):
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         """Handle the leave message of process `number` of `peer`: its kind and its reason."""
+
+    def penalty(self, peer: str) -> int | None:
+        """Return 0 for a live peer, None for a lost one; in between, a load to add."""
+
+    async def wait_until_alive(self, peer: str) -> None:
+        """Wait until a lost peer has rejoined. From any loop."""
 
 
 class Connection(Channel):
@@ -169,6 +177,28 @@ class Connection(Channel):
             self._record(future, target)
         self.write(data)
         return True
+
+    def prepare(self, target: Target, arguments: MemberArguments) -> EncodedTarget:
+        """Encode the target of a group's call, and check its arguments. Sends nothing."""
+        if arguments.packed is not None:
+            devices.check_sendable(
+                arguments.packed.devices(), self._sendable_devices, self.peer.name
+            )
+        return encode_target(target, _rref_id(target))
+
+    def call_prepared(
+        self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None
+    ) -> tuple[int, InlineFuture]:
+        """Send a call of a group after `prepare`. Returns the same as `call`."""
+        future = InlineFuture(self._loop)
+        is_plain = due is None and args.alone is not None and not self._pending
+        if is_plain and self._state.may_send_alone():
+            assert args.alone is not None
+            if self._send_lone(target, args.alone, future):
+                return self._calls - 1, future
+        call = args.call(self._calls, encoded, due, to_wire(self._me.name))
+        self._submit(call, future, target)
+        return call.number, future
 
     def stream(
         self, target: Target, args: Arguments, due: float | None

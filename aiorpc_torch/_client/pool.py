@@ -161,6 +161,25 @@ class ConnectionPool:
         by_peer = self._connections_of(asyncio.get_running_loop())
         return {name for name, each in by_peer.items() if each.is_open}
 
+    def load(self, owner: str) -> int | None:
+        """Return the unanswered calls of this process to a worker, None if it is lost.
+
+        Args:
+            owner: name of the worker as that of an RRef's owner.
+        """
+        if owner in self._replaced or (penalty := self._observer.penalty(owner)) is None:
+            return None
+        found = (by_peer.get(owner) for _, by_peer in self._loops())
+        return penalty + sum(each.waiting for each in found if each is not None)
+
+    def worker_of(self, owner: str) -> str:
+        """Return the name of the worker that owns or, before a replacement, owned an RRef."""
+        return self._replaced.get(owner, owner)
+
+    async def wait_until_alive(self, peer: str) -> None:
+        """Wait until a lost peer has rejoined; raise WorkerLost if it will not."""
+        await self._observer.wait_until_alive(peer)
+
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
     def awaited_peers(self) -> set[str]:

@@ -14,7 +14,7 @@ import pickle
 import traceback
 from typing import Any, NoReturn
 
-from ..errors import RemoteError, RemoteTraceback
+from ..errors import GroupError, RemoteError, RemoteTraceback
 from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
 
 # Never raised in the caller. The first four address the process or task that they are raised in;
@@ -117,10 +117,27 @@ def _dump(exc: BaseException) -> bytes | None:
 def _pickled(exc: BaseException) -> bytes:
     file = io.BytesIO()
     try:
-        _ExceptionPickler(file).dump(exc)
+        _ExceptionPickler(file).dump(_portable(exc) if isinstance(exc, GroupError) else exc)
     except NotByName as failure:
         return dump_by_value(exc, _reduce, failure)
     return file.getvalue()
+
+
+def _portable(group: GroupError) -> GroupError:
+    """Return a copy whose exceptions can be pickled: a RemoteError for each that cannot be."""
+    copies: dict[int, Exception] = {}
+    for exc in group.exceptions:
+        if isinstance(exc, GroupError):
+            copies[id(exc)] = _portable(exc)
+        elif _dump(exc) is None:
+            copies[id(exc)] = RemoteError(f"a member of a group raised {_summary(exc)}")
+    if not copies:
+        return group
+    exceptions = [copies.get(id(exc), exc) for exc in group.exceptions]
+    results = [copies.get(id(result), result) for result in group.results]
+    copy = type(group)(group.message, exceptions, results)
+    vars(copy).update({**vars(group), "results": copy.results})
+    return copy
 
 
 def _load(pickled: bytes | None) -> BaseException | None:

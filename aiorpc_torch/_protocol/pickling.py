@@ -7,7 +7,7 @@ unpickled fails its own call only. Tensors stay outside the bytes; torch sends t
 import io
 import pickle
 from collections.abc import Iterable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
@@ -89,6 +89,50 @@ def pack_by_name(value: Any) -> PickledValue:
     return PickledValue(file.getvalue(), packer.tensors)
 
 
+class SharedPickle:
+    """A value that is pickled once for many receivers.
+
+    The pickle has slots. An RRef has one, since torch counts a reference for each receiver. A
+    `ValueSlot` has one for a value that differs from receiver to receiver.
+    """
+
+    def __init__(self, value: Any) -> None:
+        file = io.BytesIO()
+        packer = _SharedPickler(file)
+        packer.dump(value)
+        self._shared = PickledValue(file.getvalue(), packer.tensors)
+        self._slots = packer.slots
+
+    def fill(self, values: Sequence[Any]) -> PickledValue:
+        """Return the pickle for one receiver; `values` are those of the `ValueSlot`s, by index."""
+        if not self._slots:
+            return self._shared
+        filled = [
+            values[each.position] if type(each) is ValueSlot else each for each in self._slots
+        ]
+        file = io.BytesIO()
+        packer = _ValuePickler(file)
+        packer.tensors = [*self._shared.tensors]
+        packer.dump(_Filled(self._shared.data, filled))
+        return PickledValue(file.getvalue(), packer.tensors)
+
+
+class ValueSlot(NamedTuple):
+    """A place in a `SharedPickle` for the value at `position` of each receiver."""
+
+    position: int
+
+
+class _Filled:
+    """The pickle of a shared value, and the values of its slots."""
+
+    def __init__(self, data: bytes, values: Sequence[Any]) -> None:
+        self._parts = data, [*values]
+
+    def __reduce__(self) -> Any:
+        return _fill_slots, self._parts
+
+
 def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
     """Return the value, or a `RemoteFailure` if it cannot be unpickled."""
     try:
@@ -142,15 +186,38 @@ class _ValuePickler(pickle.Pickler):
         return NotImplemented
 
 
+class _SharedPickler(_ValuePickler):
+    def __init__(self, file: io.BytesIO) -> None:
+        super().__init__(file)
+        self.slots: list[Any] = []
+
+    def reducer_override(self, obj: Any) -> Any:
+        if isinstance(obj, RRefBase) or type(obj) is ValueSlot:
+            self.slots.append(obj)
+            return _value_slot, (len(self.slots) - 1,)
+        return super().reducer_override(obj)
+
+
 class _ValueUnpickler(pickle.Unpickler):
-    def __init__(self, file: io.BytesIO, tensors: Sequence[Tensor]) -> None:
+    def __init__(
+        self, file: io.BytesIO, tensors: Sequence[Tensor], values: Sequence[Any] = ()
+    ) -> None:
         super().__init__(file)
         self._tensors = tensors
+        self._values = values
 
     def find_class(self, module: str, name: str) -> Any:
-        if name == "_tensor_slot" and module == __name__:
-            return self._tensors.__getitem__
+        if module == __name__:
+            if name == "_tensor_slot":
+                return self._tensors.__getitem__
+            if name == "_value_slot":
+                return self._values.__getitem__
+            if name == "_fill_slots":
+                return self._fill_slots
         return super().find_class(module, name)
+
+    def _fill_slots(self, data: bytes, values: Sequence[Any]) -> Any:
+        return _ValueUnpickler(io.BytesIO(data), self._tensors, values).load()
 
 
 def read_rref(data: Any, way: SharingMode) -> "RRefBase[Any]":
@@ -160,6 +227,14 @@ def read_rref(data: Any, way: SharingMode) -> "RRefBase[Any]":
 
 def _tensor_slot(index: int) -> Tensor:
     raise pickle.UnpicklingError("a tensor of a message must be unpickled with that message")
+
+
+def _value_slot(index: int) -> Any:
+    raise pickle.UnpicklingError("a slot of a shared value must be unpickled with its value")
+
+
+def _fill_slots(data: bytes, values: Sequence[Any]) -> Any:
+    raise pickle.UnpicklingError("a shared value must be unpickled with its message")
 
 
 def read_small(kind: TensorKind, data: bytes) -> Tensor:

@@ -11,6 +11,9 @@ from .._torch.compat import RRefBase
 from .._torch.rrefs import RRefId, known_class
 from .by_value import is_among
 
+GENERATOR_HINT = "a generator; use `async for`, not `await`"
+"""Part of the note of an error: the method of an awaited call is a generator."""
+
 ObjectRef = Union[RRefId, "RRefBase[Any]"]
 """The object of a call: its RRef id, or an RRef that only torch can resolve."""
 

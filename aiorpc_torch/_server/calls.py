@@ -18,7 +18,7 @@ from .._protocol.columns import FAILED, PLAIN, SharedValue, cell_tensors, encode
 from .._protocol.exceptions import RemoteFailure, try_add_note
 from .._protocol.messages import Arguments
 from .._protocol.recording import ContextRecord, enter_record
-from .._protocol.targets import function_name
+from .._protocol.targets import GENERATOR_HINT, function_name
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event
 from .reply import DeferredReply
@@ -220,7 +220,7 @@ class RpcCall(ServerCall):
 
 def _stream_hint(value: Any) -> str:
     is_stream = inspect.isgenerator(value) or inspect.isasyncgen(value)
-    return ": a generator; use `async for`, not `await`" if is_stream else ""
+    return f": {GENERATOR_HINT}" if is_stream else ""
 
 
 class CreateCall(RpcCall):

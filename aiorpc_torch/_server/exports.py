@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .._protocol import by_value
+from .._protocol.names import watch_name
 from .._protocol.pickling import read_rref
 from .._protocol.targets import (
     BoundTarget,
@@ -124,7 +125,7 @@ class ExportPolicy:
         return found
 
     def _check_itself(self, found: Any, name: str, is_public: bool) -> None:
-        exported = self._has_object(found)
+        exported = found is watch_name or self._has_object(found)  # `lookup` needs no export
         if not exported and is_public:
             exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
         if not exported:

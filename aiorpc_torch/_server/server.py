@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
+from .._protocol import names
 from .._protocol.endpoints import completed_future
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party, dump_introduction
@@ -371,6 +372,7 @@ class Server:
         """
         self._closed = True
         self._failure = failure
+        names.clear()
         self._refuse(calls := self._open_calls())
         for call in calls:
             call.cancel()

@@ -12,6 +12,7 @@ their first; in other worlds nothing counts.
 """
 
 import contextlib
+import re
 import weakref
 from collections.abc import Iterator
 from typing import Any, Literal, NamedTuple
@@ -207,6 +208,17 @@ def known_class(rref: "RRefBase[Any]") -> type | None:
     # An RRef of `rpc.remote` is of neither kind: its object may not exist yet.
     has_object = isinstance(rref, RRef) if received is None else received.mode != BY_TORCH
     return type(rref.local_value()) if has_object and rref.is_owner() else None
+
+
+def identity(rref: "RRefBase[Any]") -> RRefId:
+    """Return the RRef id, which every RRef of one object has, also outside a world."""
+    # Only torch's text has it without a fork. The first id in the text is the RRef's.
+    found = _ID_IN_TEXT.search(str(rref))
+    assert found is not None, str(rref)
+    return int(found[1]), int(found[2])
+
+
+_ID_IN_TEXT = re.compile(r"created_on=(-?\d+), local_id=(-?\d+)")
 
 
 def find_object(named: "RRefBase[Any] | RRefId") -> Any:

@@ -25,6 +25,8 @@ from .heartbeat import HeartbeatTracker
 
 log = logging.getLogger("aiorpc_torch")
 
+PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
+
 
 class FailureDetector:
     """A watch over one worker's peers, on the loop that created it, until `close`."""
@@ -75,12 +77,22 @@ class FailureDetector:
         Raises:
             WorkerLost: if it will not rejoin.
         """
+        if asyncio.get_running_loop() is not self._loop:  # of another thread
+            waiting = asyncio.run_coroutine_threadsafe(self.wait_until_alive(peer), self._loop)
+            return await asyncio.wrap_future(waiting)
         if peer in self._probed:  # a probe may be under way
             await self._probed[peer].wait()
         if peer in self.lost_peers:
             await self._rejoined[peer].wait()
         if (error := self._given_up.get(peer)) is not None:
             raise error
+
+    def penalty(self, peer: str) -> int | None:
+        """Return 0 for a live peer, None for a lost one, and much while a probe is under way."""
+        if peer in self.lost_peers or peer in self._server.peers.leave_messages:
+            return None
+        probe = self._probed.get(peer)
+        return 0 if probe is None or probe.is_set() else PROBED_LOAD
 
     def replace(self, member: PeerInfo) -> None:
         """Watch the replacement process of a peer from now on."""

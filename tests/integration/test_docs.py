@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/groups.md"])
 def test_program_runs(page: str, tmp_path: Path) -> None:
     """A whole program in a page runs, says something, and warns of nothing."""
     programs = [

@@ -95,9 +95,9 @@ async def timeouts(rref: RRef[Net]) -> None:
 
 def taken_for_torch(rref: RRef[Net]) -> None:
     """What `rpc.remote` takes beside its first argument is an error to type checkers too."""
-    remote("ps", Net)  # type: ignore[arg-type]  # pyright: ignore
-    remote(rref, Net)  # type: ignore[arg-type]  # pyright: ignore
-    remote(rref, args=(3,))  # type: ignore[arg-type]  # pyright: ignore
+    remote("ps", Net)  # type: ignore[call-overload]  # pyright: ignore
+    remote(rref, Net)  # type: ignore[call-overload]  # pyright: ignore
+    remote(rref, args=(3,))  # type: ignore[call-overload]  # pyright: ignore
 
 
 async def futures(future: "torch.futures.Future[int]") -> None:

@@ -1,0 +1,396 @@
+"""Groups: one call to many objects, or to the least busy of them."""
+
+import contextlib
+from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Iterable, Sequence
+from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+
+from torch.distributed.rpc import RRef
+
+from .._protocol.shared_arguments import EachValue
+from .._protocol.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
+from .._torch.compat import RRefBase
+from .._torch.rrefs import identity, note_class
+from ..errors import WorkerLost
+from .call import RemoteCall, RemoteStream
+from .group_call import GroupCall
+from .group_map import MapResults
+from .group_schedule import Turns
+from .pool import WorkerRef, current
+
+__all__ = ("Group", "create_all", "each")
+
+T = TypeVar("T")
+A = TypeVar("A")
+B = TypeVar("B")
+R = TypeVar("R")
+V = TypeVar("V")
+P = ParamSpec("P")
+
+Items = Iterable[V] | AsyncIterable[V]
+
+
+def each(values: Iterable[V]) -> V:
+    """Give each member of a group a value of its own: `remote(envs).reset(each(seeds))`.
+
+    It is a direct argument, positional or keyword, of a call of a group. There must be one value
+    for each member. A tensor gives its rows.
+
+    Raises:
+        TypeError: if `values` cannot be iterated, or is a str, bytes, a mapping or a set. Also from
+            a call of something other than a group, and from inside another argument.
+        ValueError: from the call, if the number of values is wrong.
+    """
+    value: Any = EachValue(values)
+    return value  # type: ignore[no-any-return]
+
+
+class Group(Sequence[RRef[T]]):
+    """A group of objects on any workers: an immutable sequence of their RRefs.
+
+        losses = await remote(envs).train(100)                    # a list in the group's order
+        async for member, loss in remote(envs).train(100): ...    # as they complete
+
+    Each member gets an ordinary call. Arguments are encoded once for all; `each` gives every member
+    its own. All members are waited for. If some fail, `GroupError` has the results of the others.
+
+    A slice is a Group. Groups with equal members are equal. A member that is in it twice is called
+    twice. As an argument or a result a Group travels as its RRefs. A member whose process was
+    replaced stays lost: create it again.
+
+    Args:
+        members: RRefs of the objects, of one class or of several.
+
+    Raises:
+        TypeError: if a member is not an RRef.
+    """
+
+    __slots__ = ("__weakref__", "_key", "_members", "_turns")
+
+    @overload
+    def __init__(self, members: Iterable[RRef[T]]) -> None: ...
+
+    @overload
+    def __init__(self, members: Iterable[RRef[Any]]) -> None: ...
+
+    def __init__(self, members: Iterable[RRef[Any]]) -> None:
+        self._members = tuple(members)
+        for member in self._members:
+            if not isinstance(member, RRefBase):
+                raise TypeError(f"members of a Group must be RRefs, got {member!r}")
+        self._turns = Turns()
+        self._key = tuple(map(identity, self._members))
+
+    def __repr__(self) -> str:
+        owners = "workers of an earlier world"
+        with contextlib.suppress(RuntimeError):  # torch has stopped
+            owners = ", ".join(dict.fromkeys(each.owner_name() for each in self._members))
+        return f"<Group of {len(self)}{' on ' if self else ''}{owners if self else ''}>"
+
+    def __len__(self) -> int:
+        return len(self._members)
+
+    @overload
+    def __getitem__(self, index: int) -> RRef[T]: ...
+
+    @overload
+    def __getitem__(self, index: slice) -> "Group[T]": ...
+
+    def __getitem__(self, index: int | slice) -> "RRef[T] | Group[T]":
+        found: Any = self._members[index]
+        return Group(found) if isinstance(index, slice) else found
+
+    def __eq__(self, other: object) -> bool:
+        return self._key == other._key if isinstance(other, Group) else NotImplemented
+
+    def __hash__(self) -> int:
+        return hash(self._key)
+
+    def __reduce__(self) -> Any:
+        return Group, (self._members,)
+
+    def any(self) -> "AnyMember[T]":
+        """Return what `remote` and `call` take for the least busy member.
+
+            y = await remote(models.any()).infer(x)
+
+        Each call chooses when it starts: the member whose worker has the fewest unanswered calls
+        and streams of this process, ties in turn. Lost workers and replaced processes are skipped.
+        A call is not retried.
+
+        Raises:
+            ValueError: if the group is empty.
+            WorkerLost: from the call, if no member is left.
+        """
+        self._check_not_empty("any()")
+        return AnyMember(self)
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A], Awaitable[R]],
+        items: Items[A],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A], R],
+        items: Items[A],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A, B], Awaitable[R]],
+        first: Items[A],
+        second: Items[B],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[[T, A, B], R],
+        first: Items[A],
+        second: Items[B],
+        /,
+        *,
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], Awaitable[R]],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], R],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
+    def map(
+        self,
+        method: Callable[..., Any],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[Any]:
+        """Return an iterator of the results of `method` for all items, in the order of the items.
+
+            async for y in models.map(Model.infer, xs, in_flight=2): ...
+
+        A work queue: the next item goes to a member with a free slot. Several iterables give
+        several arguments, and the shortest ends the map. Each may be asynchronous. An item is taken
+        only when a slot is free, and at most 4 × `in_flight` × `len(group)` items are taken and not
+        yielded. The deadline of `aiorpc.timeout` at the first step bounds the whole map. If the
+        consumer leaves early, running calls are cancelled.
+
+        An exception of the method, or of an iterable, is raised at its item's place. It ends the
+        map and cancels the other calls. If a member's worker is lost, its items go to other
+        members, so the method may run twice for an item.
+
+        Args:
+            method: method or function, called with the object and the arguments of an item.
+            iterables: iterables of the arguments.
+            in_flight: maximum number of unanswered calls of each member.
+            retries: how often an item is given to another member after a loss.
+
+        Raises:
+            TypeError: if `method` cannot be called, or an iterable cannot be iterated.
+            ValueError: if the group is empty, or for an invalid `in_flight` or `retries`.
+        """
+        self._check_not_empty("map()")
+        return MapResults(self._members, method, iterables, in_flight, retries)
+
+    def _check_not_empty(self, what: str) -> None:
+        if not self._members:
+            raise ValueError(f"{what} needs a member; the Group is empty")
+
+
+@overload
+async def create_all(
+    workers: Iterable[WorkerRef],
+    factory: Callable[P, Awaitable[T]],
+    /,
+    *args: P.args,
+    **kwargs: P.kwargs,
+) -> Group[T]: ...
+
+
+@overload
+async def create_all(
+    workers: Iterable[WorkerRef], factory: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> Group[T]: ...
+
+
+async def create_all(
+    workers: Iterable[WorkerRef], factory: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> Group[Any]:
+    """Make an object on each of these workers, concurrently; return their Group.
+
+        envs = await create_all(["env0", "env1"], Env, agent, each(seeds))
+
+    Arguments are encoded once for all; `each` gives every object its own. A worker that is named
+    twice gets two objects.
+
+    Raises:
+        GroupError: if some fail; `results` has the RRefs of the others.
+        ValueError: if there is no such worker. Nothing has run.
+        TypeError: if `factory` cannot be called, or `workers` is a single worker.
+        NotServing: outside a world.
+    """
+    if isinstance(workers, str | bytes) or not isinstance(workers, Iterable):
+        raise TypeError(f"create_all() takes several workers, got {workers!r}; write [{workers!r}]")
+    if not callable(factory):
+        raise TypeError(f"the factory of create_all() must be callable, got {factory!r}")
+    pool, target = current(), CreateTarget(factory)
+    members = [(pool.find(worker), target) for worker in workers]
+    rrefs = await GroupCall[Any, Any](members, args, kwargs)
+    if isinstance(factory, type):
+        for rref in rrefs:
+            note_class(rref, factory)
+    return Group(rrefs)
+
+
+# ── calls of all members ────────────────────────────────────────────────────────────────────────
+
+
+class GroupProxy(Generic[T]):
+    """A proxy of the objects of a group: its methods call all of them. Made by `remote`."""
+
+    __slots__ = ("_group", "_timeout")
+
+    def __init__(self, group: Group[T], timeout: float | None) -> None:
+        self._group = group
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<remote objects of {self._group!r}>"
+
+    def __getattr__(self, name: str) -> "Callable[..., GroupCall[T, Any]]":
+        check_public_name(name)
+
+        def method(*args: Any, **kwargs: Any) -> GroupCall[T, Any]:
+            members = [(member, MethodTarget(member, name)) for member in self._group]
+            return GroupCall(members, args, kwargs, self._timeout)
+
+        return method
+
+
+def call_group(
+    group: Group[T], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> "GroupCall[T, Any]":
+    """Return the call of a function with each member as its first argument."""
+    return GroupCall([(member, BoundTarget(member, function)) for member in group], args, kwargs)
+
+
+# ── the least busy member ───────────────────────────────────────────────────────────────────────
+
+
+class AnyMember(Generic[T]):
+    """The least busy member of a group. Made by `Group.any`, for `remote` and `call`."""
+
+    __slots__ = ("_group",)
+
+    def __init__(self, group: Group[T]) -> None:
+        self._group = group
+
+    def __repr__(self) -> str:
+        return f"<any member of {self._group!r}>"
+
+    def choose(self) -> RRef[T]:
+        """Return the member for a call that starts now.
+
+        Raises:
+            WorkerLost: if no member is left.
+            NotServing: outside a world.
+        """
+        pool, group = current(), self._group
+        owners = [member.owner_name() for member in group]
+        chosen = group._turns.choose([*map(pool.load, owners)])
+        if chosen is None:
+            raise WorkerLost(pool.worker_of(owners[0]), "no member of the group is left")
+        return group[chosen]
+
+
+class AnyCall(RemoteCall):
+    """A call of the least busy member of a group, which it chooses when it starts."""
+
+    __slots__ = ("_any",)
+
+    def __init__(
+        self,
+        any_member: AnyMember[Any],
+        target: MethodTarget | BoundTarget,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None = None,
+    ) -> None:
+        self._any = any_member
+        super().__init__("", target, args, kwargs, timeout)
+
+    def _run(self) -> Generator[Any, Any, Any]:
+        self._choose()
+        return (yield from super()._run())
+
+    def __aiter__(self) -> RemoteStream:
+        if self._steps is None:
+            self._choose()
+        return super().__aiter__()
+
+    def _choose(self) -> None:
+        self._worker = member = self._any.choose()
+        target: Any = self._target
+        self._target = target._replace(on=member)
+
+
+class AnyProxy(Generic[T]):
+    """A proxy of the least busy member of a group. Made by `remote`."""
+
+    __slots__ = ("_any", "_timeout")
+
+    def __init__(self, any_member: AnyMember[T], timeout: float | None) -> None:
+        self._any = any_member
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<remote object: {self._any!r}>"
+
+    def __getattr__(self, name: str) -> Callable[..., AnyCall]:
+        check_public_name(name)
+        target = MethodTarget((0, 0), name)
+
+        def method(*args: Any, **kwargs: Any) -> AnyCall:
+            return AnyCall(self._any, target, args, kwargs, self._timeout)
+
+        return method
+
+
+def call_any(
+    to: AnyMember[Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> AnyCall:
+    """Return the call of a function with the least busy member as its first argument."""
+    return AnyCall(to, BoundTarget((0, 0), function), args, kwargs)

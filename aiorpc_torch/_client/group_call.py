@@ -1,0 +1,289 @@
+"""Calls of groups: awaited they give a list, iterated the results as they complete.
+
+`_Running` starts the calls of the members and collects their outcomes, without a task for each.
+"""
+
+import asyncio
+import contextlib
+import contextvars
+import functools
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from typing import Any, Generic, TypeVar
+
+from torch.distributed.rpc import RRef
+
+from .._aio.deadlines import deadline_in, earlier
+from .._aio.inline_future import InlineFuture
+from .._aio.scopes import anyio_scope_deadline
+from .._aio.tasks import run_on_loop
+from .._aio.wakeup import Wakeup
+from .._protocol.exceptions import try_add_note
+from .._protocol.messages import Arguments
+from .._protocol.pickling import CallAborted
+from .._protocol.shared_arguments import encode_for_members
+from .._protocol.targets import GENERATOR_HINT, Target, target_name
+from .._torch.compat import RRefBase
+from ..errors import CallTimeout, GroupError, RemoteError, WorkerLost
+from .answers import exception_of
+from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
+from .connection import Connection
+from .pool import connection_to, find_current
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+Member = tuple[Any, Target]
+"""The worker, or the RRef, of a member, and what to call there."""
+
+
+class GroupCall(LazyCall[list[R]], Generic[T, R]):
+    """A call of all members of a group. Awaited it gives a list; iterated, pairs as they complete.
+
+    Args:
+        members: the members, and what to call there.
+        args: positional arguments.
+        kwargs: keyword arguments.
+        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
+    """
+
+    __slots__ = ("_args", "_kwargs", "_members", "_timeout")
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None = None,
+    ) -> None:
+        self._steps = None
+        self._members = members
+        self._args = args
+        self._kwargs = kwargs
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<call of {_name_of(self._members)} by {len(self._members)} members>"
+
+    def _run(self) -> Generator[Any, Any, list[R]]:
+        done = InlineFuture(asyncio.get_running_loop())
+        running = _Running(self._members)
+        running.on_outcome = functools.partial(_resume_at_end, done)
+        try:
+            running.start((self._args, self._kwargs), self._timeout)
+            if running.left:
+                yield from done.__await__()
+            if running.failures and has_passed(running.bound):
+                yield  # if a scope's deadline has passed as well, the scope reports it
+        except BaseException:
+            running.cancel()
+            raise
+        finally:
+            self._steps = USED
+        running.raise_failures()
+        return running.results
+
+    def __aiter__(self) -> "GroupResults[T, R]":
+        if self._steps is not None:
+            raise RuntimeError(ALREADY_AWAITED)
+        self._steps = USED
+        running = _Running(self._members)
+        try:
+            running.start((self._args, self._kwargs), self._timeout)
+        except BaseException:
+            running.cancel()
+            raise
+        return GroupResults(running)
+
+
+def _name_of(members: Sequence[Member]) -> str:
+    return target_name(members[0][1]) if members else "a call"
+
+
+def _resume_at_end(done: InlineFuture, running: "_Running", _: int) -> None:
+    if not running.left and done.set_result(None):
+        done.resume()
+
+
+class _Running:
+    """The calls of a group, from their start to their end. Confined to the running loop.
+
+    Attributes:
+        name: name of the method.
+        left: number of members without an outcome.
+        results: value or exception of each member with an outcome.
+        failures: exceptions of members, by position.
+        bound: earlier of the calls' own deadline and a scope's.
+        on_outcome: called with this object and the position of each member that has an outcome.
+    """
+
+    def __init__(self, members: Sequence[Member]) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._pool = find_current()
+        self.members = members
+        self.name = _name_of(members)
+        self._context = contextvars.Context()  # of callbacks; they run no user code
+        self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
+        self._timer: asyncio.TimerHandle | None = None
+        self.left = len(members)
+        self.results: list[Any] = [None] * self.left
+        self.failures: dict[int, Exception] = {}
+        self.bound: float | None = None
+        self.on_outcome: Callable[[_Running, int], None] = _ignore
+
+    def start(self, arguments: Arguments, timeout: float | None) -> None:
+        """Send the calls. If encoding fails, raise its exception before any call is sent."""
+        due = self._bounds(timeout)
+        rows = encode_for_members(arguments, len(self.members))
+        prepared = []
+        for position, ((worker, target), row) in enumerate(zip(self.members, rows, strict=True)):
+            try:
+                connection = connection_to(worker)
+            except WorkerLost as exc:  # its process was replaced
+                self._loop.call_soon(self._set_outcome, position, CallAborted(exc))
+            else:
+                encoded = connection.prepare(target, row)
+                prepared.append((position, connection, target, encoded, row))
+        for position, connection, target, encoded, row in prepared:
+            number, future = connection.call_prepared(target, encoded, row, self.bound)
+            self._calls[position] = connection, number
+            on_answer = functools.partial(self._on_answer, position)
+            future.add_done_callback(on_answer, context=self._context)
+        if due is not None and self._calls:
+            left = due - time.monotonic()
+            self._timer = self._loop.call_later(left, self._expire, left)
+
+    def _bounds(self, timeout: float | None) -> float | None:
+        """Set `bound`; return the calls' own deadline."""
+        due = deadline_in(timeout)
+        check_deadline(due, self.name)
+        self.bound = earlier(due, anyio_scope_deadline())
+        return due
+
+    def _expire(self, seconds: float) -> None:
+        for position, (connection, number) in [*self._calls.items()]:
+            connection.expire(number, seconds, self.members[position][1])
+
+    def cancel(self) -> None:
+        """Cancel the calls of members without an outcome."""
+        for connection, number in self._calls.values():
+            connection.cancel(number)
+        self._calls.clear()
+        self._stop_timer()
+
+    def _stop_timer(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _on_answer(self, position: int, future: InlineFuture) -> None:
+        if self._calls.pop(position, None) is not None:
+            self._set_outcome(position, future.result())
+
+    def _set_outcome(self, position: int, answer: Any) -> None:
+        failure = exception_of(answer, target_name(self.members[position][1]))
+        if failure is not None:
+            self.failures[position] = self._noted(position, failure)
+        self.results[position] = answer if failure is None else self.failures[position]
+        self.left -= 1
+        if not self.left:
+            self._stop_timer()
+        self.on_outcome(self, position)
+
+    def _noted(self, position: int, failure: BaseException) -> Exception:
+        worker = self.members[position][0]
+        if isinstance(worker, RRefBase):
+            with contextlib.suppress(RuntimeError):  # torch has stopped
+                worker = worker.owner_name()
+        if self._pool is not None and isinstance(worker, str):
+            worker = self._pool.worker_of(worker)
+        exc = _as_member_error(failure, self.name)
+        try_add_note(exc, f"member {position + 1} of {len(self.members)}, on worker {worker!r}")
+        return exc
+
+    def raise_failures(self) -> None:
+        """Raise GroupError if a member has failed."""
+        if self.failures:
+            exceptions = [self.failures[position] for position in sorted(self.failures)]
+            text = f"{self.name}: {len(exceptions)} of {len(self.members)} members failed"
+            raise GroupError(text, exceptions, self.results)
+
+
+def _ignore(*_: object) -> None:
+    """Ignore an outcome."""
+
+
+def _as_member_error(failure: BaseException, name: str) -> Exception:
+    """Return the exception for a GroupError, which holds no BaseException."""
+    if not isinstance(failure, Exception):
+        error: Exception = RemoteError(f"{name} raised {failure!r}")
+    elif any(GENERATOR_HINT in note for note in getattr(failure, "__notes__", ())):
+        error = TypeError(
+            f"{name} is a generator, and a group does not stream: iterate the members one by one, "
+            "as in `async for item in remote(group[0]).method()`"
+        )
+    else:
+        return failure
+    error.__cause__ = failure
+    return error
+
+
+class GroupResults(AsyncIterator[tuple[RRef[T], R]]):
+    """The members and their results, as they complete. An early end cancels the other calls."""
+
+    def __init__(self, running: _Running) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._running = running
+        self._wakeup = Wakeup()
+        self._completed: deque[int] = deque()
+        # The callback must not keep this iterator: its end without `aclose` cancels the calls.
+        running.on_outcome = functools.partial(_add, self._completed, self._wakeup)
+        self._is_over = False
+
+    def __repr__(self) -> str:
+        return f"<results of {self._running.name}, {self._running.left} to come>"
+
+    async def __anext__(self) -> tuple[RRef[T], R]:
+        if self._wakeup.is_awaited():  # as for an async generator
+            raise RuntimeError("another task waits for the next result of this call")
+        try:
+            return await self._next()
+        except BaseException:
+            await self.aclose()
+            raise
+
+    async def _next(self) -> tuple[RRef[T], R]:
+        running = self._running
+        while not self._completed:
+            if self._is_over:
+                raise StopAsyncIteration
+            if not running.left:
+                if running.failures and has_passed(running.bound):
+                    await asyncio.sleep(0)  # as in `GroupCall._run`: the scope reports it
+                running.raise_failures()
+                raise StopAsyncIteration
+            await self._wakeup.wait()
+        position = self._completed.popleft()
+        return running.members[position][0], running.results[position]
+
+    async def aclose(self) -> None:
+        """Cancel the calls without a result. `break` does the same."""
+        self._is_over = True
+        self._completed.clear()
+        self._running.cancel()
+
+    def __del__(self) -> None:
+        run_on_loop(self._loop, self._running.cancel)
+
+
+def _add(completed: deque[int], wakeup: Wakeup, running: _Running, position: int) -> None:
+    if position not in running.failures:
+        completed.append(position)
+    wakeup.set()
+
+
+def check_deadline(due: float | None, name: str) -> None:
+    """Raise CallTimeout if the deadline of calls of a group has passed before they are sent."""
+    if has_passed(due):
+        text = f"{name} of a group timed out before the calls; they were not sent"
+        raise CallTimeout(text, method=name, may_have_run=False)

@@ -1,0 +1,248 @@
+"""The driver of `Group.map`: takes items, sends them to members, yields results in order.
+
+`MapSchedule` decides. `_MapRun` acts: a task takes the items, and callbacks note the answers.
+"""
+
+import asyncio
+import contextvars
+import functools
+import time
+from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
+
+from torch.distributed.rpc import RRef
+
+from .._aio.deadlines import deadline_in, earlier
+from .._aio.inline_future import InlineFuture
+from .._aio.scopes import anyio_scope_deadline
+from .._aio.tasks import run_on_loop
+from .._aio.wakeup import Wakeup
+from .._protocol.pickling import CallAborted
+from .._protocol.targets import BoundTarget, function_name
+from ..errors import CallTimeout, WorkerLost
+from .answers import exception_of
+from .call import has_passed
+from .connection import Connection
+from .group_call import check_deadline
+from .group_schedule import MapSchedule, Outcome
+from .pool import connection_to, current
+
+R = TypeVar("R")
+
+Source = Iterator[Any] | AsyncIterator[Any]
+
+
+class MapResults(AsyncIterator[R]):
+    """The results of a map, in the order of the items. An early end cancels the running calls.
+
+    Args:
+        members: RRefs of the objects.
+        method: method or function.
+        iterables: iterables of its arguments.
+        in_flight: maximum number of unanswered calls of each member.
+        retries: how often an item is given to another member.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[RRef[Any]],
+        method: Callable[..., Any],
+        iterables: Sequence[Iterable[Any] | AsyncIterable[Any]],
+        in_flight: int,
+        retries: int,
+    ) -> None:
+        _check(method, iterables, in_flight, retries)
+        self._name = function_name(method)
+        sources = [*map(_source, iterables)]
+        schedule = MapSchedule(len(members), in_flight, retries)
+        self._make = functools.partial(_MapRun, members, method, sources, schedule)
+        self._run: _MapRun | None = None  # from the first step on
+        self._is_over = False
+
+    def __repr__(self) -> str:
+        return f"<map of {self._name}{', over' if self._is_over else ''}>"
+
+    async def __anext__(self) -> R:
+        if self._is_over:
+            raise StopAsyncIteration
+        if self._run is None:
+            check_deadline(deadline_in(None), self._name)
+            self._run = self._make()
+        if self._run.results.is_awaited():  # as for an async generator
+            raise RuntimeError("another task waits for the next result of this map")
+        try:
+            return await self._run.next()  # type: ignore[no-any-return]
+        except BaseException as exc:
+            await self.aclose()
+            if isinstance(exc, Exception) and has_passed(self._run.bound):
+                await asyncio.sleep(0)  # if a scope's deadline has passed, the scope reports it
+            raise
+
+    async def aclose(self) -> None:
+        """Cancel the running calls, and take no further items. `break` does the same."""
+        self._is_over = True
+        if self._run is not None:
+            self._run.stop()
+
+    def __del__(self) -> None:
+        run = getattr(self, "_run", None)
+        if run is not None and not self._is_over:
+            run_on_loop(run.loop, run.stop)
+
+
+def _check(method: Any, iterables: Sequence[Any], in_flight: Any, retries: Any) -> None:
+    if not callable(method):
+        raise TypeError(f"the method of map() must be callable, got {method!r}")
+    if not iterables:
+        raise TypeError("map() needs at least one iterable")
+    if not isinstance(in_flight, int) or in_flight < 1:
+        raise ValueError(f"in_flight must be an int of at least 1, got {in_flight!r}")
+    if not isinstance(retries, int) or retries < 0:
+        raise ValueError(f"retries must be an int of at least 0, got {retries!r}")
+
+
+def _source(iterable: Iterable[Any] | AsyncIterable[Any]) -> Source:
+    return aiter(iterable) if isinstance(iterable, AsyncIterable) else iter(iterable)
+
+
+class _MapRun:
+    """One map, from its first step to its end. Confined to the running loop.
+
+    Attributes:
+        results: is set when the next result may be there.
+        bound: earlier of the map's own deadline and a scope's.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[RRef[Any]],
+        method: Callable[..., Any],
+        sources: Sequence[Source],
+        schedule: MapSchedule,
+    ) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.results = Wakeup()
+        self._members = members
+        self._method = method
+        self._schedule = schedule
+        self._pool = current()
+        self._context = contextvars.copy_context()  # of the calls
+        self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
+        self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
+        self._due = due = deadline_in(None)
+        self.bound = earlier(due, anyio_scope_deadline())
+        self._timer = None
+        if due is not None:
+            left = due - time.monotonic()
+            self._timer = self.loop.call_later(left, self._expire, left)
+        self._slots = Wakeup()  # is set when an item may be taken
+        self._taking = self.loop.create_task(self._take_items(sources), name="aiorpc-map")
+
+    async def next(self) -> Any:
+        """Return the next result in order, or raise the exception in its place."""
+        while (outcome := self._schedule.next_outcome()) is None:
+            if self._schedule.is_over:
+                raise StopAsyncIteration
+            await self.results.wait()
+        self._slots.set()
+        if outcome.failure is not None:
+            raise outcome.failure
+        return outcome.value
+
+    def stop(self) -> None:
+        """Cancel the running calls, and take no further items."""
+        if self._timer is not None:
+            self._timer.cancel()
+        self._taking.cancel()
+        for connection, number, _ in self._calls.values():
+            connection.cancel(number)
+        self._calls.clear()
+
+    # ── items ───────────────────────────────────────────────────────────────────────────────────
+
+    async def _take_items(self, sources: Sequence[Source]) -> None:
+        schedule = self._schedule
+        failure = None
+        try:
+            while True:
+                while not schedule.may_take():
+                    await self._slots.wait()
+                if (arguments := await _next_arguments(sources)) is None:
+                    break
+                number = schedule.take()
+                self._items[number] = arguments
+                self._send_assigned()
+        except BaseException as exc:  # of an iterable, which may raise anything
+            failure = exc
+        schedule.exhaust(failure)
+        self.results.set()
+
+    def _send_assigned(self) -> None:
+        while (assigned := self._schedule.assign()) is not None:
+            self._send(*assigned)
+
+    def _send(self, number: int, member: int) -> None:
+        target = BoundTarget(rref := self._members[member], self._method)
+        if self._pool.load(owner := rref.owner_name()) is None:
+            lost = WorkerLost(self._pool.worker_of(owner), "no member of the group is left")
+            self._schedule.withdraw(number, member, lost)
+            self.results.set()
+            return
+        try:
+            connection = connection_to(rref)
+            call, future = connection.call(target, (self._items[number], {}), self.bound)
+        except Exception as exc:  # an argument that cannot be pickled, for one
+            self._end_item(number, member, Outcome(None, exc))
+            return
+        self._calls[number] = connection, call, target
+        on_answer = functools.partial(self._on_answer, number, member)
+        future.add_done_callback(on_answer, context=self._context)
+
+    # ── answers ─────────────────────────────────────────────────────────────────────────────────
+
+    def _on_answer(self, number: int, member: int, future: InlineFuture) -> None:
+        if self._calls.pop(number, None) is None:  # the map has ended
+            return
+        answer = future.result()
+        failure = exception_of(answer, function_name(self._method))
+        if type(answer) is CallAborted and isinstance(failure, WorkerLost):
+            self._schedule.lose(number, member, failure)
+            self.results.set()
+        else:
+            self._end_item(number, member, Outcome(None if failure else answer, failure))
+        self._send_assigned()
+        self._slots.set()
+
+    def _end_item(self, number: int, member: int, outcome: Outcome) -> None:
+        self._items.pop(number, None)
+        self._schedule.answer(number, member, outcome)
+        self.results.set()
+
+    def _expire(self, seconds: float) -> None:
+        """End the map with CallTimeout: at the items that run, and at those not taken."""
+        name = function_name(self._method)
+        late = CallTimeout(f"the map of {name} timed out after {seconds:.3g} s", method=name)
+        self._schedule.fail_unassigned(late)
+        self._schedule.exhaust(late)
+        self._taking.cancel()
+        for connection, number, target in [*self._calls.values()]:
+            connection.expire(number, seconds, target)
+        self.results.set()
+
+
+async def _next_arguments(sources: Sequence[Source]) -> tuple[Any, ...] | None:
+    """Return the next arguments, None if an iterable has no more."""
+    found = []
+    for source in sources:
+        value: Any
+        if isinstance(source, AsyncIterator):
+            value = await anext(source, _END)
+        else:
+            value = next(source, _END)
+        if value is _END:
+            return None
+        found.append(value)
+    return tuple(found)
+
+
+_END = object()

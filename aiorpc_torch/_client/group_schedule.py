@@ -1,0 +1,159 @@
+"""Schedules of groups: which member gets the next call.
+
+State machines without an event loop, a clock or torch. `_client.group` drives `Turns` for `any()`;
+`_client.group_map` drives `MapSchedule`.
+"""
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+
+class Turns:
+    """Choice of the least busy member; of several, the one whose turn is next."""
+
+    def __init__(self) -> None:
+        self._next = 0
+
+    def choose(self, loads: Sequence[int | None]) -> int | None:
+        """Return the position of a member with the smallest load, None if all are lost.
+
+        Args:
+            loads: load of each member, None for a lost one.
+        """
+        count = len(loads)
+        best = least = None
+        for step in range(count):
+            position = (self._next + step) % count
+            load = loads[position]
+            if load is not None and (least is None or load < least):
+                best, least = position, load
+        if best is not None:
+            self._next = best + 1
+        return best
+
+
+class Outcome(NamedTuple):
+    """The end of one item: its result, or the exception to raise at its place."""
+
+    value: Any
+    failure: BaseException | None = None
+
+
+class MapSchedule:
+    """The items of one `map`: which may be taken, which member gets each, which result is next.
+
+    Items are numbered in the order in which they were taken.
+
+    Args:
+        members: number of members.
+        in_flight: maximum number of unanswered items of each member.
+        retries: how often an item may be given to another member after a loss.
+    """
+
+    def __init__(self, members: int, in_flight: int, retries: int) -> None:
+        self._in_flight = in_flight
+        self._retries = retries
+        self._capacity = 4 * in_flight * members
+        self._loads: list[int | None] = [0] * members
+        self._turns = Turns()
+        self._taken = self._yielded = 0
+        self._unassigned: deque[int] = deque()
+        self._attempts: dict[int, int] = {}  # of items that were given to another member
+        self._outcomes: dict[int, Outcome] = {}
+        self._is_exhausted = False
+
+    def __repr__(self) -> str:
+        state = f"{self._taken} taken, {self._yielded} yielded, loads {self._loads}"
+        return f"<MapSchedule {state}>"
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether every item has been yielded, and there are no more."""
+        return self._is_exhausted and self._yielded == self._taken
+
+    def may_take(self) -> bool:
+        """Return whether the next item may be taken: a slot is free, and its place is near."""
+        if self._is_exhausted or self._unassigned or not self._has_slot():
+            return False
+        return self._taken - self._yielded < self._capacity
+
+    def take(self) -> int:
+        """Return the number of an item that was taken."""
+        number = self._taken
+        self._taken += 1
+        self._unassigned.append(number)
+        return number
+
+    def exhaust(self, failure: BaseException | None = None) -> None:
+        """End the items, in order or with a failure in place of the next item."""
+        if self._is_exhausted:
+            return
+        self._is_exhausted = True
+        if failure is not None:
+            self._outcomes[self._taken] = Outcome(None, failure)
+            self._taken += 1
+
+    def assign(self) -> tuple[int, int] | None:
+        """Return the next item to send and its member, None if there is none or no slot."""
+        if not self._unassigned:
+            return None
+        free = [
+            load if load is not None and load < self._in_flight else None for load in self._loads
+        ]
+        member = self._turns.choose(free)
+        if member is None:
+            return None
+        self._add_load(member, 1)
+        return self._unassigned.popleft(), member
+
+    def answer(self, number: int, member: int, outcome: Outcome) -> None:
+        """Note the outcome of an item that `member` had."""
+        self._add_load(member, -1)
+        self._outcomes[number] = outcome
+
+    def withdraw(self, number: int, member: int, failure: BaseException) -> None:
+        """Take back an item that was not sent, because `member` is lost: another gets it."""
+        self._loads[member] = None
+        self._unassigned.appendleft(number)
+        if not self._has_members():
+            self.fail_unassigned(failure)
+
+    def lose(self, number: int, member: int, failure: BaseException) -> None:
+        """Note that `member` was lost with an item: another gets it, or it has failed."""
+        attempts = self._attempts.pop(number, 0)
+        if attempts < self._retries:
+            self._attempts[number] = attempts + 1
+            self.withdraw(number, member, failure)
+        else:
+            self._loads[member] = None
+            self._outcomes[number] = Outcome(None, failure)
+            if not self._has_members():
+                self.fail_unassigned(failure)
+
+    def fail_unassigned(self, failure: BaseException) -> None:
+        """Fail the items that no member has: none is left, or the time is over."""
+        while self._unassigned:
+            self._outcomes[self._unassigned.popleft()] = Outcome(None, failure)
+
+    def next_outcome(self) -> Outcome | None:
+        """Return the outcome of the next item in order, once; None if it has none yet."""
+        outcome = self._outcomes.pop(self._yielded, None)
+        if outcome is not None:
+            self._attempts.pop(self._yielded, None)
+            self._yielded += 1
+        return outcome
+
+    def _has_members(self) -> bool:
+        return any(load is not None for load in self._loads)
+
+    def _has_slot(self) -> bool:
+        return any(load is not None and load < self._in_flight for load in self._loads)
+
+    def _load_with_slot(self, load: int | None) -> int | None:
+        return load if load is not None and load < self._in_flight else None
+
+    def _add_load(self, member: int, change: int) -> None:
+        load = self._loads[member]
+        if load is not None:  # else it was lost meanwhile
+            self._loads[member] = load + change

@@ -1,0 +1,80 @@
+"""The public function `lookup`: find an object by its name on a worker."""
+
+import asyncio
+from collections.abc import Sequence
+from typing import Any
+
+from torch.distributed.rpc import RRef
+
+from .._aio.deadlines import deadline_in, time_left
+from .._protocol.names import watch_name
+from .._protocol.targets import FunctionTarget
+from .._torch.compat import RRefBase
+from ..errors import CallTimeout, RemoteError, WorkerLost
+from .call import RemoteCall
+from .pool import ConnectionPool, WorkerRef, current
+
+__all__ = ("lookup",)
+
+
+async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> RRef[Any]:
+    """Return an RRef of the object that worker `on` has registered as `name`.
+
+    It waits until the worker registers the name. If the worker is lost, it waits until a
+    replacement process registers it. The worker answers whatever its `exports` are.
+
+    Args:
+        name: name given to `register`.
+        on: worker that registers it, by name, rank or WorkerInfo.
+        timeout: seconds; None for no bound but `aiorpc.timeout`'s.
+
+    Raises:
+        CallTimeout: if the name is not registered in time; it lists the names that are.
+        WorkerLost: if the worker is lost, and no replacement process will come.
+        ValueError: if there is no such worker.
+        NotServing: outside a world, or if the worker has left.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be a str, got {name!r}")
+    pool = current()
+    worker, due = pool.find(on), deadline_in(timeout)
+    names: list[str] | None = None
+    while True:
+        watch = RemoteCall(worker, FunctionTarget(watch_name), (name,), {}, time_left(due))
+        try:
+            async for found in watch:
+                if isinstance(found, RRefBase):
+                    return found  # type: ignore[return-value]
+                names = found
+            raise RemoteError(f"worker {worker!r} ended the lookup of {name!r}")
+        except WorkerLost:
+            late = await _wait_until_alive(pool, worker, due)
+        except CallTimeout as exc:
+            late = exc
+        if late is not None:
+            raise _timed_out(name, worker, names, timeout) from late
+
+
+async def _wait_until_alive(
+    pool: ConnectionPool, worker: str, due: float | None
+) -> TimeoutError | None:
+    """Wait until a lost worker has rejoined; return TimeoutError if it has not by `due`."""
+    try:
+        async with asyncio.timeout(time_left(due)):
+            await pool.wait_until_alive(worker)
+    except TimeoutError as exc:
+        return exc
+    return None
+
+
+def _timed_out(
+    name: str, worker: str, names: Sequence[str] | None, timeout: float | None
+) -> CallTimeout:
+    limit = "" if timeout is None else f" after {timeout:.3g} s"
+    found = "it has not answered" if names is None else f"registered there: {_listed(names)}"
+    text = f"lookup of {name!r} on worker {worker!r} timed out{limit}; {found}"
+    return CallTimeout(text, worker=worker, method="lookup")
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(map(repr, names)) or "nothing"

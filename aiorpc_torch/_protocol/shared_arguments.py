@@ -1,0 +1,155 @@
+"""Arguments of a group call: encoded once for all members, except the values of `each`.
+
+Values that need no pickling are cells, which all members share. Any other arguments are pickled
+together, once. (tests/unit/protocol/test_shared_arguments.py)
+"""
+
+from collections.abc import Iterable, Mapping, Sequence, Set
+from typing import Any, NamedTuple, NoReturn
+
+from .ancestry import BatchId
+from .columns import PACKED, PLAIN, TENSOR, CellKind, cell_bytes, direct_cell
+from .messages import CALL_OVERHEAD, Arguments, EncodedCall, EncodedTarget, target_tensors
+from .pickling import PickledValue, SharedPickle, ValueSlot
+from .tensors import INLINE_BYTES
+
+
+class EachValue:
+    """The values of `each`: one for each member of a group.
+
+    Raises:
+        TypeError: if `values` cannot be iterated, or is a str, bytes, a mapping or a set.
+    """
+
+    __slots__ = ("values",)
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        if isinstance(values, str | bytes | bytearray | Mapping | Set):
+            raise TypeError(f"each() takes a sequence of values, got a {type(values).__name__}")
+        try:
+            self.values = tuple(values)
+        except TypeError as exc:
+            raise TypeError(f"each() takes a sequence of values: {exc}") from exc
+
+    def __repr__(self) -> str:
+        return f"<each of {len(self.values)} values>"
+
+    def __reduce_ex__(self, _: object) -> NoReturn:
+        raise TypeError("each() must be a direct argument of a call of a group")
+
+
+class MemberArguments(NamedTuple):
+    """The encoded arguments of one member's call.
+
+    Attributes:
+        names: Names of the keyword arguments, None if the arguments are pickled together.
+        kinds: Kind of each cell.
+        cells: The cells.
+        size: Their bytes.
+        alone: Arguments that a frame of one call may hold, None if there are others.
+    """
+
+    names: tuple[str, ...] | None
+    kinds: tuple[CellKind, ...]
+    cells: tuple[Any, ...]
+    size: int
+    alone: tuple[Any, ...] | None
+
+    @property
+    def packed(self) -> PickledValue | None:
+        """Return the pickled arguments, None if they are cells."""
+        return self.cells[0] if self.names is None else None
+
+    def call(
+        self,
+        number: int,
+        target: EncodedTarget,
+        due: float | None,
+        batches: tuple[BatchId, ...] = (),
+    ) -> EncodedCall:
+        """Return the call of `target` with these arguments."""
+        size = self.size + (target.size if type(target) is PickledValue else 0)
+        tensors = self.cells[0].tensors if self.names is None else TENSOR in self.kinds
+        by_torch = size > INLINE_BYTES or bool(tensors) or bool(target_tensors(target))
+        header = (target, False, self.names, self.kinds, *batches)
+        return EncodedCall(number, header, self.cells, due, size, by_torch)
+
+
+def encode_for_members(arguments: Arguments, count: int) -> Sequence[MemberArguments]:
+    """Return the arguments of each of `count` members.
+
+    Raises:
+        ValueError: if an `each` has another number of values.
+        Exception: what pickling raises.
+    """
+    values = (*arguments[0], *arguments[1].values())
+    for value in values:
+        if type(value) is EachValue and len(value.values) != count:
+            raise ValueError(f"each() has {len(value.values)} values for {count} members")
+    return _as_cells(arguments, values, count) or _pickled(arguments, count)
+
+
+def _as_cells(
+    arguments: Arguments, values: Sequence[Any], count: int
+) -> Sequence[MemberArguments] | None:
+    """Return the arguments as cells, None if they have to be pickled."""
+    kwargs = arguments[1]
+    if not count or (kwargs and {*map(type, kwargs)} != {str}):
+        return None
+    columns = []
+    for value in values:
+        column = (
+            [*map(direct_cell, value.values)] if type(value) is EachValue else [direct_cell(value)]
+        )
+        if None in column:
+            return None
+        columns.append(column)
+    names, differs = tuple(kwargs), any(type(value) is EachValue for value in values)
+    rows = []
+    for index in range(count if differs else 1):
+        row = [column[index % len(column)] for column in columns]
+        own = _values_of(values, index)
+        if _has_repeated_tensor(own, row):
+            return None
+        alone = own if len(own) <= 1 and not kwargs else None
+        rows.append(_member(names, row, alone))  # type: ignore[arg-type]
+    return rows if differs else rows * count
+
+
+def _member(
+    names: tuple[str, ...], row: Sequence[tuple[CellKind, Any]], alone: tuple[Any, ...] | None
+) -> MemberArguments:
+    kinds = tuple(kind for kind, _ in row)
+    cells = tuple(content for _, content in row)
+    size = CALL_OVERHEAD + sum(cell_bytes(kind, content) for kind, content in row)
+    return MemberArguments(names, kinds, cells, size, alone)
+
+
+def _values_of(values: Sequence[Any], index: int) -> tuple[Any, ...]:
+    """Return the values of one member."""
+    return tuple(each.values[index] if type(each) is EachValue else each for each in values)
+
+
+def _has_repeated_tensor(values: Sequence[Any], row: Sequence[Any]) -> bool:
+    """Return whether a tensor is passed twice: it must arrive as one object."""
+    tensors = [id(value) for value, (kind, _) in zip(values, row, strict=True) if kind is not PLAIN]
+    return len(set(tensors)) < len(tensors)
+
+
+def _pickled(arguments: Arguments, count: int) -> Sequence[MemberArguments]:
+    args, kwargs = arguments
+    differing: list[EachValue] = []
+
+    def slotted(value: Any) -> Any:
+        if type(value) is not EachValue:
+            return value
+        differing.append(value)
+        return ValueSlot(len(differing) - 1)
+
+    template = tuple(map(slotted, args)), {name: slotted(each) for name, each in kwargs.items()}
+    shared = SharedPickle(template)
+    rows = []
+    for index in range(count):
+        packed = shared.fill([each.values[index] for each in differing])
+        rows.append(MemberArguments(None, (PACKED,), (packed,), CALL_OVERHEAD + packed.size, None))
+    return rows

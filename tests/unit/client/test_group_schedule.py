@@ -1,0 +1,240 @@
+"""The schedules of `any` and `map`, on generated answers, losses and consumers."""
+
+import random
+from collections import Counter
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+from aiorpc_torch._client.group_schedule import MapSchedule, Outcome, Turns
+
+# ── any ─────────────────────────────────────────────────────────────────────────────────────────
+
+LOADS = st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=8)
+
+
+@given(st.lists(LOADS, max_size=20))
+def test_the_least_busy_member_is_chosen(rounds: list[list[int | None]]) -> None:
+    """It has the smallest load; a lost member is never chosen; without any there is no choice."""
+    turns = Turns()
+    for loads in rounds:
+        chosen = turns.choose(loads)
+        live = [load for load in loads if load is not None]
+        if not live:
+            assert chosen is None
+        else:
+            assert chosen is not None
+            assert loads[chosen] == min(live)
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(0, 20))
+def test_ties_take_turns(lost: list[bool], start: int) -> None:
+    """As many choices as there are idle members choose each once, wherever the turn is."""
+    turns = Turns()
+    for _ in range(start):
+        turns.choose([0] * len(lost))
+    loads = [None if each else 0 for each in lost]
+    live = [position for position, load in enumerate(loads) if load is not None]
+    assert sorted(turns.choose(loads) for _ in live) == live  # type: ignore[type-var]
+
+
+# ── map ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+class Simulation:
+    """A map over numbered items whose members answer, fail and are lost in a random order."""
+
+    def __init__(self, seed: int, items: int, members: int, in_flight: int, retries: int) -> None:
+        self.random = random.Random(seed)
+        self.items, self.members, self.in_flight = items, members, in_flight
+        self.retries = retries
+        self.schedule = MapSchedule(members, in_flight, retries)
+        self.running: list[tuple[int, int]] = []
+        self.lost: set[int] = set()
+        self.taken = self.yielded = 0
+        self.sent: Counter[int] = Counter()
+        self.losses: Counter[int] = Counter()
+        self.had: dict[int, list[int]] = {}
+
+    def take(self) -> None:
+        while self.schedule.may_take():
+            if self.taken == self.items:
+                self.schedule.exhaust()
+                return
+            assert self._free_slots(), "an item is taken only when a slot is free"
+            assert self.schedule.take() == self.taken
+            self.taken += 1
+            self.assign()
+            assert self.taken - self.yielded <= 4 * self.in_flight * self.members
+
+    def assign(self) -> None:
+        while (assigned := self.schedule.assign()) is not None:
+            number, member = assigned
+            assert member not in self.lost
+            assert member not in self.had.setdefault(number, []), "another member after a loss"
+            self.had[number].append(member)
+            self.running.append(assigned)
+            self.sent[number] += 1
+            loads = Counter(each for _, each in self.running)
+            assert loads[member] <= self.in_flight
+            live = [loads[each] for each in range(self.members) if each not in self.lost]
+            assert loads[member] - 1 == min(live) or loads[member] - 1 <= min(live)
+
+    def answer(self, fails: bool = False) -> None:
+        number, member = self.running.pop(self.random.randrange(len(self.running)))
+        failure = LookupError(number) if fails else None
+        self.schedule.answer(number, member, Outcome(None if fails else -number, failure))
+
+    def lose(self, member: int) -> None:
+        self.lost.add(member)
+        gone = [number for number, each in self.running if each == member]
+        self.running = [each for each in self.running if each[1] != member]
+        for number in gone:
+            self.losses[number] += 1
+            self.schedule.lose(number, member, ConnectionError(number))
+
+    def consume(self) -> list[Outcome]:
+        found = []
+        while (outcome := self.schedule.next_outcome()) is not None:
+            self.yielded += 1
+            found.append(outcome)
+        return found
+
+    def _free_slots(self) -> bool:
+        loads = Counter(member for _, member in self.running)
+        live = set(range(self.members)) - self.lost
+        return any(loads[member] < self.in_flight for member in live)
+
+    def run(self, loss: float = 0.0, failure: float = 0.0) -> list[Outcome]:
+        """Run to the end, or to the first failure; return the outcomes in order."""
+        found: list[Outcome] = []
+        for _ in range(20 * self.items + 100):
+            self.take()
+            self.assign()
+            live = sorted({member for _, member in self.running})
+            if live and self.random.random() < loss:
+                self.lose(self.random.choice(live))
+            elif self.running:
+                self.answer(self.random.random() < failure)
+            if self.random.random() < 0.7 or not self.running:
+                found += self.consume()
+            if self.schedule.is_over or any(each.failure for each in found):
+                return found
+        raise AssertionError(f"it does not end: {self.schedule!r}")
+
+
+SHAPES = st.tuples(
+    st.integers(0, 1 << 30),  # seed
+    st.integers(0, 40),  # items
+    st.integers(1, 5),  # members
+    st.integers(1, 3),  # in flight
+    st.integers(0, 3),  # retries
+)
+
+
+@given(SHAPES)
+def test_every_result_once_in_order(shape: Any) -> None:
+    """Without failures the results are those of all items, in the order of the items."""
+    simulation = Simulation(*shape)
+    outcomes = simulation.run()
+    assert [each.value for each in outcomes] == [-number for number in range(simulation.items)]
+    assert simulation.schedule.is_over
+    assert set(simulation.sent.values()) <= {1}
+
+
+@given(SHAPES, st.floats(0.0, 0.5))
+def test_losses_are_retried_elsewhere(shape: Any, loss: float) -> None:
+    """An item of a lost member goes to another one, at most `retries` times."""
+    simulation = Simulation(*shape)
+    outcomes = simulation.run(loss)
+    failed = [at for at, each in enumerate(outcomes) if each.failure is not None]
+    good = outcomes[: failed[0]] if failed else outcomes
+    assert [each.value for each in good] == [-number for number in range(len(good))]
+    for number, sent in simulation.sent.items():
+        assert sent <= 1 + simulation.retries, number
+    if failed:
+        number = outcomes[failed[0]].failure.args[0]  # type: ignore[union-attr]
+        is_used_up = simulation.losses[failed[0]] > simulation.retries
+        assert is_used_up or len(simulation.lost) == simulation.members
+        assert number == failed[0] or len(simulation.lost) == simulation.members
+    else:
+        assert len(good) == simulation.items
+
+
+@given(SHAPES, st.floats(0.01, 0.5))
+def test_an_exception_is_raised_at_its_place(shape: Any, failure: float) -> None:
+    """All results before it come first, and it is the first failure in the order of the items."""
+    simulation = Simulation(*shape)
+    outcomes = simulation.run(failure=failure)
+    for place, outcome in enumerate(outcomes):
+        if outcome.failure is not None:
+            assert outcome.failure.args == (place,)
+            break
+        assert outcome.value == -place
+
+
+@given(SHAPES)
+def test_a_failing_source_fails_at_its_place(shape: Any) -> None:
+    """The items before it are yielded; nothing is taken afterwards."""
+    simulation = Simulation(*shape)
+    broken = OSError("source")
+    simulation.schedule.exhaust(broken)
+    assert not simulation.schedule.may_take()
+    simulation.schedule.exhaust(ValueError("later"))
+    assert simulation.consume() == [Outcome(None, broken)]
+    assert simulation.schedule.is_over
+
+
+def test_the_bound_of_taken_items() -> None:
+    """The first item is slow: of the others, so many are answered and wait for it, no more."""
+    schedule = MapSchedule(2, 3, 1)
+    answered = 0
+    while schedule.may_take():
+        schedule.take()
+        assigned = schedule.assign()
+        assert assigned is not None
+        if assigned[0]:
+            schedule.answer(*assigned, Outcome(None))
+            answered += 1
+    assert answered + 1 == 4 * 3 * 2
+    assert schedule.next_outcome() is None
+
+
+def test_a_withdrawn_item_uses_no_retry() -> None:
+    """A member that was lost before an item was sent costs the item nothing."""
+    schedule = MapSchedule(3, 1, 0)
+    gone = ConnectionError()
+    schedule.take()
+    for lost in (0, 1):
+        assert schedule.assign() == (0, lost)
+        schedule.withdraw(0, lost, gone)
+    assert schedule.assign() == (0, 2)
+    schedule.withdraw(0, 2, gone)
+    assert schedule.assign() is None
+    assert schedule.next_outcome() == Outcome(None, gone)
+
+
+def test_the_last_loss_fails_what_nobody_has() -> None:
+    """Items that wait for a slot fail with the loss of the last member."""
+    schedule = MapSchedule(1, 1, 5)
+    schedule.take()
+    assert schedule.assign() == (0, 0)
+    schedule.lose(0, 0, gone := ConnectionError())
+    assert not schedule.may_take()
+    assert schedule.next_outcome() == Outcome(None, gone)
+
+
+@pytest.mark.parametrize("retries", [0, 1, 2])
+def test_retries_are_counted_per_item(retries: int) -> None:
+    """The item fails with the loss that exceeds them, though other members are left."""
+    schedule = MapSchedule(9, 1, retries)
+    schedule.take()
+    for attempt in range(retries + 1):
+        assigned = schedule.assign()
+        assert assigned is not None
+        schedule.lose(*assigned, ConnectionError(attempt))
+    outcome = schedule.next_outcome()
+    assert outcome is not None
+    assert isinstance(outcome.failure, ConnectionError)
+    assert outcome.failure.args == (retries,)
