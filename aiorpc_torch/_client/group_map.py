@@ -14,8 +14,8 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, earlier
 from .._aio.inline_future import InlineFuture
+from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
-from .._aio.tasks import run_on_loop
 from .._aio.wakeup import Wakeup
 from .._protocol.pickling import CallAborted
 from .._protocol.targets import BoundTarget, function_name
