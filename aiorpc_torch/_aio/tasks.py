@@ -1,7 +1,6 @@
 """Drivers of coroutines, step by step, and the release of tasks that do not end."""
 
 import asyncio
-import contextlib
 import logging
 import types
 from collections.abc import Callable, Coroutine, Generator
@@ -79,12 +78,3 @@ def detach_task(task: "asyncio.Task[Any]", name: str) -> None:
     log.warning("%s did not end when its worker stopped", name)
     asyncio.tasks._unregister_task(task)
     task._log_destroy_pending = False  # type: ignore[attr-defined]  # it is logged above
-
-
-def run_on_loop(loop: asyncio.AbstractEventLoop, step: Callable[[], None]) -> None:
-    """Run `step` on its loop, unless the loop is closed: garbage is collected in any thread."""
-    if asyncio._get_running_loop() is loop:
-        step()
-        return
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(step)

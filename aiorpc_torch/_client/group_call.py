@@ -16,12 +16,11 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, earlier
 from .._aio.inline_future import InlineFuture
+from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
-from .._aio.tasks import run_on_loop
 from .._aio.wakeup import Wakeup
 from .._protocol.exceptions import try_add_note
 from .._protocol.messages import Arguments
-from .._protocol.pickling import CallAborted
 from .._protocol.shared_arguments import encode_for_members
 from .._protocol.targets import GENERATOR_HINT, Target, target_name
 from .._torch.compat import RRefBase
@@ -141,7 +140,7 @@ class _Running:
             try:
                 connection = connection_to(worker)
             except WorkerLost as exc:  # its process was replaced
-                self._loop.call_soon(self._set_outcome, position, CallAborted(exc))
+                self._loop.call_soon(self._set_outcome, position, None, exc)
             else:
                 encoded = connection.prepare(target, row)
                 prepared.append((position, connection, target, encoded, row))
@@ -178,10 +177,11 @@ class _Running:
 
     def _on_answer(self, position: int, future: InlineFuture) -> None:
         if self._calls.pop(position, None) is not None:
-            self._set_outcome(position, future.result())
+            answer = future.result()
+            failure = exception_of(answer, target_name(self.members[position][1]))
+            self._set_outcome(position, answer, failure)
 
-    def _set_outcome(self, position: int, answer: Any) -> None:
-        failure = exception_of(answer, target_name(self.members[position][1]))
+    def _set_outcome(self, position: int, answer: Any, failure: BaseException | None) -> None:
         if failure is not None:
             self.failures[position] = self._noted(position, failure)
         self.results[position] = answer if failure is None else self.failures[position]

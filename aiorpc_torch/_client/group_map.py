@@ -14,8 +14,8 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, earlier
 from .._aio.inline_future import InlineFuture
+from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
-from .._aio.tasks import run_on_loop
 from .._aio.wakeup import Wakeup
 from .._protocol.pickling import CallAborted
 from .._protocol.targets import BoundTarget, function_name
@@ -183,14 +183,16 @@ class _MapRun:
 
     def _send(self, number: int, member: int) -> None:
         target = BoundTarget(rref := self._members[member], self._method)
-        if self._pool.load(owner := rref.owner_name()) is None:
-            lost = WorkerLost(self._pool.worker_of(owner), "no member of the group is left")
-            self._schedule.withdraw(number, member, lost)
-            self.results.set()
-            return
         try:
+            if self._pool.load(owner := rref.owner_name()) is None:
+                worker = self._pool.worker_of(owner)
+                raise WorkerLost(worker, "no member of the group is left")
             connection = connection_to(rref)
             call, future = connection.call(target, (self._items[number], {}), self.bound)
+        except WorkerLost as exc:  # nothing was sent
+            self._schedule.withdraw(number, member, exc)
+            self.results.set()
+            return
         except Exception as exc:  # an argument that cannot be pickled, for one
             self._end_item(number, member, Outcome(None, exc))
             return

@@ -10,6 +10,7 @@ import pytest
 from aiorpc_torch import (
     CallTimeout,
     RemoteTraceback,
+    WorkerLost,
     create_all,
     remote,
     stats,
@@ -168,6 +169,30 @@ class Picky:
         if item > 3:
             await asyncio.Event().wait()
         return item
+
+
+class Broker:
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def ask(self, item: int) -> int:
+        self.asked += 1
+        if item == 1:
+            raise WorkerLost("elsewhere")
+        return item
+
+    async def count(self) -> int:
+        return self.asked
+
+
+async def test_a_loss_that_a_method_reports_is_no_loss_of_the_member() -> None:
+    """The method's own WorkerLost is an exception like any other: nothing is called again."""
+    group = await create_all([0, 0], Broker)
+    results = group.map(Broker.ask, [0, 1], retries=5)
+    assert await anext(results) == 0
+    with pytest.raises(WorkerLost, match="'elsewhere' is lost"):
+        await anext(results)
+    assert sum(await remote(group).count()) == 2
 
 
 async def test_a_bad_item_is_raised_at_its_place() -> None:

@@ -4,6 +4,7 @@ import asyncio
 from typing import Any
 
 import pytest
+import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
@@ -20,6 +21,7 @@ from aiorpc_torch import (
     stats,
     timeout,
 )
+from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import world as world_of
 from tests.support.group_members import Node, give_back, nodes
 
@@ -37,6 +39,16 @@ async def test_registered_objects_are_found() -> None:
     # An object without weak references, and one that only the name holds.
     aiorpc.register("number", 5)
     assert await fetch(await aiorpc.lookup("number", on="main")) == 5
+
+
+async def test_a_lookup_in_an_autograd_context() -> None:
+    """It leaves the context as it was."""
+    aiorpc.register("node", Node(2.0))
+    x = torch.ones(1, requires_grad=True)
+    async with context() as ctx:
+        node = await aiorpc.lookup("node", on="main")
+        await ctx.backward([(await remote(node).scale(x)).sum()])
+        assert (await ctx.gradients())[x].tolist() == [2.0]
 
 
 async def test_lookup_waits_for_the_registration() -> None:
