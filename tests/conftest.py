@@ -7,13 +7,21 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests.support.gated_batches import gated as gated, skip as skip
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
 settings.register_profile("long", deadline=None, max_examples=20_000)
+settings.register_profile(
+    "mutation",  # the same examples each time, and no search for a smaller one: mutants fail often
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 # Ours by name too: from a source tree that is only on the path, nothing is installed.

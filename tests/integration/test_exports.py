@@ -11,6 +11,7 @@ from tests.support.actors import Counter
 # ── in several processes ────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.exports")
 async def test_every_process_of_a_world() -> None:
     """Every process of a world has the same exports."""
     async with aiorpc.local_world(["other"], exports=[Counter, "operator"]):

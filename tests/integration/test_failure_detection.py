@@ -40,6 +40,7 @@ async def iterate(stream: Any) -> list[Any]:
     return [item async for item in stream]
 
 
+@pytest.mark.promise("lost.dead", "lost.work")
 async def test_killed_peer(tmp_path) -> None:
     """Its callers get WorkerLost at once, and its own calls are cancelled."""
     async with world(["b", "c"]):
@@ -98,6 +99,7 @@ async def test_killed_peer(tmp_path) -> None:
     assert time.monotonic() - start < 5.0 + SLACK
 
 
+@pytest.mark.promise("lost.frozen")
 async def test_frozen_and_busy_peers(workers: Workers) -> None:
     """A busy peer is not lost; a frozen peer is, until it thaws."""
     heartbeat = 2.0

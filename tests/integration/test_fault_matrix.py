@@ -14,6 +14,7 @@ from benchmarks._faults_cell import FAULTS, KILL, PENDING, STATES, Verdict, make
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.promise("lost.every_fault")
 def test_some_cells() -> None:
     """As a user runs them: who is told, that the others go on, and how every process ends."""
     words = ["kill -9", "exception", "hang in an async def"]
@@ -59,6 +60,7 @@ sys.exit(faults.main())
     assert not (tmp_path / "page.md").exists()
 
 
+@pytest.mark.promise("lost.every_fault")
 def test_the_page_has_every_cell() -> None:
     """The table that was put there, a row for each fault and what it means below."""
     page = (ROOT / "docs" / "faults.md").read_text()

@@ -25,6 +25,7 @@ from tests.support.malformed import (
 # ── between processes ───────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.frames")
 async def test_a_peer_that_sends_junk() -> None:
     """The victim serves on, and nothing of it stays."""
     frames = [(CALLS, each) for each in (*BYTES.values(), *map(dump, LIES.values()))]
@@ -41,6 +42,7 @@ async def test_a_peer_that_sends_junk() -> None:
         assert (await call("victim", aiorpc.stats)).running == 1, "that very call"
 
 
+@pytest.mark.promise("security.frames")
 async def test_a_peer_that_answers_junk() -> None:
     """Its callers get errors, whatever it says; all else goes on."""
     async with aiorpc.local_world(["evil", "good"]):

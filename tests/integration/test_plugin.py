@@ -83,6 +83,7 @@ async def test_the_other_plugin_beside_it(no_leaks, world):
 """
 
 
+@pytest.mark.promise("testing.fixtures")
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 def test_with_pytest_asyncio(run, mode: str) -> None:
     """Whether fixtures have to be marked for it or not."""
@@ -91,6 +92,7 @@ def test_with_pytest_asyncio(run, mode: str) -> None:
     done.assert_outcomes(passed=5)
 
 
+@pytest.mark.promise("testing.fixtures")
 @pytest.mark.parametrize("order", ["anyio first", "anyio last", "anyio alone"])
 def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pytest-asyncio beside it, in whichever order they are loaded, or without."""
@@ -177,6 +179,7 @@ async def test_world_left_open():
 """
 
 
+@pytest.mark.promise("testing.leaks")
 def test_leaks_fail_the_test_that_left_them(run) -> None:
     """Each test is named at its end, and the next one starts without leaks."""
     done = run(LEAKS, "--asyncio-mode=auto", "-rE", "-v")
@@ -211,6 +214,7 @@ def test_leaks_fail_the_test_that_left_them(run) -> None:
 # ── how it is found ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("testing.import")
 def test_it_does_not_slow_pytest_down(run) -> None:
     """To have the library installed is not to import torch in each run of pytest."""
     tests = """

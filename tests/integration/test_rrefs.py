@@ -99,6 +99,7 @@ async def test_of_ones_own_object(kind: type[Slotted]) -> None:
         assert await remote(rref).me(rref)
 
 
+@pytest.mark.promise("calls.not_serving")
 async def test_of_a_world_that_was_left() -> None:
     """Any use raises, whichever its owner; RRefs of own objects still work."""
     async with world(["a"]):

@@ -54,6 +54,7 @@ BACKGROUND = """
 """
 
 
+@pytest.mark.promise("worlds.signals")
 @pytest.mark.parametrize(
     ("whom", "how"), [("parent", ""), ("all", ""), ("parent", BACKGROUND)], ids=["one", "all", "&"]
 )
@@ -110,6 +111,7 @@ def test_sigterm_of_one_worker(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.promise("worlds.signals")
 def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     """Also if the program ignores the first: its children are gone too."""
     with started(program(tmp_path, STUBBORN)) as parent:
@@ -126,6 +128,7 @@ def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
     assert "terminate" not in errors
 
 
+@pytest.mark.promise("worlds.handlers")
 def test_a_programs_own_handlers_stay(tmp_path: Path) -> None:
     """A program's own handler stays; afterwards all handlers are as before."""
     path = program(

@@ -73,6 +73,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return found
 
 
+@pytest.mark.promise("autograd.gradients")
 async def test_gradients_through_calls(sent: Sent) -> None:
     """Those of calls in the context are right at both ends; other calls are no part of it."""
     x, scale = torch.randn(4, 3), torch.randn(4, 2)

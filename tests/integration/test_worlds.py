@@ -60,6 +60,7 @@ STAYS = [
 ]
 
 
+@pytest.mark.promise("exceptions.itself")
 async def test_exceptions_cross() -> None:
     """Own class, own arguments, own attributes, and the remote traceback as the cause."""
     async with world(["callee"]):
@@ -101,6 +102,7 @@ async def araise_object(recipe: tuple[Any, ...]) -> None:
     raise exc
 
 
+@pytest.mark.promise("exceptions.hops")
 async def test_exception_through_three_workers() -> None:
     """What C raised and B let through arrives at A as itself, both tracebacks in its cause."""
     async with aiorpc.local_world(["b", "c"]):
@@ -127,6 +129,7 @@ async def test_objects_in_another_process() -> None:
 # ── nothing blocks ──────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("calls.nesting")
 def test_deep_nesting_with_two_threads(tmp_path: Path) -> None:
     """200 nested calls between two workers: torch's own deadlock at twice the threads."""
     path = program(
@@ -148,6 +151,7 @@ def test_deep_nesting_with_two_threads(tmp_path: Path) -> None:
     assert (done.stdout, done.stderr) == ("200\n", "")
 
 
+@pytest.mark.promise("calls.coroutines_need_no_thread")
 async def test_three_thousand_sleeps_on_two_threads() -> None:
     """15 s of sleep for two blocked threads, a fraction of it for coroutines."""
     async with world(["b"], threads=2):
@@ -163,6 +167,7 @@ async def test_three_thousand_sleeps_on_two_threads() -> None:
 # ── lives ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("worlds.again")
 async def test_worlds_in_a_row() -> None:
     """A process may leave a world and enter another with fresh peers, of any size."""
     for names in (["a"], [], ["a", "b"]):
@@ -171,6 +176,7 @@ async def test_worlds_in_a_row() -> None:
             assert len(set(pids)) == len(names) + 1
 
 
+@pytest.mark.promise("worlds.failure")
 async def test_exception_inside_ends_the_world() -> None:
     """It propagates, quickly, and the children are gone."""
     with pytest.raises(LookupError):  # noqa: PT012
@@ -182,6 +188,7 @@ async def test_exception_inside_ends_the_world() -> None:
     assert not child.is_running()
 
 
+@pytest.mark.promise("lost.dead")
 async def test_killed_peer_is_lost() -> None:
     """Pending and new calls raise WorkerLost, and leaving does not wait for the dead."""
     async with world(["a", "b"]):
@@ -198,6 +205,7 @@ async def test_killed_peer_is_lost() -> None:
     assert time.monotonic() - start < 5 + SLACK
 
 
+@pytest.mark.promise("worlds.child_dies")
 def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
     """It is reported at once, not after the whole start_timeout."""
     path = program(
@@ -220,6 +228,7 @@ def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.promise("worlds.missing")
 async def test_missing_rank_is_named(tmp_path: Path) -> None:
     """`start_timeout` holds, and the error names the missing ranks."""
     with pytest.raises(WorldTimeout, match=r"rank 1, 2") as raised:
@@ -230,6 +239,7 @@ async def test_missing_rank_is_named(tmp_path: Path) -> None:
     assert raised.value.missing == (1, 2)
 
 
+@pytest.mark.promise("worlds.loopback")
 async def test_only_loopback_listens() -> None:
     """A local world has no TCP rendezvous, and its sockets are on the loopback interface."""
     before = {c.laddr for c in psutil.Process().net_connections("tcp")}
@@ -240,6 +250,7 @@ async def test_only_loopback_listens() -> None:
     assert all(address.ip in ("127.0.0.1", "::1") for address in listening), listening
 
 
+@pytest.mark.promise("worlds.run_local")
 def test_run_local(tmp_path: Path) -> None:
     """Every process runs main, the first one's result is returned, and nothing is printed by us."""
     path = program(
@@ -300,6 +311,7 @@ def test_a_child_that_fails_waits_for_no_thread(tmp_path: Path) -> None:
     assert "ValueError: boom" in done.stderr
 
 
+@pytest.mark.promise("worlds.failure")
 def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
     """A class of the child's own `__main__`, its traceback as the cause, a non-zero exit code."""
     path = program(
@@ -356,6 +368,7 @@ def test_exception_defined_in_main(tmp_path: Path) -> None:
     assert "Hidden: from the child" in lines[1]
 
 
+@pytest.mark.promise("worlds.parent")
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     """kill -9 leaves no child behind, though they are busy."""
     path = program(
@@ -383,6 +396,7 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.promise("worlds.signals")
 def test_interrupt_is_graceful(tmp_path: Path) -> None:
     """Ctrl-C, which the whole group gets: all end within two seconds, without a traceback."""
     path = program(
@@ -409,6 +423,7 @@ def test_interrupt_is_graceful(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.promise("worlds.torchrun")
 def test_torchrun_environment(tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are understood, as torchrun sets them."""
     path = program(
@@ -463,6 +478,7 @@ async def test_a_world_of_one_needs_nothing() -> None:
         assert await call("solo", actors.name_of_worker) == me.name
 
 
+@pytest.mark.promise("worlds.exit")
 async def test_leaving_ends_calls_that_are_still_awaited() -> None:
     """A task that outlives the block learns that the world is over, and leaving stays quick."""
     async with aiorpc.local_world(["a"]):
@@ -475,6 +491,7 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
         await waiting
 
 
+@pytest.mark.promise("worlds.exit")
 @pytest.mark.parametrize("how", ["blocks", "ignores", "batch"])
 def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) -> None:
     """A `def` in a thread of torch's, coroutines that swallow their cancellation: all are left."""

@@ -31,6 +31,7 @@ async def test_values_there_and_back(world: Any, name: str) -> None:
     assert same(await echo(torch.arange(4).reshape(2, 2).T), torch.arange(4).reshape(2, 2).T)
 
 
+@pytest.mark.promise("order.lone")
 async def test_lone_calls_travel_in_frames_of_their_own(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,6 +26,7 @@ def _nothing_requested(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
+@pytest.mark.promise("worlds.interface")
 async def test_a_wrong_interface_is_an_error_before_the_start(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -66,6 +67,7 @@ def test_loopback_hosts(host: str, here: bool) -> None:
         assert network.interfaces_towards(host) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
 
 
+@pytest.mark.promise("worlds.loopback")
 async def test_a_world_of_one_listens_on_the_loopback_interface(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

@@ -62,6 +62,7 @@ async def test_torchrun_on_two_machines(machines: tuple[Machine, Machine]) -> No
             assert f"uses {LINK} ({ADDRESSES[rank]}" in errors
 
 
+@pytest.mark.promise("worlds.cut")
 async def test_poor_and_cut_lines() -> None:
     """Everything arrives over a poor one. Whoever waits for a cut one is told in time, it works
     again once it is whole, and leaving ends."""

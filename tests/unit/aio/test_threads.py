@@ -60,6 +60,7 @@ def take(ended: "queue.SimpleQueue[int]", count: int) -> list[int]:
     return [ended.get(timeout=SOON) for _ in range(count)]
 
 
+@pytest.mark.promise("order.threads")
 @of(1)
 def test_tasks_start_in_order(pool: GatedPool) -> None:
     """One thread takes one after the other, whether they come together or one by one."""
@@ -69,6 +70,7 @@ def test_tasks_start_in_order(pool: GatedPool) -> None:
     assert take(pool.ended, 100) == list(range(100))
 
 
+@pytest.mark.promise("order.threads")
 @of(4)
 def test_the_only_free_thread_keeps_the_order(pool: GatedPool) -> None:
     """However many others there are that are blocked."""

@@ -107,6 +107,7 @@ def grown(
 trees = st.recursive(leaves(), grown, max_leaves=6)
 
 
+@pytest.mark.promise("batching.stacked")
 @given(trees, st.integers(1, 5), st.sampled_from([None, "cpu", torch.device("cpu")]))
 def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device: Any) -> None:
     """`uncollate(collate(values))` equals the values, structure and all."""

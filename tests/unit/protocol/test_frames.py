@@ -129,6 +129,7 @@ def test_a_length_beyond_the_limit(length: int) -> None:
         reader.next()
 
 
+@pytest.mark.promise("security.memory")
 @given(st.integers(MAX_FRAME + 1, (1 << 32) - 1), st.integers(0, 255), frames)
 def test_no_more_memory_than_one_frame_needs(length: int, kind: int, sent: list[Frame]) -> None:
     """Whatever a header says behind whatever frames, the buffer stays within one frame."""
@@ -204,6 +205,14 @@ def test_a_large_frame_is_received_in_one_piece() -> None:
     put(reader, large[: HEADER.size])
     assert put(reader, large[HEADER.size :]) == MAX_FRAME
     assert reader.next() == (CALLS, bytes(MAX_FRAME))
+
+
+def test_memory_for_a_large_frame_behind_a_small_one() -> None:
+    """The header of the incomplete frame counts, not one that was read already."""
+    reader = FrameReader()
+    put(reader, frame(CALLS, b"x") + HEADER.pack(MAX_FRAME, RESULTS))
+    assert take_all(reader) == [(CALLS, b"x")]
+    assert len(reader.buffer()) >= MAX_FRAME
 
 
 @given(frames, strides)

@@ -361,6 +361,7 @@ def test_what_is_no_payload_is_refused(fields: tuple[Any, ...]) -> None:
         load_payload(dump_plain(fields))
 
 
+@pytest.mark.promise("security.frames_plain")
 @pytest.mark.parametrize("load", [load_calls, load_payload, decode_reply])
 def test_reading_a_frame_runs_no_code(load: Any) -> None:
     """A class in the frame itself is refused before it is looked up."""
@@ -397,6 +398,7 @@ def test_keywords_keep_their_names() -> None:
     ]
 
 
+@pytest.mark.promise("transport.identity")
 @pytest.mark.parametrize(
     "value",
     [[1], {"key": 1}, torch.zeros(2), torch.zeros(INLINE_BYTES), torch.ones(2, requires_grad=True)],
@@ -410,6 +412,7 @@ def test_what_is_passed_twice_arrives_as_one(value: Any) -> None:
     assert args[0] is kwargs["inside"][0]
 
 
+@pytest.mark.promise("transport.identity")
 def test_equal_arguments_of_two_calls_are_two() -> None:
     """Calls have nothing to do with each other, though they travel together."""
     small = torch.zeros(2)
@@ -418,6 +421,7 @@ def test_equal_arguments_of_two_calls_are_two() -> None:
     assert other[0].tolist() == [0, 0]
 
 
+@pytest.mark.promise("transport.copied")
 def test_small_arguments_are_copied_at_the_call() -> None:
     """They may be changed at once: as a column's cell, and in a pickle."""
     tensor, items = torch.zeros(3), [1]
@@ -445,6 +449,7 @@ def test_size_counts_all_that_is_sent() -> None:
     assert call([torch.zeros(10_000), b"x" * 5000]).size > 45_000
 
 
+@pytest.mark.promise("transport.large")
 @pytest.mark.parametrize(
     ("value", "by_torch"),
     [
@@ -577,6 +582,7 @@ ITEM_CELLS = st.one_of(
 )
 
 
+@pytest.mark.promise("streams.order")
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), ITEM_CELLS), max_size=20))
 def test_items_of_streams_stay_in_order(results: list[Any]) -> None:
     """Whatever kinds they are of, and whatever results of calls lie between them."""

@@ -42,6 +42,7 @@ def test_addresses_are_those_of_psutil() -> None:
     assert found == {name: of for name, of in expected.items() if of}
 
 
+@pytest.mark.promise("worlds.interface")
 def test_the_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument, AIORPC_INTERFACE, the variables; one variable stands for both."""
     monkeypatch.setattr(network, "addresses", lambda: {name: ["10.0.0.1"] for name in "abcd"})
