@@ -3,11 +3,12 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch
-EXTRAS ?= examples,test,bench,docs
+EXTRAS ?= examples,test,bench,check,docs
 BIN := $(VENV)/bin
 comma := ,
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
+.PHONY: mutation package promises
 .PHONY: demo test test-long install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
@@ -36,6 +37,20 @@ test: install
 test-long: install
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/unit/batching/test_scheduler.py tests/unit/batching/test_policies.py tests/loopback/test_fuzz.py \
 		--timeout 3000 -o faulthandler_timeout=0
+
+# The page of the promises, from tests/promises.toml and the marks of the tests.
+promises: install
+	$(BIN)/python -m tests.support.promises --write
+
+# A fixed sample of the mutants of the state machines and codecs; `make mutation MUTANTS='*'` runs all. Survivors are
+# printed; too many of them are an error.
+MUTANTS ?=
+mutation: install
+	$(BIN)/python -m tests.support.mutation $(if $(MUTANTS),'$(MUTANTS)')
+
+# Wheel and sdist: built, installed into a fresh environment, and tested there without the source.
+package: install
+	PYTHON=$(BIN)/python .ci/package
 
 lint: install
 	$(BIN)/ruff check .
@@ -76,4 +91,4 @@ figures: install
 	$(BIN)/python -m examples.inference --rates 20 40 80 160 320 --seconds 5 --plot docs/figures/inference.svg
 
 clean:
-	rm -rf $(VENV) .venv-* build dist site out
+	rm -rf $(VENV) .venv-* build dist mutants site out
