@@ -44,7 +44,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 
 BOTH_FIXTURES = """
 import pytest
-from tests.support.actors import Counter
+from actors import Counter
 from aiorpc_torch import call, create, remote
 
 {mark}
@@ -130,7 +130,7 @@ def test_a_loop_that_is_not_that_of_the_fixtures(run) -> None:
 LEAKS = """
 import asyncio, os, subprocess, threading
 import pytest
-from tests.support.actors import Counter
+from actors import Counter
 from aiorpc_torch import create, remote, testing
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
