@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.example_programs import ROOT, free_port
 
 PROGRAM = """
@@ -26,6 +28,7 @@ print(launch(main, ["trainer", "ps"], options))
 """
 
 
+@pytest.mark.slow
 def test_who_is_done_serves_the_others() -> None:
     """A parameter server, whose `main` does nothing, is there for as long as a trainer works."""
     port = str(free_port())

@@ -91,6 +91,7 @@ def test_with_pytest_asyncio(run, mode: str) -> None:
     done.assert_outcomes(passed=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["anyio first", "anyio last", "anyio alone"])
 def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pytest-asyncio beside it, in whichever order they are loaded, or without."""
@@ -110,6 +111,7 @@ def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
         done.assert_outcomes(passed=6)
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_not_that_of_the_fixtures(run) -> None:
     """It raises, and does not hang."""
     done = run(
@@ -223,6 +225,7 @@ def test_it_does_not_slow_pytest_down(run) -> None:
     run(tests).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_installed(run, pytester: pytest.Pytester, named: bool) -> None:
     """Its entry point is enough, and a second mention of the plugin is harmless."""

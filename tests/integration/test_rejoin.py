@@ -159,6 +159,7 @@ def test_run_local_restarts_main(tmp_path: Path) -> None:
     assert "ended with code 9" in done.stderr
 
 
+@pytest.mark.slow
 def test_run_local_goes_on_without_a_worker(tmp_path: Path) -> None:
     """With `on_failure="continue"` the others finish, and then the failure is raised."""
     path = program(
@@ -183,6 +184,7 @@ def test_run_local_goes_on_without_a_worker(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "LookupError: b's own"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "die"])
 def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
     """`worker(on_failure="stop")`, in processes without a supervisor."""
@@ -264,6 +266,7 @@ def line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.slow
 def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
     """It replaces a dead process only."""
     with three(tmp_path) as (path, where, found):
@@ -279,6 +282,7 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
             assert line(found[0]) == f"back {third.pid}\n"
 
 
+@pytest.mark.slow
 def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
     """A frozen process that was replaced gets NotServing from all peers when it thaws."""
     with three(tmp_path) as (path, where, found):

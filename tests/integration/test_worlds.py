@@ -247,6 +247,7 @@ def test_run_local(tmp_path: Path) -> None:
     assert done.stdout.strip() == "('hello', 'ps', 0, 2)"
 
 
+@pytest.mark.slow
 def test_a_child_ends_its_threads_first(tmp_path: Path) -> None:
     """What it has given to an executor is done before its process ends."""
     path = program(
@@ -398,6 +399,7 @@ def test_interrupt_is_graceful(tmp_path: Path) -> None:
     assert "Traceback" not in errors
 
 
+@pytest.mark.slow
 def test_torchrun_environment(tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are understood, as torchrun sets them."""
     path = program(
