@@ -34,15 +34,18 @@ TIERS = {
     "gpu": "gpu",
     "examples": "examples",
 }
+SLOW = {"network"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the tier of its folder."""
+    """Mark each test with the tier of its folder, and as slow where a whole folder is."""
     here = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
         if folder in TIERS:
             item.add_marker(TIERS[folder])
+        if folder in SLOW:
+            item.add_marker("slow")
 
 
 # A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.

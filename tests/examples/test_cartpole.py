@@ -34,6 +34,7 @@ def test_cartpole(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.3, 3.5, 8.0])
 def test_cartpole_interrupted(after: float) -> None:
     """Ctrl-C at any time, also while it imports and starts: two seconds, no traceback."""
@@ -84,7 +85,7 @@ def rewards(name: str, *args: str) -> list[str]:
     return [line for line in said.splitlines() if line.startswith("reward")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_plain_form_trains_the_same(tmp_path: Path) -> None:
     plain = rewards("_reference.cartpole", "--observers", "2")
     picture = str(tmp_path / "curve.png")
@@ -105,6 +106,7 @@ def wait_until_it_plays(agent: subprocess.Popen[str]) -> None:
     assert "play" in agent.stdout.readline()
 
 
+@pytest.mark.slow
 def test_a_killed_observer_ends_the_program() -> None:
     """kill -9 of a child: the world ends, and its name and a bad exit code say why."""
     with started(command("cartpole", *LONG, "--environments", "2", python=["-u"])) as agent:
@@ -117,6 +119,7 @@ def test_a_killed_observer_ends_the_program() -> None:
         assert not psutil.wait_procs(children, timeout=15)[1]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_ends_all() -> None:
     """kill -9 of the agent, each worker in a terminal of its own: all end, with bad exit codes."""
     with terminals("cartpole", 3, *LONG, python=["-u"]) as (agent, *observers):

@@ -188,6 +188,7 @@ def test_as_one_command(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_client_that_is_killed() -> None:
     """The others ask on; at the end the command says who was lost, and fails."""
     with started(command("inference", *LONG)) as process:
@@ -203,6 +204,7 @@ def test_a_client_that_is_killed() -> None:
     assert "worker 'client0' is lost" in errors
 
 
+@pytest.mark.slow
 def test_a_server_that_is_killed() -> None:
     """No client waits for it, or ends as if all were well."""
     with terminals("inference", 2, "--clients", "1", *LONG) as processes:

@@ -310,6 +310,7 @@ def test_as_one_command(data: Path) -> None:
     assert (data / "losses.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 def test_under_torchrun(data: Path) -> None:
     """The world is as large as torchrun says."""
@@ -325,7 +326,7 @@ def terminals_of(data: Path, size: int, *args: str) -> AbstractContextManager[li
     return terminals("mnist", size, *where(data), "--world-size", str(size), *args)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.worlds
 def test_one_terminal_a_worker(data: Path) -> None:
     """They meet at the address that all are given, and end together."""
@@ -338,6 +339,7 @@ def test_one_terminal_a_worker(data: Path) -> None:
 LONG = ("--epochs", "1000", "--batch-size", "4")
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 def test_a_server_that_is_killed(data: Path) -> None:
     """No trainer goes on without it, or ends as if all were well."""
@@ -351,6 +353,7 @@ def test_a_server_that_is_killed(data: Path) -> None:
     assert all("worker 'ps' is lost" in errors for _, errors in outputs[1:])
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 def test_a_trainer_that_is_killed(data: Path) -> None:
     """It ends the run, with a code that says so and an error that names it."""

@@ -308,6 +308,7 @@ def test_quick(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_comes_back(tmp_path: Path) -> None:
     """The other goes on without it; it begins where the model is by then, and all end well."""
     # Alone, the other takes a second a step, so it is not done before the first is back.
@@ -323,7 +324,7 @@ def test_a_killed_trainer_comes_back(tmp_path: Path) -> None:
     assert "last of 60" in "".join(program.lines)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_a_killed_trainer_is_missed(tmp_path: Path) -> None:
     """Who is not started again: the others go on to the end, and the exit code tells of it."""
     words = ("--quick", "--restart", "0", "--timeout", "0.2", "--iterations", "10")
@@ -336,6 +337,7 @@ def test_a_killed_trainer_is_missed(tmp_path: Path) -> None:
     assert "last of 10" in "".join(program.lines)
 
 
+@pytest.mark.slow
 def test_a_killed_server_ends_everybody(tmp_path: Path) -> None:
     """In a world of processes that were started one by one: none is left, none ends well."""
     port = str(free_port())
@@ -354,7 +356,7 @@ def test_a_killed_server_ends_everybody(tmp_path: Path) -> None:
         assert time.monotonic() - start < SOON
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_plain_form(tmp_path: Path) -> None:
     """What it is compared with learns as well."""
     words = ["--trainers", "2", "--model", "small", "--iterations", "20"]

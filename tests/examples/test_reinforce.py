@@ -86,7 +86,7 @@ def learned(lines: list[str]) -> list[str]:
     return [re.sub(r", \d+ s \(.*", "", line) for line in kept]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_both_forms_learn_the_same(tmp_path: Path) -> None:
     """The program and its plain form, quick: the same episodes, running reward and policy."""
     picture = tmp_path / "curve.png"

@@ -360,6 +360,7 @@ def training() -> Iterator[subprocess.Popen[str]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_parameter_server_is_killed() -> None:
     """The trainer ends, soon, and says so with its code."""
     with training() as process:
@@ -373,7 +374,7 @@ def test_the_parameter_server_is_killed() -> None:
     assert re.search("worker 'ps' is lost|RuntimeError: ", output), output
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_interrupted() -> None:
     """Ctrl-C in training: two seconds, code 130, no traceback."""
     with training() as process:

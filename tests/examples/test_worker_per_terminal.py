@@ -29,6 +29,7 @@ print(launch(main, ["trainer", "ps"], options))
 
 
 @pytest.mark.promise("worlds.exit", "worlds.run_local")
+@pytest.mark.slow
 def test_who_is_done_serves_the_others() -> None:
     """A parameter server, whose `main` does nothing, is there for as long as a trainer works."""
     port = str(free_port())

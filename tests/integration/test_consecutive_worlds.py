@@ -66,6 +66,7 @@ ROW = """
 """
 
 
+@pytest.mark.slow
 def test_two_hundred_worlds(tmp_path: Path) -> None:
     """Threads, files and memory are as they were after the first seventy."""
     done = run(program(tmp_path, ROW), "70", "130")
@@ -116,6 +117,7 @@ GUEST = """
 """
 
 
+@pytest.mark.slow
 def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
     """A process meets its old peer again, then a fresh one, then a fresh rank 0."""
     script = program(tmp_path, GUEST)

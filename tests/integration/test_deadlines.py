@@ -4,14 +4,11 @@ import asyncio
 from typing import Any
 
 import anyio
-import pytest
 
 from aiorpc_torch import call, create, remote
 from aiorpc_torch.testing import Gate, world
 from tests.support import actors
 from tests.support.actors import Streams
-
-pytestmark = pytest.mark.usefixtures("world")
 
 
 async def hold_when_entered(gate: Any) -> None:

@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.promise("lost.every_fault")
+@pytest.mark.slow
 def test_some_cells() -> None:
     """As a user runs them: who is told, that the others go on, and how every process ends."""
     words = ["kill -9", "exception", "hang in an async def"]
@@ -34,6 +35,7 @@ def test_some_cells() -> None:
     assert "0 failed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_cell_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its process is ended, and what it wrote so far is shown."""
     hangs = f"""

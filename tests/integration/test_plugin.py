@@ -44,7 +44,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 
 BOTH_FIXTURES = """
 import pytest
-from tests.support.actors import Counter
+from actors import Counter
 from aiorpc_torch import call, create, remote
 
 {mark}
@@ -93,6 +93,7 @@ def test_with_pytest_asyncio(run, mode: str) -> None:
 
 
 @pytest.mark.promise("testing.fixtures")
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["anyio first", "anyio last", "anyio alone"])
 def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pytest-asyncio beside it, in whichever order they are loaded, or without."""
@@ -112,6 +113,7 @@ def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
         done.assert_outcomes(passed=6)
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_not_that_of_the_fixtures(run) -> None:
     """It raises, and does not hang."""
     done = run(
@@ -132,7 +134,7 @@ def test_a_loop_that_is_not_that_of_the_fixtures(run) -> None:
 LEAKS = """
 import asyncio, os, subprocess, threading
 import pytest
-from tests.support.actors import Counter
+from actors import Counter
 from aiorpc_torch import create, remote, testing
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -227,6 +229,7 @@ def test_it_does_not_slow_pytest_down(run) -> None:
     run(tests).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_installed(run, pytester: pytest.Pytester, named: bool) -> None:
     """Its entry point is enough, and a second mention of the plugin is harmless."""

@@ -164,6 +164,7 @@ def test_run_local_restarts_main(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("worlds.on_failure")
+@pytest.mark.slow
 def test_run_local_goes_on_without_a_worker(tmp_path: Path) -> None:
     """With `on_failure="continue"` the others finish, and then the failure is raised."""
     path = program(
@@ -189,6 +190,7 @@ def test_run_local_goes_on_without_a_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("worlds.on_failure")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "die"])
 def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
     """`worker(on_failure="stop")`, in processes without a supervisor."""
@@ -271,6 +273,7 @@ def line(process: "subprocess.Popen[str]") -> str:
 
 
 @pytest.mark.promise("rejoin.machines")
+@pytest.mark.slow
 def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
     """It replaces a dead process only."""
     with three(tmp_path) as (path, where, found):
@@ -287,6 +290,7 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("rejoin.replaced")
+@pytest.mark.slow
 def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
     """A frozen process that was replaced gets NotServing from all peers when it thaws."""
     with three(tmp_path) as (path, where, found):

@@ -179,6 +179,7 @@ AGAIN = """
 """
 
 
+@pytest.mark.slow
 def test_objects_of_workers_that_enter_again(tmp_path: Path) -> None:
     """They are made, called, passed on and sent back, in the third world as in the first."""
     path, where = program(tmp_path, AGAIN), f"file://{tmp_path}/store"

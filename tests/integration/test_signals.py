@@ -76,6 +76,7 @@ def test_sigterm_is_graceful(tmp_path: Path, whom: str, how: str) -> None:
     assert "terminate" not in errors
 
 
+@pytest.mark.slow
 def test_sigterm_of_one_worker(tmp_path: Path) -> None:
     """Its peer gets WorkerLost; its own clean-up runs, and its exit code is 143."""
     path = program(
@@ -224,6 +225,7 @@ BUSY = """
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1.2, 3600])
 def test_a_backward_without_a_caller(tmp_path: Path, seconds: float) -> None:
     """It runs in a thread of torch when the process ends: no abort."""

@@ -105,7 +105,7 @@ async def araise_object(recipe: tuple[Any, ...]) -> None:
 @pytest.mark.promise("exceptions.hops")
 async def test_exception_through_three_workers() -> None:
     """What C raised and B let through arrives at A as itself, both tracebacks in its cause."""
-    async with aiorpc.local_world(["b", "c"]):
+    async with world(["b", "c"]):
         with pytest.raises(actors.TwoArguments) as raised:
             await call("b", actors.raise_from_third, "c")
         assert raised.value.code == 7
@@ -130,25 +130,14 @@ async def test_objects_in_another_process() -> None:
 
 
 @pytest.mark.promise("calls.nesting")
-def test_deep_nesting_with_two_threads(tmp_path: Path) -> None:
+async def test_deep_nesting_with_two_threads(capfd: pytest.CaptureFixture[str]) -> None:
     """200 nested calls between two workers: torch's own deadlock at twice the threads."""
-    path = program(
-        tmp_path,
-        """
-        from tests.support.actors import PingPong
-        from aiorpc_torch import create, remote
-        async def main():
-            async with aiorpc.local_world(["b"], threads=2):
-                a, b = await create("main", PingPong), await create("b", PingPong)
-                await remote(a).meet(b)
-                await remote(b).meet(a)
-                print(await asyncio.wait_for(remote(b).bounce(200), 30))
-        if __name__ == "__main__":
-            asyncio.run(main())
-        """,
-    )
-    done = run(path)
-    assert (done.stdout, done.stderr) == ("200\n", "")
+    async with world(["b"], threads=2), asyncio.timeout(30.0):
+        a, b = await create("main", actors.PingPong), await create("b", actors.PingPong)
+        await remote(a).meet(b)
+        await remote(b).meet(a)
+        assert await remote(b).bounce(200) == 200
+    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.promise("calls.coroutines_need_no_thread")
@@ -171,7 +160,7 @@ async def test_three_thousand_sleeps_on_two_threads() -> None:
 async def test_worlds_in_a_row() -> None:
     """A process may leave a world and enter another with fresh peers, of any size."""
     for names in (["a"], [], ["a", "b"]):
-        async with aiorpc.local_world(names) as me:
+        async with world(names) as me:
             pids = [await call(name, actors.pid) for name in ("main", *me.peers)]
             assert len(set(pids)) == len(names) + 1
 
@@ -180,7 +169,7 @@ async def test_worlds_in_a_row() -> None:
 async def test_exception_inside_ends_the_world() -> None:
     """It propagates, quickly, and the children are gone."""
     with pytest.raises(LookupError):  # noqa: PT012
-        async with aiorpc.local_world(["a"]):
+        async with world(["a"]):
             child = psutil.Process(await call("a", actors.pid))
             start = time.monotonic()
             raise LookupError("inside")
@@ -243,7 +232,7 @@ async def test_missing_rank_is_named(tmp_path: Path) -> None:
 async def test_only_loopback_listens() -> None:
     """A local world has no TCP rendezvous, and its sockets are on the loopback interface."""
     before = {c.laddr for c in psutil.Process().net_connections("tcp")}
-    async with aiorpc.local_world(["a"]):
+    async with world(["a"]):
         found = psutil.Process().net_connections("tcp")
         found += psutil.Process(await call("a", actors.pid)).net_connections("tcp")
     listening = [c.laddr for c in found if c.status == "LISTEN" and c.laddr not in before]
@@ -269,6 +258,7 @@ def test_run_local(tmp_path: Path) -> None:
     assert done.stdout.strip() == "('hello', 'ps', 0, 2)"
 
 
+@pytest.mark.slow
 def test_a_child_ends_its_threads_first(tmp_path: Path) -> None:
     """What it has given to an executor is done before its process ends."""
     path = program(
@@ -424,6 +414,7 @@ def test_interrupt_is_graceful(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("worlds.torchrun")
+@pytest.mark.slow
 def test_torchrun_environment(tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are understood, as torchrun sets them."""
     path = program(
@@ -481,7 +472,7 @@ async def test_a_world_of_one_needs_nothing() -> None:
 @pytest.mark.promise("worlds.exit")
 async def test_leaving_ends_calls_that_are_still_awaited() -> None:
     """A task that outlives the block learns that the world is over, and leaving stays quick."""
-    async with aiorpc.local_world(["a"]):
+    async with world(["a"]):
         sleeper = await create("a", Sleeper)
         waiting = asyncio.create_task(remote(sleeper).sleep(600))
         await remote(sleeper).sleep(0)
@@ -550,6 +541,6 @@ def gather(value: Any) -> Any:
 
 async def test_torch_gathers_from_all_workers() -> None:
     """torch's `_all_gather` knows every worker, as after `init_rpc`."""
-    async with aiorpc.local_world(["b"]):
+    async with world(["b"]):
         found = await asyncio.gather(asyncio.to_thread(gather, 1), aiorpc.call("b", gather, 2))
     assert found == [{"main": 1, "b": 2}] * 2

@@ -325,7 +325,7 @@ class RoundMachine(Machine):
 
 TestFillMachine, TestRoundMachine = FillMachine.TestCase, RoundMachine.TestCase
 TestFillMachine.settings = TestRoundMachine.settings = settings(
-    max_examples=max(200, settings().max_examples),
+    max_examples=2 * settings().max_examples,
     stateful_step_count=20,
     suppress_health_check=list(HealthCheck),
 )
