@@ -8,7 +8,7 @@ BIN := $(VENV)/bin
 comma := ,
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: mutation package promises
+.PHONY: mutation package promises test-all
 .PHONY: demo test test-long install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
@@ -37,6 +37,9 @@ test: install
 test-long: install
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/unit/batching/test_scheduler.py tests/unit/batching/test_policies.py tests/loopback/test_fuzz.py \
 		--timeout 3000 -o faulthandler_timeout=0
+
+# What `make test` leaves out.
+test-all: mutation package
 
 # The page of the promises, from tests/promises.toml and the marks of the tests.
 promises: install
