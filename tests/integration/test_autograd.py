@@ -169,6 +169,7 @@ async def test_views_of_one_storage() -> None:
             assert (await ctx.gradients())[x].tolist() == [1, 4, 6, 7, 8, 10]
 
 
+@pytest.mark.promise("autograd.parameters")
 async def test_parameters_are_copies() -> None:
     """As torch sends them; a view of one has its gradient."""
     async with stages() as every:
@@ -311,6 +312,7 @@ async def test_rounds_are_of_no_context() -> None:
             assert not y.requires_grad
 
 
+@pytest.mark.promise("autograd.streams")
 async def test_items_of_a_stream_carry_no_graph() -> None:
     """They are values; the call itself keeps no backward waiting."""
     async with stages() as every:
@@ -400,6 +402,7 @@ async def test_calls_that_contribute_nothing() -> None:
                 same(await every.gradients(ctx, x), expected)
 
 
+@pytest.mark.promise("autograd.several")
 async def test_several_backwards() -> None:
     """Each with roots of its own; their gradients add up."""
     alone, x = Alone(), vector()
@@ -610,6 +613,7 @@ async def test_a_worker_that_freezes_before_backward() -> None:
         await every.trained((("call", "c", "on_loop", WEIGH),), vector(1))
 
 
+@pytest.mark.promise("autograd.errors")
 async def test_errors_in_backward() -> None:
     """What fails on another worker is raised here, and `aiorpc.timeout` bounds the whole."""
     async with stages() as every:

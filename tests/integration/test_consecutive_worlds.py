@@ -66,6 +66,7 @@ ROW = """
 """
 
 
+@pytest.mark.promise("worlds.many")
 @pytest.mark.slow
 def test_two_hundred_worlds(tmp_path: Path) -> None:
     """Threads, files and memory are as they were after the first seventy."""

@@ -119,6 +119,7 @@ async def test_of_a_world_that_was_left() -> None:
         await remote(there).add(2)
 
 
+@pytest.mark.promise("worlds.rrefs")
 @KINDS
 async def test_of_ours_among_fresh_processes(kind: type[Slotted]) -> None:
     """An object of this process, which is in a later world, is called and passed on by others."""
@@ -133,6 +134,7 @@ async def test_of_ours_among_fresh_processes(kind: type[Slotted]) -> None:
         assert await remote(second).given() is rref
 
 
+@pytest.mark.promise("worlds.rrefs")
 async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFixture[str]) -> None:
     """Any owner, any path to the user of the RRef; the world ends without output."""
     async with world([]):

@@ -257,6 +257,7 @@ async def test_batched_method() -> None:
     assert max(sizes) <= 8
 
 
+@pytest.mark.promise("batching.defaults")
 async def test_batched_in_thread_with_defaults() -> None:
     """A batched plain def runs in a thread; defaults are filled in for each caller."""
     batching = await create("main", Batching)

@@ -596,6 +596,7 @@ async def test_an_honest_caller_among_strangers(listening: aiorpc.Worker) -> Non
     await until(lambda: not unproven())
 
 
+@pytest.mark.promise("security.long")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("count", [1, 300_000])
 async def test_a_frame_that_is_too_long(

@@ -941,6 +941,7 @@ def test_a_loop_that_was_closed_under_a_batch(
     assert "Traceback" not in printed
 
 
+@pytest.mark.promise("batching.context")
 async def test_the_context_of_one_caller_is_not_the_functions() -> None:
     """A function runs for all its callers, so in none's context."""
     import contextvars

@@ -119,6 +119,7 @@ def test_frames_that_were_read_do_not_change() -> None:
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.long")
 @pytest.mark.parametrize("length", [MAX_FRAME + 1, 1 << 31, (1 << 32) - 1])
 def test_a_length_beyond_the_limit(length: int) -> None:
     """Its header is refused, and no memory was reserved for what it announces."""
@@ -150,6 +151,7 @@ def test_no_more_memory_than_one_frame_needs(length: int, kind: int, sent: list[
         reader.next()
 
 
+@pytest.mark.promise("security.long")
 @pytest.mark.parametrize("kind", [0, CLOSE + 1, 255])
 def test_an_unknown_kind(kind: int) -> None:
     """It is refused before its data has come, and before memory is reserved."""

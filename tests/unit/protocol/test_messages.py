@@ -197,6 +197,7 @@ def returned(results: list[Any]) -> dict[Any, Any]:
 # ── calls ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("transport.arguments")
 @given(st.lists(st.tuples(TARGETS, st.booleans(), WORKS), min_size=1, max_size=8))
 def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
     """Any arguments for any methods, interleaved: each call with its own, in their order."""
@@ -387,6 +388,7 @@ def test_budgets(budgets: list[float | None]) -> None:
         assert not message.budgets
 
 
+@pytest.mark.promise("transport.arguments")
 def test_keywords_keep_their_names() -> None:
     """In whichever order each caller wrote them."""
     calls = [call(1, b=2, a=3), call(1, a=4, b=5), call(a=6, b=7), call(8)]

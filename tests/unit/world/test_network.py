@@ -85,6 +85,7 @@ names = st.sampled_from([None, "a", "b,c"])
 choices = st.dictionaries(st.sampled_from([GLOO, TENSORPIPE]), names.filter(bool))
 
 
+@pytest.mark.promise("worlds.environment")
 @given(before=st.tuples(names, names), choice=choices)
 def test_the_environment_is_restored(before: Any, choice: Any) -> None:
     """For any variables and any interfaces."""
