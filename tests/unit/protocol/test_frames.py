@@ -209,12 +209,13 @@ def test_a_large_frame_is_received_in_one_piece() -> None:
     assert reader.next() == (CALLS, bytes(MAX_FRAME))
 
 
-def test_memory_for_a_large_frame_behind_a_small_one() -> None:
-    """The header of the incomplete frame counts, not one that was read already."""
+@pytest.mark.parametrize("size", [IDLE - HEADER.size, MAX_FRAME])
+def test_memory_for_a_large_frame_behind_a_small_one(size: int) -> None:
+    """The header of the incomplete frame counts, and the room that is left behind its start."""
     reader = FrameReader()
-    put(reader, frame(CALLS, b"x") + HEADER.pack(MAX_FRAME, RESULTS))
+    put(reader, frame(CALLS, b"x") + HEADER.pack(size, RESULTS))
     assert take_all(reader) == [(CALLS, b"x")]
-    assert len(reader.buffer()) >= MAX_FRAME
+    assert len(reader.buffer()) >= size
 
 
 @given(frames, strides)
