@@ -6,9 +6,10 @@ TORCH ?= torch
 EXTRAS ?= examples,test,bench,docs
 BIN := $(VENV)/bin
 comma := ,
+PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test test-long install lint types docs bench soak faults figures clean
+.PHONY: demo test test-rest test-all test-long install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
 
@@ -28,9 +29,16 @@ $(STAMP): pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.cartpole
 
-# `make test PYTEST='-k calls'` runs some of them.
+# Before each commit: some minutes on two cores. `make test PYTEST='-k calls'` runs some of them.
 test: install
-	$(BIN)/python -m pytest $(PYTEST)
+	HYPOTHESIS_PROFILE=brief $(PARALLEL) -m "not slow" $(PYTEST)
+
+# What `make test` leaves out: slow tests, and the properties with many more examples. (tests/README.md)
+test-rest: install
+	$(PARALLEL) -m slow
+	HYPOTHESIS_PROFILE=thorough $(PARALLEL) -m "hypothesis and not slow" --timeout 900 -o faulthandler_timeout=0
+
+test-all: test test-rest
 
 # Without the dump of stacks after 55 seconds, which reads frames while they run.
 test-long: install

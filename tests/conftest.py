@@ -13,6 +13,7 @@ from tests.support.gated_batches import gated as gated, skip as skip
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
+settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
