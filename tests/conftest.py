@@ -2,6 +2,7 @@
 
 import os
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
@@ -39,6 +40,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(TIERS[folder])
         if folder in SLOW:
             item.add_marker("slow")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server that forks children, if tests need it: it imports torch meanwhile."""
+    tiers = {mark.name for item in session.items for mark in item.iter_markers()}
+    if tiers & {"worlds", "examples"} and not session.config.option.collectonly:
+        forkserver.set_forkserver_preload(["aiorpc_torch", "tests.support.preloaded"])
+        forkserver.ensure_running()
 
 
 # A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.
