@@ -2,6 +2,7 @@
 
 import os
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
@@ -13,6 +14,7 @@ from tests.support.gated_batches import gated as gated, skip as skip
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
+settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.register_profile("long", deadline=None, max_examples=20_000)
 settings.register_profile(
     "mutation",  # the same examples each time, and no search for a smaller one: mutants fail often
@@ -46,6 +48,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(TIERS[folder])
         if folder in SLOW:
             item.add_marker("slow")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server that forks children, if tests need it: it imports torch meanwhile."""
+    tiers = {mark.name for item in session.items for mark in item.iter_markers()}
+    if tiers & {"worlds", "examples"} and not session.config.option.collectonly:
+        forkserver.set_forkserver_preload(["aiorpc_torch", "tests.support.preloaded"])
+        forkserver.ensure_running()
 
 
 # A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.

@@ -31,7 +31,7 @@ from tests.support.example_programs import (
     workers_of,
 )
 
-pytestmark = [pytest.mark.worlds, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.worlds
 
 SMALL = ("--blocks", "3", "--width", "4", "--batch", "16")
 LONG = (*SMALL, "--steps", "100000")

@@ -102,7 +102,7 @@ async def test_waiting_for_an_unreachable_worker() -> None:
             await asyncio.sleep(0)
             assert not waiting.done()
         asking = asyncio.create_task(remote(counter).add(1))
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(30.0):
             await waiting
             assert await asking == 8
 
@@ -278,7 +278,7 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
     """It replaces a dead process only."""
     with three(tmp_path) as (path, where, found):
         with started(path, "1", where) as second:
-            _, errors = second.communicate(timeout=30)
+            _, errors = second.communicate(timeout=150)
         assert second.returncode == 1
         last = errors.splitlines()[-1]
         assert last == "ValueError: two workers are called 'worker1': the first one is alive"

@@ -142,15 +142,14 @@ async def test_deep_nesting_with_two_threads(capfd: pytest.CaptureFixture[str]) 
 
 @pytest.mark.promise("calls.coroutines_need_no_thread")
 async def test_three_thousand_sleeps_on_two_threads() -> None:
-    """15 s of sleep for two blocked threads, a fraction of it for coroutines."""
+    """75 s of sleep for two blocked threads, a fraction of it for coroutines."""
     async with world(["b"], threads=2):
         sleeper = await create("b", Sleeper)
         start = time.monotonic()
-        results = await asyncio.gather(*(remote(sleeper).sleep(0.01) for _ in range(3000)))
+        results = await asyncio.gather(*(remote(sleeper).sleep(0.05) for _ in range(3000)))
         took = time.monotonic() - start
-    print(f"3,000 calls that sleep 10 ms on two threads: {took:.2f} s")
-    assert results == [0.01] * 3000
-    assert took < 7.5
+    assert results == [0.05] * 3000
+    assert took < 37.5
 
 
 # ── lives ───────────────────────────────────────────────────────────────────────────────────────
@@ -407,7 +406,7 @@ def test_interrupt_is_graceful(tmp_path: Path) -> None:
         assert [parent.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
         start = time.monotonic()
         os.killpg(parent.pid, signal.SIGINT)
-        _, errors = parent.communicate(timeout=20)
+        _, errors = parent.communicate(timeout=150)
         assert time.monotonic() - start < 2.0 + SLACK
     assert parent.returncode == 130
     assert "Traceback" not in errors
@@ -434,7 +433,7 @@ def test_torchrun_environment(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=150,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"},
         check=False,
     )
@@ -508,7 +507,7 @@ def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) ->
                 while not begun.is_set():
                     await asyncio.sleep(0.01)
                 start = time.monotonic()
-            print(time.monotonic() - start < 2.5, type(call.exception()).__name__)
+            print(time.monotonic() - start < 10.0, type(call.exception()).__name__)
         if __name__ == "__main__":
             asyncio.run(main(globals()[sys.argv[1]], [1] * (sys.argv[1] == "batch")))
         """,

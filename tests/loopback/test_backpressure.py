@@ -289,7 +289,7 @@ async def test_calls_that_wait_for_a_later_one(bounds: Bounds) -> None:
     turnstile = Turnstile()
     rref = RRef(turnstile)
     tasks = start(*(remote(rref).enter(n) for n in range(8)), remote(rref).open())
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(30.0):
         assert await asyncio.gather(*tasks) == [*range(8), None]
     assert turnstile.came == list(range(8))
     assert turnstile.most <= 8
@@ -303,7 +303,7 @@ async def test_the_same_for_bytes(bounds: Bounds) -> None:
     rref = RRef(turnstile)
     load = torch.zeros(100_000, dtype=torch.uint8)
     tasks = start(remote(rref).enter(0, load), remote(rref).enter(1, load), remote(rref).open())
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(30.0):
         assert await asyncio.gather(*tasks) == [0, 1, None]
 
 

@@ -64,7 +64,7 @@ async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.M
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(session, "encode_result", fail)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         assert await echo.on_loop(2) == 2
 
 

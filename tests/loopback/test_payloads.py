@@ -297,7 +297,7 @@ def open_slots() -> int:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Turns of the loop until it is so."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 

@@ -93,7 +93,7 @@ async def test_a_call_that_its_batch_function_cancelled() -> None:
     class Late(Knot):
         def late(self, route: Any) -> None:
             entered.set()
-            assert release.wait(10.0)
+            assert release.wait(30.0)
             found.append(asyncio.run(outcome(actors.follow(route))))
             done.set()
 

@@ -88,7 +88,7 @@ async def test_what_is_under_way() -> None:
 
 async def until(condition: Any) -> None:
     """Let calls go back and forth until it is so."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         while not condition():
             await call("main", actors.pid)
 
@@ -130,10 +130,10 @@ class Blocker:
 
     def block(self) -> None:
         self._entered.set()
-        assert self.release.wait(10.0)
+        assert self.release.wait(30.0)
 
     def entered(self) -> None:
-        assert self._entered.wait(10.0)
+        assert self._entered.wait(30.0)
 
 
 class Waiting:

@@ -149,7 +149,7 @@ async def note_and_yield(notes: Any, item: int) -> Any:
 
 async def made(rref: Any, least: int) -> int:
     """Wait until at least `least` items were made and no more come; return the count."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         while await remote(rref).how_many() < least:
             pass
     for _ in range(20):

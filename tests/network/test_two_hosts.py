@@ -21,8 +21,6 @@ from tests.support.network_namespaces import (
 from tests.support.network_scenarios import HEARTBEAT, STOP_TIMEOUT
 from tests.support.slack import SLACK
 
-pytestmark = pytest.mark.timeout(150)
-
 WHERE = f"tcp://{ADDRESSES[0]}:29500"
 PATIENCE = 1.5  # seconds: start_timeout where it is to fail
 

@@ -192,7 +192,7 @@ def test_keys_that_differ() -> None:
         (None, "a NoneType"),
         ({1, 2}, "a set"),
         (Seen, "a type"),
-        (iter([]), "a list_iterator"),
+        pytest.param(iter([]), "a list_iterator", id="an iterator"),
         (range(3), "a range"),
         ({"a": [X, "text"]}, "a str"),
         (Seen(X, None), "a NoneType"),
