@@ -188,6 +188,7 @@ def test_close_closes_the_coroutine() -> None:
 # ── who holds the loop ──────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("worlds.slow_loop")
 def test_a_slow_step_is_named(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
     """The method and for how long, once for each slow step."""
 

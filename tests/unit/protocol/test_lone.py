@@ -132,6 +132,40 @@ def test_two_arguments_take_a_frame_of_groups() -> None:
     assert encode_call(1, (1, 2), "m" * MAX_TEXT, ()) is None
 
 
+@pytest.mark.parametrize(
+    "value", [-(2**63), 2**63 - 1, b"x" * MAX_TEXT, "x" * (MAX_TEXT // 4), "ä" * (MAX_TEXT // 4)]
+)
+def test_values_at_the_bounds(value: Any) -> None:
+    """The largest values of each kind travel without pickling."""
+    data = encode_value(value)
+    assert data is not None
+    assert same(decode_value(data, 0), value)
+
+
+def test_one_beyond_the_bounds() -> None:
+    """A longer str takes a frame of groups."""
+    assert encode_value("x" * (MAX_TEXT // 4 + 1)) is None
+
+
+def test_the_longest_target() -> None:
+    """A target of `MAX_TEXT` bytes travels; a longer one is rejected with its length."""
+    name = "m" * (MAX_TEXT - 16)  # two numbers of an RRef id come first
+    data = encode_call(1, (1, 2), name, ())
+    assert data is not None
+    number, target, args = decode_call(framed(data)[1])
+    assert (number, decode_method(target), args) == (1, ((1, 2), name), ())
+    assert encode_call(1, (1, 2), name + "m", ()) is None
+    with pytest.raises(ProtocolError, match=f"{MAX_TEXT + 1} bytes"):
+        decode_call(struct.pack("<QH", 1, MAX_TEXT + 1) + bytes(MAX_TEXT + 1))
+
+
+@pytest.mark.parametrize("code", [len(DTYPES), 63, 71, 255])
+def test_unknown_codes_are_named(code: int) -> None:
+    """Neither a dtype nor a kind of value: the error tells which code came."""
+    with pytest.raises(ProtocolError, match=f": {code}$"):
+        decode_value(bytes([code]) + bytes(20), 0)
+
+
 @given(st.binary(max_size=60))
 def test_malformed_frames(data: bytes) -> None:
     """They are decoded, or rejected with one of these errors."""
@@ -140,6 +174,7 @@ def test_malformed_frames(data: bytes) -> None:
             decode(data)
 
 
+@pytest.mark.promise("transport.copied")
 @given(tensors())
 def test_a_sent_tensor_is_a_copy(tensor: Tensor) -> None:
     """The bytes do not change with the tensor, nor two copies with each other."""
