@@ -4,7 +4,7 @@ The server that forks them imports this module.
 """
 
 import torch
-import torch.distributed.optim  # noqa: F401
+import torch.distributed.optim
 
 parameter = torch.nn.Parameter(torch.ones(1))
 parameter.grad = torch.ones(1)
