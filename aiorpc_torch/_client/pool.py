@@ -35,13 +35,20 @@ class ConnectionPool:
         me: this process.
         members: all workers of the world, in rank order.
         observer: is told what the connections see of the peers.
+        introductions: introductions to the peers (default: to peers that serve from the start).
     """
 
-    def __init__(self, me: Party, members: Sequence[PeerInfo], observer: PeerObserver) -> None:
+    def __init__(
+        self,
+        me: Party,
+        members: Sequence[PeerInfo],
+        observer: PeerObserver,
+        introductions: Introductions | None = None,
+    ) -> None:
         self.name = me.name
         self.me = me
         self._observer = observer
-        self._introductions = Introductions(me)
+        self._introductions = introductions or Introductions(me)
         self._members: dict[str | int, PeerInfo] = {}
         for member in members:
             self._members[member.name] = self._members[member.rank] = member
@@ -84,13 +91,21 @@ class ConnectionPool:
             by_peer = self._connections_of(loop)
         connection = by_peer.get(worker)
         if connection is None or connection.is_finished:
-            connection = by_peer[worker] = self._connect(worker, connection)
+            connection = self._reconnect(by_peer, worker, connection)
         return connection
 
-    def _connect(self, worker: str, former: Connection | None) -> Connection:
+    def _reconnect(
+        self, by_peer: dict[str, Connection], worker: str, former: Connection | None
+    ) -> Connection:
         peer = self._peer(worker)
-        if former is not None:
-            self._finished.update(former.counters())
+        for key in [key for key, each in by_peer.items() if each.ended.is_set()]:
+            self._finished.update(by_peer.pop(key).counters())
+        if worker in by_peer and former is not None:  # retired: its calls are pending
+            by_peer[f"{worker} {next(self._numbers)}"] = by_peer.pop(worker)
+        connection = by_peer[worker] = self._connect(peer, worker)
+        return connection
+
+    def _connect(self, peer: WorkerInfo, worker: str) -> Connection:
         devices = self._sendable_devices.get(worker, ())
         connection = Connection(self.me, peer, next(self._numbers), self._observer, devices)
         connection.open(self._introductions)
@@ -154,14 +169,38 @@ class ConnectionPool:
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
         by_peer = self._connections_of(asyncio.get_running_loop())
-        return {name for name, each in by_peer.items() if each.is_open}
+        return {each.peer.name for each in by_peer.values() if each.is_open}
+
+    def linked(self) -> set[str]:
+        """Return the peers to which any event loop has an open connection."""
+        every = [each for _, by_peer in self._loops() for each in [*by_peer.values()]]
+        return {each.peer.name for each in every if each.is_open}
+
+    def ping(self, peer: str) -> None:
+        """Ask the event loop of `peer` for a sign of life, on each open connection."""
+        for loop, each in self._connections_to(peer):
+            _call_on(loop, each.ping)
+
+    def retire(self, peer: str) -> None:
+        """Send the next call to `peer` on another connection; wait for pending calls on this one."""
+        for loop, each in self._connections_to(peer):
+            _call_on(loop, each.retire)
+
+    def _connections_to(self, peer: str) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
+        return [
+            (loop, each)
+            for loop, by_peer in self._loops()
+            for each in [*by_peer.values()]
+            if each.peer.name == peer
+        ]
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
     def awaited_peers(self) -> set[str]:
         """Return the peers that a call or a watch waits for."""
         loops = self._loops()
-        called = {peer for _, by_peer in loops for peer, each in [*by_peer.items()] if each.waiting}
+        every = [each for _, by_peer in loops for each in [*by_peer.values()]]
+        called = {each.peer.name for each in every if each.waiting}
         return called.union(*(peers for peers, _ in [*self._watches.values()]))
 
     @contextlib.contextmanager
@@ -181,9 +220,8 @@ class ConnectionPool:
         for peers, on_loss in [*self._watches.values()]:
             if peer in peers:
                 on_loss(error)
-        for loop, by_peer in self._loops():
-            if peer in by_peer:
-                _call_on(loop, by_peer[peer].on_peer_lost, error)
+        for loop, each in self._connections_to(peer):
+            _call_on(loop, each.on_peer_lost, error)
 
     def replace(self, member: PeerInfo, past: str) -> None:
         """Connect to the replacement process of a peer from now on. Thread-safe.
