@@ -182,7 +182,7 @@ class ConnectionPool:
             _call_on(loop, each.ping)
 
     def retire(self, peer: str) -> None:
-        """Send the next call to `peer` on another connection; wait for pending calls on this one."""
+        """Open another connection for the next call to `peer`; pending calls stay."""
         for loop, each in self._connections_to(peer):
             _call_on(loop, each.retire)
 

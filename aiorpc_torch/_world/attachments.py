@@ -1,4 +1,4 @@
-"""Which workers of torch's world are attached: told by torch messages, in both directions.
+"""Attachments: the workers of torch's world that serve, as torch messages tell.
 
 Each worker tells all others when it attaches and when it leaves, and learns from the answers what
 they had told before. Each message has the sender's epoch, so a late message changes nothing.

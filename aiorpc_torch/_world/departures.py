@@ -1,4 +1,4 @@
-"""Which peers of a worker are still inside its world, and a wait until they have left.
+"""Departures: the peers of a worker that have left, and a wait until all have.
 
 A peer has left if the store of the rendezvous says so, or a leave message does. A lost peer is not
 waited for.
