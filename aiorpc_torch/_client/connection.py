@@ -233,6 +233,7 @@ class Connection(Channel):
     def _release(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""
         if self._holding is not None and number in self._pending:
+            seconds = round(seconds, 2) or seconds
             peer = self.peer.name
             is_held = self._holding.is_held(peer)
             reason = "is not attached" if is_held else "has not answered an introduction"

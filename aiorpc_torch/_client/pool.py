@@ -13,6 +13,7 @@ from .._protocol.handshake import Party
 from .._torch.agent import PeerInfo
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
+from .._torch.transport import is_own_end
 from ..errors import NotServing, RpcError, WorkerLost
 from .connection import Connection, PeerObserver
 from .introduction import Introductions
@@ -273,13 +274,17 @@ def _call_on(loop: asyncio.AbstractEventLoop, step: Callable[..., None], *args: 
         loop.call_soon_threadsafe(step, *args)
 
 
+_NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
+AGENT_ENDED = "torch's RPC of this process has ended: attach again after rpc.init_rpc"
+
 _current: ConnectionPool | None = None
+_no_pool = _NO_WORLD
 
 
-def set_current(pool: ConnectionPool | None) -> None:
-    """Set the pool of this process, None if it is in no world."""
-    global _current
-    _current = pool
+def set_current(pool: ConnectionPool | None, reason: str = _NO_WORLD) -> None:
+    """Set the pool of this process, None if it is in no world; `reason` says why not."""
+    global _current, _no_pool
+    _current, _no_pool = pool, reason
 
 
 def find_current() -> ConnectionPool | None:
@@ -294,7 +299,7 @@ def current() -> ConnectionPool:
         NotServing: if this process is in no world.
     """
     if _current is None:
-        raise NotServing("this process is in no world: enter worker() or local_world() first")
+        raise NotServing(_no_pool)
     return _current
 
 
@@ -307,5 +312,9 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
     """
     pool = current()
     if isinstance(worker, RRefBase):
-        return pool.connection(_owner_name(worker))
+        try:
+            owner = _owner_name(worker)
+        except RuntimeError as exc:
+            raise (NotServing(AGENT_ENDED) if is_own_end(str(exc)) else exc) from None
+        return pool.connection(owner)
     return pool.connection(pool.find(worker))

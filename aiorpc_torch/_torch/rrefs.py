@@ -142,6 +142,11 @@ def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
         _adopted = generation
 
 
+def is_adopted() -> bool:
+    """Return whether this process was last in a world that `init_rpc` started."""
+    return _adopted is not None
+
+
 @contextlib.contextmanager
 def leaving_world() -> Iterator[None]:
     """Disable RRef lookup while torch shuts down."""

@@ -21,7 +21,7 @@ import torch
 from .._batching.queue import close_queues
 from .._client import pool
 from .._client.introduction import Introductions
-from .._client.pool import ConnectionPool
+from .._client.pool import AGENT_ENDED, ConnectionPool
 from .._protocol import endpoints
 from .._protocol.handshake import Party
 from .._server.exports import Export, ExportPolicy, checked_exports
@@ -232,6 +232,7 @@ class _Attached:
             await asyncio.sleep(AGENT_POLL)
         log.info("%s: torch's RPC has ended", self._party.name)
         self._attachments.wake()
+        pool.set_current(None, AGENT_ENDED)
         await self._close()
 
     # ── leaving ─────────────────────────────────────────────────────────────────────────────────

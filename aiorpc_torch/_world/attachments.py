@@ -14,6 +14,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
 from .._protocol.endpoints import attach_message_of, completed_future
 from .._protocol.handshake import VERSION, Party
@@ -24,8 +25,6 @@ from .._torch.transport import classify_error, send, wrap_future
 from ..errors import NotServing, RpcError, WorkerLost, safe_str
 
 log = logging.getLogger("aiorpc_torch")
-
-AGENT_ENDED = "torch's RPC of this process has ended: attach after rpc.init_rpc"
 
 
 class PeerState:

@@ -21,7 +21,7 @@ from .._server.server import Server
 from .._torch.agent import PeerInfo
 from .._torch.compat import RawFuture
 from .._torch.transport import classify_error, send, when_done
-from ..errors import RemoteTraceback, RpcError, WorkerLost
+from ..errors import NotServing, RemoteTraceback, RpcError, WorkerLost
 from .heartbeat import HeartbeatTracker
 
 log = logging.getLogger("aiorpc_torch")
@@ -189,7 +189,7 @@ class FailureDetector:
         self._lose(peer, error)
 
     def _lose(self, peer: str, error: RpcError) -> None:
-        if not self._open:
+        if not self._open or isinstance(error, NotServing):  # torch's RPC has ended here
             return
         log.info("%s: %s", self._name, error)
         self.lost_peers[peer] = error

@@ -6,17 +6,15 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-import attached
 import pytest
 import torch
-from attached import Player, cast, enter, leave, set_event, wait_for
 from torch import nn
 from torch.distributed import autograd as dist_autograd, rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, create, fetch, remote
-
-pytestmark = pytest.mark.worlds
+from tests.support import attached
+from tests.support.attached import Player, cast, clear_event, enter, leave, set_event, wait_for
 
 Players = dict[str, Player]
 
@@ -57,7 +55,7 @@ class Server:
             raise
         return "slept"
 
-    @aiorpc.batched(fill=aiorpc.Round(2, timeout=30))
+    @aiorpc.batched(aiorpc.Round(2, timeout=30), stack=True)
     def mean(self, x: torch.Tensor) -> torch.Tensor:
         return x.mean(0, keepdim=True).expand_as(x)
 
@@ -108,18 +106,11 @@ def test_calls_are_replaced_one_after_another(players: Players) -> None:
     assert found == [me, 1.0, 4, 6, 4.0, 5.0, 200_000.0, 1.0, 12]
 
 
-def gather_names() -> Any:
-    from torch.distributed.rpc import api
-
-    gathered = api._all_gather(rpc.get_worker_info().name)
-    return gathered, sorted(api._ALL_WORKER_NAMES)
-
-
 def test_torchs_helpers_see_the_whole_world(players: Players) -> None:
     """Inside `attach` too, and beside a process that is not attached."""
     players["ps"].run(enter)
     for each in players.values():
-        each.start(gather_names)
+        each.start(attached.gather_names)
     names = ["bare", "ps", "t0", "t1"]
     for each in players.values():
         assert each.result() == ({name: name for name in names}, names)
@@ -200,7 +191,7 @@ def begin(key: str, timeout: float | None = None) -> None:
     async def main() -> Any:
         if timeout is None:
             return await call("ps", double, 4)
-        async with aiorpc.timeout(timeout):
+        with aiorpc.timeout(timeout):
             return await call("ps", double, 4)
 
     def run() -> None:
@@ -208,7 +199,7 @@ def begin(key: str, timeout: float | None = None) -> None:
 
     kept["thread"] = threading.Thread(target=run)
     kept["thread"].start()
-    while not aiorpc.stats().in_flight:
+    while not aiorpc.stats().in_flight and kept["thread"].is_alive():
         time.sleep(0.001)
 
 
@@ -326,59 +317,59 @@ def test_a_server_leaves_and_enters_between_calls(players: Players) -> None:
 HEARTBEAT = 0.4
 
 
-def nested(name: str) -> None:
-    """Occupy a thread of torch's here, and one at the caller, until an event there."""
-    rpc.rpc_sync(name, wait_for, ("free",))
-
-
 def occupy(worker: str) -> None:
-    """Let all of torch's threads of `worker`, and of this process, sit in nested `rpc_sync`."""
-    mine = rpc.get_worker_info().name
-    kept["futures"] = [
-        rpc.rpc_async(worker, nested, (mine,)) for _ in range(2 * attached.TORCH_THREADS)
+    """Block all of torch's threads of `worker` until `free` there."""
+    kept[worker] = [
+        rpc.rpc_async(worker, wait_for, ("free",)) for _ in range(2 * attached.TORCH_THREADS)
     ]
+
+
+def is_free(worker: str) -> None:
+    for each in kept.pop(worker):
+        each.wait()
 
 
 def sleep_at_server(seconds: float) -> str:
     async def main() -> str:
-        server = kept["blocked"] = await create("ps", Server)
-        await remote(server).add(0.0)
-        occupy("ps")
-        return await remote(server).sleep(seconds)
+        return await remote(await create("ps", Server)).sleep(seconds)
 
     return error_of(main)
 
 
-def free() -> None:
-    set_event("free")
-    for each in kept.pop("futures"):
-        each.wait()
-    attached.event("free").clear()
+def free(players: Players) -> None:
+    players["ps"].run(set_event, "free")
+    players["t0"].run(set_event, "free")
 
 
 def test_all_of_torchs_threads_are_blocked(players: Players) -> None:
     """A call that takes longer than the heartbeat ends well: event loops answer the pings."""
-    options = {"heartbeat": HEARTBEAT}
-    players["ps"].run(_enter_with, options)
-    players["t0"].run(_enter_with, options)
+    for name in ("ps", "t0"):
+        players[name].run(_enter_with, {"heartbeat": HEARTBEAT})
+    assert players["t0"].run(call_error, "ps") == "no error, but 2"
+    players["t0"].run(occupy, "ps")
+    players["ps"].run(occupy, "t0")
     try:
-        found = players["t0"].run(sleep_at_server, 4 * HEARTBEAT)
+        found = players["t0"].run(sleep_at_server, 5 * HEARTBEAT)
     finally:
-        players["t0"].run(free)
+        free(players)
+    players["t0"].run(is_free, "ps")
+    players["ps"].run(is_free, "t0")
+    for name in ("ps", "t0"):
+        players[name].run(clear_event, "free")
     assert found == "no error, but 'slept'"
 
 
-def attach_late_to_blocked() -> str:
-    """Attach while all threads of the peer are blocked: the introduction waits."""
-    occupy("ps")
-    threading.Timer(4 * HEARTBEAT, free).start()
-    enter(heartbeat=HEARTBEAT)
-    return call_error("ps")
-
-
 def test_an_introduction_waits_for_torchs_threads(players: Players) -> None:
+    """The peer is not lost, though nothing of it answers for longer than the heartbeat."""
     players["ps"].run(_enter_with, {"heartbeat": HEARTBEAT})
-    assert players["t0"].run(attach_late_to_blocked) == "no error, but 2"
+    players["t0"].run(occupy, "ps")
+    players["t0"].run(_enter_with, {"heartbeat": HEARTBEAT})
+    players["t0"].run(begin, "late")
+    time.sleep(3 * HEARTBEAT)
+    players["ps"].run(set_event, "free")
+    assert players["t0"].run(end, "late") == "no error, but 8"
+    players["t0"].run(is_free, "ps")
+    players["ps"].run(clear_event, "free")
 
 
 # ── leaving ─────────────────────────────────────────────────────────────────────────────────────

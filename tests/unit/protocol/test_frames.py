@@ -10,6 +10,7 @@ from aiorpc_torch._protocol.frames import (
     CLOSE,
     HEADER,
     MAX_FRAME,
+    PING,
     RESULTS,
     FrameReader,
     ProtocolError,
@@ -19,7 +20,7 @@ from aiorpc_torch.errors import RpcError
 
 Frame = tuple[int, bytes]
 
-KINDS = range(CALLS, CLOSE + 1)
+KINDS = range(CALLS, PING + 1)
 IDLE = 1 << 16  # bytes of the buffer while no frame is larger
 
 small = st.binary(max_size=50)

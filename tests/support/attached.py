@@ -14,7 +14,7 @@ from typing import Any
 
 from torch.distributed import rpc
 
-PATIENCE = 40.0  # seconds for anything that a test waits for
+PATIENCE = 20.0  # seconds for anything that a test waits for
 TORCH_THREADS = 3
 
 
@@ -28,13 +28,13 @@ def _play(
         init_method=url, num_worker_threads=TORCH_THREADS, _transports=["uv"]
     )
     rpc.init_rpc(name, rank=rank, world_size=len(names), rpc_backend_options=options)
-    pipe.send(("ready", None))
+    pipe.send((0, "ready", None))
     while (job := pipe.recv()) is not None:
-        function, args = job
+        number, function, args = job
         try:
-            pipe.send(("done", function(*args)))
+            pipe.send((number, "done", function(*args)))
         except BaseException as exc:
-            pipe.send(("failed", f"{type(exc).__name__}: {exc}"))
+            pipe.send((number, "failed", f"{type(exc).__name__}: {exc}"))
     os._exit(0)
 
 
@@ -45,16 +45,20 @@ class Player:
     name: str
     process: Any
     pipe: Connection
+    jobs: int = 0
 
     def start(self, function: Callable[..., Any], *args: Any) -> "Player":
         """Run a function of a module in the main thread of the process."""
-        self.pipe.send((function, args))
+        self.jobs += 1
+        self.pipe.send((self.jobs, function, args))
         return self
 
     def result(self) -> Any:
         """Return what the function returned; what it raised fails the test."""
-        assert self.pipe.poll(PATIENCE), f"{self.name} does not answer"
-        kind, value = self.pipe.recv()
+        number = -1
+        while number != self.jobs:  # else of a test that has failed
+            assert self.pipe.poll(PATIENCE), f"{self.name} does not answer"
+            number, kind, value = self.pipe.recv()
         assert kind != "failed", f"{self.name}: {value}"
         return value
 
@@ -116,5 +120,17 @@ def set_event(name: str) -> None:
     event(name).set()
 
 
+def clear_event(name: str) -> None:
+    event(name).clear()
+
+
 def wait_for(name: str) -> None:
     assert event(name).wait(PATIENCE)
+
+
+def gather_names() -> tuple[dict[str, str], list[str]]:
+    """Return what torch's own helpers know of the workers; without aiorpc_torch."""
+    from torch.distributed.rpc import api
+
+    gathered = api._all_gather(rpc.get_worker_info().name)
+    return gathered, sorted(api._ALL_WORKER_NAMES)
