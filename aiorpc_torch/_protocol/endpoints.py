@@ -60,7 +60,7 @@ class Endpoint(Protocol):
         ...
 
 
-NOT_SERVING = "no worker is serving in this process: enter worker() or local_world() first"
+NOT_SERVING = "no worker serves in this process: enter worker(), local_world() or attach() first"
 
 _endpoint: Endpoint | None = None
 

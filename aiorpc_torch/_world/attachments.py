@@ -52,7 +52,7 @@ class PeerState:
 
     @property
     def has_left(self) -> bool:
-        """Whether the peer was attached, and is not now; or it cannot attach."""
+        """True if the peer was attached and is not now, or cannot attach."""
         return self.refusal is not None or (self.epoch > 0 and not self.is_attached)
 
     def record(self, epoch: int, is_attached: bool) -> bool:

@@ -271,13 +271,7 @@ async def _running(
             await announce_rejoin(own, members)
         await server.open(party, _host_for_others(own, members))
         me = Worker(
-            config.name,
-            config.rank,
-            config.world_size,
-            tuple(peers),
-            comeback,
-            detector,
-            departures,
+            config.name, config.rank, config.world_size, (*peers,), comeback, detector, departures
         )
         log.info("%r: the world is complete", me)
         async with _interrupted_by_losses(config, detector):
@@ -286,17 +280,8 @@ async def _running(
         failure = describe_failure(exc)
         raise
     finally:
-        shutdown = Shutdown(
-            connections,
-            server,
-            detector,
-            agent,
-            rendezvous,
-            departures,
-            peers=peers,
-            timeout=config.stop_timeout,
-            failure=failure,
-        )
+        parts = connections, server, detector, agent, rendezvous, departures
+        shutdown = Shutdown(*parts, peers=peers, timeout=config.stop_timeout, failure=failure)
         await shutdown.run()
 
 
