@@ -244,5 +244,4 @@ def _refusal(peer: str, exc: Exception) -> Callable[[], RpcError]:
 
 def answer_as_left(me: Party, epoch: int) -> endpoints.AttachHandler:
     """Return the handler of attach messages of a process that has left."""
-    message = attach_message_of(me, epoch, False)
-    return lambda _: completed_future(message)
+    return lambda _: completed_future(attach_message_of(me, epoch, False))

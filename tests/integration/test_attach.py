@@ -314,7 +314,7 @@ def test_a_server_leaves_and_enters_between_calls(players: Players) -> None:
 
 # ── threads of torch ────────────────────────────────────────────────────────────────────────────
 
-HEARTBEAT = 0.4
+HEARTBEAT = 1.5
 
 
 def occupy(worker: str) -> None:
@@ -349,7 +349,7 @@ def test_all_of_torchs_threads_are_blocked(players: Players) -> None:
     players["t0"].run(occupy, "ps")
     players["ps"].run(occupy, "t0")
     try:
-        found = players["t0"].run(sleep_at_server, 5 * HEARTBEAT)
+        found = players["t0"].run(sleep_at_server, 2.5 * HEARTBEAT)
     finally:
         free(players)
     players["t0"].run(is_free, "ps")
@@ -365,7 +365,7 @@ def test_an_introduction_waits_for_torchs_threads(players: Players) -> None:
     players["t0"].run(occupy, "ps")
     players["t0"].run(_enter_with, {"heartbeat": HEARTBEAT})
     players["t0"].run(begin, "late")
-    time.sleep(3 * HEARTBEAT)
+    time.sleep(2 * HEARTBEAT)
     players["ps"].run(set_event, "free")
     assert players["t0"].run(end, "late") == "no error, but 8"
     players["t0"].run(is_free, "ps")
