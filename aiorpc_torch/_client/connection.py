@@ -51,7 +51,7 @@ from .._torch.profiling import call_event, profiler_enabled
 from .._torch.rrefs import RRefId
 from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
 from .answers import error_of_close
-from .introduction import Introductions
+from .introduction import Holding, Introductions
 from .pending import PendingCalls, ReplyReceiver
 from .stream_reader import StreamReader
 from .torch_transfers import TorchTransfers
@@ -114,6 +114,7 @@ class Connection(Channel):
         self._slot_keys: dict[int, Any] = {}  # objects of calls whose payloads go by torch
         self._wake: list[InlineFuture] = []  # resolved by the current read
         self._opening: asyncio.Task[None] | None = None
+        self._holding: Holding | None = None  # until the peer is reached
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
         self._error: RpcError | None = None  # reason of its end
         self.is_finished = False
@@ -218,7 +219,9 @@ class Connection(Channel):
 
     def expire(self, number: int, seconds: float, target: Target) -> None:
         """End a call with CallTimeout: it has no result after `seconds`."""
-        if number in self._pending:
+        if self._holding is not None and self._holding.is_held(self.peer.name):
+            self._release(number, seconds)
+        elif number in self._pending:
             was_sent = self._state.cancel(number)
             what = "may have run" if was_sent else "was not sent"
             peer, method = self.peer.name, call_name(target)
@@ -266,6 +269,9 @@ class Connection(Channel):
         receiver.target, receiver.source, receiver.started = call.header[0], target, self._now
         if self._is_profiled:
             self._record(receiver, target)
+        if self._holding is not None:
+            seconds = self._holding.timeout
+            self._loop.call_later(seconds, self._release, call.number, seconds)
         if self._state.submit(call, is_idle=is_idle):
             self.flush()
         else:
@@ -284,6 +290,19 @@ class Connection(Channel):
     def _record(self, receiver: ReplyReceiver, target: Target) -> None:
         """Record a call in the trace of a profiler, until its receiver is released."""
         receiver.event = call_event("call", target_name(target), self._me.name, self.peer.name)
+
+    def _release(self, number: int, seconds: float) -> None:
+        """End a call that was held for `seconds`, if it still is."""
+        if self._holding is not None and number in self._pending:
+            seconds = round(seconds, 2) or seconds
+            peer = self.peer.name
+            is_held = self._holding.is_held(peer)
+            reason = "is not attached" if is_held else "has not answered an introduction"
+            remedy = ". Enter attach() there" if is_held else ""
+            text = (
+                f"worker {peer!r} {reason} after {seconds:.3g} s: the call failed; it has not run"
+            )
+            self._pending.fail((number,), NotServing(text + remedy))
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
@@ -439,6 +458,7 @@ class Connection(Channel):
 
     def open(self, introductions: Introductions) -> None:
         """Start to connect, in a task."""
+        self._holding = introductions.holding
         opening = self._open(introductions)
         context = contextvars.Context()  # without the deadline of the first caller
         self._opening = self._loop.create_task(opening, name="aiorpc-connect", context=context)
@@ -447,6 +467,7 @@ class Connection(Channel):
     async def _open(self, introductions: Introductions) -> None:
         transport = await introductions.connect(self.peer, self._key[2])
         if self._error is None:
+            self._holding = None
             self.start_sending(transport)
         else:
             transport.abort()
@@ -463,6 +484,12 @@ class Connection(Channel):
         self.ended.set()
         if isinstance(exc, WorkerLost):
             self._observer.on_disconnect(self.peer.name, self.peer.id)
+
+    def retire(self) -> None:
+        """Send no further calls on this connection; wait for the pending ones."""
+        if self.is_open:
+            self.flush()
+            self.is_finished = True
 
     def leave(self, what: str, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""

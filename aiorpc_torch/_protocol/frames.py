@@ -10,9 +10,10 @@ from ..errors import RpcError
 MAX_FRAME = 1 << 20
 """Maximum bytes of data in one frame. Larger payloads travel by torch RPC."""
 
-CALLS, SLOT, CONTROL, RESULTS, CALL, RESULT, CLOSE = range(1, 8)
+CALLS, SLOT, CONTROL, RESULTS, CALL, RESULT, CLOSE, PING = range(1, 9)
 """Kinds of frames: groups of calls; a call whose payload travels by torch RPC; cancellations and
-credit for streams; columns of results; one call; one result; the end of the connection."""
+credit for streams; columns of results; one call; one result; the end of the connection;
+a sign of life, or a request for one."""
 
 HEADER = struct.Struct("<IB")
 
@@ -77,7 +78,7 @@ class FrameReader:
         if self._end - start < HEADER.size:
             return None
         length, kind = HEADER.unpack_from(self._view, start)
-        if length > MAX_FRAME or not CALLS <= kind <= CLOSE:
+        if length > MAX_FRAME or not CALLS <= kind <= PING:
             raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
         begin = start + HEADER.size
         end = begin + length
