@@ -330,7 +330,7 @@ def terminals_of(data: Path, size: int, *args: str) -> AbstractContextManager[li
 def test_one_terminal_a_worker(data: Path) -> None:
     """They meet at the address that all are given, and end together."""
     with terminals_of(data, 2, "--quick", "--images", "200") as processes:
-        outputs = [process.communicate(timeout=150) for process in processes]
+        outputs = [process.communicate(timeout=500) for process in processes]
         assert [process.returncode for process in processes] == [0, 0], outputs
     assert accuracy(outputs[0][0]) > 0.05
 

@@ -360,7 +360,7 @@ def test_the_plain_form(tmp_path: Path) -> None:
     """What it is compared with learns as well."""
     words = ["--trainers", "2", "--model", "small", "--iterations", "20"]
     words += ["--classes", "10", "--images", "2000"]
-    said = run("_reference.parameter_server", *words, python=(), timeout=150)
+    said = run("_reference.parameter_server", *words, python=())
     losses = re.search(r"loss, first step: ([\d.]+), last of 20: ([\d.]+)", said)
     assert losses is not None, said
     assert float(losses[2]) < 0.5 * float(losses[1])

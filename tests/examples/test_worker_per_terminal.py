@@ -45,7 +45,7 @@ def test_who_is_done_serves_the_others() -> None:
         for rank in (0, 1)
     ]
     try:
-        (trained, *_), (served, *_) = [worker.communicate(timeout=150) for worker in workers]
+        (trained, *_), (served, *_) = [worker.communicate(timeout=500) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

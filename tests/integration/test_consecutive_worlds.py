@@ -141,11 +141,11 @@ def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
         peers = []
         for ranks in ([1, 1], [1], [0]):
             guest = enters(*ranks)
-            seen = guest.communicate(timeout=150)[0].split()
+            seen = guest.communicate(timeout=500)[0].split()
             assert guest.returncode == 0
             assert seen == [str(stayer.pid)] * len(ranks)
             peers += [str(guest.pid)] * len(ranks)
-        assert stayer.communicate(timeout=150)[0].split() == peers
+        assert stayer.communicate(timeout=500)[0].split() == peers
         assert stayer.returncode == 0
 
 

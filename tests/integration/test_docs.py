@@ -26,7 +26,7 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
         [sys.executable, "-W", "error", str(path)],
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -49,7 +49,7 @@ def test_the_tests_in_the_page_on_testing(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=False,
     )

@@ -25,7 +25,7 @@ def test_some_cells() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         env={**os.environ, "COLUMNS": "200"},
         check=False,
     )
@@ -53,7 +53,7 @@ sys.exit(faults.main())
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 1, done.stderr

@@ -34,7 +34,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         pytester.makepyfile(test_them=tests)
         named = ["-p", "pytest_aiorpc_torch"] if plugin else []
         return pytester.runpytest_subprocess(
-            *named, "-p", "no:cacheprovider", "-W", "error", "--timeout=150", *args
+            *named, "-p", "no:cacheprovider", "-W", "error", "--timeout=500", *args
         )
 
     return run

@@ -278,7 +278,7 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
     """It replaces a dead process only."""
     with three(tmp_path) as (path, where, found):
         with started(path, "1", where) as second:
-            _, errors = second.communicate(timeout=150)
+            _, errors = second.communicate(timeout=500)
         assert second.returncode == 1
         last = errors.splitlines()[-1]
         assert last == "ValueError: two workers are called 'worker1': the first one is alive"

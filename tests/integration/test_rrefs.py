@@ -187,6 +187,6 @@ def test_objects_of_workers_that_enter_again(tmp_path: Path) -> None:
     path, where = program(tmp_path, AGAIN), f"file://{tmp_path}/store"
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(started(path, str(rank), where)) for rank in range(3)]
-        said = [process.communicate(timeout=150) for process in found]
+        said = [process.communicate(timeout=500) for process in found]
     assert said == [("left\n" * 3, "")] * 3
     assert [process.returncode for process in found] == [0, 0, 0]
