@@ -34,7 +34,7 @@ test: install
 
 # Without the dump of stacks after 55 seconds, which reads frames while they run.
 test-long: install
-	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/test_batcher.py tests/test_policies.py tests/test_fuzz.py \
+	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/unit/batching/test_scheduler.py tests/unit/batching/test_policies.py tests/loopback/test_fuzz.py \
 		--timeout 3000 -o faulthandler_timeout=0
 
 lint: install

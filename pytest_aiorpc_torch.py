@@ -97,7 +97,7 @@ def pytest_fixture_setup(
     """Run our fixtures with the plugin that runs the test: anyio's or else pytest-asyncio."""
     if getattr(fixturedef.func, "__module__", None) == __name__:
         # A private mark of pytest-asyncio, required in strict mode. In tests that anyio runs, on
-        # another loop, the mark must not be set. (tests/test_plugin.py)
+        # another loop, the mark must not be set. (tests/integration/test_plugin.py)
         mark = "anyio_backend" not in request.fixturenames
         fixturedef.func.__dict__["_force_asyncio_fixture"] = mark
     return (yield)

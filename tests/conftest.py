@@ -2,12 +2,14 @@
 
 import os
 import signal
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
 
 import pytest
-from doors import gated as gated, skip as skip
 from hypothesis import settings
+
+from tests.support.gated_batches import gated as gated, skip as skip
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
@@ -16,6 +18,23 @@ settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 # Ours by name too: from a source tree that is only on the path, nothing is installed.
 pytest_plugins = ["pytest_aiorpc_torch", "pytester"]
+
+
+TIERS = {
+    "integration": "worlds",
+    "network": "network",
+    "gpu": "gpu",
+    "examples": "examples",
+}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark each test with the tier of its folder."""
+    here = Path(__file__).parent
+    for item in items:
+        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        if folder in TIERS:
+            item.add_marker(TIERS[folder])
 
 
 # A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.

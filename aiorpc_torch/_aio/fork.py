@@ -2,7 +2,7 @@
 
 A child made by `fork` (a DataLoader's, say) inherits every descriptor. A connection would then end
 only with the child. The child calls `os.close`: a transport's `close` would change
-the event loop's epoll, which the child shares with its parent. (tests/test_connections.py)
+the event loop's epoll, which the child shares with its parent. (tests/loopback/test_connections.py)
 """
 
 import asyncio

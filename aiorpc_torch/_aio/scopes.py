@@ -14,7 +14,7 @@ from .deadlines import deadline_in
 
 # The first scope of a process imports anyio's private asyncio backend. While it is not imported
 # there is no scope, and no need to ask, which takes 2.5 µs.
-# (tests/test_deadlines_travel.py::test_callee_sees_the_time_left)
+# (tests/loopback/test_deadlines.py::test_callee_sees_the_time_left)
 _BACKEND = "anyio._backends._asyncio"
 
 

@@ -33,7 +33,7 @@ def graceful_signals() -> Iterator[None]:
 
 def _is_asyncios(handler: Any) -> bool:
     # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 and
-    # 3.12. (tests/test_signals.py::test_a_second_interrupt_ends_at_once)
+    # 3.12. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
     return isinstance(handler, functools.partial) and isinstance(
         getattr(handler.func, "__self__", None), asyncio.Runner
     )

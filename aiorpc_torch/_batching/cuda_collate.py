@@ -1,7 +1,7 @@
 """Collation on a CUDA device: one copy per parameter to the device, one per tensor back.
 
 The copies run on a stream of their own and through pinned memory, so no thread waits for them.
-(tests/gpu/test_stage.py)
+(tests/gpu/test_cuda_collate.py)
 """
 
 import contextlib

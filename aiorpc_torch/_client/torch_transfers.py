@@ -2,7 +2,7 @@
 
 A payload is large, on a device or of an autograd context; its call's slot is on the connection. A
 held result is large: the connection announces it, and this module collects it.
-(tests/test_payloads.py)
+(tests/loopback/test_payloads.py)
 """
 
 import time

@@ -5,7 +5,8 @@ State machines without an event loop, a clock or torch. The caller has a `SendSt
 
 A lone call or result is sent at once: another loop iteration would be a tenth of a lone call. Calls
 of one iteration are sent at its end, in one frame. Callers that were woken together call together
-again; sending the first call early would split their batch. (tests/test_connection_state.py)
+again; sending the first call early would split their batch.
+(tests/unit/protocol/test_connection_state.py)
 """
 
 from collections import deque

@@ -2,7 +2,7 @@
 
 Such a call has a method of an RRef id and at most one small argument. `encode_call` and
 `encode_result` return None for any other, which is sent by `messages`. Both encodings decode to
-equal values (tests/test_lone.py).
+equal values (tests/unit/protocol/test_lone.py).
 """
 
 import struct

@@ -3,7 +3,7 @@
 The connection defines the order. Such a call sends a slot on the connection, and its payload in a
 torch message. The callee holds back later calls of the same object until the payload arrives. Calls
 of other objects start. `Slots` decides which calls start, without an event loop and without torch.
-(tests/test_payloads.py)
+(tests/loopback/test_payloads.py)
 """
 
 import ctypes

@@ -87,7 +87,7 @@ _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
     # A quantised tensor is more than its bytes. Creating one from bytes sometimes ends the process
-    # (seen with torch 2.15, tests/test_fuzz.py).
+    # (seen with torch 2.15, tests/loopback/test_fuzz.py).
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}

@@ -2,7 +2,7 @@
 
 The target of a call is read without importing, running or changing what it names. Its unpickler
 knows the target classes; any other global is read as a name, and only exported names are looked up.
-(tests/test_exports.py)
+(tests/loopback/test_exports.py)
 """
 
 import importlib

@@ -52,7 +52,7 @@ class TorchCall(ServerCall):
     """A call by plain torch RPC, which is answered by a torch future."""
 
     # Not `set_exception`: torch 2.13 and 2.15 then return the exception to the caller as a *value*.
-    # (tests/test_interop.py)
+    # (tests/loopback/test_torch_clients.py)
     __slots__ = ("_open_calls", "reply", "worker")
 
     def __init__(

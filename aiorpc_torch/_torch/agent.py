@@ -4,9 +4,10 @@ It does the last steps of `init_rpc`. The first ones, a process group and a wait
 block for half an hour or for ever. Each agent has a table of peers of its own, so that a dead peer
 can be replaced; `_world` finds the peers and their addresses.
 
-Facts of torch 2.13 and 2.15, held by tests/test_comeback.py and tests/test_worlds.py: an agent of a
-group without a world size accepts and removes peers at any time. A replacement process needs a new
-worker id, since the broken pipe stays under the old one. After `join`, closed pipes raise no error.
+Facts of torch 2.13 and 2.15: an agent of a group without a world size accepts and removes peers at
+any time. A replacement process needs a new worker id, since the broken pipe stays under the old
+one. After `join`, closed pipes raise no error. (tests/integration/test_rejoin.py,
+tests/integration/test_worlds.py)
 """
 
 import atexit
@@ -182,7 +183,7 @@ def _stop_at_exit() -> None:
     if _needs_stop and is_running():
         _shut_down()
     # A backward that returns after Python has ended aborts the process, and torch's exit functions
-    # wait for one without end. (2.13, 2.15; tests/test_signals.py)
+    # wait for one without end. (2.13, 2.15; tests/integration/test_signals.py)
     failure = getattr(sys, "last_value", None)
     end = time.monotonic() + (_OTHERWISE if failure is None else _AFTER_FAILURE)
     while _first_id is not None and int(autograd_debug_info()["num_current_backward_passes"]):

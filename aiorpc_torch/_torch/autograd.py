@@ -8,7 +8,7 @@ gradients sends a token for its receive edges. The token costs 100 µs, so other
 
 torch fills absent gradients with zeros, and zero times infinity would spoil gradients of unused
 tensors. So an absent gradient travels as a sparse tensor of a form that no other gradient has.
-(tests/test_autograd.py, tests/test_passage.py)
+(tests/integration/test_autograd.py, tests/unit/torch/test_autograd.py)
 """
 
 from collections.abc import Iterable, Sequence

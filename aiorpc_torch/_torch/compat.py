@@ -97,7 +97,7 @@ def find_context_functions(
 
     torch's Python interface cannot set it, and raises where there is none, which takes 20 µs. So
     two C++ symbols are called. Without them the setter is None, with a warning.
-    (tests/test_bridge.py::test_torch_without_context_symbols)
+    (tests/loopback/test_context_symbols.py::test_torch_without_context_symbols)
     """
     try:
         loaded = ctypes.PyDLL(library)

@@ -2,7 +2,7 @@
 
 A launched kernel is only queued, on the current stream of its thread. A thread that uses the
 result on another stream must queue behind the kernel, and tell the allocator that it does. The host
-never waits. (tests/gpu/test_order.py)
+never waits. (tests/gpu/test_stream_order.py)
 """
 
 from collections.abc import Iterable, Sequence

@@ -4,7 +4,7 @@ torch counts the references to an object: to pickle an RRef forks it, and torch 
 the fork. That costs more than a call. Also, torch counts correctly in a process's first world only:
 in later ones its messages fail, and an owner that waits for them reports an error. An RRef that
 reaches its owner after the owner has shut torch down is waited for without end. (2.13, 2.15;
-tests/test_rrefs.py)
+tests/integration/test_rrefs.py)
 
 So a call refers to its object by the RRef id, torch's number for the RRef. The owner finds the
 object in a table of this module. torch counts only in a world whose workers are all in

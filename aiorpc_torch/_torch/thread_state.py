@@ -1,6 +1,7 @@
 """Python's thread states in torch's threads, and torch's intra-op thread count in ours.
 
-The four functions of Python's C interface exist in CPython 3.11 and 3.12. (tests/test_states.py)
+The four functions of Python's C interface exist in CPython 3.11 and 3.12.
+(tests/unit/torch/test_thread_state.py)
 """
 
 import contextlib

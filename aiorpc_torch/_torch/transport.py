@@ -1,9 +1,9 @@
 """torch's futures as awaitables, and its messages and their errors.
 
-Facts of torch 2.13 and 2.15, held by tests/test_bridge.py: a callback runs on one of torch's
-threads, or at once in the caller's if the future is done. On a done future `wait()` does not block
-and orders CUDA streams; `value()` does not order them. A future cannot be cancelled, and keeps its
-callbacks until it is done.
+Facts of torch 2.13 and 2.15: a callback runs on one of torch's threads, or at once in the caller's
+if the future is done. On a done future `wait()` does not block and orders CUDA streams; `value()`
+does not order them. A future cannot be cancelled, and keeps its callbacks until it is done.
+(tests/unit/torch/test_transport.py)
 """
 
 import asyncio

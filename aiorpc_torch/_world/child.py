@@ -135,7 +135,7 @@ _running: set[ChildProcess] = set()
 @atexit.register
 def _kill_all() -> None:
     # Runs before multiprocessing's own exit function, which waits for children. Children of a world
-    # that was never left wait for this process. (tests/test_signals.py)
+    # that was never left wait for this process. (tests/integration/test_signals.py)
     for child in _running:
         child.kill()
 

@@ -2,7 +2,8 @@
 
 gloo and TensorPipe bind to the interface that an environment variable names. Without the variable
 they bind to the address of this machine's own name, often 127.0.0.1 or 127.0.1.1. Other machines do
-not reach that (seen on torch 2.13 and 2.15, tests/test_network.py). Imports nothing of torch.
+not reach that (seen on torch 2.13 and 2.15, tests/network/test_two_hosts.py). Imports nothing of
+torch.
 """
 
 import contextlib

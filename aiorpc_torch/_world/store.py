@@ -70,7 +70,7 @@ class StoreClient:
     def read(self, name: str) -> str | None:
         """Return the value of a key, None if it does not exist."""
         # torch's own `get` waits, and prints its frames if the connection ends meanwhile (2.13,
-        # 2.15; tests/test_network.py).
+        # 2.15; tests/network/test_two_hosts.py).
         found = self.compare_set(name, _ABSENT, _ABSENT)
         return None if found == _ABSENT else found
 
@@ -167,7 +167,8 @@ class StoreClient:
             timeout=timedelta(seconds=max(1.0, self._timeout)),
             wait_for_workers=False,
             multi_tenant=True,  # the store of the last world may still be closing
-            # By itself torch listens on every interface (2.13, 2.15; tests/test_network.py).
+            # By itself torch listens on every interface.
+            # (2.13, 2.15; tests/network/test_two_hosts.py)
             master_listen_fd=bind_listener(self.host, port) if is_master else None,
         )
 

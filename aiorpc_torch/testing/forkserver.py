@@ -16,7 +16,7 @@ from typing import Any
 from .._world.child import process_factory
 
 # Processes of multiprocessing that live as long as this one. Their names are private to CPython
-# (3.11, 3.12; tests/test_testing.py::test_forkserver_children_come_from_a_process_with_one_thread).
+# (3.11, 3.12; tests/integration/test_testing.py, on children of a process with one thread).
 _HELPERS: tuple[tuple[Any, str], ...] = (
     (resource_tracker._resource_tracker, "_pid"),
     (forkserver._forkserver, "_forkserver_pid"),

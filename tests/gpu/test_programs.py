@@ -3,8 +3,9 @@
 from pathlib import Path
 
 import pytest
-from devices import GPU
-from terminals import run
+
+from tests.support.cuda_actors import GPU
+from tests.support.example_programs import run
 
 pytest.importorskip("gymnasium")
 pytest.importorskip("rich")

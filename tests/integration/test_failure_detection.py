@@ -1,0 +1,201 @@
+"""Peers that are killed, frozen or busy: the errors, their delay and the cancellations."""
+
+import asyncio
+import time
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
+from aiorpc_torch._client import torch_transfers
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._protocol.messages import dump_plain
+from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
+from tests.support import actors
+from tests.support.actors import Batching, Counter, Sleeper, Streams
+from tests.support.slack import SLACK
+
+
+async def ends_of(tasks: list["asyncio.Task[Any]"]) -> dict[str, tuple[float, Any]]:
+    """Return how each task ends, and after how many seconds."""
+    start = time.monotonic()
+    found = {}
+
+    def note(task: "asyncio.Task[Any]") -> None:
+        found[task.get_name()] = time.monotonic() - start, task.exception() or task.result()
+
+    for task in tasks:
+        task.add_done_callback(note)
+    await asyncio.wait(tasks, timeout=20.0)
+    return found
+
+
+def named(name: str, coroutine: Any) -> "asyncio.Task[Any]":
+    return asyncio.create_task(coroutine, name=name)
+
+
+async def iterate(stream: Any) -> list[Any]:
+    return [item async for item in stream]
+
+
+async def test_killed_peer(tmp_path) -> None:
+    """Its callers get WorkerLost at once, and its own calls are cancelled."""
+    async with world(["b", "c"]):
+        # Calls of c on b: a contribution to a round, a stream and a coroutine, in this order.
+        batching, streams, gate = [await create("b", each) for each in (Batching, Streams, Gate)]
+        counter = await create("c", Counter)
+        theirs = [
+            named("round", call("c", actors.call_on, batching, "total", 1000)),
+            named("stream", call("c", actors.iterate_on, streams, "follow")),
+            named("call", call("c", actors.call_on, gate, "passed")),
+        ]
+        async with asyncio.timeout(20.0):
+            await remote(gate).entered()
+            await remote(streams).followed()
+
+        # Calls of this process on c, of every kind.
+        sleeper, source = await create("c", Sleeper), await create("c", Streams)
+        ours = [
+            named("sleep", remote(sleeper).sleep(600)),
+            named("block", remote(sleeper).block(str(tmp_path / "never"))),
+            named("follow", iterate(remote(source).follow())),
+            named("hop", call("b", actors.call_on, sleeper, "sleep", 600)),
+        ]
+        await remote(source).followed()
+        held = aiter(remote(source).count(1_000_000))
+        assert await anext(held) == 0
+
+        start = time.monotonic()
+        kill("c")
+        ends = await ends_of([*theirs, *ours])
+        for name, (seconds, outcome) in ends.items():
+            print(f"killed: {name} was told after {seconds:.3f} s")
+            assert isinstance(outcome, WorkerLost), (name, outcome)
+            assert outcome.worker == "c"
+            assert seconds < 2.0 + SLACK
+        assert len(ends) == 7
+        methods = {name: outcome.method for name, (_, outcome) in ends.items()}
+        assert methods.items() >= {"sleep": "sleep", "block": "block", "follow": "follow"}.items()
+        assert methods["hop"] == "sleep", "the call that b made"
+        with pytest.raises(WorkerLost, match="; count may have run"):
+            await iterate(held)  # after the items that were here already
+        with pytest.raises(WorkerLost, match="'c' is lost"):
+            await remote(counter).aadd()
+        with pytest.raises(WorkerLost, match="'c' is lost"):
+            await iterate(call("c", actors.count, 1))
+
+        async with asyncio.timeout(20.0):
+            assert await remote(gate).cancelled() == 1
+            assert await remote(streams).closed() == 1
+        print(f"killed: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
+        assert time.monotonic() - start < 2.0 + SLACK
+        # The dead one's contribution is in no round: three others complete it.
+        assert await asyncio.gather(*(remote(batching).total(n) for n in (1, 2, 3))) == [6, 6, 6]
+        assert aiorpc.stats().in_flight == 0
+        start = time.monotonic()
+    assert time.monotonic() - start < 5.0 + SLACK
+
+
+async def test_frozen_and_busy_peers(workers: Workers) -> None:
+    """A busy peer is not lost; a frozen peer is, until it thaws."""
+    heartbeat = 2.0
+    await workers(["b", "c"], heartbeat=heartbeat, transports=["uv"])
+    await check_busy_loops(heartbeat)
+    await check_frozen(heartbeat)
+
+
+async def check_busy_loops(heartbeat: float) -> None:
+    """Threads of torch answer pings while the loop is blocked."""
+    gates = [await create("b", Gate), await create("b", Gate)]
+    waiting = [
+        asyncio.create_task(remote(gates[0]).passed()),
+        asyncio.create_task(call("c", actors.try_on, gates[1], "passed")),
+    ]
+    for gate in gates:
+        await remote(gate).entered()
+    # c calls b and runs a call of this process, so it watches both: neither is lost.
+    held = asyncio.create_task(call("b", actors.hold_loop, 1.25 * heartbeat))
+    for _ in range(3):  # until it is sent
+        await asyncio.sleep(0)
+    await actors.hold_loop(1.25 * heartbeat)
+    await held
+    await asyncio.sleep(
+        heartbeat / 4
+    )  # this process checks again, without a sign of life meanwhile
+    assert [await remote(gate).cancelled(0) for gate in gates] == [0, 0]
+    for gate in gates:
+        await remote(gate).open()
+    assert await asyncio.gather(*waiting) == [None, "None"]
+
+
+async def check_frozen(heartbeat: float) -> None:
+    """Its callers and its callees lose it."""
+    pid = await call("c", actors.pid)
+    mine, theirs = await create("c", Gate), await create("c", Gate)  # c runs calls of others
+    gate, streams = await create("b", Gate), await create("b", Streams)  # c calls b
+    tasks = [
+        named("what c asked of b", call("c", actors.try_on, gate, "passed")),
+        named("what b asked of c", call("b", actors.try_on, theirs, "passed")),
+        named("call", remote(mine).passed()),
+        named("stream", iterate(call("c", actors.wait_for_ever))),
+        named("of b's stream", call("c", actors.iterate_on, streams, "follow")),
+    ]
+    async with asyncio.timeout(20.0):
+        for each in (gate, theirs, mine):
+            await remote(each).entered()
+        await remote(streams).followed()
+    start = time.monotonic()
+    with frozen("c"):
+        ends = await ends_of(tasks)
+        assert len(ends) == len(tasks)
+        for name, (seconds, outcome) in ends.items():
+            print(f"frozen, heartbeat {heartbeat}: {name} was told after {seconds:.3f} s")
+            told = outcome if isinstance(outcome, str) else repr(outcome)
+            assert told.startswith("WorkerLost("), (name, told)
+            assert f"'c' is lost: no sign of life for {heartbeat:g} s" in told
+            assert seconds < 3 * heartbeat + SLACK
+        async with asyncio.timeout(20.0):
+            assert await remote(gate).cancelled() == 1
+            assert await remote(streams).closed() == 1
+        print(f"frozen: b had cancelled what it ran for c after {time.monotonic() - start:.3f} s")
+        assert time.monotonic() - start < 3 * heartbeat + SLACK
+        with pytest.raises(WorkerLost, match="'c' is lost"):  # new calls fail as well
+            await call("c", actors.name_of_worker)
+    # Thawed: it serves again, and has cancelled the calls of those that lost it.
+    async with asyncio.timeout(20.0):
+        assert await call("c", actors.pid) == pid
+        assert await remote(mine).cancelled() == 1
+        assert await call("b", actors.try_on, theirs, "cancelled") == "1"
+        counter = await create("b", Counter)
+        assert await call("c", actors.call_on, counter, "aadd", 5) == 5
+    assert not [each for each in await call("c", actors.outcomes) if "WorkerLost" in each]
+    assert aiorpc.stats().in_flight == 0
+
+
+@pytest.mark.parametrize("heartbeat", [0.0, -1.0, float("inf"), float("nan")])
+async def test_invalid_heartbeat(heartbeat: float) -> None:
+    """It raises before anything starts."""
+    with pytest.raises(ValueError, match="heartbeat must be a finite number"):
+        async with aiorpc.local_world(0, heartbeat=heartbeat):
+            pass
+
+
+async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A worker that has stopped serving still answers, and runs nothing."""
+    sent: list[tuple[Any, ...]] = []
+    send = torch_transfers.send
+    monkeypatch.setattr(torch_transfers, "send", lambda *args: sent.append(args[2:]) or send(*args))
+    async with aiorpc.local_world(0):
+        server = endpoints.serving()
+        assert await call("main", torch.numel, torch.zeros(1_000_000)) == 1_000_000
+    assert server is not None
+    answers = [
+        server.payload(*sent[0]),
+        server.collect(dump_plain((("main", 0, 0), 0))),
+        server.introduce(dump_plain(("main", 0))),
+    ]
+    async with asyncio.timeout(20.0):
+        for answer in answers:
+            await wrap_future(answer)

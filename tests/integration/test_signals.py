@@ -1,0 +1,231 @@
+"""SIGTERM and Ctrl-C, sent to programs as terminals, supervisors and schedulers send them."""
+
+import asyncio
+import os
+import signal
+import subprocess
+import threading
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+import aiorpc_torch as aiorpc
+from tests.support.scripts import program, run, started
+from tests.support.slack import SLACK
+
+PATIENT = """
+    async def main(me):
+        os.write(1, f"{me.name} {os.getpid()}\\n".encode())
+        await asyncio.sleep(600)
+    if __name__ == "__main__":
+        aiorpc.run_local(main, 3)
+"""
+
+STUBBORN = """
+    async def main(me):
+        os.write(1, f"{me.name} {os.getpid()}\\n".encode())
+        while me.rank == 0:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                os.write(1, b"not yet\\n")
+        await asyncio.sleep(600)
+    if __name__ == "__main__":
+        aiorpc.run_local(main, 3)
+"""
+
+
+def processes(parent: "subprocess.Popen[str]", count: int = 3) -> list[psutil.Process]:
+    """Return the processes that wrote their pid."""
+    assert parent.stdout is not None
+    return [psutil.Process(int(parent.stdout.readline().split()[1])) for _ in range(count)]
+
+
+def all_gone(found: list[psutil.Process]) -> bool:
+    _, alive = psutil.wait_procs(found, timeout=2.0 + SLACK)
+    return not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+
+
+BACKGROUND = """
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+"""
+
+
+@pytest.mark.parametrize(
+    ("whom", "how"), [("parent", ""), ("all", ""), ("parent", BACKGROUND)], ids=["one", "all", "&"]
+)
+def test_sigterm_is_graceful(tmp_path: Path, whom: str, how: str) -> None:
+    """To the parent alone, or to all as systemd does: code 143, in two seconds, no traceback.
+
+    A script's background process ignores Ctrl-C, so SIGTERM is the only way to stop it.
+    """
+    with started(program(tmp_path, how + PATIENT)) as parent:
+        found = processes(parent)
+        start = time.monotonic()
+        (os.killpg if whom == "all" else os.kill)(parent.pid, signal.SIGTERM)
+        _, errors = parent.communicate(timeout=20)
+        took = time.monotonic() - start
+        assert all_gone(found)
+    assert took < 2.0 + SLACK
+    assert parent.returncode == 143
+    assert "Traceback" not in errors
+    assert "terminate" not in errors
+
+
+def test_sigterm_of_one_worker(tmp_path: Path) -> None:
+    """Its peer gets WorkerLost; its own clean-up runs, and its exit code is 143."""
+    path = program(
+        tmp_path,
+        """
+        async def main(rank, where):
+            try:
+                async with aiorpc.worker(rank=rank, world_size=2, init_method=where) as me:
+                    if rank == 1:
+                        await aiorpc.call(0, os.getpid)
+                        os.write(1, f"worker {os.getpid()}\\n".encode())
+                        await asyncio.sleep(600)
+                    try:
+                        await aiorpc.call(1, asyncio.sleep, 600)
+                    except aiorpc.WorkerLost as lost:
+                        print(lost)
+            finally:
+                print(f"cleaned up {rank}")
+        if __name__ == "__main__":
+            asyncio.run(main(int(sys.argv[1]), sys.argv[2]))
+        """,
+    )
+    where = f"file://{tmp_path}/store"
+    with started(path, "1", where) as one, started(path, "0", where) as zero:
+        processes(one, 1)[0].terminate()
+        said, errors = one.communicate(timeout=20)
+        assert (one.returncode, said) == (143, "cleaned up 1\n"), errors
+        heard, errors = zero.communicate(timeout=20)
+        assert zero.returncode == 0, errors
+    # Worker 0 may not have sent its call yet.
+    assert heard.replace("; sleep may have run", "") == (
+        "worker 'worker1' is lost: its block was cancelled\ncleaned up 0\n"
+    )
+
+
+def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+    """Also if the program ignores the first: its children are gone too."""
+    with started(program(tmp_path, STUBBORN)) as parent:
+        found = processes(parent)
+        assert parent.stdout is not None
+        os.killpg(parent.pid, signal.SIGINT)
+        assert parent.stdout.readline() == "not yet\n"
+        start = time.monotonic()
+        os.killpg(parent.pid, signal.SIGINT)
+        _, errors = parent.communicate(timeout=20)
+        assert time.monotonic() - start < 1.0 + SLACK
+        assert all_gone(found)
+    assert parent.returncode == 130
+    assert "terminate" not in errors
+
+
+def test_a_programs_own_handlers_stay(tmp_path: Path) -> None:
+    """A program's own handler stays; afterwards all handlers are as before."""
+    path = program(
+        tmp_path,
+        """
+        import signal
+        async def main():
+            before = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+            async with aiorpc.local_world(0):
+                changed = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+                os.kill(os.getpid(), signal.SIGTERM)
+                await asyncio.sleep(0.05)
+            after = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGTERM)]
+            print(after == before, changed[1] is before[1], changed[0] is before[0])
+        if __name__ == "__main__":
+            signal.signal(signal.SIGTERM, lambda *_: print("mine"))
+            asyncio.run(main())
+        """,
+    )
+    done = run(path)
+    assert (done.stdout, done.stderr) == ("mine\nTrue True False\n", "")
+
+
+def test_a_world_in_a_thread() -> None:
+    """Signals belong to the main thread: in others no handler is changed."""
+    before = signal.getsignal(signal.SIGTERM)
+    seen = []
+
+    async def live() -> None:
+        async with aiorpc.local_world(0) as me:
+            seen.append((me.name, signal.getsignal(signal.SIGTERM) is before))
+
+    thread = threading.Thread(target=lambda: asyncio.run(live()))
+    thread.start()
+    thread.join()
+    assert seen == [("main", True)]
+
+
+def test_a_world_that_is_never_left(tmp_path: Path) -> None:
+    """The program ends, without "terminate called" or an abort."""
+    path = program(
+        tmp_path,
+        """
+        async def main():
+            context = aiorpc.local_world(["a"])
+            await context.__aenter__()
+            globals()["kept"] = context
+            print(await aiorpc.call("a", os.getpid) > 0)
+        if __name__ == "__main__":
+            loop = asyncio.new_event_loop()
+            loop.run_until_complete(main())
+        """,
+    )
+    with started(path) as process:
+        said, errors = process.communicate(timeout=20)
+    assert (process.returncode, said) == (0, "True\n")
+    assert "terminate" not in errors
+
+
+BUSY = """
+    import signal, time, torch
+    from aiorpc_torch import call, remote
+    from aiorpc_torch.autograd import context
+
+    class Slow(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            os.kill(Server.caller, signal.SIGKILL)
+            time.sleep(float(sys.argv[1]))
+            return gradient
+
+    class Server:
+        def forward(self, x):
+            return Slow.apply(x)
+
+    async def main(me):
+        if me.rank:
+            await asyncio.Event().wait()
+        Server.caller = await call("a", os.getpid)
+        await call("a", go, aiorpc.RRef(Server()))
+
+    async def go(server):
+        async with context() as ctx:
+            found = await remote(server).forward(torch.ones(3, requires_grad=True))
+            await ctx.backward([found.sum()])
+
+    if __name__ == "__main__":
+        aiorpc.run_local(main, ["main", "a"])
+"""
+
+
+@pytest.mark.parametrize("seconds", [1.2, 3600])
+def test_a_backward_without_a_caller(tmp_path: Path, seconds: float) -> None:
+    """It runs in a thread of torch when the process ends: no abort."""
+    with started(program(tmp_path, BUSY), str(seconds)) as process:
+        said, errors = process.communicate(timeout=40)
+    assert (process.returncode, said) == (1, "")
+    assert "WorkerLost: worker 'a' is lost" in errors
+    assert "terminate" not in errors

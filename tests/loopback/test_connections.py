@@ -1,0 +1,789 @@
+"""Connections of our own, in a world of one: what shares a frame, what waits, and how they end."""
+
+import asyncio
+import contextlib
+import functools
+import gc
+import secrets
+import socket
+import threading
+import warnings
+from collections.abc import AsyncIterator, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch.futures import Future
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote, stats
+from aiorpc_torch._client import connection, introduction as introductions, pool, torch_transfers
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._protocol.connection_state import MAX_CALLS
+from aiorpc_torch._protocol.frames import (
+    CALL,
+    CALLS,
+    CLOSE,
+    HEADER,
+    MAX_FRAME,
+    RESULT,
+    RESULTS,
+    SLOT,
+)
+from aiorpc_torch._protocol.handshake import (
+    HELLO,
+    NONCE,
+    PROOF,
+    Credentials,
+    encode_hello,
+    new_nonce,
+)
+from aiorpc_torch._protocol.pickling import pack
+from aiorpc_torch._protocol.targets import FunctionTarget
+from aiorpc_torch._protocol.tensors import INLINE_BYTES
+from aiorpc_torch._server import listener, session
+from aiorpc_torch._world import worker
+from aiorpc_torch.autograd import context
+from aiorpc_torch.testing import Gate
+from tests.support.actors import Counter, Notes
+from tests.support.raw_connections import (
+    CONNECTION,
+    SOON,
+    Stranger,
+    Tap,
+    call_on_a_loop,
+    child,
+    ends,
+    introduction,
+    server,
+    start,
+)
+
+LARGE = 2 * INLINE_BYTES
+
+
+@pytest.fixture
+def tap(world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> Tap:
+    """The frames that leave from now on."""
+    return Tap(monkeypatch)
+
+
+def own_connection() -> connection.Connection:
+    """The connection of this loop to this worker itself."""
+    return pool.current().connection("main")
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    """Turns of the loop until it is so."""
+    async with asyncio.timeout(SOON):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0)
+
+
+async def work() -> None:
+    """Ordinary calls are answered."""
+    async with asyncio.timeout(SOON):
+        assert await call("main", int, "7") == 7
+        assert await call("main", torch.add, torch.ones(LARGE), 1) is not None
+
+
+# ── what shares a frame ─────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_lone_call_is_one_frame_and_one_result(tap: Tap) -> None:
+    """Nothing more is sent to get its answer, or because it came."""
+    counter = remote(RRef(Counter()))
+    await counter.aadd()
+    tap.frames.clear()
+    for number in range(5):
+        assert await counter.aadd() == number + 2
+    assert [kind for _, kind, _ in tap.frames] == [CALL, RESULT] * 5
+
+
+async def test_calls_of_one_iteration_share_a_frame(tap: Tap) -> None:
+    """All that are made before the connection is there, or while none is idle, leave together."""
+    notes = remote(RRef(Notes()))
+    await asyncio.gather(*(notes.note(number) for number in range(100)))
+    assert tap.count(CALLS) == tap.count(RESULTS) == 1
+    await asyncio.gather(*(notes.note(number) for number in range(100, 200)))
+    assert tap.count(CALLS) == tap.count(RESULTS) == 2
+    assert await notes.noted() == [*range(200)]
+
+
+@pytest.mark.parametrize("callers", [2, 7, 40])
+async def test_callers_resumed_together_share_frames(tap: Tap, callers: int) -> None:
+    """Callers that one frame has woken make one frame again, iteration after iteration."""
+    counter, turns = remote(RRef(Counter())), 20
+
+    async def caller() -> None:
+        for _ in range(turns):
+            await counter.aadd()
+
+    await asyncio.gather(*(caller() for _ in range(callers)))
+    assert tap.count(CALLS) <= turns + 2
+    assert tap.count(RESULTS) <= turns + 2
+    assert await counter.aadd() == callers * turns + 1
+
+
+async def test_a_slow_call_delays_no_other_call_of_its_frame(tap: Tap) -> None:
+    """The rest of its frame is answered while it waits."""
+    gate, counter = Gate(), remote(RRef(Counter()))
+    slow = remote(RRef(gate))
+    first, waiting, last = start(counter.aadd(), slow.passed(), counter.aadd())
+    assert await ends(first, last) == [1, 2]
+    assert not waiting.done()
+    assert tap.count(CALLS) == 1
+    await gate.open()
+    assert await ends(waiting) == [None]
+
+
+async def test_many_calls_leave_others_their_turns(world: aiorpc.Worker) -> None:
+    """Of calls and results that are there, no more than two frames are handled in an iteration."""
+    await work()
+    iteration, begun, ended = 0, list[int](), list[int]()
+    is_over = False
+
+    def tick() -> None:
+        nonlocal iteration
+        iteration += 1
+        if not is_over:
+            asyncio.get_running_loop().call_soon(tick)
+
+    class Noting:
+        async def note(self) -> None:
+            begun.append(iteration)
+
+    noting = remote(RRef(Noting()))
+
+    async def one() -> None:
+        await noting.note()
+        ended.append(iteration)
+
+    tick()
+    await asyncio.gather(*(one() for _ in range(20 * MAX_CALLS)))
+    is_over = True
+    for seen in (begun, ended):
+        assert len(seen) == 20 * MAX_CALLS
+        assert max(map(seen.count, {*seen})) < 2 * MAX_CALLS
+
+
+# ── who fails alone ─────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("bad", "error"),
+    [
+        (threading.Lock(), TypeError),
+        (torch.empty(1, device="meta"), ValueError),
+        ([torch.empty(1, device="meta")], ValueError),
+    ],
+)
+async def test_an_argument_that_cannot_be_sent_fails_alone(
+    tap: Tap, bad: Any, error: type[Exception]
+) -> None:
+    """What was to leave with it leaves without it, in order."""
+    notes = remote(RRef(Notes()))
+    await notes.note(0)
+    found = await ends(*start(notes.note(1), notes.note(bad), notes.note(2)))
+    assert [found[0], found[2]] == [None, None]
+    assert isinstance(found[1], error | RemoteError)
+    assert await notes.noted() == [0, 1, 2]
+    assert stats().in_flight == 0
+
+
+class Results:
+    """Returns what it is asked for, good or bad."""
+
+    async def elsewhere(self) -> Any:
+        return torch.empty(1, device="meta")
+
+    def elsewhere_in_thread(self) -> Any:
+        return [torch.empty(1, device="meta")]
+
+    async def lock(self) -> Any:
+        return threading.Lock()
+
+    async def number(self) -> int:
+        return 7
+
+    async def number_once(self, is_open: asyncio.Event) -> int:
+        await is_open.wait()
+        return 7
+
+    async def large(self, size: int = LARGE) -> bytes:
+        return bytes(size)
+
+    async def tensor(self) -> torch.Tensor:
+        return torch.ones(LARGE)
+
+    async def huge_number(self) -> int:
+        return 1 << (8 * MAX_FRAME + 8)
+
+    async def items(self) -> Any:
+        for _ in range(3):
+            yield bytes(LARGE)
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("bad", ["elsewhere", "elsewhere_in_thread", "lock"])
+async def test_a_result_that_cannot_be_sent_fails_alone(world: aiorpc.Worker, bad: str) -> None:
+    """Results of the same frame are not lost, and nor is the peer."""
+    results = remote(RRef(Results()))
+    tasks = start(results.number(), getattr(results, bad)(), results.number())
+    first, failed, last = await ends(*tasks)
+    assert (first, last) == (7, 7)
+    assert isinstance(failed, ValueError | TypeError)
+    await work()
+
+
+def fail_once(
+    patch: pytest.MonkeyPatch, module: Any, name: str, error: Exception
+) -> Callable[..., Any]:
+    """That function raises once, and then does what it did."""
+    function, errors = getattr(module, name), [error]
+
+    def failing(*args: Any, **kwargs: Any) -> Any:
+        if errors:
+            raise errors.pop()
+        return function(*args, **kwargs)
+
+    patch.setattr(module, name, failing)
+    return failing
+
+
+@pytest.mark.parametrize("size", [0, LARGE])
+async def test_no_memory_for_a_frame_loses_no_call(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, size: int
+) -> None:
+    """Its calls fail, those that come later are answered, and no caller waits for ever."""
+    notes = remote(RRef(Notes()))
+    await asyncio.gather(notes.note(0), notes.note(0))  # after a lone call the next leaves at once
+    module = torch_transfers if size else connection
+    fail_once(monkeypatch, module, "encode_calls", MemoryError("no memory"))
+    found = await ends(*start(*(notes.note(bytes(size)) for _ in range(1 if size else 5))))
+    assert all(isinstance(each, RpcError) and "no memory" in str(each) for each in found), found
+    assert await notes.note(1) is None
+    assert await notes.noted() == [0, 0, 1]
+    assert len(own_connection()._state.window) == stats().in_flight == stats().unsent == 0
+    assert not own_connection()._slot_keys
+
+
+@pytest.mark.parametrize("calls", [1, 5])
+async def test_no_memory_for_results_loses_no_call(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, calls: int
+) -> None:
+    """Results are packed one by one then; a single one fails."""
+    results = Results()
+    is_open = asyncio.Event()
+    monkeypatch.setattr(results, "number", functools.partial(results.number_once, is_open))
+    number = remote(RRef(results)).number
+    fail_once(monkeypatch, session, "encode_reply", MemoryError("no memory"))
+    monkeypatch.setattr(session, "encode_result", lambda *_: None)  # all results in groups
+    calling = start(*(number() for _ in range(calls)))
+    while stats().running < calls:  # noqa: ASYNC110 - the event would be set in the worker
+        await asyncio.sleep(0)
+    is_open.set()
+    found = await ends(*calling)
+    if calls == 1:
+        assert isinstance(found[0], MemoryError)
+    else:
+        assert found == [7] * calls
+    await work()
+
+
+# ── what travels by torch ───────────────────────────────────────────────────────────────────────
+
+
+class Sending:
+    """`send` of a connection: messages to one endpoint leave when the test says so."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, endpoint: Any) -> None:
+        self.gated: list[Callable[[], None]] = []
+        self._send = torch_transfers.send
+        self._endpoint = endpoint
+        patch.setattr(torch_transfers, "send", self.send)
+
+    def send(self, peer: Any, endpoint: Any, *args: Any) -> "Future[Any]":
+        if endpoint is not self._endpoint:
+            return self._send(peer, endpoint, *args)
+        answer: Future[Any] = Future()
+
+        def leave() -> None:
+            sent = self._send(peer, endpoint, *args)
+            sent.add_done_callback(lambda done: answer.set_result(done.wait()))
+
+        self.gated.append(leave)
+        return answer
+
+    def let(self) -> None:
+        """All of them leave."""
+        while self.gated:
+            self.gated.pop(0)()
+
+
+async def test_a_large_result_is_held_and_collected_then_goes_by_torch(tap: Tap) -> None:
+    """Later calls of the method are a slot each, until a result of it is small again."""
+    results = remote(RRef(Results()))
+    assert len(await results.large()) == LARGE
+    kinds = [kind for _, kind, _ in tap.frames]
+    assert kinds == [CALLS, RESULTS]
+    assert len(await results.large()) == LARGE
+    assert tap.count(SLOT) == 1
+    assert tap.count(RESULTS) == 1
+    assert await results.large(1) == b"\0"
+    assert tap.count(SLOT) == 2
+    assert await results.large(1) == b"\0"
+    assert tap.count(SLOT) == 2
+    assert stats().held_bytes == 0
+
+
+@pytest.mark.parametrize("name", ["large", "tensor", "huge_number"])
+async def test_nothing_of_a_collected_result_is_held(world: aiorpc.Worker, name: str) -> None:
+    """Whatever it was that did not go on the connection."""
+    results = remote(RRef(Results()))
+    for _ in range(3):
+        assert await getattr(results, name)() is not None
+        assert stats().held_bytes == 0
+        own_connection()._transfers.large_results.clear()
+
+
+@pytest.mark.parametrize("kind", ["call", "stream"])
+async def test_a_held_result_is_released_when_its_caller_leaves(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Cancelled before it was collected, the callee does not keep it."""
+    results = remote(RRef(Results()))
+    sending = Sending(monkeypatch, endpoints.collect)
+
+    async def take() -> Any:
+        return await results.large() if kind == "call" else [each async for each in results.items()]
+
+    (taking,) = start(take())
+    await until(lambda: len(sending.gated) == (1 if kind == "call" else 3))
+    assert stats().held_bytes == len(sending.gated) * pack(bytes(LARGE)).size
+    taking.cancel()
+    await asyncio.wait((taking,))
+    await results.number()  # behind the cancellation
+    assert stats().held_bytes == 0
+    sending.let()
+    await work()
+    assert stats().in_flight == 0
+
+
+async def test_a_payload_on_its_way_delays_its_own_object_only(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred calls of another object are answered before, and later ones of its own wait."""
+    own, other = Notes(), Notes()
+    mine, others = remote(RRef(own)), remote(RRef(other))
+    await asyncio.gather(mine.note(0), others.note(0))
+    sending = Sending(monkeypatch, endpoints.payload)
+    large, small = start(mine.note(bytes(LARGE)), mine.note(2))
+    async with asyncio.timeout(SOON):
+        for number in range(1, 101):
+            await others.note(number)
+    assert other.order == [*range(101)]
+    assert own.order == [0]
+    assert not large.done()
+    assert not small.done()
+    sending.let()
+    assert await ends(large, small) == [None, None]
+    assert own.order == [0, bytes(LARGE), 2]
+
+
+async def test_a_cancelled_payload_releases_later_calls(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its object's other calls go on, and the payload that comes after all is not taken."""
+    notes = Notes()
+    mine = remote(RRef(notes))
+    await mine.note(0)
+    sending = Sending(monkeypatch, endpoints.payload)
+    large, small = start(mine.note(bytes(LARGE)), mine.note(2))
+    await until(lambda: bool(server_session().slots))
+    large.cancel()
+    assert (await ends(large, small))[1] is None
+    sending.let()
+    await mine.note(3)
+    assert notes.order == [0, 2, 3]
+    assert not server_session().slots
+    assert (stats().in_flight, stats().running) == (0, 0)
+
+
+def server_session() -> session.Session:
+    """Of the connection of this loop."""
+    return server()._sessions[own_connection()._key]
+
+
+async def test_a_payload_that_torch_refuses_withdraws_its_slot(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It fails with torch's error, and what is behind it goes on."""
+    notes = Notes()
+    mine = remote(RRef(notes))
+    await mine.note(0)
+    fail_once(monkeypatch, torch_transfers, "send", RuntimeError("torch refuses"))
+    failed, small = await ends(*start(mine.note(bytes(LARGE)), mine.note(2)))
+    assert isinstance(failed, RemoteError)
+    assert "torch refuses" in str(failed)
+    assert small is None
+    assert notes.order == [0, 2]
+    assert not server_session().slots
+    assert len(own_connection()._state.window) == 0
+
+
+async def test_a_large_call_that_never_left_is_forgotten(world: aiorpc.Worker) -> None:
+    """Cancelled in the queue, nothing is kept of it."""
+    notes = remote(RRef(Notes()))
+    await notes.note(0)
+    own_connection().pause_writing()
+    tasks = start(*(notes.note(bytes(LARGE)) for _ in range(3)))
+    await until(lambda: stats().unsent == 3)
+    for task in tasks:
+        task.cancel()
+    await asyncio.wait(tasks)
+    own_connection().resume_writing()
+    await notes.note(1)
+    assert await notes.noted() == [0, 1]
+    assert not own_connection()._slot_keys
+
+
+async def test_a_call_in_a_context_keeps_its_place(tap: Tap) -> None:
+    """A recorded call goes by torch, but not before those that were made before it."""
+    notes = Notes()
+    mine = remote(RRef(notes))
+    await mine.note(0)
+    async with context():
+        recorded = start(*(mine.note(number) for number in (1, 2)))
+        await asyncio.sleep(0)
+    plain = start(*(mine.note(number) for number in (3, 4)))
+    assert await ends(*recorded, *plain) == [None] * 4
+    assert notes.order == [*range(5)]
+    assert tap.count(SLOT) == 2
+
+
+# ── strangers ───────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+async def listening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[aiorpc.Worker]:
+    """A world that listens on a Unix socket and on TCP; strangers have a fifth of a second."""
+    monkeypatch.setattr(worker, "_host_for_others", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(listener, "PROOF_TIMEOUT", 0.2)
+    async with aiorpc.local_world(0) as me:
+        yield me
+
+
+def unproven() -> set[Any]:
+    """Connections whose callers have proven nothing."""
+    found = server()._listener
+    assert found is not None
+    return found._unproven
+
+
+async def lie(stranger: Stranger, what: str) -> None:
+    """Prove nothing, in that way."""
+    credentials, _ = introduction()
+    theirs = await stranger.nonce()
+    mine = new_nonce()
+    good = encode_hello(credentials, CONNECTION, theirs, mine)
+    other = Credentials(credentials.caller, credentials.callee, credentials.key)
+    unknown = replace(credentials, key=secrets.token_bytes(16))
+    said = {
+        "nothing": b"",
+        "garbage": secrets.token_bytes(1000),
+        "half a hello": good[: HELLO // 2],
+        "a wrong proof": encode_hello(other, CONNECTION, theirs, mine),
+        "a wrong key": encode_hello(unknown, CONNECTION, theirs, mine),
+        "another connection's proof": good[:40] + (5).to_bytes(8, "little") + good[48:],
+        "a hello sent elsewhere": encode_hello(credentials, CONNECTION, new_nonce(), mine),
+        "a long frame": HEADER.pack(1 << 31, CALLS) + bytes(HELLO),
+        "a proof with one bit changed": good[:-1] + bytes([good[-1] ^ 1]),
+    }
+    stranger.writer.write(said[what])
+
+
+LIES = [
+    "nothing", "garbage", "half a hello", "a wrong proof", "a wrong key",
+    "another connection's proof", "a hello sent elsewhere", "a long frame",
+    "a proof with one bit changed",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("what", LIES)
+async def test_wrong_proofs_are_refused(listening: aiorpc.Worker, kind: str, what: str) -> None:
+    """The connection is closed without a session, and other callers are served."""
+    strangers = [await Stranger.come(kind) for _ in range(20)]
+    for stranger in strangers:
+        await lie(stranger, what)
+    await work()
+    sessions = {*server()._sessions}
+    for stranger in strangers:
+        await stranger.is_refused()
+    assert not unproven()
+    assert {*server()._sessions} == sessions == {own_connection()._key}
+    await work()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+async def test_a_hello_is_good_once(listening: aiorpc.Worker, kind: str) -> None:
+    """What an honest caller said on its connection proves nothing on another."""
+    credentials, _ = introduction()
+    honest, thief = await Stranger.come(kind), await Stranger.come(kind)
+    theirs = await honest.nonce()
+    await thief.nonce()
+    said = encode_hello(credentials, CONNECTION, theirs, new_nonce())
+    thief.writer.write(said)
+    await thief.is_refused()
+    honest.writer.write(said)
+    await honest.reader.readexactly(PROOF)
+    assert [*server()._sessions] == [("stranger", credentials.caller.number, CONNECTION)]
+    await honest.leave()
+    assert not unproven()
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+async def test_there_are_only_so_many_strangers(
+    listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Of two hundred at once the oldest are closed."""
+    monkeypatch.setattr(listener, "PROOF_TIMEOUT", SOON)
+    strangers = [await Stranger.come(kind) for _ in range(200)]
+    await asyncio.gather(*(each.reader.read(NONCE) for each in strangers))
+
+    def closed() -> list[bool]:
+        return [each.reader.at_eof() or bool(each.reader.exception()) for each in strangers]
+
+    oldest = 200 - listener.MAX_UNPROVEN
+    await until(lambda: sum(closed()) >= oldest)
+    assert closed()[:oldest] == [True] * oldest
+    assert len(unproven()) <= listener.MAX_UNPROVEN
+    for stranger in strangers:
+        await stranger.leave()
+    await until(lambda: not unproven())
+    await work()
+
+
+async def test_an_honest_caller_among_strangers(listening: aiorpc.Worker) -> None:
+    """It replaces the oldest stranger, and need not wait until they have gone."""
+    strangers = [await Stranger.come() for _ in range(listener.MAX_UNPROVEN)]
+    await until(lambda: len(unproven()) == listener.MAX_UNPROVEN)
+    await work()
+    await strangers[0].reader.read(NONCE)
+    assert await strangers[0].reader.read(1) == b""
+    for stranger in strangers:
+        await stranger.leave()
+    await until(lambda: not unproven())
+
+
+@pytest.mark.parametrize("kind", ["unix", "tcp"])
+@pytest.mark.parametrize("count", [1, 300_000])
+async def test_a_frame_that_is_too_long(
+    listening: aiorpc.Worker, caplog: pytest.LogCaptureFixture, kind: str, count: int
+) -> None:
+    """Who has proven itself is told, once; no memory is allocated for what it announces."""
+    stranger = await Stranger.proven(kind)
+    stranger.writer.write(HEADER.pack(1 << 31, CALLS) + bytes(count))
+    ((kind_, said),) = await stranger.frames()
+    assert (kind_, said[0]) == (CLOSE, "broken")
+    assert len(stranger.session._reader._view) <= MAX_FRAME + HEADER.size
+    await stranger.leave()
+    assert len([each for each in caplog.records if "unreadable frame" in each.message]) == 1
+    assert not server()._sessions
+    await work()
+
+
+async def test_calls_over_tcp(listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A peer of another network namespace is reached by its address and port."""
+    monkeypatch.setattr(introductions, "network_namespace", lambda: "elsewhere")
+    monkeypatch.setattr(
+        pool.current(), "_introductions", introductions.Introductions(pool.current().me)
+    )
+    await work()
+    transport = own_connection()._transport
+    assert transport is not None
+    assert transport.get_extra_info("socket").family == socket.AF_INET
+
+
+async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:
+    """The end of the former connection, which its caller gave up, is not that of the latter."""
+    first = await Stranger.proven()
+    second = await Stranger.proven()
+    assert second.session is not first.session
+    await first.is_refused()
+    assert second.session in server()._sessions.values()
+    second.send(CALLS, ((0,), (), [((pack(FunctionTarget(int)).data, 0), False, (), 1, [])], ()))
+    assert await second.frame() == (RESULTS, [([0], ("plain", [0]))])
+    await second.leave()
+
+
+# ── how a connection ends ───────────────────────────────────────────────────────────────────────
+
+
+async def test_loops_of_threads_leave_nothing(tap: Tap) -> None:
+    """A loop that ends says so with a last frame; neither side keeps anything of it."""
+    await work()
+    connections, mine = pool.current(), {own_connection()._key}
+    tap.frames.clear()
+    for number in range(50):
+        assert await asyncio.to_thread(call_on_a_loop, number) == number
+    assert server()._sessions.keys() == mine
+    assert len(connections._by_loop) == len(connections._closers) == 1
+    ends_ = [data for end, kind, data in tap.frames if kind == CLOSE and end == "Connection"]
+    assert len(ends_) == 50
+    assert all(b"ended" in data for data in ends_)
+    assert stats().calls >= 50
+    assert stats().in_flight == 0
+
+
+async def test_the_end_of_a_loop_cancels_its_calls(world: aiorpc.Worker) -> None:
+    """Nobody waits for that any more."""
+    gate = Gate()
+    rref = RRef(gate)
+    entered = threading.Event()
+
+    def leave() -> None:
+        async def ask() -> None:
+            task = asyncio.ensure_future(remote(rref).passed())
+            await asyncio.to_thread(entered.wait)
+            assert not task.done()
+
+        asyncio.run(ask())
+
+    leaving = asyncio.ensure_future(asyncio.to_thread(leave))
+    async with asyncio.timeout(SOON):
+        await gate.entered()
+        entered.set()
+        await leaving
+        assert await gate.cancelled() == 1
+    assert stats().in_flight == stats().running == 0
+
+
+async def test_an_aborted_connection(world: aiorpc.Worker) -> None:
+    """Who waits is told, what runs is cancelled, and the next call makes another connection."""
+    gate = Gate()
+    (waiting,) = start(remote(RRef(gate)).passed())
+    await gate.entered()
+    former = own_connection()
+    former.abort()
+    (lost,) = await ends(waiting)
+    assert isinstance(lost, WorkerLost)
+    async with asyncio.timeout(SOON):
+        assert await gate.cancelled() == 1
+    await work()
+    assert own_connection() is not former
+    assert server()._sessions.keys() == {own_connection()._key}
+
+
+async def test_a_payload_whose_connection_has_ended(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is answered, nothing of it runs, and nothing is said of it in the log."""
+    notes = Notes()
+    sending = Sending(monkeypatch, endpoints.payload)
+    (large,) = start(remote(RRef(notes)).note(bytes(LARGE)))
+    await until(lambda: bool(sending.gated))
+    own_connection().abort()
+    (lost,) = await ends(large)
+    assert isinstance(lost, WorkerLost)
+    await until(lambda: not server()._sessions)
+    sending.let()
+    monkeypatch.setattr(torch_transfers, "send", sending._send)
+    await work()
+    assert notes.order == []
+    assert not caplog.records
+
+
+async def test_a_forked_child_keeps_no_connection_open(listening: aiorpc.Worker) -> None:
+    """While it lives each end sees the other's end, and strangers see theirs."""
+    for end in range(2):
+        await work()
+        both = own_connection(), server_session()
+        with child():
+            both[end].abort()
+            async with asyncio.timeout(SOON):
+                await both[1 - end].ended.wait()
+            await work()
+    stranger = await Stranger.come()
+    await stranger.nonce()
+    with child():
+        await stranger.is_refused()
+        await work()
+
+
+async def test_a_forked_child_does_not_listen() -> None:
+    """The addresses of a world that is over are free, though a child lives."""
+    async with aiorpc.local_world(0):
+        _, addresses = introduction()
+        held = contextlib.ExitStack()
+        held.enter_context(child())
+    with held, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as unix:
+        with pytest.raises(ConnectionRefusedError):
+            unix.connect(f"\0{addresses.unix}")
+
+
+# ── a caller that does not read ─────────────────────────────────────────────────────────────────
+
+
+async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) -> None:
+    """Only while more than 8 MiB of results wait for it; afterwards everything arrives."""
+    echoed: list[int] = []
+
+    class Echo:
+        async def echo(self, number: int, data: bytes) -> bytes:
+            echoed.append(number)
+            return data
+
+    stranger = await Stranger.proven()
+    end = stranger.session
+    count, data = 500, bytes(60_000)
+    target = pack(FunctionTarget(functools.partial(echo, len(echoes))))
+    echoes.append(Echo().echo)
+    for number in range(count):
+        columns = [("plain", [number]), ("plain", [data])]
+        stranger.send(CALLS, ((number,), (), [((target.data, 0), False, (), 1, columns)], ()))
+    await until(lambda: "full" in end._paused)
+    waiting = end._transport.get_write_buffer_size()
+    high = 8 << 20
+    assert high < waiting <= high + 2 * len(data) + 1000
+    assert high // len(data) < len(echoed) < count
+    await work()
+    assert "full" in end._paused
+    found = [await stranger.frame() for _ in range(count)]
+    assert found == [(RESULTS, [([number], ("plain", [data]))]) for number in range(count)]
+    assert echoed == [*range(count)]
+    assert not end._paused
+    await stranger.leave()
+    echoes.clear()
+
+
+echoes: list[Callable[[int, bytes], Any]] = []
+
+
+async def echo(index: int, number: int, data: bytes) -> bytes:
+    return bytes(await echoes[index](number, data))
+
+
+async def test_a_loop_that_is_closed_while_a_call_waits(world: aiorpc.Worker) -> None:
+    """Its calls are in no count any more, though the loop has not said that it ends."""
+    gate = RRef(Gate())
+
+    def run() -> None:
+        loop = asyncio.new_event_loop()
+        waiting = loop.create_task(remote(gate).passed())  # type: ignore[arg-type]
+        loop.run_until_complete(remote(gate).entered())
+        del waiting
+        loop.close()
+
+    with warnings.catch_warnings():  # such a loop leaves its sockets to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        await asyncio.to_thread(run)
+        await asyncio.to_thread(lambda: asyncio.run(_entered(gate)))  # a loop that sees it closed
+        assert stats().in_flight == 0
+        gc.collect()
+
+
+async def _entered(gate: "aiorpc.RRef[Gate]") -> None:
+    await remote(gate).entered(1)

@@ -1,0 +1,88 @@
+"""Lone calls and results in a world of one."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc_torch import RRef, call, remote
+from aiorpc_torch._protocol import lone
+from aiorpc_torch._protocol.frames import CALL, HEADER, RESULT, FrameReader
+from aiorpc_torch._server import session
+from tests.unit.protocol.test_lone import same
+
+
+class Echo:
+    async def on_loop(self, *args: Any) -> Any:
+        return args[0] if args else None
+
+    def plain(self, *args: Any) -> Any:
+        return args[0] if args else None
+
+
+@pytest.mark.parametrize("name", ["on_loop", "plain"])
+async def test_values_there_and_back(world: Any, name: str) -> None:
+    """Whatever frame a value takes, it arrives as it was."""
+    echo = getattr(remote(RRef(Echo())), name)
+    assert await echo() is None
+    for value in (None, True, 7, -1.5, "ä\ud800", b"\0", [1], 2**70, "x" * 5000):
+        assert same(await echo(value), value)
+    assert same(await echo(torch.arange(4).reshape(2, 2).T), torch.arange(4).reshape(2, 2).T)
+
+
+async def test_lone_calls_travel_in_frames_of_their_own(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone call of a connection that is open, and its result."""
+    seen: list[int] = []
+    take = FrameReader.next
+
+    def watched(reader: FrameReader) -> Any:
+        found = take(reader)
+        if found is not None:
+            seen.append(found[0])
+        return found
+
+    monkeypatch.setattr(FrameReader, "next", watched)
+    echo = remote(RRef(Echo()))
+    await echo.on_loop(1)
+    seen.clear()
+    await echo.on_loop(torch.ones(4))
+    assert seen == [CALL, RESULT]
+    assert HEADER.size == len(lone.encode_result(0, None) or b"") - 9
+
+
+async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reports a lack of memory as a RuntimeError: its caller is answered all the same."""
+    echo = remote(RRef(Echo()))
+    await echo.on_loop(1)
+
+    def fail(*_: Any) -> bytes:
+        monkeypatch.undo()
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(session, "encode_result", fail)
+    async with asyncio.timeout(5):
+        assert await echo.on_loop(2) == 2
+
+
+class Unnamed:
+    def __repr__(self) -> str:
+        raise ValueError("no repr")
+
+    async def slow(self) -> int:
+        await asyncio.sleep(0.05)
+        return 7
+
+
+async def answer(_: Unnamed) -> int:
+    return 8
+
+
+async def test_an_object_whose_repr_fails(world: Any) -> None:
+    """A function that is called with it runs nobody's `__repr__`, and breaks no other call."""
+    rref = RRef(Unnamed())
+    slow = asyncio.ensure_future(remote(rref).slow())
+    assert await call(rref, answer) == 8
+    assert await slow == 7

@@ -1,0 +1,214 @@
+"""The choice of network interfaces on machines of several, each a network namespace."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch._world import network
+from tests.support.network_namespaces import LINK, Machine, pair
+
+GLOO, TENSORPIPE = network.VARIABLES
+LOOPBACK = next(name for name, has in network.addresses().items() if "127.0.0.1" in has)
+
+
+@pytest.fixture(autouse=True)
+def _nothing_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AIORPC_INTERFACE", *network.VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+
+
+async def test_a_wrong_interface_is_an_error_before_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """It lists the existing interfaces; if one variable is wrong, it names the variable."""
+    where: dict[str, Any] = {"rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
+    with pytest.raises(
+        ValueError, match=rf"'nosuch' is up on this machine: .*{LOOPBACK} \(127\.0\.0\.1"
+    ):
+        async with aiorpc.worker(interface="nosuch", **where):
+            pass
+    monkeypatch.setenv(GLOO, LOOPBACK)
+    monkeypatch.setenv(TENSORPIPE, "nosuch")
+    with pytest.raises(
+        ValueError, match="'nosuch' is up on this machine, as TP_SOCKET_IFNAME says:"
+    ):
+        async with aiorpc.worker(**where):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("host", "here"),
+    [
+        ("localhost", True),
+        ("localhost.localdomain", True),
+        ("127.0.0.1", True),
+        ("127.0.1.1", True),
+        ("::1", True),
+        ("10.0.0.1", False),
+        ("fd00::1", False),
+        ("0.0.0.0", False),
+        ("localhosts", False),
+    ],
+)
+def test_loopback_hosts(host: str, here: bool) -> None:
+    """Names and addresses that mean the local machine on every machine."""
+    assert network.is_loopback_host(host) == here
+    if here:
+        assert network.interfaces_towards(host) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
+
+
+async def test_a_world_of_one_listens_on_the_loopback_interface(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Whatever this machine's name resolves to."""
+    with caplog.at_level("INFO", logger="aiorpc_torch"):
+        async with aiorpc.worker(rank=0, world_size=1):
+            found = psutil.Process().net_connections("tcp")
+    listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
+    assert listening <= {"127.0.0.1", "::1"}
+    assert f"worker0 uses {LOOPBACK} (127.0.0.1" in caplog.text
+
+
+# ── sockets ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def listener(host: str, port: int) -> tuple[str, int] | None:
+    descriptor = network.bind_listener(host, port)
+    if descriptor is None:
+        return None
+    with socket.socket(fileno=descriptor) as bound:
+        return bound.getsockname()[:2]
+
+
+def test_bind_listener(port: int) -> None:
+    """It is bound to the address that the others know, or left to torch."""
+    assert listener("127.0.0.1", port) == ("127.0.0.1", port)
+    assert listener("localhost", port) == ("127.0.0.1", port)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        assert listener("127.0.0.1", taken.getsockname()[1]) is None
+    assert listener("192.0.2.254", port) is None, "not an address of this machine"
+    assert listener("0.0.0.0", port) is None
+    assert listener("no such host.invalid", port) is None
+
+
+# ── on other machines ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def machine() -> Iterator[Machine]:
+    with pair() as (one, _):
+        yield one
+
+
+def there(machine: Machine, expression: str) -> Any:
+    """Evaluate an expression with the module on that machine, which needs no torch."""
+    module = Path(network.__file__)
+    program = f"""
+import json, socket
+import {module.stem} as network
+
+def resolves_to(address):
+    # The process runs one expression only, so the patch affects nothing else.
+    ask = socket.getaddrinfo
+    socket.getaddrinfo = lambda host, *rest, **more: ask(
+        address if host == "its-name" else host, *rest, **more
+    )
+    return network
+
+def error_of(name):
+    try:
+        network.requested_interfaces(name)
+    except ValueError as exc:
+        return str(exc)
+
+print(json.dumps({expression}))
+"""
+    command = machine.inside(sys.executable, "-c", program)
+    environment = {**os.environ, "PYTHONPATH": str(module.parent)}
+    return json.loads(subprocess.check_output(command, env=environment, text=True))
+
+
+def both_variables(name: str) -> dict[str, str]:
+    return {GLOO: name, TENSORPIPE: name}
+
+
+def test_the_interface_towards_a_host(machine: Machine) -> None:
+    """Of several, the one with the route to rank 0 or with its address."""
+    for name, address in (
+        ("left", "10.1.0.1/24"),
+        ("right", "10.2.0.1/24"),
+        ("six", "fd00:9::1/64"),
+    ):
+        machine.ip("link", "add", name, "type", "veth", "peer", "name", f"{name}_far")
+        machine.ip("link", "set", f"{name}_far", "up")
+        machine.gets(address, name)
+    leads = {
+        "10.1.0.1": "left",
+        "10.1.0.2": "left",
+        "10.2.0.1": "right",
+        "10.2.0.99": "right",
+        "fd00:9::1": "six",
+        "fd00:9::2": "six",
+        "127.0.0.1": "lo",
+    }
+    found = there(machine, f"[network.interfaces_towards(host) for host in {[*leads]}]")
+    assert found == [both_variables(name) for name in leads.values()]
+    towards = "network.interfaces_towards"
+    assert there(machine, f"[{towards}('10.3.0.1'), {towards}('its-name')]") == [{}, {}]
+
+    machine.ip("route", "add", "default", "via", "10.2.0.2")
+    assert there(machine, "network.interfaces_towards('10.3.0.1')") == both_variables("right")
+    # Many machines resolve their own name so. Others reach them at the default route's interface.
+    own = "resolves_to('127.0.1.1')"
+    assert there(machine, f"{own}.interfaces_towards('its-name')") == both_variables("right")
+    assert there(machine, f"{own}.bind_listener('its-name', 29500)") is None, "any interface"
+    left = "resolves_to('10.1.0.1')"
+    assert there(machine, f"{left}.interfaces_towards('its-name')") == both_variables("left")
+    assert there(machine, f"{left}.bind_listener('its-name', 29500)") is not None
+
+    machine.ip("link", "set", "right", "down")
+    said = there(machine, "error_of('right')")
+    assert said.startswith(
+        "no network interface 'right' is up on this machine: it has lo (127.0.0.1"
+    )
+    assert "left (10.1.0.1" in said
+    assert "right (" not in said
+
+
+def test_has_route(machine: Machine) -> None:
+    """It is false once the link is down: a connection would then end the process."""
+    machine.ip("link", "add", LINK, "type", "veth", "peer", "name", "far")
+    machine.ip("link", "set", "far", "up")
+    machine.gets("10.1.0.1/24")
+    hosts = ("10.1.0.2", "127.0.0.1", "10.3.0.1")
+    routes = f"[network.has_route('uv://' + host + ':29500') for host in {hosts}]"
+    assert there(machine, routes) == [True, True, False]
+    machine.unplug()
+    assert there(machine, routes) == [False, True, False]
+    assert there(machine, "network.has_route('shm://somewhere')")
+
+
+def test_a_machine_of_ipv6_alone(machine: Machine) -> None:
+    """No function needs IPv4."""
+    machine.ip("address", "del", "127.0.0.1/8", "dev", "lo")
+    machine.ip("link", "add", LINK, "type", "veth", "peer", "name", "far")
+    machine.ip("link", "set", "far", "up")
+    machine.gets("fd00:9::1/64")
+    hosts = ("fd00:9::2", "::1", "10.0.0.1")
+    found = there(machine, f"[network.interfaces_towards(host) for host in {hosts}]")
+    assert found == [both_variables(LINK), both_variables("lo"), {}]
+    assert there(machine, "network.loopback_only()") == both_variables("lo")
+    text = there(machine, "network.describe(network.interfaces_towards('fd00:9::2'))")
+    assert text.startswith("v0 (fd00:9::1")
+    assert there(machine, "network.bind_listener('fd00:9::1', 29500)") is not None

@@ -1,0 +1,144 @@
+"""What the workers of tests/network/test_two_hosts.py run.
+
+`python network_scenarios.py scenario rank '{"its": "arguments"}'` starts one.
+
+They tell what happens in lines of JSON, `[event, value]`, and where one says `told()` it waits for
+a line.
+"""
+
+import asyncio
+import json
+import logging
+import sys
+import time
+import traceback
+from collections.abc import Awaitable
+from typing import Any
+
+import psutil
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import create, remote
+from aiorpc_torch.testing import Gate
+from tests.support import actors
+
+HEARTBEAT = 1.0
+STOP_TIMEOUT = 2.0
+
+
+def tell(event: str, value: Any = None) -> None:
+    sys.stdout.write(json.dumps([event, value]) + "\n")
+    sys.stdout.flush()
+
+
+async def told() -> None:
+    await asyncio.to_thread(sys.stdin.readline)
+
+
+async def outcome(name: str, awaitable: Awaitable[Any]) -> list[Any]:
+    """What came of it, and the seconds until then."""
+    start = time.monotonic()
+    try:
+        value = repr(await awaitable)
+    except Exception as exc:
+        value = repr(exc)
+    return [name, value, time.monotonic() - start]
+
+
+def listening() -> list[str]:
+    """The addresses at which this process waits for connections."""
+    found = psutil.Process().net_connections("tcp")
+    return sorted({c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN})
+
+
+# ── scenarios ───────────────────────────────────────────────────────────────────────────────────
+
+
+async def starts(rank: int, *, attempts: list[dict[str, Any]]) -> None:
+    """Whatever comes of starting, again and again."""
+    for attempt in attempts:
+        tell("starts")
+        await told()
+        begin = time.monotonic()
+        mine = {
+            name: each[rank] if isinstance(each, list) else each for name, each in attempt.items()
+        }
+        try:
+            async with aiorpc.worker(rank=rank, **mine):
+                tell("started")
+        except Exception as exc:
+            text = "".join(traceback.format_exception_only(exc))
+            tell("failed", [type(exc).__name__, text, time.monotonic() - begin])
+
+
+async def calls(rank: int | None, **world: Any) -> None:
+    """Calls one after another, many at once, large tensors and a stream."""
+    size = None if rank is None else 2
+    async with aiorpc.worker(rank=rank, world_size=size, **world) as me:
+        tell("ready", [me.rank, listening()])
+        if me.rank == 0:
+            await _call(*me.peers)
+    tell("left", me.rank)
+
+
+async def _call(peer: str) -> None:
+    counter, streams = await create(peer, actors.Counter), await create(peer, actors.Streams)
+    for _ in range(20):
+        await remote(counter).aadd()
+    for _ in range(20):
+        await asyncio.gather(*(remote(counter).aadd() for _ in range(20)))
+    large = torch.arange(250_000.0)
+    result = await remote(counter).scale(large)
+    items = [item async for item in remote(streams).count(500)]
+    tell("called", [await remote(counter).aadd(0), torch.equal(result, 420 * large), items])
+
+
+async def cut(rank: int, *, cuts: int, **world: Any) -> None:
+    """A world that works, whose link is cut a number of times, and once more while it stops."""
+    async with aiorpc.worker(
+        rank=rank, world_size=2, heartbeat=HEARTBEAT, stop_timeout=STOP_TIMEOUT, **world
+    ) as me:
+        tell("ready", listening())
+        if rank == 0:
+            await _call(*me.peers)
+            for _ in range(cuts):
+                await _work(*me.peers)
+        await told()
+        start = time.monotonic()
+    tell("left", time.monotonic() - start)
+
+
+async def _work(peer: str) -> None:
+    gate, streams, counter = [
+        await create(peer, each) for each in (Gate, actors.Streams, actors.Counter)
+    ]
+    waiting = [
+        asyncio.create_task(outcome("call", remote(gate).passed())),
+        asyncio.create_task(outcome("call with a timeout", remote(gate, timeout=0.4).passed())),
+        asyncio.create_task(outcome("stream", actors.iterate_on(streams, "follow"))),
+    ]
+    await remote(gate).entered(2)
+    await remote(streams).followed()
+    tell("waiting")
+    await told()  # the link is cut
+    for each in await asyncio.gather(*waiting):
+        tell("ended", each)
+    short = remote(counter, timeout=0.2).aadd(1)
+    tell("ended", await outcome("new call with a timeout", short))
+    tell("ended", await outcome("new call", remote(counter).aadd(10)))
+    tell("lost")
+    await told()  # the link is whole
+    start, tries = time.monotonic(), 1
+    while (await outcome("try", remote(counter, timeout=0.3).aadd(100)))[1].startswith("CallT"):
+        tries += 1
+    tell("resumed", time.monotonic() - start)
+    tell("counted", [tries, await remote(counter).aadd(0)])
+    tell("cancelled", [await remote(gate).cancelled(2), await remote(streams).closed()])
+
+
+if __name__ == "__main__":
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    _, scenario, rank, arguments = sys.argv
+    number = int(rank) if rank else None
+    asyncio.run(globals()[scenario](number, **json.loads(arguments)))

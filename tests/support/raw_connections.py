@@ -1,0 +1,245 @@
+"""A connection whose bytes tests write by hand, and a recorder of the frames that are sent."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import warnings
+from collections.abc import Coroutine, Iterator
+from dataclasses import astuple
+from typing import Any
+
+from torch.distributed import rpc
+
+from aiorpc_torch import call
+from aiorpc_torch._client import pool
+from aiorpc_torch._protocol import channel, endpoints
+from aiorpc_torch._protocol.frames import HEADER, RESULTS, FrameReader, frame
+from aiorpc_torch._protocol.handshake import (
+    NONCE,
+    PROOF,
+    Addresses,
+    Credentials,
+    Party,
+    encode_hello,
+    is_callee_proven,
+    new_nonce,
+)
+from aiorpc_torch._server import session
+from aiorpc_torch._server.server import Server
+
+SOON = 10.0  # seconds after which something will never happen
+CONNECTION = 1 << 40  # no connection of ours has that number
+
+
+def server() -> Server:
+    """This process's."""
+    found = endpoints.serving()
+    assert found is not None
+    return found
+
+
+def introduction(caller: str = "stranger") -> tuple[Credentials, Addresses]:
+    """As torch's RPC would bring it to that caller."""
+    listener = server()._listener
+    assert listener is not None
+    return listener.introduce(Party(caller, rpc.get_worker_info().id))
+
+
+class Stranger:
+    """One end of a connection to this process's worker."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self.reader, self.writer = reader, writer
+        self.session: Any = None  # what the worker has of it, once it is proven
+
+    @classmethod
+    async def come(cls, kind: str = "unix") -> "Stranger":
+        """Connect, and prove nothing."""
+        _, addresses = introduction()
+        if kind == "unix":
+            return cls(*await asyncio.open_unix_connection(f"\0{addresses.unix}"))
+        assert addresses.tcp is not None
+        return cls(*await asyncio.open_connection(*addresses.tcp))
+
+    @classmethod
+    async def proven(cls, kind: str = "unix", number: int = CONNECTION) -> "Stranger":
+        """Connect as an honest caller does."""
+        stranger = await cls.come(kind)
+        credentials, _ = introduction()
+        theirs, mine = await stranger.nonce(), new_nonce()
+        stranger.writer.write(encode_hello(credentials, number, theirs, mine))
+        proof = await stranger.reader.readexactly(PROOF)
+        assert is_callee_proven(credentials, number, theirs, mine, proof)
+        stranger.session = server()._sessions[(*astuple(credentials.caller), number)]
+        return stranger
+
+    async def nonce(self) -> bytes:
+        return await self.reader.readexactly(NONCE)
+
+    def send(self, kind: int, fields: Any) -> None:
+        """One frame: of bytes, or of what is pickled."""
+        data = fields if isinstance(fields, bytes) else pickle.dumps(fields)
+        self.writer.write(frame(kind, data))
+
+    async def frame(self, *, plain: bool = True) -> tuple[int, Any] | None:
+        """The kind and the content of the next frame, None at the end; its bytes if not `plain`."""
+        async with asyncio.timeout(SOON):
+            with contextlib.suppress(OSError, asyncio.IncompleteReadError):
+                length, kind = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+                data = await self.reader.readexactly(length)
+                return kind, pickle.loads(data) if plain else data
+        return None
+
+    async def frames(self) -> list[tuple[int, Any]]:
+        """All that come until the end."""
+        return [found async for found in self]
+
+    async def __aiter__(self) -> Any:
+        while (found := await self.frame()) is not None:
+            yield found
+
+    async def is_refused(self) -> None:
+        """Nothing comes any more."""
+        async with asyncio.timeout(SOON):
+            with contextlib.suppress(OSError):
+                assert await self.reader.read() == b""
+        await self.leave()
+
+    async def leave(self) -> None:
+        """Close it, and wait until the worker has seen that."""
+        self.writer.close()
+        with contextlib.suppress(OSError):
+            await self.writer.wait_closed()
+        if self.session is not None:
+            async with asyncio.timeout(SOON):
+                await self.session.ended.wait()
+
+
+class Tap:
+    """The frames that leave on all connections of this process, in order."""
+
+    def __init__(self, patch: Any) -> None:
+        self.frames: list[tuple[str, int, bytes]] = []
+        write = channel.Channel.write
+
+        def tapped(end: channel.Channel, data: bytes) -> None:
+            reader = FrameReader()
+            view = memoryview(data)
+            while view:
+                count = min(len(view), len(buffer := reader.buffer()))
+                buffer[:count] = view[:count]
+                reader.received(count)
+                view = view[count:]
+                while (found := reader.next()) is not None:
+                    self.frames.append((type(end).__name__, *found))
+            write(end, data)
+
+        patch.setattr(channel.Channel, "write", tapped)
+
+    def count(self, kind: int) -> int:
+        """How many frames of that kind there were."""
+        return sum(each[1] == kind for each in self.frames)
+
+
+# ── callers ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def start(*coroutines: Coroutine[Any, Any, Any]) -> list["asyncio.Task[Any]"]:
+    return [asyncio.ensure_future(each) for each in coroutines]
+
+
+async def ends(*tasks: "asyncio.Task[Any]") -> list[Any]:
+    async with asyncio.timeout(SOON):
+        return await asyncio.gather(*tasks, return_exceptions=True)
+
+
+def call_on_a_loop(number: int, worker: str = "main") -> int:
+    async def ask() -> int:
+        return int(await call(worker, int, number))
+
+    return asyncio.run(ask())
+
+
+@contextlib.contextmanager
+def child() -> Iterator[None]:
+    """A forked process that does nothing but keep its descriptors, until the end of the block."""
+    here, there = os.pipe()
+    begun, begins = os.pipe()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # 3.12: this process has threads
+        pid = os.fork()
+    if pid == 0:
+        os.close(there)
+        os.write(begins, b"x")
+        os.read(here, 1)
+        os._exit(0)
+    try:
+        os.read(begun, 1)
+        yield
+    finally:
+        os.close(there)
+        os.waitpid(pid, 0)
+        for each in (here, begun, begins):
+            os.close(each)
+
+
+# ── on workers of other processes ───────────────────────────────────────────────────────────────
+
+
+def sessions() -> list[str]:
+    """Who has a connection to this worker."""
+    return [caller for caller, _, _ in server()._sessions]
+
+
+async def ask(worker: str, number: int) -> int:
+    """Call another worker from here."""
+    return int(await call(worker, int, number))
+
+
+async def send_junk(to: str, frames: list[tuple[int, bytes]]) -> int:
+    """Send each frame on a connection of its own; how many of those were answered or closed."""
+    connections = pool.current()
+    answered = 0
+    for number, (kind, data) in enumerate(frames):
+        peer = connections._members[to].info
+        transport = await connections._introductions.connect(peer, CONNECTION + number)
+        junk = Junk()
+        transport.set_protocol(junk)
+        transport.write(frame(kind, data))
+        async with asyncio.timeout(SOON):
+            await junk.answered.wait()
+        answered += 1
+        transport.abort()
+    return answered
+
+
+class Junk(asyncio.Protocol):
+    """Waits for whatever comes."""
+
+    def __init__(self) -> None:
+        self.answered = asyncio.Event()
+
+    def data_received(self, _: bytes) -> None:
+        self.answered.set()
+
+    def connection_lost(self, _: Exception | None) -> None:
+        self.answered.set()
+
+
+def _in_groups(*_: object) -> None:
+    """Let every result travel in a frame of groups."""
+
+
+async def answer_junk(junk: bytes) -> None:
+    """The result after this one is junk."""
+    real, left = session.frame, [junk, None]
+    alone = session.encode_result
+
+    def lying(kind: int, data: bytes) -> bytes:
+        if kind == RESULTS and (lie := left.pop()) is not None:
+            session.frame, session.encode_result = real, alone
+            data = lie
+        return real(kind, data)
+
+    session.frame, session.encode_result = lying, _in_groups

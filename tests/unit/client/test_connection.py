@@ -1,0 +1,207 @@
+"""The caller's end of a connection over a socket pair; tests write the callee's end by hand."""
+
+import asyncio
+import pickle
+import socket
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+from aiorpc_torch._aio.inline_future import InlineFuture
+from aiorpc_torch._client.connection import Connection
+from aiorpc_torch._protocol.frames import CALL, CALLS, CLOSE, CONTROL, HEADER, RESULTS, frame
+from aiorpc_torch._protocol.handshake import Party
+from aiorpc_torch._protocol.lone import encode_result
+from aiorpc_torch._protocol.messages import load_calls
+from aiorpc_torch._protocol.targets import MethodTarget
+from aiorpc_torch._torch.compat import WorkerInfo
+from aiorpc_torch.errors import CallTimeout, NotServing, RemoteError, WorkerLost
+
+TARGET = MethodTarget((0, 1), "method")
+SOON = 10.0  # seconds after which something will never happen
+
+
+class Observed:
+    """What a connection tells of its peer, in order."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+
+    def on_message(self, peer: str) -> None:
+        self.told.append("message")
+
+    def on_disconnect(self, peer: str, number: int) -> None:
+        self.told.append(("disconnect", peer, number))
+
+    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+        self.told.append(("leave", peer, number, what, text))
+
+
+class Pair:
+    """A connection that is not open yet, and the other end of its socket."""
+
+    def __init__(self) -> None:
+        self.observed = Observed()
+        self.connection = Connection(Party("me", 0), WorkerInfo("peer", 3), 1, self.observed)
+        self._near, self._far = socket.socketpair()
+
+    async def connect(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.reader, self.writer = await asyncio.open_connection(sock=self._far)
+        transport, _ = await loop.create_connection(asyncio.Protocol, sock=self._near)
+        self.connection.start_sending(transport)
+
+    async def connect_and_call(self) -> None:
+        """Connect; the first call is answered."""
+        await self.connect()
+        number, future = self.call("first")
+        assert (await self.frame())[0] == CALLS
+        self.answer(number, "done")
+        async with asyncio.timeout(SOON):
+            assert await future == "done"
+
+    def answer(self, *results: Any) -> None:
+        """Send results, each a number and its value."""
+        pairs = zip(results[::2], results[1::2], strict=True)
+        self.writer.write(b"".join(encode_result(*each) or b"" for each in pairs))
+
+    async def close(self) -> None:
+        self.writer.close()
+        async with asyncio.timeout(SOON):
+            await self.connection.ended.wait()
+
+    async def frame(self) -> tuple[int, bytes]:
+        async with asyncio.timeout(SOON):
+            length, kind = HEADER.unpack(await self.reader.readexactly(HEADER.size))
+            return kind, await self.reader.readexactly(length)
+
+    def call(self, *args: Any) -> tuple[int, InlineFuture]:
+        return self.connection.call(TARGET, (args, {}), None)
+
+
+async def error_of(future: InlineFuture) -> BaseException:
+    """The error with which a call ends."""
+    async with asyncio.timeout(SOON):
+        with pytest.raises(Exception) as raised:  # noqa: PT011
+            (await future).raise_()
+    return raised.value
+
+
+@pytest.fixture
+async def pair() -> AsyncIterator[Pair]:
+    pair = Pair()
+    yield pair
+    await pair.close()
+
+
+async def test_calls_made_before_it_is_open_share_a_frame(pair: Pair) -> None:
+    """In the order in which they were made."""
+    numbers = [pair.call(value)[0] for value in range(5)]
+    await pair.connect()
+    kind, data = await pair.frame()
+    assert kind == CALLS
+    assert [*load_calls(data).numbers] == numbers == [0, 1, 2, 3, 4]
+    assert pair.connection.counters()["in_flight"] == 5
+    assert pair.connection.counters()["messages"] == 1
+
+
+async def test_a_lone_call_leaves_at_once(pair: Pair) -> None:
+    """In the iteration that makes it; its result resolves its future, and the peer was heard."""
+    await pair.connect_and_call()
+    before = pair.connection.counters()["messages"]
+    number, future = pair.call(7)
+    assert pair.connection.counters()["messages"] == before + 1
+    assert (await pair.frame())[0] == CALL
+    pair.answer(number, "seven")
+    async with asyncio.timeout(SOON):
+        assert await future == "seven"
+    assert pair.connection.waiting == 0
+    assert pair.observed.told == ["message"] * 2
+
+
+async def test_a_call_cancelled_before_it_is_sent_never_is(pair: Pair) -> None:
+    """The others of its iteration are, and no word of it."""
+    (first, _), (second, _), (third, _) = (pair.call(value) for value in range(3))
+    pair.connection.cancel(second)
+    await pair.connect()
+    kind, data = await pair.frame()
+    assert (kind, [*load_calls(data).numbers]) == (CALLS, [first, third])
+
+
+async def test_a_call_cancelled_after_it_was_sent_is_withdrawn(pair: Pair) -> None:
+    """The callee is told its number; a result that comes all the same is dropped."""
+    await pair.connect_and_call()
+    number, _ = pair.call(1)
+    await pair.frame()
+    pair.connection.cancel(number)
+    kind, data = await pair.frame()
+    assert kind == CONTROL
+    assert number in pickle.loads(data)[0]
+    other, future = pair.call(2)
+    pair.answer(number, 1, other, 2)
+    async with asyncio.timeout(SOON):
+        assert await future == 2
+    assert pair.connection.counters()["late"] == 1
+
+
+async def test_a_call_that_expires(pair: Pair) -> None:
+    """Its error names worker and method, and the callee is told."""
+    await pair.connect()
+    number, future = pair.call(1)
+    await pair.frame()
+    pair.connection.expire(number, 0.25, TARGET)
+    error = await error_of(future)
+    assert isinstance(error, CallTimeout)
+    assert (error.worker, error.method) == ("peer", "method")
+    assert "0.25 s" in str(error)
+    assert (await pair.frame())[0] == CONTROL
+
+
+async def test_a_peer_that_leaves(pair: Pair) -> None:
+    """Pending calls fail with its reason, the observer is told, and no call is taken any more."""
+    await pair.connect()
+    _, future = pair.call(1)
+    pair.writer.write(frame(CLOSE, pickle.dumps(("left", "it is done"))))
+    assert "it is done" in str(await error_of(future))
+    assert ("leave", "peer", 3, "left", "it is done") in pair.observed.told
+    assert pair.connection.is_finished
+
+
+async def test_a_peer_that_vanishes(pair: Pair) -> None:
+    """An end of the socket without a word is a lost worker."""
+    await pair.connect()
+    _, future = pair.call(1)
+    await pair.frame()
+    pair.writer.transport.abort()
+    error = await error_of(future)
+    assert isinstance(error, WorkerLost)
+    assert error.worker == "peer"
+    assert ("disconnect", "peer", 3) in pair.observed.told
+
+
+@pytest.mark.parametrize(("kind", "data"), [(CALLS, b""), (RESULTS, b"no pickle"), (99, b"")])
+async def test_a_frame_that_makes_no_sense(pair: Pair, kind: int, data: bytes) -> None:
+    """Every pending call fails, and the peer is told why the connection ends."""
+    await pair.connect()
+    _, future = pair.call(1)
+    await pair.frame()
+    pair.writer.write(HEADER.pack(len(data), kind) + data)
+    assert isinstance(await error_of(future), RemoteError)
+    kind, data = await pair.frame()
+    assert kind == CLOSE
+    assert pickle.loads(data)[0] == "broken"
+    assert pair.connection.is_finished
+
+
+async def test_when_this_process_leaves(pair: Pair) -> None:
+    """Pending calls get the error that it gives, and the peer gets the reason."""
+    await pair.connect()
+    _, future = pair.call(1)
+    await pair.frame()
+    pair.connection.leave("left", "we are done", NotServing("over"))
+    assert str(await error_of(future)) == "over"
+    kind, data = await pair.frame()
+    while kind != CLOSE:  # the cancellation goes first
+        kind, data = await pair.frame()
+    assert pickle.loads(data) == ("left", "we are done")

@@ -1,0 +1,76 @@
+"""Device maps of all workers, resolved together: each error names worker, peer and device."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, strategies as st
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch._torch.devices import normalize_device_maps
+from aiorpc_torch._world.device_maps import resolve_device_maps
+from aiorpc_torch._world.registration import Registration
+
+
+def registration(name: str, devices: int, maps: Any) -> Registration:
+    return Registration(name, 0, 2, "1", devices=devices, device_maps=normalize_device_maps(maps))
+
+
+def error_of(*registrations: Registration) -> str:
+    with pytest.raises(ValueError) as raised:  # noqa: PT011
+        resolve_device_maps(registrations)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("maps", "why"),
+    [({"a": {"cpu": "cuda:0"}}, "with its index"), ("each", 'a map for each peer, or "auto"')],
+)
+async def test_errors_are_raised_where_the_world_is_entered(maps: Any, why: str) -> None:
+    """Before anything starts."""
+    with pytest.raises(ValueError, match=why):
+        async with aiorpc.local_world(["a"], device_maps=maps):
+            pass
+    with pytest.raises(ValueError, match=why):
+        async with aiorpc.worker(rank=0, world_size=1, device_maps=maps):
+            pass
+
+
+def test_errors_name_worker_peer_and_device() -> None:
+    """Every worker raises the error, so its text names the worker, the peer and the device."""
+    a, b = registration("a", 2, {}), registration("b", 1, {})
+    assert resolve_device_maps([a, b]) == [{}, {}]
+    assert error_of(registration("a", 2, {"c": {}}), b) == (
+        "worker 'a' has a device map for 'c', which is not a worker of this world: a, b"
+    )
+    assert error_of(registration("a", 2, {"b": {"cuda:2": "cuda:0"}}), b) == (
+        "worker 'a' maps its cuda:2 to cuda:0 of 'b', but 'a' has 2 CUDA devices"
+    )
+    assert error_of(registration("a", 2, {"b": {"cuda:0": "cuda:1"}}), b) == (
+        "worker 'a' maps its cuda:0 to cuda:1 of 'b', but 'b' has 1 CUDA device"
+    )
+    assert error_of(a, registration("b", 0, {"a": {"cuda:0": "cuda:1"}})) == (
+        "worker 'b' maps its cuda:0 to cuda:1 of 'a', but 'b' has no CUDA devices"
+    )
+    assert error_of(registration("a", 2, {"b": {"cuda:0": "cuda:0", "cuda:1": "cuda:0"}}), b) == (
+        "worker 'a' maps its cuda:1 to cuda:0 of 'b', and its cuda:0 too: map each device "
+        "to a different one"
+    )
+
+
+# ── routes ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=5))
+def test_auto_is_the_same_index_on_both_sides(counts: list[tuple[int, bool]]) -> None:
+    """As many devices as both have, for every peer and itself; peers without "auto" too."""
+    registrations = [
+        registration(f"w{rank}", count, "auto" if auto else {})
+        for rank, (count, auto) in enumerate(counts)
+    ]
+    found = dict(
+        zip([each.name for each in registrations], resolve_device_maps(registrations), strict=True)
+    )
+    for (count, auto), one in zip(counts, registrations, strict=True):
+        for (others, _), other in zip(counts, registrations, strict=True):
+            devices = [f"cuda:{index}" for index in range(min(count, others))] if auto else []
+            assert found[one.name].get(other.name, {}) == dict(zip(devices, devices, strict=True))

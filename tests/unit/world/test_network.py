@@ -1,0 +1,162 @@
+"""The choice of network interfaces, and the errors for a wrong one."""
+
+import asyncio
+import os
+import socket
+import threading
+import time
+from typing import Any
+
+import psutil
+import pytest
+from hypothesis import given, strategies as st
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import WorldTimeout
+from aiorpc_torch._world import network
+from aiorpc_torch._world.config import is_single_host
+from tests.support.slack import SLACK
+
+GLOO, TENSORPIPE = network.VARIABLES
+
+
+@pytest.fixture(autouse=True)
+def _nothing_requested(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("AIORPC_INTERFACE", *network.VARIABLES):
+        monkeypatch.delenv(name, raising=False)
+
+
+# ── requested interfaces ────────────────────────────────────────────────────────────────────────
+
+
+def test_addresses_are_those_of_psutil() -> None:
+    """For the interfaces that are up."""
+    up = {name for name, of in psutil.net_if_stats().items() if of.isup}
+    families = (socket.AF_INET, socket.AF_INET6)
+    expected = {
+        name: sorted(each.address.partition("%")[0] for each in of if each.family in families)
+        for name, of in psutil.net_if_addrs().items()
+        if name in up
+    }
+    found = {name: sorted(of) for name, of in network.addresses().items()}
+    assert found == {name: of for name, of in expected.items() if of}
+
+
+def test_the_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument, AIORPC_INTERFACE, the variables; one variable stands for both."""
+    monkeypatch.setattr(network, "addresses", lambda: {name: ["10.0.0.1"] for name in "abcd"})
+    assert network.requested_interfaces(None) == {}
+    monkeypatch.setenv(TENSORPIPE, "d")
+    assert network.requested_interfaces(None) == {GLOO: "d", TENSORPIPE: "d"}
+    monkeypatch.setenv(GLOO, "c,d")
+    assert network.requested_interfaces(None) == {GLOO: "c,d", TENSORPIPE: "d"}
+    monkeypatch.delenv(TENSORPIPE)
+    assert network.requested_interfaces(None) == {GLOO: "c,d", TENSORPIPE: "c"}
+    monkeypatch.setenv("AIORPC_INTERFACE", "b")
+    assert network.requested_interfaces(None) == {GLOO: "b", TENSORPIPE: "b"}
+    assert network.requested_interfaces("a") == {GLOO: "a", TENSORPIPE: "a"}
+
+
+names = st.sampled_from([None, "a", "b,c"])
+
+
+choices = st.dictionaries(st.sampled_from([GLOO, TENSORPIPE]), names.filter(bool))
+
+
+@given(before=st.tuples(names, names), choice=choices)
+def test_the_environment_is_restored(before: Any, choice: Any) -> None:
+    """For any variables and any interfaces."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in zip(network.VARIABLES, before, strict=True):
+            if value is not None:
+                patch.setenv(name, value)
+        outside = dict(os.environ)
+        with network.interface_env(choice):
+            assert dict(os.environ) == outside | choice
+        assert dict(os.environ) == outside
+
+
+@pytest.mark.parametrize("host", [None, "0.0.0.0", "no such host.invalid", "a" * 70 + ".invalid"])
+def test_torch_chooses_for_an_unknown_host(host: str | None) -> None:
+    """An unknown host raises nothing."""
+    assert network.interfaces_towards(host) == {}
+
+
+def test_is_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one without a URL, and torchrun's if all its workers are local."""
+    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
+    assert is_single_host(None, 1)
+    assert not is_single_host("tcp://10.0.0.1:1", 1)
+    assert not is_single_host(None, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert is_single_host(None, 2)
+    assert not is_single_host(None, 4)
+    assert not is_single_host("tcp://10.0.0.1:1", 2)
+
+
+# ── sockets ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.fixture
+def port() -> int:
+    """Return a port at which no process listens."""
+    with socket.socket() as held:
+        held.bind(("", 0))
+        return held.getsockname()[1]
+
+
+def test_wait_for_listener(port: int) -> None:
+    """It ends when a process listens, at the timeout, or when it is cancelled."""
+    cancelled = threading.Event()
+    start = time.monotonic()
+    assert isinstance(
+        network.wait_for_listener("127.0.0.1", port, 0.2, cancelled), ConnectionRefusedError
+    )
+    assert 0.2 <= time.monotonic() - start < 1.0 + SLACK
+    opening = threading.Timer(0.2, lambda: server.listen())
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        opening.start()
+        assert network.wait_for_listener(*server.getsockname(), 10.0, cancelled) is None
+        opening.join()
+    cancelled.set()
+    start = time.monotonic()
+    assert network.wait_for_listener("127.0.0.1", port, 600.0, cancelled) is not None
+    assert time.monotonic() - start < 1.0 + SLACK
+
+
+@pytest.mark.parametrize(
+    ("init_method", "master", "where"),
+    [
+        ("tcp://127.0.0.1:{}", None, {"127.0.0.1"}),
+        ("tcp://localhost:{}", None, {"127.0.0.1"}),
+        (None, "localhost", {"::", "0.0.0.0"}),  # as launchers of many machines tell rank 0
+    ],
+)
+async def test_where_rank_0_hosts_the_store(
+    init_method: str | None,
+    master: str | None,
+    where: set[str],
+    port: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """At the given address; on all interfaces only if the address is unknown."""
+    if master is not None:
+        monkeypatch.setenv("MASTER_ADDR", master)
+        monkeypatch.setenv("MASTER_PORT", str(port))
+    method = init_method and init_method.format(port)
+
+    async def start() -> None:
+        async with aiorpc.worker(rank=0, world_size=2, init_method=method, start_timeout=0.3):
+            pass
+
+    starting = asyncio.create_task(start())
+    found: set[str] = set()
+    while not found and not starting.done():
+        await asyncio.sleep(0.01)
+        sockets = psutil.Process().net_connections("tcp")
+        found = {c.laddr.ip for c in sockets if c.laddr.port == port and not c.raddr}
+    with pytest.raises(WorldTimeout, match="rank 1"):
+        await starting
+    assert found
+    assert found <= where
