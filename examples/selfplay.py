@@ -18,7 +18,6 @@ import itertools
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -35,7 +34,6 @@ from ._policy import Learner, Network, Sample, boards
 from ._tree import Node, search
 
 DRAWN = 12  # moves at the start of a game that are drawn, by visits; then the most visited follow
-LESSON = 50  # games from which the learner learns at once
 
 Move = Callable[[Position], Awaitable[int]]
 
@@ -67,14 +65,14 @@ class Player:
     async def play(self, evaluator: RRef[Evaluator], simulations: int, method: str) -> list[Sample]:
         """Play a game of a network against itself."""
         evaluate, node = getattr(remote(evaluator), method), Node(START)
-        path: list[Node] = []
+        path: list[tuple[Position, list[float]]] = []
         while node.outcome is None:
             await search(node, evaluate, simulations, noise=True)
-            path.append(node)
+            path.append((node.position, node.shares()))
             node = node.child(node.draw() if len(path) <= DRAWN else node.most_visited())
         # The last mover has won, if any, the mover before has lost, and so on.
         results = itertools.cycle((-float(node.outcome), float(node.outcome)))
-        return [(*node.position, node.shares(), next(results)) for node in reversed(path)]
+        return [(*position, shares, next(results)) for position, shares in reversed(path)]
 
     async def match(
         self,
@@ -150,14 +148,15 @@ class Training:
         self.checkpoints = [Checkpoint(0.0, 0, self.evaluator.network)]
 
     async def train(self) -> None:
-        """Play and learn, both all the time, until the time is over."""
-        start = time.monotonic()
-        with suppress(TimeoutError):  # it cancels the calls, and so the games
-            async with asyncio.timeout(self.options.seconds), asyncio.TaskGroup() as coroutines:
-                for player in [*self.players] * self.options.games:
-                    coroutines.create_task(self._supply(player))
-                await self._learn(start)
-        self._record(time.monotonic() - start)
+        """Play and learn, both all the time, until the last checkpoint is due."""
+        async with asyncio.TaskGroup() as coroutines:
+            supplies = [
+                coroutines.create_task(self._supply(player))
+                for player in [*self.players] * self.options.games
+            ]
+            await self._learn()
+            for supply in supplies:
+                supply.cancel()  # and with it the remote coroutine that plays
 
     async def _supply(self, player: RRef[Player]) -> None:
         while True:
@@ -166,14 +165,18 @@ class Training:
     async def _play(self, player: RRef[Player], method: str = "evaluate") -> list[Sample]:
         return await remote(player).play(self.asked, self.options.simulations, method)
 
-    async def _learn(self, start: float) -> None:
-        interval = self.options.seconds / self.options.checkpoints
-        while True:
-            lesson = [await self.finished.get() for _ in range(LESSON)]
-            self.evaluator.network = await asyncio.to_thread(self.learner.learn, lesson)
-            self.games += LESSON
-            if (seconds := time.monotonic() - start) >= interval * len(self.checkpoints):
-                self._record(seconds)
+    async def _learn(self) -> None:
+        start, interval = time.monotonic(), self.options.seconds / self.options.checkpoints
+        for number in range(1, self.options.checkpoints + 1):
+            await self._lesson()
+            while time.monotonic() < start + number * interval:
+                await self._lesson()
+            self._record(time.monotonic() - start)
+
+    async def _lesson(self) -> None:
+        games = [await self.finished.get() for _ in range(self.options.lesson)]
+        self.evaluator.network = await asyncio.to_thread(self.learner.learn, games)
+        self.games += len(games)
 
     def _record(self, seconds: float) -> None:
         self.checkpoints.append(Checkpoint(seconds, self.games, self.evaluator.network))
@@ -256,11 +259,12 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--seconds", type=float, default=400.0, help="seconds of training")
+    add("--seconds", type=float, default=420.0, help="seconds of training")
     add("--players", type=int, default=2, help="number of processes that play")
     add("--games", type=int, default=500, help="games of a player at once")
-    add("--simulations", type=int, default=48, help="visits of a search")
-    add("--checkpoints", type=int, default=8, help="number of checkpoints after the first")
+    add("--simulations", type=int, default=40, help="visits of a search")
+    add("--lesson", type=int, default=50, help="new games from which the learner learns at once")
+    add("--checkpoints", type=int, default=6, help="number of checkpoints after the first")
     add("--match", type=int, default=100, help="games of a match, two from each opening")
     add("--compare", type=int, default=100, help="games that are timed, batched and not; 0: none")
     add("--seed", type=int, default=0, help="seed of the network's weights")
@@ -269,10 +273,11 @@ def arguments() -> argparse.Namespace:
     add_world(parser)
     options = parser.parse_args()
     if options.quick:
-        options.seconds, options.games, options.simulations = 5.0, 32, 8
-        options.checkpoints, options.match, options.compare = 1, 20, 8
-    if min(options.players, options.games, options.simulations, options.checkpoints) < 1:
-        parser.error("there is at least one player, game, simulation and checkpoint")
+        options.seconds, options.games, options.simulations, options.lesson = 2.0, 16, 8, 16
+        options.checkpoints, options.match, options.compare = 1, 10, 8
+    counts = (options.players, options.games, options.simulations, options.lesson)
+    if min(*counts, options.checkpoints) < 1:
+        parser.error("players, games, simulations, games of a lesson and checkpoints are positive")
     if options.match < 2 or options.match % 2:
         parser.error(f"--match must be an even number of games, got {options.match}")
     return options
