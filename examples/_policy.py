@@ -79,7 +79,7 @@ class Learner:
         policy = functional.cross_entropy(logits, torch.cat((shares, shares.flip(1))))
         loss = policy + functional.mse_loss(values, results.repeat(2))
         self.optimizer.zero_grad()
-        loss.backward()
+        loss.backward()  # type: ignore[no-untyped-call]
         self.optimizer.step()
         self.loss += 0.02 * (loss.item() - self.loss)
 

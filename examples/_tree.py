@@ -35,7 +35,8 @@ class Node:
 
     async def expand(self, evaluate: Evaluate) -> float:
         """Ask the network about the moves from here; return its value of the position."""
-        *chances, value = (await evaluate(*self.position)).tolist()
+        found: list[float] = (await evaluate(*self.position)).tolist()
+        *chances, value = found
         self.moves = self.position.moves()
         legal = [chances[move] for move in self.moves]
         total = sum(legal)

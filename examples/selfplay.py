@@ -79,14 +79,15 @@ class Player:
         one: RRef[Evaluator],
         other: RRef[Evaluator] | None,
         simulations: int,
-        openings: Sequence[Position],
+        starts: Sequence[Position],
     ) -> list[int]:
-        """Return a result for each game, two an opening: 1 if `one` won, 0 for a draw, else -1."""
+        """Return a result for each game, two a start: 1 if `one` won, 0 for a draw, else -1."""
         mover = searching(one, simulations)
         opponent = at_random if other is None else searching(other, simulations)
-        firsts = await asyncio.gather(*(duel(mover, opponent, each) for each in openings))
-        seconds = await asyncio.gather(*(duel(opponent, mover, each) for each in openings))
-        return [*firsts, *(-result for result in seconds)]
+        games = [duel(mover, opponent, start) for start in starts]
+        games += [duel(opponent, mover, start) for start in starts]
+        results = await asyncio.gather(*games)
+        return [*results[: len(starts)], *(-result for result in results[len(starts) :])]
 
 
 def searching(evaluator: RRef[Evaluator], simulations: int) -> Move:
@@ -143,7 +144,7 @@ class Training:
         self.learner = Learner(options.seed)
         self.evaluator = Evaluator(self.learner.copy())
         self.asked = RRef(self.evaluator)
-        self.finished: asyncio.Queue[list[Sample]] = asyncio.Queue()
+        self.finished: asyncio.Queue[list[Sample]] = asyncio.Queue(options.lesson)
         self.games = 0
         self.checkpoints = [Checkpoint(0.0, 0, self.evaluator.network)]
 
@@ -160,10 +161,12 @@ class Training:
 
     async def _supply(self, player: RRef[Player]) -> None:
         while True:
-            self.finished.put_nowait(await self._play(player))
+            await self.finished.put(await self._play(player))
 
     async def _play(self, player: RRef[Player], method: str = "evaluate") -> list[Sample]:
-        return await remote(player).play(self.asked, self.options.simulations, method)
+        simulations = self.options.simulations
+        game: list[Sample] = await remote(player).play(self.asked, simulations, method)
+        return game
 
     async def _learn(self) -> None:
         start, interval = time.monotonic(), self.options.seconds / self.options.checkpoints
@@ -181,13 +184,14 @@ class Training:
     def _record(self, seconds: float) -> None:
         self.checkpoints.append(Checkpoint(seconds, self.games, self.evaluator.network))
         rate, loss = self.games / seconds, self.learner.loss
-        print(f"{seconds:5.0f} s: {self.games:6,} games, {rate:.1f} a second, loss {loss:.2f}")
+        line = f"{self.games:6,} games, {rate:.1f} a second, loss {loss:.2f}"
+        print(f"{seconds:5.0f} s: {line}", flush=True)
 
     async def match(
         self, network: Network, other: Network | None, simulations: int
     ) -> tuple[int, int]:
         """Return the games of a match that `network` won, and those that were drawn."""
-        one, two = RRef(Evaluator(network)), other and RRef(Evaluator(other))
+        one, two = RRef(Evaluator(network)), None if other is None else RRef(Evaluator(other))
         starts = random.sample(openings(), self.options.match // 2)
         shares = [starts[number :: len(self.players)] for number in range(len(self.players))]
         calls = [
@@ -197,12 +201,12 @@ class Training:
         results = [*itertools.chain(*await asyncio.gather(*calls))]
         return results.count(1), results.count(0)
 
-    async def speed(self, method: str) -> float:
+    async def speed(self, method: str, games: int) -> float:
         """Return games a second without learning, all of them at once."""
-        players = itertools.islice(itertools.cycle(self.players), self.options.compare)
+        players = itertools.islice(itertools.cycle(self.players), games)
         start = time.monotonic()
         await asyncio.gather(*(self._play(player, method) for player in players))
-        return self.options.compare / (time.monotonic() - start)
+        return games / (time.monotonic() - start)
 
 
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
@@ -220,18 +224,17 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
 async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
     """Train, then play the matches of each checkpoint."""
     training = Training([await create(name, Player) for name in names], options)
-    print(
-        f"{len(names)} players with {options.games} games each, "
-        f"{options.simulations} simulations a move"
-    )
+    sizes = f"{options.games} games each, {options.simulations} simulations a move"
+    print(f"{len(names)} players with {sizes}", flush=True)
     await training.train()
     await report(training, options)
-    if options.compare:
-        batched, alone = [await training.speed(way) for way in ("evaluate", "evaluate_alone")]
-        print(
-            f"games a second, {options.compare} at once: "
-            f"batched {batched:.2f}, unbatched {alone:.2f} ({batched / alone:.1f} x)"
-        )
+    if games := options.compare:
+        batched, alone = [await training.speed(it, games) for it in ("evaluate", "evaluate_alone")]
+        ratio = f"batched {batched:.2f}, unbatched {alone:.2f} ({batched / alone:.1f} x)"
+        print(f"games a second, {games} at once: {ratio}")
+    (evaluated,) = aiorpc.stats().batches.values()
+    mean = evaluated.items / evaluated.batches
+    print(f"{evaluated.items:,} positions evaluated in batches of {mean:.0f} on average")
 
 
 async def report(training: Training, options: argparse.Namespace) -> None:

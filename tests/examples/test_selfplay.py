@@ -9,6 +9,7 @@ import pytest
 
 pytest.importorskip("matplotlib")
 
+import psutil
 import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
@@ -18,7 +19,14 @@ from examples._connect4 import HEIGHT, START, WIDTH, Position, has_four
 from examples._policy import Learner, Network, Sample, boards
 from examples._tree import Node, search
 from examples.selfplay import Evaluator, Player, at_random, duel, openings
-from tests.support.example_programs import run
+from tests.support.example_programs import (
+    all_ended,
+    command,
+    run,
+    started,
+    until,
+    workers_of,
+)
 
 # ── the rules, against a board of lists ─────────────────────────────────────────────────────────
 
@@ -313,3 +321,19 @@ def test_the_program_learns_draws_and_compares(quick: tuple[str, Path]) -> None:
     speeds = re.search(r"batched ([\d.]+), unbatched ([\d.]+)", said)
     assert speeds is not None
     assert all(float(speed) > 0 for speed in speeds.groups())
+
+
+@pytest.mark.worlds
+@pytest.mark.timeout(180)
+def test_a_killed_player_ends_the_program() -> None:
+    """kill -9 of a child: the world ends, and its name and a bad exit code say why."""
+    with started(
+        command("selfplay", "--players", "1", "--seconds", "300", python=["-u"])
+    ) as learner:
+        until(learner, "simulations a move")
+        children = psutil.Process(learner.pid).children(recursive=True)
+        workers_of(learner)[0].kill()
+        _, errors = learner.communicate(timeout=60)
+        assert learner.returncode not in (0, None)
+        assert "worker 'player" in errors
+        all_ended(children)
