@@ -239,7 +239,7 @@ async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
 
 async def report(training: Training, options: argparse.Namespace) -> None:
     """Print wins and draws of each checkpoint; draw the learning curve."""
-    first, simulations = training.checkpoints[0].network, options.simulations
+    first, simulations = training.checkpoints[0].network, options.match_simulations
     matches = {
         "network alone against random": (None, 1),
         "against random": (None, simulations),
@@ -253,7 +253,7 @@ async def report(training: Training, options: argparse.Namespace) -> None:
             lines[name].append((each.seconds / 60, 100 * won / options.match))
             print(f"  {name} {won} won, {drawn} drawn", end="", flush=True)
         print()
-    title = f"Self-play on Connect-4, {simulations} simulations a move"
+    title = f"Connect-4 after self-play, {simulations} simulations a move"
     curves(options.plot, lines, title=title, xlabel="minutes", ylabel="% of games won")
     print(f"learning curve: {options.plot}")
 
@@ -262,13 +262,14 @@ def arguments() -> argparse.Namespace:
     """Parse the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("--seconds", type=float, default=420.0, help="seconds of training")
+    add("--seconds", type=float, default=400.0, help="seconds of training")
     add("--players", type=int, default=2, help="number of processes that play")
     add("--games", type=int, default=500, help="games of a player at once")
-    add("--simulations", type=int, default=40, help="visits of a search")
+    add("--simulations", type=int, default=40, help="visits of a search in training")
     add("--lesson", type=int, default=50, help="new games from which the learner learns at once")
-    add("--checkpoints", type=int, default=6, help="number of checkpoints after the first")
+    add("--checkpoints", type=int, default=4, help="number of checkpoints after the first")
     add("--match", type=int, default=100, help="games of a match, two from each opening")
+    add("--match-simulations", type=int, default=80, help="visits of a search in matches")
     add("--compare", type=int, default=100, help="games that are timed, batched and not; 0: none")
     add("--seed", type=int, default=0, help="seed of the network's weights")
     add("--plot", type=Path, default=Path("out/selfplay.png"))
@@ -277,10 +278,12 @@ def arguments() -> argparse.Namespace:
     options = parser.parse_args()
     if options.quick:
         options.seconds, options.games, options.simulations, options.lesson = 2.0, 16, 8, 16
-        options.checkpoints, options.match, options.compare = 1, 10, 8
-    counts = (options.players, options.games, options.simulations, options.lesson)
-    if min(*counts, options.checkpoints) < 1:
-        parser.error("players, games, simulations, games of a lesson and checkpoints are positive")
+        options.checkpoints, options.match, options.match_simulations = 1, 10, 8
+        options.compare = 8
+    counts = ("players", "games", "simulations", "lesson", "checkpoints", "match_simulations")
+    for name in counts:
+        if (count := getattr(options, name)) < 1:
+            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {count}")
     if options.match < 2 or options.match % 2:
         parser.error(f"--match must be an even number of games, got {options.match}")
     return options
