@@ -88,7 +88,7 @@ soak: install
 faults: install
 	$(BIN)/python -m benchmarks.faults
 
-# Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md. Some 45 minutes, on a machine
+# Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md. Some 55 minutes, on a machine
 # that does nothing else.
 figures: install
 	$(BIN)/python -m benchmarks.figures
@@ -98,6 +98,7 @@ figures: install
 	$(BIN)/python -m benchmarks.pipeline --plot docs/figures/pipeline.svg
 	$(BIN)/python -m examples.rnn --plot docs/figures/rnn.svg
 	$(BIN)/python -m examples.inference --rates 20 40 80 160 320 --seconds 5 --plot docs/figures/inference.svg
+	$(BIN)/python -m examples.selfplay --plot docs/figures/selfplay.svg
 
 clean:
 	rm -rf $(VENV) .venv-* build dist mutants site out
