@@ -15,6 +15,7 @@ from .._protocol.ancestry import (
     ancestor_batches,
     current_scopes,
     enter_scopes,
+    entered_scopes,
     new_batch,
 )
 from .._protocol.columns import SharedValue
@@ -78,7 +79,7 @@ class QueuedCall:
         self.args = args
         self.on_result = on_result
         self.arrival = arrival
-        self.scopes = current_scopes()
+        self.scopes = entered_scopes() and current_scopes()
         self.recording = current_record()
 
     def resolve(self, result: Any) -> None:
@@ -170,9 +171,11 @@ class BatchQueue:
     def _add(
         self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
     ) -> QueuedCall:
-        self._reject_reentry()
+        if entered_scopes():
+            self._reject_reentry()
         loop = asyncio.get_running_loop()
-        self._bind_loop(loop)
+        if self.loop is not loop:
+            self._bind_loop(loop)
         if not self._scheduler.can_accept():
             raise _queue_full(self._function.name, len(self))
         now = loop.time()
@@ -182,7 +185,8 @@ class BatchQueue:
             # Calls of two autograd contexts never share a batch.
             traits = traits._replace(key=(call.recording.id, traits.key))
         self._scheduler.add(call, now, traits)
-        self._schedule_dispatch()
+        if self._dispatcher is None or self._dispatcher.done():
+            self._dispatcher = self._new_task()
         return call
 
     def discard(self, call: QueuedCall) -> bool:
@@ -215,8 +219,6 @@ class BatchQueue:
             )
 
     def _bind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.loop is loop:
-            return
         if self.loop is not None and self._is_loop_closed():
             self._scheduler = _new_scheduler(self._policy)  # the calls ended with their loop
             self._running.clear()
@@ -281,7 +283,7 @@ class BatchQueue:
                 self._fail_round(batch)
                 continue
             waits = [now - call.arrival for call in batch.items]
-            self._counters.count_batch(batch.reason.value, waits)
+            self._counters.count_batch(batch.reason._value_, waits)
             yield batch
 
     def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:

@@ -267,7 +267,6 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         NotServing: if this process is in no world.
         ValueError: if there is no such worker.
     """
-    pool = current()
-    if isinstance(worker, RRefBase):
-        return pool.connection(_owner_name(worker))
-    return pool.connection(pool.find(worker))
+    pool = _current or current()
+    name = _owner_name(worker) if isinstance(worker, RRefBase) else pool.find(worker)
+    return pool.connection(name)

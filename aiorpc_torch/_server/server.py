@@ -8,7 +8,7 @@ import asyncio
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -23,7 +23,6 @@ from .._protocol.messages import Calls, encode_reply, load_payload
 from .._protocol.payloads import detach_data
 from .._protocol.pickling import load_plain
 from .._protocol.recording import record_of_torch_context
-from .._protocol.targets import MethodTarget
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
@@ -33,10 +32,13 @@ from .dispatch import calls_of, failing_calls, lone_call
 from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
+from .methods import LoneMethod
 from .peers import PeerTable, replaced_text
 from .reply import reply_for
 from .session import Key, Payload, Session
 from .torch_clients import TorchCall
+
+MAX_METHODS = 1024  # that a session remembers
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -49,6 +51,8 @@ class Server:
     def __init__(self, name: str, threads: int, exports: ExportPolicy | None = None) -> None:
         self.name = name
         self.peers = PeerTable()
+        self.last_heard: dict[str, float] = {}
+        self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
         self.on_disconnect: Callable[[str, int], None] = _ignore
         self._exports = exports
@@ -187,20 +191,25 @@ class Server:
             )
 
     def start_lone_call(
-        self, session: Session, number: int, target: MethodTarget, args: tuple[Any, ...]
+        self, session: Session, number: int, target: bytes, args: tuple[Any, ...]
     ) -> None:
         """Start the call of a frame of one call."""
         session.served += 1
         if number in session.calls:
             raise ValueError(f"call number {number} is already running")
-        call = lone_call(session, number, target, args, self.name, self._exports)
+        method = session.methods.get(target)
+        if method is None:
+            method = LoneMethod(target)
+            if len(session.methods) < MAX_METHODS:
+                session.methods[target] = method
+        call = lone_call(session, number, method, args, self.name, self._exports)
         if session.admit(call):
             self._start((call,))
 
     def start_calls(self, session: Session, message: Calls) -> None:
         """Start the calls of a frame, in order."""
         calls = self._calls_of(session, message, (), None)
-        if session.slots:
+        if session.slots.queues:
             calls = [call for call in calls if session.admit(call)]
         self._start(calls)
 
