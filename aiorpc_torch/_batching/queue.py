@@ -305,9 +305,10 @@ class BatchQueue:
         if batch is None:
             return
         running = self._running[batch]
-        enter_record(running.recording)
+        if running.recording is not None:
+            enter_record(running.recording)
         of_callers = [call.scopes for call in batch.items if call.scopes]
-        enter_scopes({running.scope()}.union(*of_callers))
+        enter_scopes(frozenset((running.scope(),)).union(*of_callers))
         size, name = len(batch.items), self._function.name
         args = [call.args for call in batch.items]
         try:
