@@ -141,7 +141,7 @@ class Ordering(RuleBasedStateMachine):
     def it_says_whether_anything_is_held(self) -> None:
         """Empty slots hold no call back."""
         if hasattr(self, "slots"):
-            assert bool(self.slots.queues) is bool(self.waiting)
+            assert bool(self.slots) is bool(self.waiting)
 
     @rule()
     def close(self) -> None:

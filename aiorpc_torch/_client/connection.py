@@ -157,10 +157,10 @@ class Connection(Channel):
         """Send a lone call at once, without the queue; return False if the queue has to."""
         if type(target) is not MethodTarget:
             return False
-        found = self._methods.get(target.name)
-        if found is None or found[0]() is not target.on:
-            found = self._find_method(target)
-        _, key, encoded = found
+        known = self._methods.get(target.name)
+        if known is None or known[0]() is not target.on:
+            known = self._find_method(target)
+        _, key, encoded = known
         if encoded is None or entered_scopes() or record_for_call() is not None:
             return False
         data = encode_call(self._calls, encoded, args)
@@ -177,15 +177,19 @@ class Connection(Channel):
         return True
 
     def _find_method(self, target: MethodTarget) -> "_Method":
-        """Return the method of lone calls of `target`, and remember it."""
+        """Return the encoded method of `target`, and remember it."""
         rref_id, name = _rref_id(target), target.name
         if rref_id is None or isinstance(target.on, tuple):
-            return _no_rref, None, None  # packing such an RRef forks it, and `_encode` does so too
+            return (
+                _no_rref,
+                ((0, 0), name),
+                None,
+            )  # packing such an RRef forks it, as `_encode` does
         if len(self._methods) >= MAX_METHODS:
             self._methods.clear()
         encoded = encode_method(rref_id, name)
-        found = self._methods[name] = weakref.ref(target.on), (rref_id, name), encoded
-        return found
+        known = self._methods[name] = weakref.ref(target.on), (rref_id, name), encoded
+        return known
 
     def stream(
         self, target: Target, args: Arguments, due: float | None
@@ -216,8 +220,13 @@ class Connection(Channel):
     def _encode(
         self, target: Target, stream: bool, args: Arguments, due: float | None
     ) -> EncodedCall:
-        encoded = encode_target(target, _rref_id(target))
-        call = encode_grouped_call(self._calls, encoded, stream, args, due, to_wire(self._me.name))
+        known = self._methods.get(target.name) if type(target) is MethodTarget else None
+        if known is not None and known[0]() is target.on:
+            encoded = known[1]
+        else:
+            encoded = encode_target(target, _rref_id(target))
+        batches = to_wire(self._me.name) if entered_scopes() else ()
+        call = encode_grouped_call(self._calls, encoded, stream, args, due, batches)
         if call.header[2] is None:  # pickled as a whole
             devices.check_sendable(call.cells[0].devices(), self._sendable_devices, self.peer.name)
         return call
@@ -469,8 +478,8 @@ class Connection(Channel):
         self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))
 
 
-_Method = tuple[Callable[[], Any], EncodedTarget | None, bytes | None]
-"""A method of an RRef: a weak reference to it, and the target for either kind of frame."""
+_Method = tuple[Callable[[], Any], EncodedTarget, bytes | None]
+"""A method of an RRef: a weak reference to the RRef, and the target for groups and lone calls."""
 
 
 def _no_rref() -> None:

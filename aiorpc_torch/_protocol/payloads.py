@@ -49,6 +49,10 @@ class Slots(Generic[T]):
     def __repr__(self) -> str:
         return f"<Slots {len(self._open)} open, {len(self._early)} payloads early>"
 
+    def __bool__(self) -> bool:
+        """Return whether any call is held back."""
+        return bool(self.queues)
+
     def open(self, number: int, key: Hashable) -> list[T]:
         """Open the slot of call `number` of the object `key`; return the items to start now."""
         self._last = max(self._last, number)

@@ -209,7 +209,7 @@ class Server:
     def start_calls(self, session: Session, message: Calls) -> None:
         """Start the calls of a frame, in order."""
         calls = self._calls_of(session, message, (), None)
-        if session.slots.queues:
+        if session.slots:
             calls = [call for call in calls if session.admit(call)]
         self._start(calls)
 
