@@ -334,7 +334,7 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         NotServing: if this process is in no world.
         ValueError: if there is no such worker.
     """
-    pool = current()
+    pool = _current or current()
     if isinstance(worker, RRefBase):
         try:
             owner = _owner_name(worker)

@@ -108,13 +108,10 @@ class Channel(asyncio.BufferedProtocol):
     def buffer_updated(self, nbytes: int) -> None:
         if self._discards_input:
             return
-        self._reader.received(nbytes)
-        self._read()
-
-    def _read(self) -> None:
-        handled = 0
+        reader, handled = self._reader, 0
+        reader.received(nbytes)
         try:
-            while not self._discards_input and (found := self._reader.next()) is not None:
+            while (found := reader.next()) is not None:
                 kind, data = found
                 if kind == CLOSE:
                     self._on_close_frame(data)
@@ -122,7 +119,7 @@ class Channel(asyncio.BufferedProtocol):
                     self._on_ping(data)
                 else:
                     handled += self.on_frame(kind, data)
-                if self._reader.is_empty():  # the common case: one read is one frame
+                if not reader.unread or self._discards_input:  # the common case: it was one frame
                     break
                 if handled >= MAX_CALLS:
                     self._defer()
@@ -142,7 +139,7 @@ class Channel(asyncio.BufferedProtocol):
     def _continue(self) -> None:
         if self._transport is not None:
             self._paused.discard("deferred")
-            self._read()
+            self.buffer_updated(0)
             if "deferred" not in self._paused:
                 self.resume_reading("deferred")
 

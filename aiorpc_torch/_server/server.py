@@ -10,7 +10,7 @@ import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -26,7 +26,6 @@ from .._protocol.messages import Calls, encode_reply, load_payload
 from .._protocol.payloads import detach_data
 from .._protocol.pickling import load_plain
 from .._protocol.recording import record_of_torch_context
-from .._protocol.targets import MethodTarget
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
@@ -38,10 +37,13 @@ from .dispatch import calls_of, failing_calls, lone_call
 from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
+from .methods import LoneMethod
 from .peers import PeerTable, replaced_text
 from .reply import reply_for
 from .session import Key, Payload, Session
 from .torch_clients import TorchCall
+
+MAX_METHODS = 1024  # that a session remembers
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -56,6 +58,8 @@ class Server:
     def __init__(self, name: str, threads: int, exports: ExportPolicy | None = None) -> None:
         self.name = name
         self.peers = PeerTable()
+        self.last_heard: dict[str, float] = {}
+        self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
         self.on_disconnect: Callable[[str, int], None] = _ignore
         self._exports = exports
@@ -202,14 +206,19 @@ class Server:
             )
 
     def start_lone_call(
-        self, session: Session, number: int, target: MethodTarget, args: tuple[Any, ...]
+        self, session: Session, number: int, target: bytes, args: tuple[Any, ...]
     ) -> None:
         """Start the call of a frame of one call."""
         session.served += 1
         session.read_at = time.monotonic()
         if number in session.calls:
             raise ValueError(f"call number {number} is already running")
-        call = lone_call(session, number, target, args, self.name, self._exports)
+        method = session.methods.get(target)
+        if method is None:
+            method = LoneMethod(target)
+            if len(session.methods) < MAX_METHODS:
+                session.methods[target] = method
+        call = lone_call(session, number, method, args, self.name, self._exports)
         if profiler_enabled():
             call.record()
         if session.admit(call):

@@ -44,7 +44,8 @@ class FailureDetector:
         self._server = server
         self._peers = {each.name: each.info for each in members if each.name != name}
         self._heartbeat = heartbeat
-        self._tracker = HeartbeatTracker(heartbeat)
+        self._tracker = HeartbeatTracker(heartbeat, server.last_heard)
+        self.last_heard = server.last_heard
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._given_up: dict[str, RpcError] = {}  # peers that will not rejoin
@@ -62,7 +63,7 @@ class FailureDetector:
         """Start watching. When a peer is lost, the calls to it in `pool` fail."""
         self._pool, server = pool, self._server
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
-        server.on_message = self.on_message
+        server.lost_peers, server.on_message = self.lost_peers, self.on_message
         server.on_disconnect = self.on_disconnect
         server.peers.on_failure = self._on_peer_failed
         for caller in server.callers():  # peers that called before this worker's start was over

@@ -20,6 +20,7 @@ from aiorpc_torch._protocol.lone import (
     decode_result,
     decode_value,
     encode_call,
+    encode_method,
     encode_result,
     encode_value,
 )
@@ -66,7 +67,7 @@ def framed(data: bytes) -> tuple[int, bytes]:
     reader.received(len(data))
     found = reader.next()
     assert found is not None
-    assert reader.is_empty()
+    assert not reader.unread
     return found
 
 
@@ -75,7 +76,9 @@ def test_a_call_arrives_as_it_was(
     number: int, rref_id: tuple[int, int], name: str, args: list[Any]
 ) -> None:
     """Its number, its target and its arguments, unless it takes a frame of groups."""
-    data = encode_call(number, rref_id, name, tuple(args))
+    encoded = encode_method(rref_id, name)
+    assert encoded is not None
+    data = encode_call(number, encoded, tuple(args))
     if data is None:
         assert type(args[0]) is int
         assert not -(2**63) <= args[0] < 2**63
@@ -128,8 +131,8 @@ def test_values_that_need_a_frame_of_groups(value: Any) -> None:
 def test_two_arguments_take_a_frame_of_groups() -> None:
     """One tensor that is passed twice arrives as one."""
     tensor = torch.ones(1)
-    assert encode_call(1, (1, 2), "m", (tensor, tensor)) is None
-    assert encode_call(1, (1, 2), "m" * MAX_TEXT, ()) is None
+    assert encode_call(1, b"target", (tensor, tensor)) is None
+    assert encode_method((1, 2), "m" * MAX_TEXT) is None
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ class Sending(RuleBasedStateMachine):
     @rule()
     def lose(self) -> None:
         """Every unanswered call is returned, in the order of sending."""
-        assert self.window.clear() == [*self.open]
+        assert self.window.release_all() == [*self.open]
         self.open.clear()
         self.forced.clear()
 
