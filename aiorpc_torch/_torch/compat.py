@@ -42,7 +42,7 @@ try:
     from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
     from torch.utils._pytree import tree_leaves
 
-    current_agent: Callable[[], Any] = _api._get_current_rpc_agent
+    current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
