@@ -35,8 +35,7 @@ async def train(rank: int) -> float:
         ps = await aiorpc.call("ps", server)
         weight = ps.rpc_sync().add(torch.zeros(2))  # a call that was not replaced yet
         for _ in range(100):
-            gradient = 2 * (weight - torch.tensor([1.0, float(rank)]))
-            weight = await aiorpc.remote(ps).step(gradient)
+            weight = await aiorpc.remote(ps).step(2 * (weight - torch.tensor([1.0, float(rank)])))
         return float(weight[1])
 
 
