@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from . import _faults_cast as processes
-from ._faults_cast import Machines, Player, Wrong
+from . import _faults_processes as processes
 from ._faults_member import live
+from ._faults_processes import Machines, Member, Wrong
 from ._faults_states import SHORT
 
 HEARTBEAT, START, STOP = 2.0, 1.5, 1.5  # seconds, the arguments of the workers
@@ -53,16 +53,16 @@ class Verdict:
             self.wrong.append(text)
 
 
-class Stage:
+class Members:
     """Three workers of a world, on one machine or with `a` on another."""
 
     def __init__(self, folder: Path, machines: Machines | None) -> None:
         self.machines = machines
         self.store = folder / "store"
         self._folder = folder
-        self.players: dict[str, Player] = {}
+        self.running: dict[str, Member] = {}
 
-    def start(self, name: str, as_name: str = "", **more: Any) -> Player:
+    def start(self, name: str, as_name: str = "", **more: Any) -> Member:
         """Start a process for that worker, outside the world as yet."""
         given: dict[str, Any] = {
             "name": name,
@@ -77,18 +77,18 @@ class Stage:
         }
         if self.machines is not None:
             given["namespace"] = self.machines.inside(name == "a")
-        player = Player(as_name or name, live, given, self._folder)
-        self.players[player.name] = player
-        return player
+        member = Member(as_name or name, live, given, self._folder)
+        self.running[member.name] = member
+        return member
 
-    def enter(self) -> tuple[Player, Player, Player]:
+    def enter(self) -> tuple[Member, Member, Member]:
         """Start all three workers and wait until they are in their world."""
-        players = [self.start(name, start_timeout=processes.PATIENCE) for name in NAMES]
-        for player in players:
-            player.tell("enter")
-        for player in players:
-            player.hears("in")
-        main, b, a = players
+        running = [self.start(name, start_timeout=processes.PATIENCE) for name in NAMES]
+        for member in running:
+            member.tell("enter")
+        for member in running:
+            member.hears("in")
+        main, b, a = running
         return main, b, a
 
     def waits_for(self, text: bytes) -> None:
@@ -100,8 +100,8 @@ class Stage:
             time.sleep(0.01)
 
     def close(self) -> None:
-        for player in self.players.values():
-            player.close()
+        for member in self.running.values():
+            member.close()
 
 
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────
@@ -114,38 +114,38 @@ class Fault:
     name: str
     told: str
     bound: float
-    strike: Callable[[Stage], None]
+    strike: Callable[[Members], None]
     code: int
-    heal: Callable[[Stage], None] | None = None
+    heal: Callable[[Members], None] | None = None
     """Undo the fault, if that is possible."""
     how: str = ""
     """The way in which a method never returns ("blocks", "ignores"); empty for other faults."""
     machines: bool = False
 
 
-def _signal(*numbers: int) -> Callable[[Stage], None]:
-    def strike(stage: Stage) -> None:
+def _signal(*numbers: int) -> Callable[[Members], None]:
+    def strike(members: Members) -> None:
         for number in numbers:
-            stage.players["a"].signal(number)
+            members.running["a"].signal(number)
 
     return strike
 
 
-def _fail(stage: Stage) -> None:
-    stage.players["a"].tell("raise")
+def _fail(members: Members) -> None:
+    members.running["a"].tell("raise")
 
 
-def _cut(stage: Stage) -> None:
-    assert stage.machines is not None
-    stage.machines.cut()
+def _cut(members: Members) -> None:
+    assert members.machines is not None
+    members.machines.cut()
 
 
-def _mend(stage: Stage) -> None:
-    assert stage.machines is not None
-    stage.machines.whole()
+def _mend(members: Members) -> None:
+    assert members.machines is not None
+    members.machines.whole()
 
 
-def _nothing(_: Stage) -> None:
+def _nothing(_: Members) -> None:
     """Do nothing: the fault is part of the state."""
 
 
@@ -190,34 +190,34 @@ def play(fault: Fault, state: str, folder: Path) -> Verdict:
     processes.adopt()
     with contextlib.ExitStack() as stack:
         machines = stack.enter_context(contextlib.closing(Machines())) if fault.machines else None
-        stage = stack.enter_context(contextlib.closing(Stage(folder, machines)))
+        members = stack.enter_context(contextlib.closing(Members(folder, machines)))
         act = {STARTING: starting, STOPPING: stopping}.get(state, in_the_world)
         try:
-            codes = act(stage, fault, state, verdict)
+            codes = act(members, fault, state, verdict)
             for name, code in codes.items():
-                verdict.wrong += stage.players[name].wrongs(code)
+                verdict.wrong += members.running[name].wrongs(code)
         except Wrong as exc:
-            verdict.wrong += [str(exc), *_errors(stage)]
+            verdict.wrong += [str(exc), *_errors(members)]
     if left := processes.left_over():
         verdict.wrong.append(f"processes are left: {left}")
     return verdict
 
 
-def _errors(stage: Stage) -> Iterator[str]:
-    for player in stage.players.values():
-        if text := player.errors().strip():
-            yield f"{player.name} wrote: {text[-1500:]}"
+def _errors(members: Members) -> Iterator[str]:
+    for member in members.running.values():
+        if text := member.errors().strip():
+            yield f"{member.name} wrote: {text[-1500:]}"
 
 
-def in_the_world(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+def in_the_world(members: Members, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
     """Inject the fault into `a` while three workers work; check the others' errors and end."""
-    main, b, a = stage.enter()
+    main, b, a = members.enter()
     if fault.how:
         main.asks("hang", state, fault.how)
     else:
         main.asks("make", state)
     struck = time.monotonic()
-    fault.strike(stage)
+    fault.strike(members)
     new = "until it is gone" if fault is RAISE else "now"
     ends = main.asks("ends", fault.bound + SLACK, new)
     check_ends(fault, state, verdict, ends, struck)
@@ -225,7 +225,7 @@ def in_the_world(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> di
     there = [main, b]
     if fault.heal is not None or fault.how:
         if fault.heal is not None:
-            fault.heal(stage)
+            fault.heal(members)
         found = main.asks("again")
         verdict.expect(found == "HELLO", f"a, called after the fault, answered: {found}")
         there.append(a)
@@ -273,51 +273,51 @@ def summary(fault: Fault, state: str) -> str:
     return "WorkerLost"
 
 
-def part(there: list[Player], verdict: Verdict) -> None:
+def part(there: list[Member], verdict: Verdict) -> None:
     """Have these workers leave together, and check that open waits end."""
-    for player in there:
-        player.tell("leave")
-    for player in there:
-        player.hears("leaves")
-    for player in there:
-        verdict.took(player.hears("left"), STOP + SLACK, f"leaving, for {player.name},")
-        for name, end in player.hears("rest").items():
+    for member in there:
+        member.tell("leave")
+    for member in there:
+        member.hears("leaves")
+    for member in there:
+        verdict.took(member.hears("left"), STOP + SLACK, f"leaving, for {member.name},")
+        for name, end in member.hears("rest").items():
             text = "" if end is None else end[0]
             fine = re.search("^(NotServing|WorkerLost|RuntimeError|CallTimeout|[0-9'])", text)
             verdict.expect(bool(fine), f"after the world: {name} ended with {text!r}")
 
 
-def stopping(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+def stopping(members: Members, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
     """Inject the fault into `a` while `main` and `b` wait for it to leave."""
-    main, b, a = stage.enter()
+    main, b, a = members.enter()
     if fault.how:
         main.asks("hang", PENDING, fault.how)
         verdict.end = "all leave"
         part([main, b, a], verdict)
         return {"main": 0, "b": 0, "a": 0}
-    for player in (main, b):
-        player.tell("leave")
-        player.hears("leaves")
+    for member in (main, b):
+        member.tell("leave")
+        member.hears("leaves")
     a.asks("await leaves")
     struck = time.monotonic()
-    fault.strike(stage)
+    fault.strike(members)
     if fault is CUT:
         a.tell("leave")
         a.hears("leaves")
     bound = STOP + SLACK if fault.heal is not None else AT_ONCE
-    for player in [main, b, *([a] if fault is CUT else [])]:
-        player.hears("left")
-        verdict.took(time.monotonic() - struck, bound, f"leaving, for {player.name},")
-        player.hears("rest")
+    for member in [main, b, *([a] if fault is CUT else [])]:
+        member.hears("left")
+        verdict.took(time.monotonic() - struck, bound, f"leaving, for {member.name},")
+        member.hears("rest")
     verdict.end = "the others leave"
     if fault.heal is not None:
-        fault.heal(stage)
+        fault.heal(members)
         a.tell("leave")
-    for player in (main, b):
+    for member in (main, b):
         # With a cut link `a` still reports its leave at the store, which is a file here.
         verdict.expect(
-            fault is CUT or "did not wait for a (" in player.errors(),
-            f"{player.name} did not say that it did not wait for a",
+            fault is CUT or "did not wait for a (" in member.errors(),
+            f"{member.name} did not say that it did not wait for a",
         )
     return {"main": 0, "b": 0, "a": fault.code}
 
@@ -325,33 +325,33 @@ def stopping(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[s
 # ── starting ────────────────────────────────────────────────────────────────────────────────────
 
 
-def starting(stage: Stage, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+def starting(members: Members, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
     """Inject the fault while `a` waits for the others; start again with another `a`."""
     more = {"interface": "lo"} if fault is WRONG else {}
-    main, b = stage.start("main"), stage.start("b")
+    main, b = members.start("main"), members.start("b")
     if fault is not MISSING:
-        a = stage.start("a", **more)
+        a = members.start("a", **more)
         a.tell("enter, fail" if fault is RAISE else "enter")
-        stage.waits_for(b"seat/2")
+        members.waits_for(b"registration/2")
     first = [b] if fault is RAISE else [main, b]
     if fault is not RAISE:
-        fault.strike(stage)
-    for player in first:
-        player.tell("enter")
+        fault.strike(members)
+    for member in first:
+        member.tell("enter")
     if fault is RAISE:
-        stage.waits_for(b"seat/1")
+        members.waits_for(b"registration/1")
         a.tell("fail")
     bound = AT_ONCE if fault is RAISE else START + SLACK
-    for player in first:
-        kind, text, missing, took = player.hears("failed")
-        verdict.expect(kind == "WorldTimeout", f"{player.name}: {kind}: {text}")
-        verdict.expect(blames(fault, text, missing), f"{player.name} blames: {missing} {text}")
-        verdict.took(took, bound, f"the start, for {player.name},")
+    for member in first:
+        kind, text, missing, took = member.hears("failed")
+        verdict.expect(kind == "WorldTimeout", f"{member.name}: {kind}: {text}")
+        verdict.expect(blames(fault, text, missing), f"{member.name} blames: {missing} {text}")
+        verdict.took(took, bound, f"the start, for {member.name},")
     verdict.end = "WorldTimeout"
     codes = {"main": 0, "b": 0}
     if fault is not MISSING:
-        codes["a"] = end_of_a(stage, fault, verdict)
-    try_again(stage, [main, b], verdict)
+        codes["a"] = end_of_a(members, fault, verdict)
+    try_again(members, [main, b], verdict)
     return {**codes, "another a": 0}
 
 
@@ -361,11 +361,11 @@ def blames(fault: Fault, text: str, missing: list[int]) -> bool:
     return 2 in missing
 
 
-def end_of_a(stage: Stage, fault: Fault, verdict: Verdict) -> int:
+def end_of_a(members: Members, fault: Fault, verdict: Verdict) -> int:
     """Check the end of `a` after the others' start failed; return its exit code."""
-    a = stage.players["a"]
+    a = members.running["a"]
     if fault.heal is not None:
-        fault.heal(stage)
+        fault.heal(members)
     if fault in (FREEZE, CUT, WRONG):
         kind, text, _, took = a.hears("failed")
         verdict.expect(kind == "WorldTimeout", f"a: {kind}: {text}")
@@ -376,13 +376,13 @@ def end_of_a(stage: Stage, fault: Fault, verdict: Verdict) -> int:
     return fault.code
 
 
-def try_again(stage: Stage, others: list[Player], verdict: Verdict) -> None:
+def try_again(members: Members, others: list[Member], verdict: Verdict) -> None:
     """Start a world with another `a` at the same store."""
-    another = stage.start("a", "another a", start_timeout=processes.PATIENCE)
-    for player in (*others, another):
-        player.tell("enter", {"start_timeout": processes.PATIENCE})
-    for player in (*others, another):
-        player.hears("in")
+    another = members.start("a", "another a", start_timeout=processes.PATIENCE)
+    for member in (*others, another):
+        member.tell("enter", {"start_timeout": processes.PATIENCE})
+    for member in (*others, another):
+        member.hears("in")
     found = others[0].asks("again")
     verdict.expect(found == "HELLO", f"once more: {found}")
     part([*others, another], verdict)

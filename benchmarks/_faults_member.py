@@ -12,7 +12,7 @@ from typing import Any
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RpcError, WorldTimeout, call
 
-from . import _faults_cast as processes
+from . import _faults_processes as processes
 from ._faults_states import MAKE, SHORT, Scene, end_backward, end_of, hang, hello
 
 log = logging.getLogger("aiorpc_torch")

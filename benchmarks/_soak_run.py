@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from aiorpc_torch import call
 
 from ._process import Census, census
-from ._soak_board import Board
 from ._soak_calls import KINDS, Caller
+from ._soak_display import Display
 
 WORKERS = ["main", "a", "b"]
 BURST = 0.1  # share of a client's iterations that make several calls at once
@@ -24,7 +24,7 @@ class Stuck(AssertionError):
 class Soak:
     """A soak: calls, their ends, and a sample of every process after each `every` calls."""
 
-    board: Board
+    display: Display
     every: int
     outcomes: Counter[tuple[str, str]] = field(default_factory=Counter)
     problems: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Soak:
         watching.cancel()
         for ended in done:
             ended.result()
-        self.board.show(self.settled)
+        self.display.show(self.settled)
 
     async def _client(self, client: Caller, until: int) -> None:
         while self.begun < until:
@@ -71,7 +71,7 @@ class Soak:
                 moved, last = time.monotonic(), self.settled
             elif time.monotonic() - moved > PATIENCE:
                 raise Stuck(f"no call has ended for {PATIENCE:.0f} s; in flight: {+self.flying}")
-            self.board.show(self.settled)
+            self.display.show(self.settled)
             if self.settled >= self.every * (len(self.samples) + 1):
                 await self.look()
 
@@ -79,4 +79,4 @@ class Soak:
         """Sample every process."""
         found = [await call(worker, census) for worker in WORKERS]
         self.samples.append((self.settled, found))
-        self.board.sample(self.settled, found)
+        self.display.sample(self.settled, found)

@@ -18,8 +18,8 @@ from importlib import metadata
 from importlib.util import find_spec
 
 from ._compare import lay_out, parse, processor, spread
+from ._peers_client import Figures, take_turn
 from ._peers_process import process
-from ._peers_turn import Figures, take_turn
 from ._peers_work import QUICK, Sizes, Workload, workloads
 
 LIMIT = 120.0

@@ -20,8 +20,8 @@ from aiorpc_torch import RRef, call, create, remote
 
 from ._compare import lay_out
 from ._process import Census, census_at_rest
-from ._soak_board import Board
 from ._soak_calls import Caller
+from ._soak_display import Display
 from ._soak_run import WORKERS, Soak, Stuck
 from ._soak_server import Server
 
@@ -61,9 +61,9 @@ def arguments() -> argparse.Namespace:
 
 async def main(given: argparse.Namespace) -> list[str]:
     """Run the soak; return its problems."""
-    with closing(Board(WORKERS, given.calls)) as board:
+    with closing(Display(WORKERS, given.calls)) as display:
         async with aiorpc.local_world(WORKERS[1:]):
-            soak = Soak(board, max(1, given.calls // SAMPLES))
+            soak = Soak(display, max(1, given.calls // SAMPLES))
             servers = [await create(worker, Server) for worker in WORKERS]
             clients = [Caller(f"{given.seed}/{n}", servers) for n in range(given.clients)]
             for server in servers:
@@ -81,7 +81,7 @@ async def run(
     before = await rest(servers)
     await soak.run(calls, clients)
     after = await rest(servers)
-    soak.board.close()
+    soak.display.close()
     show_outcomes(soak.outcomes)
     show_rest(soak, before, after)
     counts = await miscounted(servers, soak.outcomes)

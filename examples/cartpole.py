@@ -29,7 +29,7 @@ from torch import Tensor
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, batched, create, remote
 
-from ._board import Board, report
+from ._display import Display, report
 from ._launch import add_world, end, launch, serve
 from ._learning import CartPole, Episode, Learner
 
@@ -151,7 +151,7 @@ async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
     """Train, then measure both ways to select alternately."""
     team = await gather_team(names, options)
     print(f"{options.observers} observers play {options.environments} environments each")
-    with Board(team.agent):
+    with Display(team.agent):
         method = "select" if options.batched else "select_alone"
         await team.train(method, options.rounds, options.seconds)
     speeds: dict[str, list[float]] = {"select": [], "select_alone": []}

@@ -20,17 +20,17 @@ from .store import StoreClient
 log = logging.getLogger("aiorpc_torch")
 
 # Keys of the store. They are part of the wire format; most are followed by a rank.
-_REGISTRATION = "seat"
-_KEEPALIVE = "beat"  # counts while the worker waits
-_ADDRESS = "place"
+_REGISTRATION = "registration"
+_KEEPALIVE = "keepalive"  # counts while the worker waits
+_ADDRESS = "address"
 _REACHED = "reached"  # the worker reaches all others
 _COMPLETE = "complete"  # all were registered; the highest worker id
-_REJOINS = "comebacks"
-_NOTICE = "board"  # the failure notice
-_NOTICE_READ = "read"
+_REJOINS = "rejoins"
+_NOTICE = "notice"  # the failure notice
+_NOTICE_READ = "notice_read"
 _LEFT = "left"  # the worker's block has ended in order
-_EXITING = "gone"
-_EXITED = "parted"
+_EXITING = "exiting"
+_EXITED = "exited"
 
 _MIN_POLL, _MAX_POLL = 0.005, 0.1  # seconds between two reads of the store
 _KEEPALIVE_INTERVAL = 0.5  # seconds

@@ -21,7 +21,7 @@ from aiorpc_torch._world.registration import Registration, assign_worker_ids
 from aiorpc_torch._world.rendezvous import Rendezvous, WorkerAddress
 
 # Keys of the store, which are part of the wire format.
-REGISTRATION, KEEPALIVE = "seat/{}", "beat/{}"
+REGISTRATION, KEEPALIVE = "registration/{}", "keepalive/{}"
 
 
 def registration(rank: int, size: int = 3, **changes: Any) -> Registration:

@@ -23,7 +23,7 @@ class Progress(Protocol):
     batches: int
 
 
-class Board:
+class Display:
     """A live table of an agent's progress, as a context manager."""
 
     def __init__(self, agent: Progress) -> None:

@@ -54,7 +54,7 @@ def _live(live: Callable[[], None], errors: Path | None) -> NoReturn:
     raise AssertionError("Py_Exit returned")
 
 
-class Player:
+class Member:
     """A worker process that obeys commands and reports events, in lines of JSON."""
 
     def __init__(self, name: str, live: Life, given: dict[str, Any], folder: Path) -> None:
@@ -70,7 +70,7 @@ class Player:
         self._text = b""
 
     def __repr__(self) -> str:
-        return f"<Player {self.name} {self.pid}, {self.code}>"
+        return f"<Member {self.name} {self.pid}, {self.code}>"
 
     def tell(self, word: str, *given: Any) -> None:
         """Send a command to the process."""

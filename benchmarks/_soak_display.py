@@ -10,7 +10,7 @@ from ._process import Census
 MB = 1_000_000
 
 
-class Board:
+class Display:
     """The display of `total` calls. It has a bar if rich is installed and stdout is a terminal."""
 
     def __init__(self, workers: Sequence[str], total: int) -> None:
