@@ -42,7 +42,7 @@ async def train(rank: int) -> float:
 def main(rank: int, folder: str) -> None:
     name = f"trainer{rank - 1}" if rank else "ps"
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
-    rpc.init_rpc(name, rank=rank, world_size=3, rpc_backend_options=options)  # type: ignore[no-untyped-call]
+    rpc.init_rpc(name, rank=rank, world_size=3, rpc_backend_options=options)
     if rank == 0:
         with aiorpc.attach_in_thread():
             rpc.shutdown()  # serves until the trainers are here too

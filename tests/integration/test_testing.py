@@ -11,7 +11,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, WorkerLost, call, create, remote, testing
-from aiorpc_torch.testing import Gate, Workers, forkserver, frozen, kill, no_leaks
+from aiorpc_torch.testing import Gate, Workers, forkserver, frozen, kill, leaks, no_leaks
 from tests.support import actors
 
 
@@ -124,7 +124,8 @@ async def test_a_world_that_ends_while_a_worker_is_frozen() -> None:
     assert not child.is_running()
 
 
-async def test_a_worker_is_a_leak() -> None:
+async def test_a_worker_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "PROCESSES", 0.1)
     async with contextlib.AsyncExitStack() as stack:
         with pytest.raises(AssertionError, match=r"not left; the process a \(pid \d+\)$"):
             async with no_leaks():
