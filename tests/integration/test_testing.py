@@ -75,7 +75,7 @@ async def test_only_worlds_for_tests_use_the_forkserver() -> None:
     """`local_world` spawns interpreters, before, inside and after."""
     async with testing.world(["a"]):
         pass
-    async with aiorpc.local_world(["a"]):
+    async with aiorpc.local_world(["a"], start_timeout=500.0):
         assert psutil.Process(await call("a", actors.pid)).ppid() == os.getpid()
 
 
