@@ -219,9 +219,10 @@ class Connection(Channel):
     def _find_method(self, target: MethodTarget) -> "_Method":
         """Return the encoded method of `target`, and remember it."""
         rref_id, name = _rref_id(target), target.name
-        if rref_id is None or isinstance(target.on, tuple):
-            # Packing such an RRef forks it, as `_encode` does.
+        if rref_id is None:  # packing such an RRef forks it, as `_encode` does
             return _no_rref, ((0, 0), name), None
+        if isinstance(target.on, tuple):
+            return _no_rref, (rref_id, name), encode_method(rref_id, name)
         if len(self._methods) >= MAX_METHODS:
             self._methods.clear()
         encoded = encode_method(rref_id, name)
