@@ -43,7 +43,7 @@ from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.targets import MethodTarget, Target, call_name, order_key, target_name
 from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
-from .._torch import devices, rrefs
+from .._torch import rrefs
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.rrefs import RRefId
@@ -205,7 +205,7 @@ class Connection(Channel):
         encoded = encode_target(target, _rref_id(target))
         call = encode_grouped_call(self._calls, encoded, stream, args, due, to_wire(self._me.name))
         if call.header[2] is None:  # pickled as a whole
-            devices.check_sendable(call.cells[0].devices(), self._sendable_devices, self.peer.name)
+            call.cells[0].check_sendable(self._sendable_devices, self.peer.name)
         return call
 
     def _on_dropped(self, call: EncodedCall) -> None:
