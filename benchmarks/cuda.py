@@ -1,9 +1,9 @@
 """What do tensors and batches on a CUDA device cost?
 
-Two workers use one device. All ways of a row alternate, after more messages than the 32 streams on
-which torch receives. Raw torch calls a `def` with a WorkerInfo and no timeout; ours calls a `def` of
-an object. Throughput lets the device queue; latency waits for it after each echo. NCCL is not
-compared, since it needs a GPU for each process.
+Two workers use one device. All ways of a row alternate, after more messages than torch has streams
+to receive on. Raw torch calls a `def` with a WorkerInfo and no timeout; ours, one of an object.
+Throughput lets the device queue; latency waits for it after each echo. NCCL is not compared, since
+it needs a GPU for each process.
 
     python -m benchmarks.cuda [--quick] [--repeat N] [--device cuda:0] [--channels NAME ...]
 
@@ -17,7 +17,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -149,7 +149,7 @@ def policy_of(*, device: str, size: int) -> Any:
 
 
 async def main(given: argparse.Namespace) -> list[Row]:
-    maps = None if given.device == "cpu" else "auto"
+    maps: Literal["auto"] | None = None if given.device == "cpu" else "auto"
     rows: list[Row] = []
     async with aiorpc.local_world([CALLEE], device_maps=maps, channels=given.channels):
         callee = rpc.get_worker_info(CALLEE)

@@ -119,7 +119,7 @@ def _present(gradient: Tensor) -> Tensor:
 
 
 def _is_absent(gradient: Tensor | None) -> bool:
-    return gradient is None or (
+    return gradient is None or bool(
         gradient.layout is torch.strided
         and gradient.storage_offset() == 1
         and not any(gradient.stride())

@@ -93,7 +93,8 @@ def thread_settings() -> Callable[[], None]:
     from torch's defaults. (The device only if it was set by now, so that CUDA stays uninitialized.)
     """
     count = torch.get_num_threads()
-    device = torch.cuda.current_device() if torch.cuda.is_initialized() else 0
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if has_cuda else 0
 
     def apply() -> None:
         set_intra_op_threads(count)
