@@ -132,6 +132,9 @@ def policy_of(*, device: str, size: int) -> Any:
         def __init__(self) -> None:
             self.net = Net(device)
 
+        def __reduce__(self) -> Any:  # with device maps, torch pickles what an RRef is made of
+            return object, ()
+
         @batched(max_size=size, stack=True, device=device)
         @torch.inference_mode()
         def act(self, states: Tensor) -> Tensor:
