@@ -46,7 +46,7 @@ from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import MethodTarget, Target, call_name, order_key, target_name
 from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
-from .._torch import devices, rrefs
+from .._torch import rrefs
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.rrefs import RRefId
@@ -197,9 +197,7 @@ class Connection(Channel):
     def prepare(self, target: Target, arguments: MemberArguments) -> EncodedTarget:
         """Encode the target of a group's call, and check its arguments. Sends nothing."""
         if arguments.packed is not None:
-            devices.check_sendable(
-                arguments.packed.devices(), self._sendable_devices, self.peer.name
-            )
+            arguments.packed.check_sendable(self._sendable_devices, self.peer.name)
         return encode_target(target, _rref_id(target))
 
     def call_prepared(
@@ -271,7 +269,7 @@ class Connection(Channel):
         batches = to_wire(self._me.name) if entered_scopes() else ()
         call = encode_grouped_call(self._calls, encoded, stream, args, due, batches)
         if call.header[2] is None:  # pickled as a whole
-            devices.check_sendable(call.cells[0].devices(), self._sendable_devices, self.peer.name)
+            call.cells[0].check_sendable(self._sendable_devices, self.peer.name)
         return call
 
     def _on_dropped(self, call: EncodedCall) -> None:
