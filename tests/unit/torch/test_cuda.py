@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -107,6 +108,12 @@ def test_results_that_arrive_are_used_on_the_streams_of_waiting_coroutines(
             note_delivered({"x": tensors[1]})
     note_delivered(tensors[2])
     assert [tensor.used_on for tensor in tensors] == [["stream 1"], ["stream 1"], []]
+
+
+def test_the_switches_are_documented() -> None:
+    text = (Path(__file__).parents[3] / "docs" / "cuda.md").read_text()
+    rows = [f"| `{part}` | {what} |" for part, what in cuda.SWITCHES.items()]
+    assert [line for line in text.splitlines() if line in rows] == rows
 
 
 # ── tensors that torch can send ─────────────────────────────────────────────────────────────────
