@@ -112,9 +112,7 @@ def row(program: str, checkout: Path | None) -> tuple[str, ...]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Lines of code of the programs.")
-    parser.add_argument(
-        "--tutorials", type=Path, metavar="PATH", help="pytorch/examples, checked out"
-    )
+    parser.add_argument("--tutorials", type=Path, metavar="PATH", help="of pytorch/examples")
     given = parser.parse_args()
     heads = ("program", "ours", "the tutorial", "helpers, included in ours")
     lay_out([heads, *(row(each, given.tutorials) for each in (*TUTORIALS, *LIMITS))])
