@@ -3,12 +3,14 @@
 PYTHON ?= python3
 VENV ?= .venv
 TORCH ?= torch
-EXTRAS ?= examples,test,bench,docs
+EXTRAS ?= examples,test,bench,check,docs
 BIN := $(VENV)/bin
 comma := ,
+PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: demo test test-long install lint types docs bench soak faults figures clean
+.PHONY: mutation package promises
+.PHONY: demo test test-rest test-all test-long install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
 
@@ -28,14 +30,35 @@ $(STAMP): pyproject.toml
 demo: $(VENV)/.demo
 	$(BIN)/python -m examples.cartpole
 
-# `make test PYTEST='-k calls'` runs some of them.
+# Before each commit: some minutes on two cores. `make test PYTEST='-k calls'` runs some of them.
 test: install
-	$(BIN)/python -m pytest $(PYTEST)
+	HYPOTHESIS_PROFILE=brief $(PARALLEL) -m "not slow" $(PYTEST)
+
+# What `make test` leaves out: slow tests, and the properties with many more examples. (tests/README.md)
+test-rest: install
+	$(PARALLEL) -m slow
+	HYPOTHESIS_PROFILE=thorough $(PARALLEL) -m "hypothesis and not slow" --timeout 900 -o faulthandler_timeout=0
+
+test-all: test test-rest mutation package
 
 # Without the dump of stacks after 55 seconds, which reads frames while they run.
 test-long: install
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/unit/batching/test_scheduler.py tests/unit/batching/test_policies.py tests/loopback/test_fuzz.py \
 		--timeout 3000 -o faulthandler_timeout=0
+
+# The page of the promises, from tests/promises.toml and the marks of the tests.
+promises: install
+	$(BIN)/python -m tests.support.promises --write
+
+# A fixed sample of the mutants of the state machines and codecs; `make mutation MUTANTS='*'` runs all. Survivors are
+# printed; too many of them are an error.
+MUTANTS ?=
+mutation: install
+	$(BIN)/python -m tests.support.mutation $(if $(MUTANTS),'$(MUTANTS)')
+
+# Wheel and sdist: built, installed into a fresh environment, and tested there without the source.
+package: install
+	PYTHON=$(BIN)/python .ci/package
 
 lint: install
 	$(BIN)/ruff check .
@@ -65,7 +88,7 @@ soak: install
 faults: install
 	$(BIN)/python -m benchmarks.faults
 
-# Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md. Some 45 minutes, on a machine
+# Every benchmark with its figure: docs/figures/, and the tables in docs/benchmarks.md. Some 55 minutes, on a machine
 # that does nothing else.
 figures: install
 	$(BIN)/python -m benchmarks.figures
@@ -75,6 +98,7 @@ figures: install
 	$(BIN)/python -m benchmarks.pipeline --plot docs/figures/pipeline.svg
 	$(BIN)/python -m examples.rnn --plot docs/figures/rnn.svg
 	$(BIN)/python -m examples.inference --rates 20 40 80 160 320 --seconds 5 --plot docs/figures/inference.svg
+	$(BIN)/python -m examples.selfplay --plot docs/figures/selfplay.svg
 
 clean:
-	rm -rf $(VENV) .venv-* build dist site out
+	rm -rf $(VENV) .venv-* build dist mutants site out

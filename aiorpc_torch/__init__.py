@@ -53,6 +53,11 @@ from ._server.torch_clients import async_execution as async_execution
 from ._stats import Stats as Stats, stats as stats
 from ._torch.transport import wrap_future as wrap_future
 from ._version import __version__ as __version__
+from ._world.attach import (
+    AttachedThread as AttachedThread,
+    attach as attach,
+    attach_in_thread as attach_in_thread,
+)
 from ._world.local import local_world as local_world, run_local as run_local
 from ._world.pending import PendingCall as PendingCall, pending as pending
 from ._world.worker import Worker as Worker, worker as worker
@@ -72,6 +77,7 @@ from .errors import (
 )
 
 __all__ = (
+    "AttachedThread",
     "BatchContractError",
     "BatchStats",
     "Broadcast",
@@ -94,6 +100,8 @@ __all__ = (
     "WorkerLost",
     "WorldTimeout",
     "async_execution",
+    "attach",
+    "attach_in_thread",
     "autograd",
     "batched",
     "call",

@@ -95,8 +95,8 @@ class WorkerLost(RpcError, ConnectionError):
 class NotServing(RpcError):
     """Call without a world: this process or the peer is in none.
 
-    In this process, enter `worker()` or `local_world()` first. A peer is in no world if it has left
-    it, or has not entered it through this library.
+    In this process, enter `worker()`, `local_world()` or `attach()` first. A peer is in no world if
+    it has left it, or has not entered it through this library.
     """
 
 

@@ -2,18 +2,28 @@
 
 import os
 import signal
+from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
 
 import pytest
-from hypothesis import settings
+from hypothesis import Phase, settings
 
 from tests.support.gated_batches import gated as gated, skip as skip
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
+settings.register_profile("thorough", deadline=None, max_examples=500)
 settings.register_profile("long", deadline=None, max_examples=20_000)
+settings.register_profile(
+    "mutation",  # the same examples each time, and no search for a smaller one: mutants fail often
+    deadline=None,
+    max_examples=50,
+    derandomize=True,
+    database=None,
+    phases=[Phase.explicit, Phase.generate],
+)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "fast"))
 
 # Ours by name too: from a source tree that is only on the path, nothing is installed.
@@ -26,15 +36,26 @@ TIERS = {
     "gpu": "gpu",
     "examples": "examples",
 }
+SLOW = {"network"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark each test with the tier of its folder."""
+    """Mark each test with the tier of its folder, and as slow where a whole folder is."""
     here = Path(__file__).parent
     for item in items:
         folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
         if folder in TIERS:
             item.add_marker(TIERS[folder])
+        if folder in SLOW:
+            item.add_marker("slow")
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Start the server that forks children, if tests need it: it imports torch meanwhile."""
+    tiers = {mark.name for item in session.items for mark in item.iter_markers()}
+    if tiers & {"worlds", "examples"} and not session.config.option.collectonly:
+        forkserver.set_forkserver_preload(["aiorpc_torch", "tests.support.preloaded"])
+        forkserver.ensure_running()
 
 
 # A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.

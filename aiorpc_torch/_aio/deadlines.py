@@ -9,6 +9,9 @@ __all__ = ("timeout",)
 
 _deadline: ContextVar[float | None] = ContextVar("aiorpc_deadline", default=None)
 
+current_deadline = _deadline.get
+"""Return the current deadline, None without one. A function of C: every call asks."""
+
 
 @contextlib.contextmanager
 def timeout(seconds: float | None) -> Iterator[None]:

@@ -66,7 +66,7 @@ class InlineFuture:
         if self._state == "waiting":
             self._asyncio_future_blocking = True
             yield self
-        return self.result()
+        return self.result() if self._state == "cancelled" else self._result
 
     # ── called by asyncio.Task ──────────────────────────────────────────────────────────────────
 

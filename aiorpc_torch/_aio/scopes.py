@@ -10,7 +10,7 @@ import time
 
 import anyio
 
-from .deadlines import deadline_in
+from .deadlines import current_deadline
 
 # The first scope of a process imports anyio's private asyncio backend. While it is not imported
 # there is no scope, and no need to ask, which takes 2.5 µs.
@@ -30,4 +30,4 @@ def anyio_scope_deadline() -> float | None:
 
 def is_unbounded() -> bool:
     """Return whether certainly no deadline applies here, without the time it takes to ask anyio."""
-    return _BACKEND not in sys.modules and deadline_in(None) is None
+    return _BACKEND not in sys.modules and current_deadline() is None

@@ -13,17 +13,20 @@ from typing import Any
 
 
 @contextlib.contextmanager
-def graceful_signals() -> Iterator[None]:
+def graceful_signals(wanted: bool = True) -> Iterator[None]:
     """Let SIGTERM cancel the current task; after the block, raise `SystemExit(143)`.
 
     The first Ctrl-C stays asyncio's, which cancels the main task; the second one in the block ends
     the process at once. An ignored SIGINT, as of a script's background process, stays ignored.
     Nothing changes outside `asyncio.run` in the main thread, or if the program has handlers.
+
+    Args:
+        wanted: False leaves all handlers as they are.
     """
     previous = signal.getsignal(signal.SIGINT)
     is_ignored = previous is signal.SIG_IGN
     in_main = threading.current_thread() is threading.main_thread()
-    if not in_main or not (is_ignored or _is_asyncios(previous)):
+    if not wanted or not in_main or not (is_ignored or _is_asyncios(previous)):
         yield
         return
     ctrl_c = contextlib.nullcontext() if is_ignored else _second_ctrl_c_exits(previous)

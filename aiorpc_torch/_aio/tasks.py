@@ -1,7 +1,9 @@
 """Drivers of coroutines, step by step, and the release of tasks that do not end."""
 
 import asyncio
+import contextvars
 import logging
+import sys
 import types
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
@@ -66,6 +68,31 @@ class StepContext(Generator[Any, Any, R]):
         """Run the next step with an exception."""
         with self._enter():
             return self._coroutine.throw(*exc)
+
+
+def start_task(
+    coroutine: Coroutine[Any, Any, R],
+    loop: asyncio.AbstractEventLoop,
+    name: str,
+    context: contextvars.Context,
+) -> "asyncio.Task[R]":
+    """Return a task of `coroutine` that has taken its first step, if the loop permits it.
+
+    A coroutine that never waits then needs no loop iteration. Call it on the running `loop`.
+    """
+    if sys.version_info >= (3, 12):
+        return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)
+    task = asyncio.Task(coroutine, loop=loop, name=name, context=context)
+    # Python 3.11 has scheduled the step, last in a queue that is private to asyncio's loops. Other
+    # threads may have added to it since; uvloop's is hidden. A task cannot step inside another's.
+    ready: Any = getattr(loop, "_ready", None)
+    if ready and asyncio.current_task(loop) is None:
+        handle = ready.pop()
+        if getattr(handle._callback, "__self__", None) is task:
+            handle._run()
+        else:
+            ready.append(handle)
+    return task
 
 
 def detach_task(task: "asyncio.Task[Any]", name: str) -> None:

@@ -107,11 +107,11 @@ class BatchFunction:
         return split_results(result, size, self.name, stacked=self._stacked)
 
     def _call(self, instance: Any, calls: Sequence[CallArgs], collator: Collator) -> Any:
-        values = [self._collate_parameter(each, collator) for each in zip(*calls, strict=True)]
-        split = len(values) - len(self._keywords)
+        columns = zip(*calls, strict=True)
+        values = [collate(each, collator) if self._stacked else [*each] for each in columns]
         head = (instance,) if self._is_method else ()
+        if not self._keywords:
+            return self._function(*head, *values)
+        split = len(values) - len(self._keywords)
         keywords = dict(zip(self._keywords, values[split:], strict=True))
         return self._function(*head, *values[:split], **keywords)
-
-    def _collate_parameter(self, values: Sequence[Any], collator: Collator) -> Any:
-        return collate(values, collator) if self._stacked else list(values)

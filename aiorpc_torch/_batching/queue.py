@@ -15,6 +15,7 @@ from .._protocol.ancestry import (
     ancestor_batches,
     current_scopes,
     enter_scopes,
+    entered_scopes,
     new_batch,
 )
 from .._protocol.columns import SharedValue
@@ -79,7 +80,7 @@ class QueuedCall:
         self.args = args
         self.on_result = on_result
         self.arrival = arrival
-        self.scopes = current_scopes()
+        self.scopes = entered_scopes() and current_scopes()
         self.recording = current_record()
 
     def resolve(self, result: Any) -> None:
@@ -171,9 +172,11 @@ class BatchQueue:
     def _add(
         self, instance: Any, args: CallArgs, on_result: ResultCallback, caller: str
     ) -> QueuedCall:
-        self._reject_reentry(instance)
+        if entered_scopes():
+            self._reject_reentry(instance)
         loop = asyncio.get_running_loop()
-        self._bind_loop(loop)
+        if self.loop is not loop:
+            self._bind_loop(loop)
         if not self._scheduler.can_accept():
             raise _queue_full(self._function.name, len(self))
         now = loop.time()
@@ -183,7 +186,8 @@ class BatchQueue:
             # Calls of two autograd contexts never share a batch.
             traits = traits._replace(key=(call.recording.id, traits.key))
         self._scheduler.add(call, now, traits)
-        self._schedule_dispatch()
+        if self._dispatcher is None or self._dispatcher.done():
+            self._dispatcher = self._new_task()
         return call
 
     def discard(self, call: QueuedCall) -> bool:
@@ -218,8 +222,6 @@ class BatchQueue:
             )
 
     def _bind_loop(self, loop: asyncio.AbstractEventLoop) -> None:
-        if self.loop is loop:
-            return
         if self.loop is not None and self._is_loop_closed():
             self._scheduler = _new_scheduler(self._policy)  # the calls ended with their loop
             self._running.clear()
@@ -284,7 +286,7 @@ class BatchQueue:
                 self._fail_round(batch)
                 continue
             waits = [now - call.arrival for call in batch.items]
-            self._counters.count_batch(batch.reason.value, waits)
+            self._counters.count_batch(batch.reason._value_, waits)
             yield batch
 
     def _register(self, batch: Batch[QueuedCall], task: "asyncio.Task[None]") -> None:
@@ -306,9 +308,10 @@ class BatchQueue:
         if batch is None:
             return
         running = self._running[batch]
-        enter_record(running.recording)
+        if running.recording is not None:
+            enter_record(running.recording)
         of_callers = [call.scopes for call in batch.items if call.scopes]
-        enter_scopes({running.scope()}.union(*of_callers))
+        enter_scopes(frozenset((running.scope(),)).union(*of_callers))
         size, name = len(batch.items), self._function.name
         args = [call.args for call in batch.items]
         try:

@@ -36,7 +36,8 @@ def split_results(result: Any, size: int, name: str, *, stacked: bool = False) -
     Raises:
         BatchContractError: if `result` is not one result per caller.
     """
-    results = _results_of(result, size, name, stacked)
+    # The usual case first: the check for Sequence takes longer than the rest.
+    results = result[:] if type(result) is list else _results_of(result, size, name, stacked)
     if len(results) != size:
         raise BatchContractError(
             f"{name} got a batch of {size} and returned {len(results)} results"
@@ -54,8 +55,6 @@ def _results_of(result: Any, size: int, name: str, stacked: bool) -> list[Any]:
         # An exception stays unshared: `_distinct` copies it for each caller.
         is_exception = isinstance(result.value, BaseException)
         return [result.value if is_exception else SharedValue(result.value)] * size
-    if type(result) is list:  # the usual case: the check for Sequence takes longer than the rest
-        return result[:]
     # A str or bytes is a sequence as well, but never meant as one result per caller.
     is_sequence = isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray)
     if is_sequence and not (stacked and isinstance(result, tuple)):

@@ -139,7 +139,8 @@ class FillScheduler(Scheduler[T]):
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
         self._keys: dict[T, Hashable] = {}  # unless the key is None
         # Keys by the arrival number of their oldest item: all keys, and those with a full batch.
-        # An outdated entry stays until it reaches the top, or `_push` rebuilds the heap.
+        # An outdated entry stays until it reaches the top, or `_push` rebuilds the heap. Without
+        # a second key both are empty.
         self._by_age: _Heap = []
         self._full_by_age: _Heap = []
         self._added = 0
@@ -158,13 +159,18 @@ class FillScheduler(Scheduler[T]):
         if queue is None:
             queue = self._key_queues[key] = {}
         queue[item] = self._added, now, weight
-        if len(queue) == 1:
-            self._push(self._by_age, key)
         if key is not None:
             self._keys[item] = key
         self._added += 1
         self._count += 1
-        if self._next_size(queue)[1]:
+        if len(self._key_queues) == 1:  # the common case needs no heap
+            return
+        if len(self._key_queues) == 2 and not self._by_age:
+            for each in self._key_queues:
+                self._push_both(each)
+        elif len(queue) == 1:
+            self._push_both(key)
+        elif self._next_size(queue)[1]:
             self._push(self._full_by_age, key)
 
     def discard(self, item: T) -> bool:
@@ -177,8 +183,8 @@ class FillScheduler(Scheduler[T]):
     def deadline(self) -> float | None:
         if self._running >= self._slots or not self._count:
             return None
-        key = self._peek(self._by_age)
-        assert key is not _EMPTY
+        is_only = len(self._key_queues) == 1
+        key = next(iter(self._key_queues)) if is_only else self._peek(self._by_age)
         return _oldest(self._key_queues[key])[1] + self._policy.max_wait
 
     def close(self) -> tuple[T, ...]:
@@ -191,19 +197,32 @@ class FillScheduler(Scheduler[T]):
         return tuple(sorted(waiting, key=waiting.__getitem__))
 
     def _select_batch(self, now: float) -> Batch[T] | None:
+        if len(self._key_queues) == 1:
+            return self._batch_of(next(iter(self._key_queues)), now)
         # The key with the oldest item goes first: no key starves. If that item has not waited long
         # enough, no item has, and only a full batch may start.
         for heap in (self._by_age, self._full_by_age):
             key = self._peek(heap)
             if key is _EMPTY:
                 return None
-            queue = self._key_queues[key]
-            size, is_full = self._next_size(queue)
-            if (reason := self._reason(queue, now, is_full=is_full)) is not None:
-                items = tuple(islice(queue, size))
-                self._remove(key, items)
-                return Batch(items, reason)
+            if (batch := self._batch_of(key, now)) is not None:
+                return batch
         return None
+
+    def _batch_of(self, key: Hashable, now: float) -> Batch[T] | None:
+        """Remove and return the next batch of `key`, None if it may not start yet."""
+        queue = self._key_queues[key]
+        size, is_full = self._next_size(queue)
+        if (reason := self._reason(queue, now, is_full=is_full)) is None:
+            return None
+        items = tuple(islice(queue, size))
+        self._remove(key, items)
+        return Batch(items, reason)
+
+    def _push_both(self, key: Hashable) -> None:
+        self._push(self._by_age, key)
+        if self._next_size(self._key_queues[key])[1]:
+            self._push(self._full_by_age, key)
 
     def _push(self, heap: _Heap, key: Hashable) -> None:
         heappush(heap, (_oldest(self._key_queues[key])[0], key))
@@ -250,7 +269,8 @@ class FillScheduler(Scheduler[T]):
 
     def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
         queue = self._key_queues[key]
-        head = _oldest(queue)[0]
+        is_only = len(self._key_queues) == 1
+        head = 0 if is_only else _oldest(queue)[0]
         self._count -= len(items)
         for item in items:
             del queue[item]
@@ -258,10 +278,13 @@ class FillScheduler(Scheduler[T]):
                 del self._keys[item]
         if not queue:
             del self._key_queues[key]
-        elif _oldest(queue)[0] != head:
-            self._push(self._by_age, key)
-            if self._next_size(queue)[1]:
-                self._push(self._full_by_age, key)
+        if is_only:
+            return
+        if len(self._key_queues) == 1:
+            self._by_age.clear()
+            self._full_by_age.clear()
+        elif queue and _oldest(queue)[0] != head:
+            self._push_both(key)
 
 
 def _oldest(queue: _KeyQueue[T]) -> tuple[int, float, float]:

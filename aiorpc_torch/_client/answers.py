@@ -49,6 +49,8 @@ def error_of_close(peer: str, what: str, text: str) -> RpcError:
         return error
     if what == "broken":
         return RemoteError(f"worker {peer!r} has closed the connection: {text}")
+    if what == "detached":
+        return NotServing(f"worker {peer!r} has left attach(): this call was cancelled")
     return NotServing(text or f"worker {peer!r} has stopped")
 
 

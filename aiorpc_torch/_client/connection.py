@@ -7,13 +7,14 @@ Payloads that do not travel on the connection go by torch RPC.
 import asyncio
 import contextvars
 import time
-from collections.abc import Collection, Sequence
+import weakref
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Protocol
 
 import torch
 
 from .._aio.inline_future import InlineFuture, resume_all
-from .._protocol.ancestry import to_wire
+from .._protocol.ancestry import entered_scopes, to_wire
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.columns import STREAM_END
 from .._protocol.connection_state import SendState
@@ -28,7 +29,7 @@ from .._protocol.frames import (
     frame,
 )
 from .._protocol.handshake import Party
-from .._protocol.lone import decode_result, encode_call
+from .._protocol.lone import decode_result, encode_call, encode_method
 from .._protocol.messages import (
     Arguments,
     EncodedCall,
@@ -51,14 +52,24 @@ from .._torch.profiling import call_event, profiler_enabled
 from .._torch.rrefs import RRefId
 from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
 from .answers import error_of_close
-from .introduction import Introductions
+from .introduction import Holding, Introductions
 from .pending import PendingCalls, ReplyReceiver
 from .stream_reader import StreamReader
 from .torch_transfers import TorchTransfers
 
+MAX_METHODS = 256  # that a connection remembers the encoded targets of
+
 
 class PeerObserver(Protocol):
-    """An observer of peers, told by each connection. Its methods are thread-safe."""
+    """An observer of peers, told by each connection. Its methods are thread-safe.
+
+    Attributes:
+        last_heard: time of the last message from each peer, written by the connections.
+        lost_peers: peers whose next message `on_message` has to be told.
+    """
+
+    last_heard: dict[str, float]
+    lost_peers: dict[str, RpcError]
 
     def on_message(self, peer: str) -> None:
         """Record a message from `peer`."""
@@ -111,9 +122,11 @@ class Connection(Channel):
         self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
         self._trickle_timer: asyncio.TimerHandle | None = None
         self._transfers = TorchTransfers(peer, self._key, self._pending, self)
+        self._methods: dict[str, _Method] = {}  # of lone calls, by name
         self._slot_keys: dict[int, Any] = {}  # objects of calls whose payloads go by torch
         self._wake: list[InlineFuture] = []  # resolved by the current read
         self._opening: asyncio.Task[None] | None = None
+        self._holding: Holding | None = None  # until the peer is reached
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
         self._error: RpcError | None = None  # reason of its end
         self.is_finished = False
@@ -158,21 +171,24 @@ class Connection(Channel):
 
     def _send_lone(self, target: Target, args: tuple[Any, ...], future: InlineFuture) -> bool:
         """Send a lone call at once, without the queue; return False if the queue has to."""
-        if type(target) is not MethodTarget or (rref_id := _rref_id(target)) is None:
-            return False  # packing such an RRef forks it, and `_encode` does so too
-        number, encoded = self._calls, (rref_id, target.name)
-        is_large = encoded in self._transfers.large_results
-        if is_large or to_wire(self._me.name) or record_for_call() is not None:
+        if type(target) is not MethodTarget:
             return False
-        data = encode_call(number, rref_id, target.name, args)
-        if data is None:
+        known = self._methods.get(target.name)
+        if known is None or known[0]() is not target.on:
+            known = self._find_method(target)
+        _, key, encoded = known
+        if encoded is None or entered_scopes() or record_for_call() is not None:
             return False
+        data = encode_call(self._calls, encoded, args)
+        if data is None or key in self._transfers.large_results:
+            return False
+        number = self._calls
         self._calls += 1
         self._messages += 1
         self._bytes += len(data)
         self._state.window.sent(number, len(data))
         self._pending[number] = future
-        future.target, future.source, future.started = encoded, target, time.monotonic()
+        future.target, future.source, future.started = key, target, time.monotonic()
         if profiler_enabled():
             self._record(future, target)
         self.write(data)
@@ -200,6 +216,18 @@ class Connection(Channel):
         self._submit(call, future, target)
         return call.number, future
 
+    def _find_method(self, target: MethodTarget) -> "_Method":
+        """Return the encoded method of `target`, and remember it."""
+        rref_id, name = _rref_id(target), target.name
+        if rref_id is None or isinstance(target.on, tuple):
+            # Packing such an RRef forks it, as `_encode` does.
+            return _no_rref, ((0, 0), name), None
+        if len(self._methods) >= MAX_METHODS:
+            self._methods.clear()
+        encoded = encode_method(rref_id, name)
+        known = self._methods[name] = weakref.ref(target.on), (rref_id, name), encoded
+        return known
+
     def stream(
         self, target: Target, args: Arguments, due: float | None
     ) -> tuple[int, StreamReader]:
@@ -218,7 +246,9 @@ class Connection(Channel):
 
     def expire(self, number: int, seconds: float, target: Target) -> None:
         """End a call with CallTimeout: it has no result after `seconds`."""
-        if number in self._pending:
+        if self._holding is not None and self._holding.is_held(self.peer.name):
+            self._release(number, seconds)
+        elif number in self._pending:
             was_sent = self._state.cancel(number)
             what = "may have run" if was_sent else "was not sent"
             peer, method = self.peer.name, call_name(target)
@@ -232,8 +262,13 @@ class Connection(Channel):
     def _encode(
         self, target: Target, stream: bool, args: Arguments, due: float | None
     ) -> EncodedCall:
-        encoded = encode_target(target, _rref_id(target))
-        call = encode_grouped_call(self._calls, encoded, stream, args, due, to_wire(self._me.name))
+        known = self._methods.get(target.name) if type(target) is MethodTarget else None
+        if known is not None and known[0]() is target.on:
+            encoded = known[1]
+        else:
+            encoded = encode_target(target, _rref_id(target))
+        batches = to_wire(self._me.name) if entered_scopes() else ()
+        call = encode_grouped_call(self._calls, encoded, stream, args, due, batches)
         if call.header[2] is None:  # pickled as a whole
             devices.check_sendable(call.cells[0].devices(), self._sendable_devices, self.peer.name)
         return call
@@ -266,6 +301,9 @@ class Connection(Channel):
         receiver.target, receiver.source, receiver.started = call.header[0], target, self._now
         if self._is_profiled:
             self._record(receiver, target)
+        if self._holding is not None:
+            seconds = self._holding.timeout
+            self._loop.call_later(seconds, self._release, call.number, seconds)
         if self._state.submit(call, is_idle=is_idle):
             self.flush()
         else:
@@ -284,6 +322,19 @@ class Connection(Channel):
     def _record(self, receiver: ReplyReceiver, target: Target) -> None:
         """Record a call in the trace of a profiler, until its receiver is released."""
         receiver.event = call_event("call", target_name(target), self._me.name, self.peer.name)
+
+    def _release(self, number: int, seconds: float) -> None:
+        """End a call that was held for `seconds`, if it still is."""
+        if self._holding is not None and number in self._pending:
+            seconds = round(seconds, 2) or seconds
+            peer = self.peer.name
+            is_held = self._holding.is_held(peer)
+            reason = "is not attached" if is_held else "has not answered an introduction"
+            remedy = ". Enter attach() there" if is_held else ""
+            text = (
+                f"worker {peer!r} {reason} after {seconds:.3g} s: the call failed; it has not run"
+            )
+            self._pending.fail((number,), NotServing(text + remedy))
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
@@ -379,42 +430,35 @@ class Connection(Channel):
 
     def on_frame(self, kind: int, data: bytes) -> int:
         if kind == RESULT:
-            return self._one_result(*decode_result(data))
+            number, value = decode_result(data)
+            receiver = self._pending.get(number)
+            if type(receiver) is not InlineFuture:  # a stream, or a cancelled call
+                self._deliver(((number, value),))
+                return 1
+            del self._pending[number]
+            self._state.window.answered((number,))
+            if receiver.set_result(value):
+                self._wake.append(receiver)
+            return 1
         if kind != RESULTS:
             raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
         outcomes = decode_reply(data)
-        self._state.window.answered(
-            self._pending.resolve(outcomes, self._wake, self._transfers.collect)
-        )
+        self._deliver(outcomes)
         return len(outcomes)
-
-    def _one_result(self, number: int, value: Any) -> int:
-        receiver = self._pending.get(number)
-        if type(receiver) is not InlineFuture:  # a stream, or a cancelled call
-            outcomes = ((number, value),)
-            self._state.window.answered(
-                self._pending.resolve(outcomes, self._wake, self._transfers.collect)
-            )
-            return 1
-        del self._pending[number]
-        self._state.window.answered((number,))
-        if receiver.set_result(value):
-            self._wake.append(receiver)
-        return 1
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
         ended = self._pending.resolve(outcomes, self._wake, self._transfers.collect)
         self._state.window.answered(ended)
 
     def on_read(self) -> None:
-        self._observer.on_message(self.peer.name)
-        self._resume_callers()
-
-    def _resume_callers(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""
+        observer, name = self._observer, self.peer.name
+        observer.last_heard[name] = time.monotonic()
+        if observer.lost_peers:
+            observer.on_message(name)
         wake, self._wake = self._wake, []
         self._state.woken = len(wake)
-        if len(self._state):
+        if self._state.queue:
             self.flush()
         if len(wake) == 1:
             wake[0].resume()
@@ -429,16 +473,14 @@ class Connection(Channel):
 
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results that torch RPC has brought."""
-        self._observer.on_message(self.peer.name)
-        self._state.window.answered(
-            self._pending.resolve(outcomes, self._wake, self._transfers.collect)
-        )
-        self._resume_callers()
+        self._deliver(outcomes)
+        self.on_read()
 
     # ── opening and closing ─────────────────────────────────────────────────────────────────────
 
     def open(self, introductions: Introductions) -> None:
         """Start to connect, in a task."""
+        self._holding = introductions.holding
         opening = self._open(introductions)
         context = contextvars.Context()  # without the deadline of the first caller
         self._opening = self._loop.create_task(opening, name="aiorpc-connect", context=context)
@@ -447,6 +489,7 @@ class Connection(Channel):
     async def _open(self, introductions: Introductions) -> None:
         transport = await introductions.connect(self.peer, self._key[2])
         if self._error is None:
+            self._holding = None
             self.start_sending(transport)
         else:
             transport.abort()
@@ -463,6 +506,12 @@ class Connection(Channel):
         self.ended.set()
         if isinstance(exc, WorkerLost):
             self._observer.on_disconnect(self.peer.name, self.peer.id)
+
+    def retire(self) -> None:
+        """Send no further calls on this connection; wait for the pending ones."""
+        if self.is_open:
+            self.flush()
+            self.is_finished = True
 
     def leave(self, what: str, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""
@@ -513,6 +562,14 @@ class Connection(Channel):
             self._observer.on_disconnect(self.peer.name, self.peer.id)
             self._finish(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))
+
+
+_Method = tuple[Callable[[], Any], EncodedTarget, bytes | None]
+"""A method of an RRef: a weak reference to the RRef, and the target for groups and lone calls."""
+
+
+def _no_rref() -> None:
+    return None
 
 
 def _rref_id(target: Target) -> RRefId | None:

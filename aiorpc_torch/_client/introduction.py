@@ -5,7 +5,7 @@ import contextlib
 import functools
 import socket
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
@@ -33,10 +33,41 @@ DIAL_TIMEOUT = 5.0  # seconds for the network to accept a connection
 _RETRY_DELAYS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
 
 
-class Introductions:
-    """The introductions of one process to its peers, for all its event loops."""
+class Holding(Protocol):
+    """Decides whether calls wait for a peer that does not serve yet."""
 
-    def __init__(self, me: Party) -> None:
+    @property
+    def timeout(self) -> float:
+        """Seconds for which a call is held at most."""
+        ...
+
+    def is_held(self, peer: str) -> bool:
+        """Return whether calls to a peer are held."""
+        ...
+
+    async def wait_until_serving(self, peer: WorkerInfo) -> None:
+        """Wait until a peer serves, on any event loop.
+
+        Raises:
+            RpcError: if it will not serve.
+        """
+        ...
+
+    def on_refused(self, peer: str) -> None:
+        """Note that a peer does not serve any more."""
+        ...
+
+
+class Introductions:
+    """The introductions of one process to its peers, for all its event loops.
+
+    Args:
+        me: this process.
+        holding: holds calls for peers that do not serve yet (default: they fail).
+    """
+
+    def __init__(self, me: Party, holding: Holding | None = None) -> None:
+        self.holding = holding
         self._me = me
         self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
@@ -54,7 +85,7 @@ class Introductions:
         """
         failure: Exception | None = None
         for delay in _RETRY_DELAYS:
-            credentials, addresses = await self._introduction(peer)
+            credentials, addresses = await self._held_introduction(peer)
             address = self._address(peer.name, addresses)
             try:
                 return await _dial(address, credentials, number)
@@ -68,6 +99,16 @@ class Introductions:
             f"worker {peer.name!r} does not answer at {_format_address(address)}: {failure!r}. "
             "Open that address and port for this worker"
         ) from failure
+
+    async def _held_introduction(self, peer: WorkerInfo) -> Introduction:
+        if self.holding is None:
+            return await self._introduction(peer)
+        while True:
+            await self.holding.wait_until_serving(peer)
+            try:
+                return await self._introduction(peer)
+            except NotServing:  # it has left meanwhile
+                self.holding.on_refused(peer.name)
 
     async def _introduction(self, peer: WorkerInfo) -> Introduction:
         known = self._known.get((peer.name, peer.id))

@@ -13,6 +13,7 @@ from .._protocol.handshake import Party
 from .._torch.agent import PeerInfo
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
+from .._torch.transport import is_own_end
 from ..errors import NotServing, RpcError, WorkerLost
 from .connection import Connection, PeerObserver
 from .introduction import Introductions
@@ -35,13 +36,20 @@ class ConnectionPool:
         me: this process.
         members: all workers of the world, in rank order.
         observer: is told what the connections see of the peers.
+        introductions: introductions to the peers (default: to peers that serve from the start).
     """
 
-    def __init__(self, me: Party, members: Sequence[PeerInfo], observer: PeerObserver) -> None:
+    def __init__(
+        self,
+        me: Party,
+        members: Sequence[PeerInfo],
+        observer: PeerObserver,
+        introductions: Introductions | None = None,
+    ) -> None:
         self.name = me.name
         self.me = me
         self._observer = observer
-        self._introductions = Introductions(me)
+        self._introductions = introductions or Introductions(me)
         self._members: dict[str | int, PeerInfo] = {}
         for member in members:
             self._members[member.name] = self._members[member.rank] = member
@@ -84,13 +92,21 @@ class ConnectionPool:
             by_peer = self._connections_of(loop)
         connection = by_peer.get(worker)
         if connection is None or connection.is_finished:
-            connection = by_peer[worker] = self._connect(worker, connection)
+            connection = self._reconnect(by_peer, worker, connection)
         return connection
 
-    def _connect(self, worker: str, former: Connection | None) -> Connection:
+    def _reconnect(
+        self, by_peer: dict[str, Connection], worker: str, former: Connection | None
+    ) -> Connection:
         peer = self._peer(worker)
-        if former is not None:
-            self._finished.update(former.counters())
+        for key in [key for key, each in by_peer.items() if each.ended.is_set()]:
+            self._finished.update(by_peer.pop(key).counters())
+        if worker in by_peer and former is not None:  # retired: its calls are pending
+            by_peer[f"{worker} {next(self._numbers)}"] = by_peer.pop(worker)
+        connection = by_peer[worker] = self._connect(peer, worker)
+        return connection
+
+    def _connect(self, peer: WorkerInfo, worker: str) -> Connection:
         devices = self._sendable_devices.get(worker, ())
         connection = Connection(self.me, peer, next(self._numbers), self._observer, devices)
         connection.open(self._introductions)
@@ -159,7 +175,30 @@ class ConnectionPool:
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
         by_peer = self._connections_of(asyncio.get_running_loop())
-        return {name for name, each in by_peer.items() if each.is_open}
+        return {each.peer.name for each in by_peer.values() if each.is_open}
+
+    def linked(self) -> set[str]:
+        """Return the peers to which any event loop has an open connection."""
+        every = [each for _, by_peer in self._loops() for each in [*by_peer.values()]]
+        return {each.peer.name for each in every if each.is_open}
+
+    def ping(self, peer: str) -> None:
+        """Ask the event loop of `peer` for a sign of life, on each open connection."""
+        for loop, each in self._connections_to(peer):
+            _call_on(loop, each.ping)
+
+    def retire(self, peer: str) -> None:
+        """Open another connection for the next call to `peer`; pending calls stay."""
+        for loop, each in self._connections_to(peer):
+            _call_on(loop, each.retire)
+
+    def _connections_to(self, peer: str) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
+        return [
+            (loop, each)
+            for loop, by_peer in self._loops()
+            for each in [*by_peer.values()]
+            if each.peer.name == peer
+        ]
 
     def load(self, owner: str) -> int | None:
         """Return the unanswered calls of this process to a worker, None if it is lost.
@@ -185,7 +224,8 @@ class ConnectionPool:
     def awaited_peers(self) -> set[str]:
         """Return the peers that a call or a watch waits for."""
         loops = self._loops()
-        called = {peer for _, by_peer in loops for peer, each in [*by_peer.items()] if each.waiting}
+        every = [each for _, by_peer in loops for each in [*by_peer.values()]]
+        called = {each.peer.name for each in every if each.waiting}
         return called.union(*(peers for peers, _ in [*self._watches.values()]))
 
     @contextlib.contextmanager
@@ -205,9 +245,8 @@ class ConnectionPool:
         for peers, on_loss in [*self._watches.values()]:
             if peer in peers:
                 on_loss(error)
-        for loop, by_peer in self._loops():
-            if peer in by_peer:
-                _call_on(loop, by_peer[peer].on_peer_lost, error)
+        for loop, each in self._connections_to(peer):
+            _call_on(loop, each.on_peer_lost, error)
 
     def replace(self, member: PeerInfo, past: str) -> None:
         """Connect to the replacement process of a peer from now on. Thread-safe.
@@ -259,13 +298,17 @@ def _call_on(loop: asyncio.AbstractEventLoop, step: Callable[..., None], *args: 
         loop.call_soon_threadsafe(step, *args)
 
 
+_NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
+AGENT_ENDED = "torch's RPC of this process has ended: attach again after rpc.init_rpc"
+
 _current: ConnectionPool | None = None
+_no_pool = _NO_WORLD
 
 
-def set_current(pool: ConnectionPool | None) -> None:
-    """Set the pool of this process, None if it is in no world."""
-    global _current
-    _current = pool
+def set_current(pool: ConnectionPool | None, reason: str = _NO_WORLD) -> None:
+    """Set the pool of this process, None if it is in no world; `reason` says why not."""
+    global _current, _no_pool
+    _current, _no_pool = pool, reason
 
 
 def find_current() -> ConnectionPool | None:
@@ -280,7 +323,7 @@ def current() -> ConnectionPool:
         NotServing: if this process is in no world.
     """
     if _current is None:
-        raise NotServing("this process is in no world: enter worker() or local_world() first")
+        raise NotServing(_no_pool)
     return _current
 
 
@@ -291,7 +334,11 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         NotServing: if this process is in no world.
         ValueError: if there is no such worker.
     """
-    pool = current()
+    pool = _current or current()
     if isinstance(worker, RRefBase):
-        return pool.connection(_owner_name(worker))
+        try:
+            owner = _owner_name(worker)
+        except RuntimeError as exc:
+            raise (NotServing(AGENT_ENDED) if is_own_end(str(exc)) else exc) from None
+        return pool.connection(owner)
     return pool.connection(pool.find(worker))

@@ -36,6 +36,9 @@ class BatchScope:
 
 _scopes: ContextVar[frozenset[BatchScope]] = ContextVar("aiorpc_batch_scopes", default=frozenset())
 
+entered_scopes = _scopes.get
+"""Return the scopes of this context, also closed ones. A function of C: every call asks."""
+
 
 def new_batch() -> BatchId:
     """Return the id of a new batch of this process."""

@@ -11,12 +11,15 @@ from typing import Any
 
 from .._aio.fork import close_on_fork
 from .connection_state import MAX_CALLS
-from .frames import CLOSE, FrameReader, frame
+from .frames import CLOSE, PING, FrameReader, frame
 from .pickling import load_plain
 
 log = logging.getLogger("aiorpc_torch")
 
 LINGER = 0.5  # seconds that a closed connection waits for the peer's CLOSE frame
+
+
+_ASK, _ANSWER = frame(PING, b"?"), frame(PING, b"!")
 
 
 class Channel(asyncio.BufferedProtocol):
@@ -91,24 +94,32 @@ class Channel(asyncio.BufferedProtocol):
         assert self._transport is not None
         self._transport.write(data)
 
+    def ping(self) -> None:
+        """Ask the peer's event loop for a sign of life; `on_read` handles it."""
+        if self.is_open:
+            self.write(_ASK)
+
+    def _on_ping(self, data: bytes) -> None:
+        if data == _ASK[-1:] and self.is_open:
+            self.write(_ANSWER)
+
     # ── reading ─────────────────────────────────────────────────────────────────────────────────
 
     def buffer_updated(self, nbytes: int) -> None:
         if self._discards_input:
             return
-        self._reader.received(nbytes)
-        self._read()
-
-    def _read(self) -> None:
-        handled = 0
+        reader, handled = self._reader, 0
+        reader.received(nbytes)
         try:
-            while not self._discards_input and (found := self._reader.next()) is not None:
+            while (found := reader.next()) is not None:
                 kind, data = found
                 if kind == CLOSE:
                     self._on_close_frame(data)
+                elif kind == PING:
+                    self._on_ping(data)
                 else:
                     handled += self.on_frame(kind, data)
-                if self._reader.is_empty():  # the common case: one read is one frame
+                if not reader.unread or self._discards_input:  # the common case: it was one frame
                     break
                 if handled >= MAX_CALLS:
                     self._defer()
@@ -128,7 +139,7 @@ class Channel(asyncio.BufferedProtocol):
     def _continue(self) -> None:
         if self._transport is not None:
             self._paused.discard("deferred")
-            self._read()
+            self.buffer_updated(0)
             if "deferred" not in self._paused:
                 self.resume_reading("deferred")
 

@@ -43,6 +43,9 @@ class SendState(Generic[C]):
         pending: Numbers of the calls that have a waiting caller; other calls are dropped, not sent.
         window: Bound of sent and unanswered calls.
         drop: Callback for each dropped call.
+
+    Attributes:
+        queue: the unsent calls.
     """
 
     def __init__(
@@ -53,16 +56,16 @@ class SendState(Generic[C]):
         self.is_paused = True  # before the connection opens, and while its socket is full
         self.cancels: list[int] = []
         self.credits: list[tuple[int, int]] = []
+        self.queue: deque[C] = deque()
         self._pending = pending
-        self._queue: deque[C] = deque()
         self._drop = drop
 
     def __repr__(self) -> str:
         state = "paused" if self.is_paused else "open"
-        return f"<SendState {state}, {len(self._queue)} unsent, {self.window!r}>"
+        return f"<SendState {state}, {len(self.queue)} unsent, {self.window!r}>"
 
     def __len__(self) -> int:
-        return len(self._queue)
+        return len(self.queue)
 
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.
@@ -71,13 +74,13 @@ class SendState(Generic[C]):
             call: Call to queue.
             is_idle: True if no other call of this connection is pending.
         """
-        self._queue.append(call)
-        return (is_idle and self.woken == 1) or len(self._queue) >= MAX_CALLS
+        self.queue.append(call)
+        return (is_idle and self.woken == 1) or len(self.queue) >= MAX_CALLS
 
     def may_send_alone(self) -> bool:
         """Return whether a call on an idle connection may skip the queue."""
-        is_free = self.woken == 1 and not self.is_paused and not self._queue
-        return is_free and not self.cancels and not self.credits and not len(self.window)
+        is_free = self.woken == 1 and not self.is_paused
+        return is_free and not (self.queue or self.cancels or self.credits or self.window)
 
     def cancel(self, number: int) -> bool:
         """Return whether the peer must be told that this call was cancelled."""
@@ -88,7 +91,7 @@ class SendState(Generic[C]):
 
     def take(self) -> list[C]:
         """Return the calls of the next frame; a call whose payload goes by torch is alone."""
-        if not self._queue or self.is_paused:
+        if not self.queue or self.is_paused:
             return []
         return self._next_batch()
 
@@ -102,8 +105,8 @@ class SendState(Generic[C]):
 
     def force(self) -> list[C]:
         """Return the next call even if the window is full; an empty list if there is none."""
-        while self._queue:
-            call = self._queue.popleft()
+        while self.queue:
+            call = self.queue.popleft()
             if call.number in self._pending:
                 self.window.sent(call.number, call.size)
                 return [call]
@@ -112,18 +115,18 @@ class SendState(Generic[C]):
 
     def clear(self) -> list[int]:
         """Drop the unsent calls; return the numbers of the sent and unanswered ones."""
-        for call in self._queue:
+        for call in self.queue:
             self._drop(call)
-        self._queue.clear()
-        return self.window.clear()
+        self.queue.clear()
+        return self.window.release_all()
 
     def _next_batch(self) -> list[C]:
         taken: list[C] = []
         size = 0
-        while self._queue and len(taken) < MAX_CALLS:
-            call = self._queue[0]
+        while self.queue and len(taken) < MAX_CALLS:
+            call = self.queue[0]
             if call.number not in self._pending:
-                self._drop(self._queue.popleft())
+                self._drop(self.queue.popleft())
                 continue
             size += call.size
             if taken and (call.by_torch or size > FRAME_BYTES):
@@ -131,21 +134,25 @@ class SendState(Generic[C]):
             if not self.window.admits(call.size):
                 break
             self.window.sent(call.number, call.size)
-            taken.append(self._queue.popleft())
+            taken.append(self.queue.popleft())
             if call.by_torch:
                 break
         return taken
 
 
 class ReplyState:
-    """Unsent results of a connection."""
+    """Unsent results of a connection.
+
+    Attributes:
+        results: the unsent results.
+    """
 
     def __init__(self) -> None:
-        self._results: list[tuple[Any, Any, Any]] = []
+        self.results: list[tuple[Any, Any, Any]] = []
         self._sizes: list[int] = []
 
     def __repr__(self) -> str:
-        return f"<ReplyState {len(self._results)} unsent>"
+        return f"<ReplyState {len(self.results)} unsent>"
 
     def add(self, result: tuple[Any, Any, Any], size: int, *, is_last: bool) -> bool:
         """Queue a result of `size` bytes; return whether to send now.
@@ -155,18 +162,14 @@ class ReplyState:
             size: Approximate bytes of the result.
             is_last: True if no other call of this connection is running.
         """
-        self._results.append(result)
+        self.results.append(result)
         self._sizes.append(size)
-        return is_last and len(self._results) == 1
-
-    def is_empty(self) -> bool:
-        """Return whether every result was sent."""
-        return not self._results
+        return is_last and len(self.results) == 1
 
     def batches(self) -> Iterator[Sequence[tuple[Any, Any, Any]]]:
         """Yield the results of each frame until none is left."""
-        results, sizes = self._results, self._sizes
-        self._results, self._sizes = [], []
+        results, sizes = self.results, self._sizes
+        self.results, self._sizes = [], []
         if len(results) == 1:
             yield results
             return

@@ -3,7 +3,7 @@
 They delegate to the registered `Endpoint`. Without one they answer with `NotServing`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -13,6 +13,8 @@ from torch.futures import Future
 from .._torch.thread_state import pin_thread_state
 from ..errors import NotServing
 from .exceptions import RemoteFailure
+from .handshake import VERSION, Party
+from .messages import dump_plain
 
 
 class Endpoint(Protocol):
@@ -36,7 +38,7 @@ class Endpoint(Protocol):
         ...
 
     def leave_message(self, data: bytes) -> "Future[Any]":
-        """Note that a peer has failed and leaves."""
+        """Note that a peer leaves, or has failed."""
         ...
 
     def rejoin(self, data: bytes) -> "Future[Any]":
@@ -62,7 +64,7 @@ class Endpoint(Protocol):
         ...
 
 
-NOT_SERVING = "no worker is serving in this process: enter worker() or local_world() first"
+NOT_SERVING = "no worker serves in this process: enter worker(), local_world() or attach() first"
 
 _endpoint: Endpoint | None = None
 
@@ -119,8 +121,42 @@ def collect(data: bytes) -> "Future[Any]":
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def leave_message(data: bytes) -> "Future[Any]":
-    """Note that a peer has failed and leaves."""
+    """Note that a peer leaves, or has failed."""
     return not_serving() if _endpoint is None else _endpoint.leave_message(data)
+
+
+AttachHandler = Callable[[bytes], "Future[Any]"]
+"""Takes the attach message of a peer, and returns a future of this process's own."""
+
+_attach_handler: AttachHandler | None = None
+
+
+def handle_attach_messages(handler: AttachHandler | None) -> None:
+    """Let `handler` answer attach messages; None: this process was never attached."""
+    global _attach_handler
+    _attach_handler = handler
+
+
+def attach_message_of(
+    me: Party, epoch: int, is_attached: bool, device_map: Mapping[str, str] | None = None
+) -> bytes:
+    """Return the message that tells a peer whether this process is attached.
+
+    Args:
+        me: this process.
+        epoch: how many times the process has attached; orders its messages.
+        is_attached: False after the process has left.
+        device_map: from own CUDA devices to the peer's.
+    """
+    return dump_plain((VERSION, me.name, epoch, is_attached, {**(device_map or {})}))
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def attach_message(data: bytes) -> "Future[Any]":
+    """Note that a peer is attached or has left, and answer with this process's own message."""
+    if _attach_handler is not None:
+        return _attach_handler(data)
+    return completed_future(attach_message_of(Party("", -1), 0, False))
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]

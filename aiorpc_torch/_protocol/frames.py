@@ -10,9 +10,10 @@ from ..errors import RpcError
 MAX_FRAME = 1 << 20
 """Maximum bytes of data in one frame. Larger payloads travel by torch RPC."""
 
-CALLS, SLOT, CONTROL, RESULTS, CALL, RESULT, CLOSE = range(1, 8)
+CALLS, SLOT, CONTROL, RESULTS, CALL, RESULT, CLOSE, PING = range(1, 9)
 """Kinds of frames: groups of calls; a call whose payload travels by torch RPC; cancellations and
-credit for streams; columns of results; one call; one result; the end of the connection."""
+credit for streams; columns of results; one call; one result; the end of the connection;
+a sign of life, or a request for one."""
 
 HEADER = struct.Struct("<IB")
 
@@ -38,34 +39,34 @@ class FrameReader:
     """Splits received bytes into frames.
 
     Write the next bytes into `buffer()`, count them with `received()`, take frames with `next()`.
+
+    Attributes:
+        unread: number of received bytes that were not taken.
     """
 
-    __slots__ = ("_end", "_start", "_view")
+    __slots__ = ("_end", "_start", "_view", "unread")
 
     def __init__(self) -> None:
         self._view = memoryview(bytearray(_INITIAL))
-        self._start = self._end = 0  # of the unread bytes
+        self._start = self._end = self.unread = 0  # of the unread bytes
 
     def __repr__(self) -> str:
-        return f"<FrameReader {self._end - self._start} bytes unread>"
+        return f"<FrameReader {self.unread} bytes unread>"
 
     def buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes: at least one byte, at most what one frame needs."""
-        if self._start == self._end:
+        if not self.unread:
             self._start = self._end = 0
             if len(self._view) > _INITIAL:
                 self._view = memoryview(bytearray(_INITIAL))
         elif self._end == len(self._view) or self._needed() > len(self._view) - self._start:
             self._reserve(self._needed())
-        return self._view[self._end :]
+        return self._view[self._end :] if self._end else self._view
 
     def received(self, count: int) -> None:
         """Count `count` bytes that were written into the buffer."""
         self._end += count
-
-    def is_empty(self) -> bool:
-        """Return whether every received byte was taken."""
-        return self._start == self._end
+        self.unread += count
 
     def next(self) -> tuple[int, bytes] | None:
         """Return the kind and the data of the next frame, None if it is incomplete.
@@ -73,28 +74,28 @@ class FrameReader:
         Raises:
             ProtocolError: if the frame is longer than MAX_FRAME or of an unknown kind.
         """
-        start = self._start
-        if self._end - start < HEADER.size:
+        start, unread = self._start, self.unread - HEADER.size
+        if unread < 0:
             return None
         length, kind = HEADER.unpack_from(self._view, start)
-        if length > MAX_FRAME or not CALLS <= kind <= CLOSE:
+        if length > MAX_FRAME or not CALLS <= kind <= PING:
             raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
-        begin = start + HEADER.size
-        end = begin + length
-        if end > self._end:
+        if unread < length:
             return None
-        self._start = end
+        begin = start + HEADER.size
+        self._start = end = begin + length
+        self.unread = unread - length
         return kind, bytes(self._view[begin:end])
 
     def _needed(self) -> int:
         """Return the bytes of the incomplete frame, as far as its length is known."""
-        if self._end - self._start < HEADER.size:
+        if self.unread < HEADER.size:
             return HEADER.size
         length: int = HEADER.unpack_from(self._view, self._start)[0]
         return HEADER.size + min(length, MAX_FRAME)  # `next` rejects longer frames
 
     def _reserve(self, needed: int) -> None:
-        size = self._end - self._start
+        size = self.unread
         unread = self._view[self._start : self._end]
         target = self._view
         if max(needed, size + 1) > len(target):

@@ -15,7 +15,9 @@ from dataclasses import asdict, dataclass, field
 
 NONCE = 16  # bytes
 PROOF = 32  # bytes: HMAC-SHA256
-_VERSION = b"aiorpc/1"
+VERSION = b"aiorpc/1"
+"""Version of the protocol between two workers."""
+
 _HELLO = struct.Struct(f"<8s16s{NONCE}sQ{PROOF}s")
 
 HELLO = _HELLO.size  # bytes
@@ -88,7 +90,7 @@ def encode_hello(credentials: Credentials, connection: int, theirs: bytes, mine:
         mine: The caller's nonce.
     """
     proof = _prove(b"client", credentials, connection, theirs, mine)
-    return _HELLO.pack(_VERSION, credentials.key, mine, connection, proof)
+    return _HELLO.pack(VERSION, credentials.key, mine, connection, proof)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,8 +110,8 @@ class Hello:
             ValueError: if they belong to another protocol or version.
         """
         version, *rest = _HELLO.unpack(data)
-        if version != _VERSION:
-            raise ValueError(f"a hello must start with {_VERSION!r}, got {version!r}")
+        if version != VERSION:
+            raise ValueError(f"a hello must start with {VERSION!r}, got {version!r}")
         key, nonce, connection, proof = rest
         return cls(key, nonce, connection, proof)
 
@@ -137,7 +139,7 @@ def _prove(
     parties = json.dumps(
         [asdict(credentials.caller), asdict(credentials.callee), connection]
     ).encode()
-    text = b"|".join((role, _VERSION, server.hex().encode(), client.hex().encode(), parties))
+    text = b"|".join((role, VERSION, server.hex().encode(), client.hex().encode(), parties))
     return hmac.digest(credentials.secret, text, "sha256")
 
 

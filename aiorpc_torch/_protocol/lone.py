@@ -51,15 +51,20 @@ _CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
 MAX_TEXT = 4096  # bytes of a target, a str or bytes
 
 
-def encode_call(number: int, rref_id: RRefId, name: str, args: tuple[Any, ...]) -> bytes | None:
-    """Return the frame of a call of method `name`, None if `messages` must encode it."""
-    value = encode_value(args[0]) if args else b""
-    if value is None or len(args) > 1:  # a tensor that is passed twice must arrive as one object
-        return None
+def encode_method(rref_id: RRefId, name: str) -> bytes | None:
+    """Return the target of calls of method `name`, None if `messages` must encode them."""
     target = _RREF_ID.pack(*rref_id) + name.encode()
-    size = len(target)
-    if size > MAX_TEXT:
+    return target if len(target) <= MAX_TEXT else None
+
+
+def encode_call(number: int, target: bytes, args: tuple[Any, ...]) -> bytes | None:
+    """Return the frame of a call of `target`, None if `messages` must encode it."""
+    if len(args) > 1:  # a tensor that is passed twice must arrive as one object
         return None
+    value = encode_value(args[0]) if args else b""
+    if value is None:
+        return None
+    size = len(target)
     head = _CALL.pack(_READ_CALL.size + size + len(value), CALL, number, size)
     return head + target + value
 
@@ -101,7 +106,10 @@ def encode_value(value: Any) -> bytes | None:
     """Return a small tensor, number, str or bytes as bytes, None for any other value."""
     kind = type(value)
     if kind is Tensor:
-        return _encode_tensor(value)
+        code, shape = _CODES.get(value.dtype), value.shape
+        if code is None or len(shape) >= len(_SHAPES) or (data := small_bytes(value)) is None:
+            return None
+        return _SHAPES[len(shape)].pack(code, len(shape), *shape) + data
     if kind is float:
         return _FLOAT.pack(FLOAT, value)
     if kind is int:
@@ -113,14 +121,6 @@ def encode_value(value: Any) -> bytes | None:
     if kind is str and len(value) <= MAX_TEXT // 4:
         return b"%c%b" % (STR, value.encode("utf-8", "surrogatepass"))
     return None
-
-
-def _encode_tensor(tensor: Tensor) -> bytes | None:
-    code = _CODES.get(tensor.dtype)
-    shape = tensor.shape
-    if code is None or len(shape) >= len(_SHAPES) or (data := small_bytes(tensor)) is None:
-        return None
-    return _SHAPES[len(shape)].pack(code, len(shape), *shape) + data
 
 
 def decode_value(data: bytes, start: int) -> Any:

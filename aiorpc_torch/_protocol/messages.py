@@ -125,9 +125,11 @@ def encode_grouped_call(
     header: GroupHeader = (target, stream, tuple(kwargs), tuple(kinds))
     if batches:
         header += batches
+    by_torch = TENSOR in kinds
     if type(target) is PickledValue:
         size += target.size
-    by_torch = size > INLINE_BYTES or TENSOR in kinds or bool(target_tensors(target))
+        by_torch = by_torch or bool(target.tensors)
+    by_torch = by_torch or size > INLINE_BYTES
     return EncodedCall(number, header, tuple(cells), due, size, by_torch)
 
 

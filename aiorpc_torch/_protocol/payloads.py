@@ -34,10 +34,14 @@ class _Entry(Generic[T]):
 
 
 class Slots(Generic[T]):
-    """Calls without their payload, and the calls held back behind them. Items are never None."""
+    """Calls without their payload, and the calls held back behind them. Items are never None.
+
+    Attributes:
+        queues: queues of calls by object; empty if no call is held back.
+    """
 
     def __init__(self) -> None:
-        self._queues: dict[Hashable, deque[_Entry[T]]] = {}
+        self.queues: dict[Hashable, deque[_Entry[T]]] = {}
         self._open: dict[int, _Entry[T]] = {}
         self._early: dict[int, T] = {}
         self._last = -1  # highest number of a slot so far
@@ -47,7 +51,7 @@ class Slots(Generic[T]):
 
     def __bool__(self) -> bool:
         """Return whether any call is held back."""
-        return bool(self._queues)
+        return bool(self.queues)
 
     def open(self, number: int, key: Hashable) -> list[T]:
         """Open the slot of call `number` of the object `key`; return the items to start now."""
@@ -56,14 +60,14 @@ class Slots(Generic[T]):
         if item is not None:
             return [item] if self.admit(key, item, number) else []
         entry = self._open[number] = _Entry[T](number, key)
-        behind = UNKNOWN_OBJECT if UNKNOWN_OBJECT in self._queues else key
-        self._queues.setdefault(behind, deque()).append(entry)
+        behind = UNKNOWN_OBJECT if UNKNOWN_OBJECT in self.queues else key
+        self.queues.setdefault(behind, deque()).append(entry)
         return []
 
     def admit(self, key: Hashable, item: T, number: int = -1) -> bool:
         """Return whether a call may start; else hold it back, to be returned later."""
         for each in (UNKNOWN_OBJECT, key):
-            if (queue := self._queues.get(each)) is not None:
+            if (queue := self.queues.get(each)) is not None:
                 queue.append(_Entry(number, key, item))
                 return False
         return True
@@ -88,16 +92,16 @@ class Slots(Generic[T]):
         entry = self._open.pop(number, None)
         if entry is None:
             return []
-        queue = self._queues.get(entry.key)
+        queue = self.queues.get(entry.key)
         if queue is not None and entry in queue:
             queue.remove(entry)
             return self._advance(entry.key)
-        self._queues[UNKNOWN_OBJECT].remove(entry)  # not the head, whose slot is open
+        self.queues[UNKNOWN_OBJECT].remove(entry)  # not the head, whose slot is open
         return []
 
     def take(self, number: int) -> T | None:
         """Remove and return the item of a filled slot that is held back, None if there is none."""
-        for queue in self._queues.values():
+        for queue in self.queues.values():
             for entry in queue:
                 if entry.number == number and entry.item is not None:
                     queue.remove(entry)  # not the head, whose slot is open
@@ -106,24 +110,24 @@ class Slots(Generic[T]):
 
     def close(self) -> list[T]:
         """Clear the slots; return the items that have not started."""
-        items = [entry.item for queue in self._queues.values() for entry in queue]
+        items = [entry.item for queue in self.queues.values() for entry in queue]
         left = [item for item in (*items, *self._early.values()) if item is not None]
-        self._queues.clear()
+        self.queues.clear()
         self._open.clear()
         self._early.clear()
         return left
 
     def _advance(self, key: Hashable) -> list[T]:
         """Return the items in a queue, and in the queues behind it, that may start now."""
-        queue, ready = self._queues.pop(key, None), []
+        queue, ready = self.queues.pop(key, None), []
         while queue:
             entry = queue[0]
             if entry.key == key and entry.item is None:  # the next open slot of this object
-                self._queues[key] = queue
+                self.queues[key] = queue
                 break
             queue.popleft()
-            if entry.key != key and (entry.item is None or entry.key in self._queues):
-                self._queues.setdefault(entry.key, deque()).append(entry)
+            if entry.key != key and (entry.item is None or entry.key in self.queues):
+                self.queues.setdefault(entry.key, deque()).append(entry)
             else:
                 ready.append(entry.item)
         return ready  # type: ignore[return-value]

@@ -221,10 +221,8 @@ def without_gradient_parts(answer: RecordedReply) -> RecordedReply:
 
 _current: ContextVar[ContextRecord | None] = ContextVar("aiorpc_context_record", default=None)
 
-
-def current_record() -> ContextRecord | None:
-    """Return the record of this task or thread, None if there is none."""
-    return _current.get()
+current_record = _current.get
+"""Return the record of this task or thread, None if there is none. A function of C."""
 
 
 def enter_record(record: ContextRecord | None) -> None:
@@ -240,7 +238,8 @@ def record_for_call() -> ContextRecord | None:
     found = _current.get()
     if found is not None and found.is_open:
         return found if torch.is_grad_enabled() else None
-    return record_of_torch_context()
+    # As `record_of_torch_context`, without another function on the path of each call.
+    return None if (number := current_context_id()) < 0 else ContextRecord(number)
 
 
 def record_of_torch_context() -> ContextRecord | None:

@@ -12,48 +12,40 @@ MAX_OPEN_BYTES = 1 << 30  # bytes of such calls
 TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window admits one call
 
 
-class FlowWindow:
-    """The calls that were sent and not answered."""
+class FlowWindow(dict[int, int]):
+    """The calls that were sent and not answered: the number of each, and its bytes."""
 
     def __init__(self, calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES) -> None:
+        super().__init__()
         self._calls = calls
         self._bytes = size
-        self._open: dict[int, int] = {}  # number of each call: its bytes
         self._size = 0
         self.answers = 0
 
     def __repr__(self) -> str:
-        return f"<Window {len(self._open)} calls, {self._size} bytes>"
-
-    def __len__(self) -> int:
-        return len(self._open)
-
-    def __contains__(self, number: int) -> bool:
-        return number in self._open
+        return f"<Window {len(self)} calls, {self._size} bytes>"
 
     def admits(self, size: int) -> bool:
         """Return whether a call of `size` bytes may be sent. A single call always may."""
-        if not self._open:
-            return True
-        return len(self._open) < self._calls and self._size + size <= self._bytes
+        return not self or (len(self) < self._calls and self._size + size <= self._bytes)
 
     def sent(self, number: int, size: int) -> None:
         """Count a sent call."""
-        self._open[number] = size
+        self[number] = size
         self._size += size
 
     def answered(self, numbers: Iterable[int]) -> None:
         """Release these calls; ignore unknown numbers."""
         for number in numbers:
-            size = self._open.pop(number, None)
+            size = self.pop(number, None)
             if size is not None:
                 self._size -= size
                 self.answers += 1
 
-    def clear(self) -> list[int]:
+    def release_all(self) -> list[int]:
         """Release every call; return their numbers."""
-        numbers = [*self._open]
-        self._open.clear()
+        numbers = [*self]
+        self.clear()
         self._size = 0
         return numbers
 

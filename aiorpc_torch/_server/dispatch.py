@@ -13,14 +13,12 @@ from torch import Tensor
 from .._aio.deadlines import deadline_after
 from .._protocol.ancestry import BatchId, BatchScope, from_wire
 from .._protocol.exceptions import RemoteFailure
-from .._protocol.exclusive import is_exclusive, turns_of
 from .._protocol.messages import Arguments, CallGroup, Calls
-from .._protocol.runtime import runs_on_loop
-from .._protocol.targets import CreateTarget, MethodTarget, Target, order_key
-from .._torch import rrefs
-from .calls import CreateCall, Joiner, RpcCall, batch_joiner
+from .._protocol.targets import CreateTarget, order_key
+from .calls import CreateCall, Joiner, RpcCall
 from .exclusive import Entrance, ExclusiveCall, ExclusiveStream
 from .exports import ExportPolicy
+from .methods import LoneMethod, resolve
 from .session import Session
 from .stream_writer import StreamCall
 
@@ -67,38 +65,20 @@ def calls_of(
 def lone_call(
     session: Session,
     number: int,
-    target: MethodTarget,
+    method: LoneMethod,
     args: tuple[Any, ...],
     worker: str,
     exports: ExportPolicy | None = None,
 ) -> RpcCall:
     """Return the call of a frame of one call. It raises the reason if it cannot be resolved."""
     try:
-        function, on_loop, joiner = _resolve(target, exports)
+        function, on_loop, joiner = method.resolve(exports)
     except BaseException as exc:
         function, on_loop, joiner = functools.partial(_raise, exc), False, None
     kind: Callable[..., RpcCall] = RpcCall if type(joiner) is not Entrance else ExclusiveCall
     call = kind(session, None, number, function, (args, {}), None, worker, on_loop, joiner)
-    call.order_key = target.on
+    call.order_key = method.target.on
     return call
-
-
-def _resolve(
-    target: Target, exports: ExportPolicy | None
-) -> tuple[Callable[..., Any], bool, Joiner | Entrance | None]:
-    """Return the function of a target, whether it starts on the loop, and what it joins or enters.
-
-    Raises an exception of any class if the object is gone, the call is not exported, or user code
-    raises.
-    """
-    found = None if target.on is None else rrefs.find_object(target.on)
-    if exports is not None:
-        exports.check(target, found)
-    function = target.bind(found)
-    on_loop, joiner = runs_on_loop(function), batch_joiner(function)
-    if joiner is None and is_exclusive(found):  # a batch takes the turn when it runs
-        return function, True, Entrance(turns_of(found), on_loop)
-    return function, on_loop, joiner
 
 
 _SECONDS = {float, int, type(None)}
@@ -144,7 +124,7 @@ class ResolvedTarget(NamedTuple):
             target = group.target() if exports is None else group.target(exports.load_target)
             if isinstance(target, RemoteFailure):
                 target.raise_()
-            function, on_loop, joiner = _resolve(target, exports)
+            function, on_loop, joiner = resolve(target, exports)
         except BaseException as exc:  # each call of the group raises it
             group.skip()
             nothing = itertools.repeat(_NO_ARGUMENTS)

@@ -5,7 +5,6 @@ import contextvars
 import functools
 import inspect
 import logging
-import sys
 from collections.abc import Callable, Iterable
 from types import CoroutineType
 from typing import Any
@@ -14,7 +13,7 @@ import torch
 
 from .._aio.deadlines import set_deadline
 from .._aio.entry_queue import EntryQueue
-from .._aio.tasks import warn_if_blocking
+from .._aio.tasks import start_task, warn_if_blocking
 from .._aio.threads import DaemonThreadPool
 from .._protocol.ancestry import enter_scopes
 from .._protocol.recording import enter_record
@@ -26,10 +25,6 @@ from .exclusive import CallInTurn
 from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
 
 log = logging.getLogger("aiorpc_torch")
-
-# From Python 3.12 on, a task's first step runs at once. A coroutine that never waits then needs no
-# loop iteration.
-_EAGER: dict[str, Any] = {"eager_start": True} if sys.version_info >= (3, 12) else {}
 
 
 class Executor:
@@ -75,6 +70,14 @@ class Executor:
             context = self._context if is_alone else self._context.copy()
             context.run(_join, call, call.joiner)
 
+    def _start_task(self, call: ServerCall) -> None:
+        name = getattr(call.function, "__qualname__", None) or call.name
+        coroutine, context = _run(call, name), self._context.copy()
+        if self._has_cancelled:  # cancelled coroutines run first
+            call.task = self._loop.create_task(coroutine, name=name, context=context)
+        else:
+            call.task = start_task(coroutine, self._loop, name, context)
+
     def _wait_for_turn(self, call: CallInTurn) -> None:
         try:
             has_turn = call.enter(lambda: self.call_on_loop(lambda: self._begin_turn(call)))
@@ -105,15 +108,6 @@ class Executor:
 
     def _clear_cancelled(self) -> None:
         self._has_cancelled = False
-
-    def _start_task(self, call: ServerCall) -> None:
-        context, name = self._context.copy(), call.name
-        if self._has_cancelled:  # cancelled coroutines run first
-            call.task = self._loop.create_task(_run(call, name), name=name, context=context)
-        else:
-            call.task = asyncio.Task(
-                _run(call, name), loop=self._loop, name=name, context=context, **_EAGER
-            )
 
     def _resume_on_loop(self, call: ServerCall, value: Any, context: contextvars.Context) -> None:
         call.task = self._loop.create_task(
@@ -177,7 +171,8 @@ def _fail_if_expired(call: ServerCall) -> bool:
 
 
 def _join(call: ServerCall, joiner: Joiner) -> None:
-    call.enter_context()
+    if call.scope is not None or call.recording is not None:
+        call.enter_context()
     try:
         call.leave_batch = joiner(call.settle, call.take_arguments(), call.caller)
     except BaseException as exc:  # raised by user code

@@ -27,6 +27,7 @@ class PeerTable:
         self.process_numbers: dict[str, int] = {}  # of each member
         self.leave_messages: dict[str, str] = {}  # of each peer: "" or its failure
         self.on_failure: Callable[[str, str], None] = _ignore
+        self.on_detached: Callable[[str, str], None] = _ignore
         self._on_rejoin: OnRejoin | None = None  # None until this worker knows its peers
         self._waiting_rejoins: list[tuple[bytes, Future[Any]]] = []
 
@@ -51,6 +52,8 @@ class PeerTable:
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         """Record that a peer has left or has failed with error `text`; ignore other reasons."""
+        if what == "detached":
+            self.on_detached(peer, text)
         if self.process_numbers.get(peer) != number or what not in ("left", "failed"):
             return
         first = peer not in self.leave_messages
@@ -77,4 +80,4 @@ class PeerTable:
 
 
 def _ignore(*_: Any) -> None:
-    """Ignore the event. The failure detector replaces this."""
+    """Ignore the event. The failure detector or `attach` replaces this."""

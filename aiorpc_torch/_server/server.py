@@ -5,11 +5,12 @@ to the loop.
 """
 
 import asyncio
+import contextlib
 import functools
 import itertools
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -25,7 +26,6 @@ from .._protocol.messages import Calls, encode_reply, load_payload
 from .._protocol.payloads import detach_data
 from .._protocol.pickling import load_plain
 from .._protocol.recording import record_of_torch_context
-from .._protocol.targets import MethodTarget
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
@@ -37,12 +37,17 @@ from .dispatch import calls_of, failing_calls, lone_call
 from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
+from .methods import LoneMethod
 from .peers import PeerTable, replaced_text
 from .reply import reply_for
 from .session import Key, Payload, Session
 from .torch_clients import TorchCall
 
+MAX_METHODS = 1024  # that a session remembers
+
 log = logging.getLogger("aiorpc_torch")
+
+DRAIN_POLL = 0.01  # seconds between two looks at the calls that run
 
 NO_RESULTS, _ = encode_reply(())  # the reply to a cancelled call
 
@@ -53,6 +58,8 @@ class Server:
     def __init__(self, name: str, threads: int, exports: ExportPolicy | None = None) -> None:
         self.name = name
         self.peers = PeerTable()
+        self.last_heard: dict[str, float] = {}
+        self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
         self.on_disconnect: Callable[[str, int], None] = _ignore
         self._exports = exports
@@ -64,6 +71,7 @@ class Server:
         self._ended_sessions: list[Session] = []  # those with calls that still run
         self._served = 0  # calls of ended sessions
         self._closed = False
+        self._is_leaving = False
         self._failure = ""  # the error that ended this worker's block
         self._torch_calls: set[TorchCall] = set()
         # Requests until `open`, None from then on.
@@ -137,12 +145,14 @@ class Server:
         return reply  # type: ignore[no-any-return]
 
     def leave_message(self, data: bytes) -> "Future[Any]":
-        """Record that a peer without a connection to this worker has failed."""
+        """Record that a peer has failed, or with an empty text that it leaves in order."""
         name, number, failure = load_plain(data)
         if (type(name), type(number), type(failure)) != (str, int, str):
             raise TypeError("not a leave message")
         self._executor.call_on_loop(
-            lambda: self.peers.on_leave_message(name, number, "failed", failure)
+            lambda: self.peers.on_leave_message(
+                name, number, "failed" if failure else "left", failure
+            )
         )
         return completed_future(None)
 
@@ -184,7 +194,7 @@ class Server:
         try:
             caller = Party(*load_plain(data))
             self.peers.check_member(caller)
-            if self._closed or self._listener is None:
+            if self._closed or self._is_leaving or self._listener is None:
                 raise self._not_serving_error()
             return dump_introduction(*self._listener.introduce(caller))
         except RpcError as exc:
@@ -196,14 +206,19 @@ class Server:
             )
 
     def start_lone_call(
-        self, session: Session, number: int, target: MethodTarget, args: tuple[Any, ...]
+        self, session: Session, number: int, target: bytes, args: tuple[Any, ...]
     ) -> None:
         """Start the call of a frame of one call."""
         session.served += 1
         session.read_at = time.monotonic()
         if number in session.calls:
             raise ValueError(f"call number {number} is already running")
-        call = lone_call(session, number, target, args, self.name, self._exports)
+        method = session.methods.get(target)
+        if method is None:
+            method = LoneMethod(target)
+            if len(session.methods) < MAX_METHODS:
+                session.methods[target] = method
+        call = lone_call(session, number, method, args, self.name, self._exports)
         if profiler_enabled():
             call.record()
         if session.admit(call):
@@ -319,6 +334,16 @@ class Server:
         """Return the workers that have a connection to this one."""
         return {each.caller for each in [*self._sessions.values()]}
 
+    def linked(self) -> set[str]:
+        """Return the workers that have an open connection to this one."""
+        return {each.caller for each in [*self._sessions.values()] if each.is_open}
+
+    def ping(self, caller: str) -> None:
+        """Ask the event loops of a worker for a sign of life, on each connection. On the loop."""
+        for session in [*self._sessions.values()]:
+            if session.caller == caller:
+                session.ping()
+
     def tally(self) -> tuple[int, int, int]:
         """Return the calls served, those that run, and the bytes of held results."""
         sessions = [*self._sessions.values()]
@@ -362,13 +387,28 @@ class Server:
         calls = [call for each in sessions for call in [*each.calls.values()]]
         return [*calls, *self._torch_calls]
 
-    async def close(self, timeout: float, failure: str = "", text: str = "") -> None:
+    def stop_introductions(self) -> None:
+        """Refuse new connections from now on, and serve those that are open."""
+        self._is_leaving = True
+
+    async def drain(self, timeout: float | None) -> None:
+        """Serve until no call runs, for at most `timeout` seconds; None sets no limit."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(timeout):
+                await asyncio.sleep(DRAIN_POLL)  # for calls that are on their way
+                while self._open_calls():  # noqa: ASYNC110 - they end in any thread
+                    await asyncio.sleep(DRAIN_POLL)
+
+    async def close(
+        self, timeout: float, failure: str = "", text: str = "", what: str = ""
+    ) -> None:
         """Fail and cancel all calls, and close the connections.
 
         Args:
             timeout: seconds for cancelled calls to end.
             failure: the error that ended this worker's block, in one line (default: none).
             text: the same error with its traceback.
+            what: reason for the peers (default: "failed" with a failure, else "left").
         """
         self._closed = True
         self._failure = failure
@@ -378,7 +418,7 @@ class Server:
             call.cancel()
         sessions = [*self._sessions.values()]
         for session in sessions:
-            session.close("failed" if failure else "left", text)
+            session.close(what or ("failed" if failure else "left"), text)
         if self._listener is not None:
             self._listener.close()
         tasks = {call.task: call for call in calls if call.task is not None}

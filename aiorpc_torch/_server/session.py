@@ -6,8 +6,9 @@ caller.
 
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from threading import get_ident
+from time import monotonic
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -28,15 +29,12 @@ from .._protocol.frames import (
     frame,
 )
 from .._protocol.handshake import Party
-from .._protocol.lone import decode_call, decode_method, encode_result
+from .._protocol.lone import decode_call, encode_result
 from .._protocol.messages import Calls, EncodedResult, encode_reply, load_calls
 from .._protocol.payloads import Slots, attach_data
 from .._protocol.pickling import load_plain
-from .._protocol.targets import MethodTarget
 from .._protocol.tensors import INLINE_BYTES
 from .._torch import devices
-
-MAX_CACHED_TARGETS = 1024  # of one connection
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -58,7 +56,7 @@ class Handler(Protocol):
     """The receiver of a session's calls."""
 
     def start_lone_call(
-        self, session: "Session", number: int, target: MethodTarget, args: tuple[Any, ...]
+        self, session: "Session", number: int, target: bytes, args: tuple[Any, ...]
     ) -> None:
         """Start the call of a frame of one call."""
         ...
@@ -83,9 +81,15 @@ class Handler(Protocol):
         """Note that a caller has created an object. In any thread."""
         ...
 
+    last_heard: dict[str, float]
+    """Time of the last message from each caller, written by the sessions."""
+
+    lost_peers: Mapping[str, Exception]
+    """Callers whose next message `on_message` has to be told."""
+
     @property
     def on_message(self) -> Callable[[str], None]:
-        """Return the callback for input from a caller."""
+        """Return the callback for input from a lost caller."""
         ...
 
     def on_session_end(self, session: "Session", what: str, text: str) -> None:
@@ -111,6 +115,7 @@ class Session(Channel):
         self.key: Key = (caller.name, caller.number, connection)
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
+        self.methods: dict[bytes, Any] = {}  # of lone calls, by target
         self.served = 0
         self.read_at = 0.0  # `time.monotonic()` of the last message with calls
         self.events: dict[int, Any] = {}  # of calls that a profiler records
@@ -119,7 +124,6 @@ class Session(Channel):
         self._mapped = mapped
         self._thread = get_ident()
         self._replies = ReplyState()
-        self._targets: dict[bytes, MethodTarget] = {}  # decoded
         self._held: dict[Any, tuple[EncodedResult, int]] = {}  # with their sizes in bytes
 
     def __repr__(self) -> str:
@@ -136,8 +140,7 @@ class Session(Channel):
 
     def on_frame(self, kind: int, data: bytes) -> int:
         if kind == CALL:
-            number, target, args = decode_call(data)
-            self._handler.start_lone_call(self, number, self._decode_target(target), args)
+            self._handler.start_lone_call(self, *decode_call(data))
             return 1
         if kind == CALLS:
             message = load_calls(data)
@@ -152,20 +155,15 @@ class Session(Channel):
             return 1
         raise ProtocolError(f"a callee must not get frames of kind {kind}")
 
-    def _decode_target(self, target: bytes) -> MethodTarget:
-        found = self._targets.get(target)
-        if found is None:
-            found = decode_method(target)
-            if len(self._targets) < MAX_CACHED_TARGETS:
-                self._targets[target] = found
-        return found
-
     def on_read(self) -> None:
-        self._handler.on_message(self.caller)
+        handler, caller = self._handler, self.caller
+        handler.last_heard[caller] = monotonic()
+        if handler.lost_peers:
+            handler.on_message(caller)
 
     def admit(self, call: Any) -> bool:
         """Return whether a call may start now. Otherwise it starts after the payload before it."""
-        return not self.slots or self.slots.admit(call.order_key, call)
+        return not self.slots.queues or self.slots.admit(call.order_key, call)
 
     def on_payload(self, number: int, payload: Payload) -> None:
         """Handle a payload that came by torch RPC."""
@@ -219,7 +217,7 @@ class Session(Channel):
 
     def send_lone_result(self, number: int, value: Any) -> bool:
         """Send the result of the only running call at once; return whether this was possible."""
-        if len(self.calls) != 1 or get_ident() != self._thread or not self._replies.is_empty():
+        if len(self.calls) != 1 or get_ident() != self._thread or self._replies.results:
             return False
         try:
             data = encode_result(number, value) if self.is_open else None

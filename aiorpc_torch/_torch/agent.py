@@ -29,9 +29,11 @@ from .compat import (
     TensorPipeAgent,
     WorkerInfo,
     autograd_debug_info,
+    current_agent,
     delete_rrefs,
     has_agent,
     init_autograd,
+    init_rpc_count,
     init_rpc_states,
     worker_names,
 )
@@ -175,6 +177,45 @@ class Agent:
         _shut_down()
         # torch's threads end with this object, not with the next run of the garbage collector.
         del self._agent
+
+
+# ── an agent that `init_rpc` started ────────────────────────────────────────────────────────────
+
+
+def agent_generation() -> int | None:
+    """Return a number that each `init_rpc` of this process changes, None while no agent runs."""
+    return init_rpc_count() if has_agent() else None
+
+
+def adopt_agent() -> tuple[str, list[PeerInfo]]:
+    """Use the agent that `init_rpc` started, and leave it running.
+
+    Return the name of this worker, and all workers by worker id. Device maps are known of this
+    worker only. Call it again after the agent was adopted before: RRefs stay valid.
+    """
+    global _first_id
+    agent, generation = current_agent(), init_rpc_count()
+    own: WorkerInfo = agent.get_worker_info()
+    is_first = _first_id is None and generation == 1
+    if _first_id is None:
+        _first_id = own.id
+    rrefs.adopt_world(own.id, generation, counted=is_first)
+    infos = sorted(agent.get_worker_infos(), key=lambda info: info.id)
+    maps = {info.name: _names(agent._get_device_map(info)) for info in infos if info.id != own.id}
+    used = {peer: devices for peer, devices in maps.items() if devices}
+    return own.name, [
+        PeerInfo(info.name, info.id, info.id, "", used if info.id == own.id else {})
+        for info in infos
+    ]
+
+
+def init_method() -> str:
+    """Return the URL with which `init_rpc` was called."""
+    return str(current_agent()._get_backend_options().init_method)
+
+
+def _names(devices: dict[torch.device, torch.device]) -> dict[str, str]:
+    return {str(own): str(theirs) for own, theirs in devices.items()}
 
 
 @atexit.register

@@ -38,12 +38,14 @@ try:
         _invoke_rpc_python_udf as invoke_rpc,
         _is_current_rpc_agent_set as has_agent,
     )
-    from torch.distributed import autograd as _autograd
+    from torch.distributed import autograd as _autograd, rpc as _rpc
     from torch.distributed.rpc import api as _api
     from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
     from torch.utils._pytree import tree_leaves
 
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
+    current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
+    _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
@@ -66,12 +68,14 @@ __all__ = (
     "autograd_debug_info",
     "backward",
     "begin_record",
+    "current_agent",
     "current_context",
     "delete_rrefs",
     "dispatch_keys",
     "get_gradients",
     "has_agent",
     "init_autograd",
+    "init_rpc_count",
     "init_rpc_states",
     "invoke_rpc",
     "new_context",
@@ -81,6 +85,11 @@ __all__ = (
     "tree_leaves",
     "worker_names",
 )
+
+
+def init_rpc_count() -> int:
+    """Return how many times this process has called `init_rpc`."""
+    return int(_rpc._init_counter)
 
 
 def worker_names() -> set[str]:

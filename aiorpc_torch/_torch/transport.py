@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._aio.entry_queue import EntryQueue
-from ..errors import RemoteError, RpcError, WorkerLost, safe_str
+from ..errors import NotServing, RemoteError, RpcError, WorkerLost, safe_str
+from . import rrefs
 from .compat import (
     PythonUDF,
     RawFuture,
@@ -30,6 +31,14 @@ from .compat import (
 from .thread_state import pin_thread_state
 
 __all__ = ("wrap_future",)
+
+# Texts of the errors with which `rpc.shutdown` ends messages of its own process: torch sets the
+# agent of the process to none only afterwards. (2.13, 2.15; tests/integration/test_attach.py)
+_OWN_END = (
+    "pipe closed (",
+    "RPC is no longer running on this node",
+    "RPC has not been initialized",
+)
 
 T = TypeVar("T")
 
@@ -143,6 +152,11 @@ def enter_context_id(number: int) -> Iterator[None]:
         force_context(before)
 
 
+def is_own_end(text: str) -> bool:
+    """Return whether an error of torch's says that RPC has ended in this process."""
+    return any(each in text for each in _OWN_END)
+
+
 def classify_error(exc: BaseException, worker: str) -> RpcError:
     """Return the error for torch's RuntimeError about a message to `worker`.
 
@@ -151,6 +165,8 @@ def classify_error(exc: BaseException, worker: str) -> RpcError:
     """
     text = safe_str(exc).strip()
     first = text.partition("\n")[0]  # a C++ traceback may follow, which names the agent's file
+    if rrefs.is_adopted() and is_own_end(text):
+        return NotServing("torch's RPC of this process has ended")
     if "tensorpipe/" in first or "RPC has not been initialized" in text:
         return WorkerLost(worker, first)
     return RemoteError(f"the message to worker {worker!r} failed: {text}")

@@ -1,8 +1,9 @@
 """The failure detector: it finds lost peers, and ends what waits for them.
 
 The connections of a killed peer end: it is pinged at once, and torch's send fails. The connections
-of a frozen or unreachable peer do not end: it is pinged after some seconds of silence. A thread of
-torch's answers pings, so a peer with a blocked loop is not lost. `HeartbeatTracker` decides when.
+of a frozen or unreachable peer do not end: it is pinged after some seconds of silence. Pings go to
+a thread of torch's, and to the event loop on each open connection. A peer is lost if neither
+answers, so one with a blocked loop is not lost. `HeartbeatTracker` decides when.
 """
 
 import asyncio
@@ -20,7 +21,7 @@ from .._server.server import Server
 from .._torch.agent import PeerInfo
 from .._torch.compat import RawFuture
 from .._torch.transport import classify_error, send, when_done
-from ..errors import RemoteTraceback, RpcError, WorkerLost
+from ..errors import NotServing, RemoteTraceback, RpcError, WorkerLost
 from .heartbeat import HeartbeatTracker
 
 log = logging.getLogger("aiorpc_torch")
@@ -38,11 +39,13 @@ class FailureDetector:
         self.on_loss: Callable[[RpcError], None] | None = None
         self.has_left: Callable[[str], Awaitable[bool]] = _has_not_left
         self._name = name
+        self.only_linked = False  # silence counts on open connections only
         self._pool: ConnectionPool  # from `start` on
         self._server = server
         self._peers = {each.name: each.info for each in members if each.name != name}
         self._heartbeat = heartbeat
-        self._tracker = HeartbeatTracker(heartbeat)
+        self._tracker = HeartbeatTracker(heartbeat, server.last_heard)
+        self.last_heard = server.last_heard
         self._loop = asyncio.get_running_loop()
         self._open = True
         self._given_up: dict[str, RpcError] = {}  # peers that will not rejoin
@@ -50,6 +53,7 @@ class FailureDetector:
         self._probed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._timer: asyncio.TimerHandle | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._unanswered: set[tuple[str, int]] = set()  # processes with a ping by torch on its way
 
     def __repr__(self) -> str:
         lost = ", ".join(self.lost_peers)
@@ -59,7 +63,7 @@ class FailureDetector:
         """Start watching. When a peer is lost, the calls to it in `pool` fail."""
         self._pool, server = pool, self._server
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
-        server.on_message = self.on_message
+        server.lost_peers, server.on_message = self.lost_peers, self.on_message
         server.on_disconnect = self.on_disconnect
         server.peers.on_failure = self._on_peer_failed
         for caller in server.callers():  # peers that called before this worker's start was over
@@ -150,6 +154,8 @@ class FailureDetector:
 
     def _check(self) -> None:
         waited_for = self._pool.awaited_peers() | self._server.callers()
+        if self.only_linked:
+            waited_for &= self._pool.linked() | self._server.linked()
         silent, lost = self._tracker.check(time.monotonic(), waited_for & self._peers.keys())
         for peer in silent:
             self._ping(peer)
@@ -162,14 +168,20 @@ class FailureDetector:
         if not self._open:
             return
         info = self._peers[peer]
+        self._pool.ping(peer)
+        self._server.ping(peer)
+        if (peer, info.id) in self._unanswered:
+            return
         try:
             answer = send(info, endpoints.ping, b"")
         except Exception as exc:
             self._lose(peer, classify_error(exc, peer))
         else:
+            self._unanswered.add((peer, info.id))
             when_done(answer, functools.partial(self._on_answer, peer, info.id))
 
     def _on_answer(self, peer: str, number: int, answer: "RawFuture[Any]") -> None:
+        self._unanswered.discard((peer, number))
         if self._peers[peer].id != number:
             return  # the answer of a process that was replaced
         try:
@@ -190,7 +202,7 @@ class FailureDetector:
         self._lose(peer, error)
 
     def _lose(self, peer: str, error: RpcError) -> None:
-        if not self._open:
+        if not self._open or isinstance(error, NotServing):  # torch's RPC has ended here
             return
         log.info("%s: %s", self._name, error)
         self.lost_peers[peer] = error

@@ -34,6 +34,7 @@ async def local_world(
     restart: int = 0,
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
+    handle_signals: bool = True,
 ) -> AsyncIterator[Worker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
@@ -59,6 +60,7 @@ async def local_world(
             `await me.wait_for(name)`, and create the objects again.
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
+        handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.
 
     Raises:
         WorldTimeout: If children did not start in time.
@@ -81,7 +83,7 @@ async def local_world(
         )
         mine = replace(configs[0], device_maps=device_maps or {})
         supervisor = Supervisor(configs[1:], None, (), restart)
-        with graceful_signals():
+        with graceful_signals(handle_signals):
             async with supervisor.running():
                 async with contextlib.AsyncExitStack() as stack:
                     async with supervisor.raising_failures("stop"):
@@ -105,6 +107,7 @@ def run_local(
     on_failure: OnFailure = "stop",
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
+    handle_signals: bool = True,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -127,6 +130,7 @@ def run_local(
             other workers go on, and the failure is raised here when all have ended.
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
+        handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError: As `local_world`.
@@ -150,7 +154,9 @@ def run_local(
             freeze_gc=freeze_gc,
         )
         supervisor = Supervisor(configs[1:], main, tuple(args), restart)
-        return asyncio.run(_run(main, tuple(args), configs[0], supervisor, on_failure))
+        return asyncio.run(
+            _run(main, tuple(args), configs[0], supervisor, on_failure, handle_signals)
+        )
 
 
 async def _run(
@@ -159,8 +165,9 @@ async def _run(
     config: WorkerConfig,
     supervisor: Supervisor,
     on_failure: OnFailure,
+    handle_signals: bool,
 ) -> T:
-    with graceful_signals():
+    with graceful_signals(handle_signals):
         async with supervisor.running():
             async with supervisor.raising_failures(on_failure), run_worker(config) as me:
                 supervisor.allow_restarts(me._give_up)

@@ -5,9 +5,7 @@ Every wait here has a timeout. The log names the peers that were not waited for.
 
 import asyncio
 import contextlib
-import functools
 import logging
-import time
 import traceback
 from collections.abc import Callable
 from typing import Any
@@ -23,15 +21,13 @@ from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.thread_state import free_dead_thread_states
 from .._torch.transport import send, wrap_future
-from ..errors import WorldTimeout
+from .departures import Departures
 from .failure_detector import FailureDetector
 from .rendezvous import Rendezvous
 
 log = logging.getLogger("aiorpc_torch")
 
 # All in seconds.
-_MIN_POLL, _MAX_POLL = 0.005, 0.05  # between two reads of which peers have left
-PROBE_INTERVAL = 1.0  # between two probes of peers that have not left
 RELEASE_TIMEOUT = 1.0  # for owners to learn that their objects are released
 DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
 BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
@@ -49,12 +45,29 @@ def describe_failure(exc: BaseException) -> str:
     return "\n".join([f"its block raised {summary}", *traceback.format_exception(exc)])
 
 
+async def run_to_end(waiting: "asyncio.Task[None]", closing: "asyncio.Task[None]") -> None:
+    """Wait until `closing` has ended; a cancellation of this only cancels `waiting`."""
+    interrupted = False
+    while not closing.done():
+        try:
+            # An anyio scope cancels again and again: once is enough.
+            with anyio.CancelScope(shield=interrupted):
+                await asyncio.wait((closing,))
+        except asyncio.CancelledError:
+            interrupted = True
+            waiting.cancel()
+    closing.result()
+    if interrupted:
+        raise asyncio.CancelledError
+
+
 class Shutdown:
     """The shutdown of one worker.
 
     Args:
         pool, server, failure_detector, agent: parts of the worker.
         rendezvous: that of its world; None in a world of one.
+        departures: knows which peers have left.
         peers: the other workers by name.
         timeout: seconds to wait for them, None for no limit.
         failure: what ended the worker's block, "" if it ended in order. With a failure the peers
@@ -68,6 +81,7 @@ class Shutdown:
         failure_detector: FailureDetector,
         agent: Agent,
         rendezvous: Rendezvous | None,
+        departures: Departures,
         *,
         peers: dict[str, PeerInfo],
         timeout: float | None,
@@ -79,28 +93,16 @@ class Shutdown:
         self._agent = agent
         self._me = pool.me
         self._rendezvous = rendezvous
+        self._departures = departures
         self._peers = peers
         self._timeout = FAILURE_TIMEOUT if failure else timeout
         self._end_timeout = OBJECTS_TIMEOUT if timeout is None else timeout
         self._failure = failure
-        self._left: set[str] = set()  # peers whose blocks have ended in order
 
     async def run(self) -> None:
         """Shut down to the end; a cancellation only ends the wait for peers."""
         waiting = asyncio.create_task(self._wait_for_peers())
-        closing = asyncio.create_task(self._close(waiting))
-        interrupted = False
-        while not closing.done():
-            try:
-                # An anyio scope cancels again and again: once is enough.
-                with anyio.CancelScope(shield=interrupted):
-                    await asyncio.wait((closing,))
-            except asyncio.CancelledError:
-                interrupted = True
-                waiting.cancel()
-        closing.result()
-        if interrupted:
-            raise asyncio.CancelledError
+        await run_to_end(waiting, asyncio.create_task(self._close(waiting)))
 
     # ── waiting for peers ───────────────────────────────────────────────────────────────────────
 
@@ -110,44 +112,8 @@ class Shutdown:
                 if self._failure:
                     await self._send_failure()
                 elif self._rendezvous is not None:
-                    await self._wait_at(self._rendezvous)
-
-    async def _wait_at(self, rendezvous: Rendezvous) -> None:
-        """Wait at the store until every live peer's block has ended."""
-        await run_in_thread(daemon_thread_starter("aiorpc-leave"), rendezvous.mark_left)
-        poll, next_probe = _MIN_POLL, time.monotonic() + PROBE_INTERVAL
-        while missing := self._missing():
-            ranks = [self._peers[peer].rank for peer in missing]
-            try:
-                left = await run_in_thread(
-                    daemon_thread_starter("aiorpc-leave"),
-                    functools.partial(rendezvous.left_ranks, ranks),
-                )
-            except WorldTimeout:  # rank 0 has left with its store, or died
-                self._left |= {peer for peer in missing if self._peers[peer].rank == 0}
-                await self._wait_without_store()
-                return
-            self._left |= {peer for peer in missing if self._peers[peer].rank in left}
-            if time.monotonic() > next_probe:
-                next_probe = time.monotonic() + PROBE_INTERVAL
-                self._probe(self._missing())
-            await asyncio.sleep(poll)
-            poll = min(poll * 1.5, _MAX_POLL)
-
-    async def _wait_without_store(self) -> None:
-        """Wait until the peers are gone: without the store they cannot tell that they left."""
-        while missing := self._missing():
-            self._probe(missing)
-            await asyncio.sleep(PROBE_INTERVAL / 2)
-
-    def _probe(self, peers: list[str]) -> None:
-        for peer in peers:
-            self._failure_detector.probe(peer)
-
-    def _missing(self) -> list[str]:
-        """Return the peers that have not left and are not lost."""
-        gone = self._failure_detector.lost_peers.keys() | self._server.peers.leave_messages.keys()
-        return [peer for peer in self._peers if peer not in gone | self._left]
+                    await self._departures.mark_left()
+                    await self._departures.wait()
 
     async def _send_failure(self) -> None:
         """Tell the peers without a connection to this worker; the others see the connection end."""
@@ -201,8 +167,9 @@ class Shutdown:
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""
         lost = self._failure_detector.lost_peers
-        left = {peer for peer, failure in self._server.peers.leave_messages.items() if not failure}
-        leaving = [peer for peer in self._peers if peer in left | self._left and peer not in lost]
+        messages = self._server.peers.leave_messages
+        left = {peer for peer in self._departures.left() if not messages.get(peer)}
+        leaving = [peer for peer in self._peers if peer in left and peer not in lost]
         rest = [f"{peer} ({self._state_of(peer)})" for peer in self._peers if peer not in leaving]
         if rest and not self._failure:
             log.warning("%s did not wait for %s", self._me.name, ", ".join(rest))

@@ -1,7 +1,6 @@
 """A worker's life: it joins its world, serves on the running loop, and leaves."""
 
 import contextlib
-import functools
 import gc
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
@@ -10,7 +9,6 @@ from urllib.parse import urlsplit
 
 from .._aio.interruption import InterruptibleBlock
 from .._aio.signals import graceful_signals
-from .._aio.threads import daemon_thread_starter, run_in_thread
 from .._client import pool
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
@@ -19,8 +17,9 @@ from .._server.exports import Export, ExportPolicy, checked_exports
 from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.devices import DeviceMaps
-from ..errors import WorkerLost, WorldTimeout
+from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
+from .departures import SERVING_POLL, Departures
 from .dump import dump_on_signal
 from .failure_detector import FailureDetector
 from .network import loopback_only, requested_interfaces
@@ -46,6 +45,7 @@ class Worker:
     comeback: int = 0
     """0; in a replacement process, the number of rejoins of this world up to its own."""
     _failure_detector: FailureDetector | None = field(default=None, repr=False, compare=False)
+    _departures: Departures | None = field(default=None, repr=False, compare=False)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
@@ -70,6 +70,35 @@ class Worker:
         assert self._failure_detector is not None
         await self._failure_detector.wait_until_alive(peer)
 
+    async def serve(self, until: str | None = None) -> None:
+        """Serve until that peer, or every live peer, has left.
+
+            async with worker() as me:
+                ps = await create(me.name, ParameterServer)
+                await me.serve()
+
+        Lost peers are not waited for. Every 10 s the log names who is awaited, at level INFO. Bound
+        the wait with `asyncio.timeout`.
+
+        Args:
+            until: Name of a peer (default: every live peer).
+
+        Raises:
+            ValueError: if there is no such peer.
+            WorkerLost: if the peer `until` is lost.
+        """
+        assert self._departures is not None
+        assert self._failure_detector is not None
+        if until is None:
+            await self._departures.wait(poll=SERVING_POLL, level=logging.INFO)
+            return
+        if until not in self.peers:
+            raise ValueError(f"until must be one of {', '.join(self.peers)}, got {until!r}")
+        await self._departures.wait((until,), poll=SERVING_POLL, level=logging.INFO)
+        lost = self._failure_detector.lost_peers.get(until)
+        if lost is not None and not await self._departures.has_left_in_order(until):
+            raise WorkerLost(until, getattr(lost, "reason", str(lost))) from lost
+
     def _give_up(self, peer: str, failure: BaseException) -> None:
         if self._failure_detector is not None:
             error = WorkerLost(peer, f"it is not restarted: {failure}")
@@ -88,12 +117,13 @@ async def worker(
     transports: Sequence[str] | None = None,
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
-    stop_timeout: float = 10.0,
+    stop_timeout: float | None = None,
     heartbeat: float = 10.0,
     interface: str | None = None,
     on_failure: OnFailure = "continue",
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
+    handle_signals: bool = True,
 ) -> AsyncIterator[Worker]:
     """Be a worker of a world: `async with worker("trainer0", rank=1, world_size=3) as me`.
 
@@ -116,7 +146,9 @@ async def worker(
             results on this worker's. "auto" maps each index to itself, for every peer. A tensor on
             a device without a map cannot be sent.
         start_timeout: Seconds until the world must be complete.
-        stop_timeout: Seconds that exit waits for peers.
+        stop_timeout: Seconds that exit waits for peers, still serving (default: as long as live
+            peers are inside). Lost peers are not waited for. A cancellation, Ctrl-C or SIGTERM ends
+            the wait. Every 10 s the log names who is awaited.
         heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
             frozen or unreachable. (A peer that dies is detected at once.)
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
@@ -134,6 +166,8 @@ async def worker(
         freeze_gc: Whether garbage collection ignores, until the world ends, the objects that exist
             at its start (`gc.freeze`). torch alone has 200,000. With them a full collection takes
             about 0.1 s, in which this worker does not answer.
+        handle_signals: Whether SIGTERM cancels the block, and a second Ctrl-C ends the process at
+            once. Both hold under `asyncio.run` in the main thread, if the program has no handlers.
 
     Raises:
         WorldTimeout: If ranks are missing after `start_timeout`; it names them.
@@ -165,7 +199,7 @@ async def worker(
             exports=None if exports is None else checked_exports(exports),
             freeze_gc=freeze_gc,
         )
-        with graceful_signals():
+        with graceful_signals(handle_signals):
             async with run_worker(config) as me:
                 yield me
 
@@ -225,8 +259,10 @@ async def _running(
     pool.set_current(connections)
     detector.start(connections)
     peers = {each.name: each for each in members if each.name != config.name}
-    if rendezvous is not None:
-        detector.has_left = functools.partial(_has_left, rendezvous, peers)
+    departures = Departures(
+        connections, detector, peers, lambda: server.peers.leave_messages, rendezvous
+    )
+    detector.has_left = departures.has_left_in_order
     server.peers.set_rejoin_handler(
         RejoinHandler(agent, connections, server, detector, peers).handle
     )
@@ -235,7 +271,9 @@ async def _running(
         if comeback:
             await announce_rejoin(own, members)
         await server.open(party, _host_for_others(own, members))
-        me = Worker(config.name, config.rank, config.world_size, tuple(peers), comeback, detector)
+        me = Worker(
+            config.name, config.rank, config.world_size, (*peers,), comeback, detector, departures
+        )
         log.info("%r: the world is complete", me)
         async with _interrupted_by_losses(config, detector):
             yield me
@@ -243,29 +281,9 @@ async def _running(
         failure = describe_failure(exc)
         raise
     finally:
-        shutdown = Shutdown(
-            connections,
-            server,
-            detector,
-            agent,
-            rendezvous,
-            peers=peers,
-            timeout=config.stop_timeout,
-            failure=failure,
-        )
+        parts = connections, server, detector, agent, rendezvous, departures
+        shutdown = Shutdown(*parts, peers=peers, timeout=config.stop_timeout, failure=failure)
         await shutdown.run()
-
-
-async def _has_left(rendezvous: Rendezvous, peers: dict[str, PeerInfo], peer: str) -> bool:
-    """Return whether a peer's block has ended in order, as far as the store knows."""
-    rank = peers[peer].rank
-    try:
-        left = await run_in_thread(
-            daemon_thread_starter("aiorpc-leave"), lambda: rendezvous.left_ranks([rank])
-        )
-    except WorldTimeout:
-        return False
-    return rank in left
 
 
 def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:

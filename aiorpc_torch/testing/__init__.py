@@ -60,6 +60,7 @@ class Options(TypedDict, total=False):
     restart: int
     exports: Sequence[Export] | None
     freeze_gc: bool
+    handle_signals: bool
 
 
 class Workers(Protocol):

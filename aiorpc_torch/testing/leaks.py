@@ -94,12 +94,15 @@ class Snapshot:
 
     def _children(self) -> Iterator[str]:
         end = time.monotonic() + PROCESSES
-        while (left := _children().keys() - self.processes) and time.monotonic() < end:
+        while (left := self._new_children()) and time.monotonic() < end:
             time.sleep(0.02)
-        names = {child.pid: child.name for child in multiprocessing.active_children()}
-        words = _children()
-        for process in left:
-            yield f"the process {names.get(process[0]) or words.get(process)} (pid {process[0]})"
+        if left:
+            names = {child.pid: child.name for child in multiprocessing.active_children()}
+            for (pid, _), name in left.items():
+                yield f"the process {names.get(pid) or name} (pid {pid})"
+
+    def _new_children(self) -> dict[Process, str]:
+        return {each: name for each, name in _children().items() if each not in self.processes}
 
 
 async def leftover_tasks(before: "set[asyncio.Task[object]]") -> list[str]:
@@ -124,6 +127,8 @@ def _threads() -> frozenset[threading.Thread]:
 
 def _children() -> dict[Process, str]:
     """Return this process's children and theirs with names, without multiprocessing's helpers."""
+    if not _may_have_children():
+        return {}
     parents, found = _processes(), dict[Process, str]()
     generation = {os.getpid()}
     helpers = helper_pids()
@@ -132,6 +137,15 @@ def _children() -> dict[Process, str]:
         found |= {(pid, each.start): each.name for pid, each in born.items() if pid not in helpers}
         generation = set(born)
     return found
+
+
+def _may_have_children() -> bool:
+    """Return False if this process certainly has no children; to look is cheap."""
+    try:
+        tasks = os.listdir("/proc/self/task")
+        return any(Path(f"/proc/self/task/{task}/children").read_bytes() for task in tasks)
+    except OSError:  # a thread has ended, or the kernel was built without this file
+        return True
 
 
 @dataclass(frozen=True)

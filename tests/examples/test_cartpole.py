@@ -28,12 +28,13 @@ def test_cartpole(tmp_path: Path) -> None:
     """It trains, compares batched with unbatched, and writes its plot where it says."""
     picture = tmp_path / "curve.png"
     quick = ("--seconds", "3", "--compare", "0.3")
-    said = run("cartpole", *quick, "--plot", str(picture), timeout=58)
+    said = run("cartpole", *quick, "--plot", str(picture))
     assert "unbatched" in said
     assert f"learning curve: {picture}" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.3, 3.5, 8.0])
 def test_cartpole_interrupted(after: float) -> None:
     """Ctrl-C at any time, also while it imports and starts: two seconds, no traceback."""
@@ -48,7 +49,7 @@ def test_cartpole_interrupted(after: float) -> None:
         time.sleep(after)  # "at any time" is what is tested, so no event decides it
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        _, errors = process.communicate(timeout=20)
+        _, errors = process.communicate(timeout=500)
         assert time.monotonic() - start < 2.0 + SLACK
     assert process.returncode in (130, -signal.SIGINT)
     assert "Traceback" not in errors
@@ -80,11 +81,11 @@ async def test_batched_or_not_the_training_is_the_same() -> None:
 def rewards(name: str, *args: str) -> list[str]:
     """The line of what a program's first and last episodes brought."""
     sizes = ("--rounds", "3", "--steps", "100", "--seed", "5")
-    said = run(name, *sizes, *args, python=(), timeout=58)
+    said = run(name, *sizes, *args, python=())
     return [line for line in said.splitlines() if line.startswith("reward")]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_the_plain_form_trains_the_same(tmp_path: Path) -> None:
     plain = rewards("_reference.cartpole", "--observers", "2")
     picture = str(tmp_path / "curve.png")
@@ -105,6 +106,7 @@ def wait_until_it_plays(agent: subprocess.Popen[str]) -> None:
     assert "play" in agent.stdout.readline()
 
 
+@pytest.mark.slow
 def test_a_killed_observer_ends_the_program() -> None:
     """kill -9 of a child: the world ends, and its name and a bad exit code say why."""
     with started(command("cartpole", *LONG, "--environments", "2", python=["-u"])) as agent:
@@ -117,6 +119,7 @@ def test_a_killed_observer_ends_the_program() -> None:
         assert not psutil.wait_procs(children, timeout=15)[1]
 
 
+@pytest.mark.slow
 def test_a_killed_agent_ends_all() -> None:
     """kill -9 of the agent, each worker in a terminal of its own: all end, with bad exit codes."""
     with terminals("cartpole", 3, *LONG, python=["-u"]) as (agent, *observers):
@@ -124,7 +127,7 @@ def test_a_killed_agent_ends_all() -> None:
         agent.kill()
         start = time.monotonic()
         for observer in observers:
-            _, errors = observer.communicate(timeout=20)
+            _, errors = observer.communicate(timeout=500)
             assert observer.returncode not in (0, None)
             assert "worker 'agent'" in errors
         assert time.monotonic() - start < 15.0

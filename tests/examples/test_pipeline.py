@@ -31,7 +31,7 @@ from tests.support.example_programs import (
     workers_of,
 )
 
-pytestmark = [pytest.mark.worlds, pytest.mark.timeout(180)]
+pytestmark = pytest.mark.worlds
 
 SMALL = ("--blocks", "3", "--width", "4", "--batch", "16")
 LONG = (*SMALL, "--steps", "100000")
@@ -122,6 +122,7 @@ def test_as_one_command(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("struck", "codes"), [(0, (-9, 1)), (2, (1, 1, -9))])
 def test_a_worker_that_is_killed(struck: int, codes: tuple[int, ...]) -> None:
     """Nobody goes on without it, or ends as if all were well: neither master nor stages."""
@@ -137,6 +138,7 @@ def test_a_worker_that_is_killed(struck: int, codes: tuple[int, ...]) -> None:
         assert number == struck or f"worker '{name}' is lost" in errors
 
 
+@pytest.mark.slow
 def test_a_stage_of_a_local_world_that_is_killed() -> None:
     """The command ends with 1 and names it, and leaves no process behind."""
     with started(command("pipeline", "--stages", "1", *LONG)) as process:

@@ -86,16 +86,27 @@ def learned(lines: list[str]) -> list[str]:
     return [re.sub(r", \d+ s \(.*", "", line) for line in kept]
 
 
-@pytest.mark.long
-def test_both_forms_learn_the_same(tmp_path: Path) -> None:
-    """The program and its plain form, quick: the same episodes, running reward and policy."""
-    picture = tmp_path / "curve.png"
-    quick = ("--quick", "--seed", "3")
-    ours = run("reinforce", *quick, "--plot", str(picture), timeout=58).splitlines()
-    # Torch's own start warns.
-    plain = run("_reference.reinforce", *quick, python=(), timeout=58).splitlines()
-    assert learned(ours) == learned(plain)
-    assert len(learned(ours)) == 2
-    assert "after 10 episodes" in learned(ours)[0]
-    assert f"learning curve: {picture}" in ours
+QUICK = ("--quick", "--seed", "3")
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[str], Path]:
+    """What the program prints, quick, and its picture."""
+    picture = tmp_path_factory.mktemp("reinforce") / "curve.png"
+    return run("reinforce", *QUICK, "--plot", str(picture)).splitlines(), picture
+
+
+def test_as_one_command(ours: tuple[list[str], Path]) -> None:
+    """It learns, says what its greedy policy reaches, and draws its curve where it is told to."""
+    said, picture = ours
+    assert len(learned(said)) == 2
+    assert "after 10 episodes" in learned(said)[0]
+    assert f"learning curve: {picture}" in said
     assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.slow
+def test_both_forms_learn_the_same(ours: tuple[list[str], Path]) -> None:
+    """The program and its plain form, quick: the same episodes, running reward and policy."""
+    plain = run("_reference.reinforce", *QUICK, python=()).splitlines()  # torch's own start warns
+    assert learned(ours[0]) == learned(plain)

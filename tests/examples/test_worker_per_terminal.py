@@ -4,6 +4,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 from tests.support.example_programs import ROOT, free_port
 
 PROGRAM = """
@@ -26,6 +28,8 @@ print(launch(main, ["trainer", "ps"], options))
 """
 
 
+@pytest.mark.promise("worlds.exit", "worlds.run_local")
+@pytest.mark.slow
 def test_who_is_done_serves_the_others() -> None:
     """A parameter server, whose `main` does nothing, is there for as long as a trainer works."""
     port = str(free_port())
@@ -41,7 +45,7 @@ def test_who_is_done_serves_the_others() -> None:
         for rank in (0, 1)
     ]
     try:
-        (trained, *_), (served, *_) = [worker.communicate(timeout=50) for worker in workers]
+        (trained, *_), (served, *_) = [worker.communicate(timeout=500) for worker in workers]
     finally:
         for worker in workers:
             worker.kill()

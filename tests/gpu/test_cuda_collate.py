@@ -72,6 +72,7 @@ def test_pinned_memory_is_not_used_again_too_soon(collator: CudaCollator) -> Non
     assert [float(each.mean()) for each in copied] == [float(n) for n in range(8)]
 
 
+@pytest.mark.promise("devices.batches")
 async def test_a_batch() -> None:
     """On a stream of its own, in a thread or step by step on the loop; rows on the CPU."""
     async with world(["a"], device_maps="auto"):
@@ -103,6 +104,7 @@ async def test_a_function_that_goes_there_itself() -> None:
         assert [each.tolist() for each in found] == [[2.0 * n] * 2 for n in range(4)]
 
 
+@pytest.mark.promise("devices.batches")
 @pytest.mark.parametrize("method", ["double", "adouble", "there"])
 async def test_the_loop_does_not_wait(method: str) -> None:
     """Others are answered while the device computes."""

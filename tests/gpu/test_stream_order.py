@@ -14,6 +14,7 @@ from tests.support.cuda_actors import GPU, HERE, SIZE, Actor, Layer, late, on_a_
 pytestmark = GPU
 
 
+@pytest.mark.promise("devices.order")
 @pytest.mark.parametrize("method", ["make", "amake"])
 @pytest.mark.parametrize("where", ["a", "main"])
 async def test_results(method: str, where: str) -> None:
@@ -26,6 +27,7 @@ async def test_results(method: str, where: str) -> None:
             assert float(found.double().sum()) == value * SIZE
 
 
+@pytest.mark.promise("devices.order")
 @pytest.mark.parametrize("method", ["total", "atotal"])
 @pytest.mark.parametrize("made", [late, on_a_stream])
 async def test_arguments(method: str, made: Any) -> None:
@@ -88,6 +90,7 @@ async def test_one_side_has_a_map() -> None:
         assert (await fetch(await create("a", torch.ones, 3, device="cuda:0"))).device == HERE
 
 
+@pytest.mark.promise("devices.without_map")
 async def test_without_a_map() -> None:
     """It is said where the tensor is sent from, and nothing else is disturbed."""
     async with world(["a"]):

@@ -108,6 +108,7 @@ PLANS: st.SearchStrategy[Plan] = st.recursive(
 )
 
 
+@pytest.mark.promise("autograd.gradients", "autograd.many")
 @settings(max_examples=3, suppress_health_check=[*HealthCheck], phases=[Phase.generate])
 @given(plans=st.lists(PLANS, min_size=100, max_size=100))
 def test_a_hundred_contexts_at_once(plans: list[Plan]) -> None:
@@ -132,6 +133,7 @@ WEIGH: Plan = (("weigh",), ("bend",))
 NESTED: Plan = (("weigh",), ("call", "c", "on_loop", (*WEIGH, ("call", "main", "on_loop", WEIGH))))
 
 
+@pytest.mark.promise("autograd.gradients")
 async def test_every_way_of_calling() -> None:
     """A coroutine, a `def` in a thread, a batch, `create` and `fetch`: each calls on, and back."""
     alone = Alone()
@@ -167,6 +169,7 @@ async def test_views_of_one_storage() -> None:
             assert (await ctx.gradients())[x].tolist() == [1, 4, 6, 7, 8, 10]
 
 
+@pytest.mark.promise("autograd.parameters")
 async def test_parameters_are_copies() -> None:
     """As torch sends them; a view of one has its gradient."""
     async with stages() as every:
@@ -188,6 +191,7 @@ def recorded(ctx: Context) -> int:
     return len(torchs._retrieve_context(ctx.id)._send_functions())  # type: ignore[attr-defined]
 
 
+@pytest.mark.promise("autograd.tasks")
 async def test_contexts_follow_tasks() -> None:
     """Children are in it, siblings in their own, and everybody else in none."""
     async with stages() as every:
@@ -216,6 +220,7 @@ async def test_contexts_follow_tasks() -> None:
         assert (await every["b"].on_loop(WEIGH, vector())).grad_fn is None
 
 
+@pytest.mark.promise("autograd.many")
 async def test_a_context_in_another() -> None:
     """The inner one has the calls of its block, the outer one those before and after."""
     async with stages() as every:
@@ -228,6 +233,7 @@ async def test_a_context_in_another() -> None:
             assert recorded(outer) == 2
 
 
+@pytest.mark.promise("autograd.tasks")
 async def test_a_task_that_outlives_its_context() -> None:
     """What it calls afterwards is recorded nowhere: at the opener's, and where a call was."""
     async with stages() as every:
@@ -247,6 +253,7 @@ async def test_a_task_that_outlives_its_context() -> None:
         assert (await task).grad_fn is None
 
 
+@pytest.mark.promise("autograd.no_grad")
 async def test_no_grad_is_for_calls_too() -> None:
     """What is called under no_grad() is not recorded."""
     async with stages() as every:
@@ -264,6 +271,7 @@ async def test_no_grad_is_for_calls_too() -> None:
 # ── batches, rounds and streams ─────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("autograd.batches")
 async def test_batches_are_of_one_context() -> None:
     """Those of one context share a batch, also with its nested calls; two contexts never do."""
     alone = Alone()
@@ -288,6 +296,7 @@ async def test_batches_are_of_one_context() -> None:
         assert -1 not in contexts
 
 
+@pytest.mark.promise("autograd.batches")
 async def test_rounds_are_of_no_context() -> None:
     """Contributions of several contexts make a round, without a graph; gradients are refused."""
     async with stages() as every:
@@ -303,6 +312,7 @@ async def test_rounds_are_of_no_context() -> None:
             assert not y.requires_grad
 
 
+@pytest.mark.promise("autograd.streams")
 async def test_items_of_a_stream_carry_no_graph() -> None:
     """They are values; the call itself keeps no backward waiting."""
     async with stages() as every:
@@ -375,6 +385,7 @@ IN_VAIN = [
 ]
 
 
+@pytest.mark.promise("autograd.ends")
 async def test_calls_that_contribute_nothing() -> None:
     """Backward ends whatever else was called in its context, and nothing gets zeros for it."""
     alone, x = Alone(), vector()
@@ -391,6 +402,7 @@ async def test_calls_that_contribute_nothing() -> None:
                 same(await every.gradients(ctx, x), expected)
 
 
+@pytest.mark.promise("autograd.several")
 async def test_several_backwards() -> None:
     """Each with roots of its own; their gradients add up."""
     alone, x = Alone(), vector()
@@ -424,6 +436,7 @@ async def test_nothing_is_spoilt() -> None:
             )
 
 
+@pytest.mark.promise("autograd.impossible")
 async def test_a_call_without_an_end() -> None:
     """One that was given up and still runs is waited for until the time is over, and named."""
     async with stages() as every:
@@ -479,6 +492,7 @@ async def test_left_on_a_loop_that_is_closed_before_a_call_has_ended() -> None:
         await every.released()
 
 
+@pytest.mark.promise("autograd.impossible")
 async def test_a_worker_that_is_lost() -> None:
     """Backward names the call that went with it, at once, and others' contexts are well."""
     async with stages() as every:
@@ -527,6 +541,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.promise("autograd.timeout")
 async def test_a_backward_that_torch_never_ends(tmp_path: Path) -> None:
     """It ends in time and names its calls; the world goes on, and so does the process's end."""
     # A process of its own: the thread in which torch waits is there until the process ends.
@@ -546,6 +561,7 @@ async def test_a_backward_that_torch_never_ends(tmp_path: Path) -> None:
     assert process.returncode == 0
 
 
+@pytest.mark.promise("autograd.loop")
 async def test_a_slow_backward_does_not_block_others() -> None:
     """Neither the loop nor other contexts; cancelled, it is released once it has ended."""
     async with stages() as every:
@@ -597,6 +613,7 @@ async def test_a_worker_that_freezes_before_backward() -> None:
         await every.trained((("call", "c", "on_loop", WEIGH),), vector(1))
 
 
+@pytest.mark.promise("autograd.errors")
 async def test_errors_in_backward() -> None:
     """What fails on another worker is raised here, and `aiorpc.timeout` bounds the whole."""
     async with stages() as every:
@@ -618,6 +635,7 @@ async def test_errors_in_backward() -> None:
 # ── beginning and end ───────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("autograd.released")
 async def test_contexts_are_released() -> None:
     """After an error, after a cancellation, and when opened and left on different threads."""
     async with stages() as every:
@@ -652,6 +670,7 @@ async def test_contexts_are_released() -> None:
 # ── optimizers ──────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("autograd.optimizers")
 @pytest.mark.parametrize(
     ("optimizer", "options"),
     [(torch.optim.SGD, {"lr": 0.1, "momentum": 0.9}), (torch.optim.Adam, {"lr": 0.1})],
@@ -701,6 +720,7 @@ async def test_an_owner_without_calls() -> None:
         assert torch.equal((await every["c"].weights())[0], new_weight("c"))
 
 
+@pytest.mark.promise("autograd.optimizers")
 async def test_optimizers_raise_as_themselves() -> None:
     """What torch.optim's class raises on an owner, with its own arguments, and what is ours."""
     async with stages() as every:

@@ -3,6 +3,8 @@
 import asyncio
 import threading
 
+import pytest
+
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, remote
 from aiorpc_torch._client import pool
@@ -22,6 +24,7 @@ async def test_a_worker_keeps_nothing_of_loops_that_end(workers: Workers) -> Non
     assert len(pool.current()._by_loop) == 1
 
 
+@pytest.mark.promise("transport.fork")
 async def test_a_worker_sees_the_end_though_a_child_lives(workers: Workers) -> None:
     """What runs for an aborted connection is cancelled, whoever inherited its descriptor."""
     await workers(["a"])
@@ -36,6 +39,7 @@ async def test_a_worker_sees_the_end_though_a_child_lives(workers: Workers) -> N
         assert await call("a", raw_connections.sessions) == ["main"]
 
 
+@pytest.mark.promise("calls.busy_loop")
 async def test_a_caller_whose_loop_is_blocked_gets_everything(workers: Workers) -> None:
     """The worker serves others meanwhile; afterwards all results are there, in order."""
     await workers(["a", "b"])

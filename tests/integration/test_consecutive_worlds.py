@@ -66,6 +66,8 @@ ROW = """
 """
 
 
+@pytest.mark.promise("worlds.many")
+@pytest.mark.slow
 def test_two_hundred_worlds(tmp_path: Path) -> None:
     """Threads, files and memory are as they were after the first seventy."""
     done = run(program(tmp_path, ROW), "70", "130")
@@ -116,6 +118,7 @@ GUEST = """
 """
 
 
+@pytest.mark.slow
 def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
     """A process meets its old peer again, then a fresh one, then a fresh rank 0."""
     script = program(tmp_path, GUEST)
@@ -138,11 +141,11 @@ def test_worlds_at_one_tcp_address(tmp_path: Path) -> None:
         peers = []
         for ranks in ([1, 1], [1], [0]):
             guest = enters(*ranks)
-            seen = guest.communicate(timeout=50)[0].split()
+            seen = guest.communicate(timeout=500)[0].split()
             assert guest.returncode == 0
             assert seen == [str(stayer.pid)] * len(ranks)
             peers += [str(guest.pid)] * len(ranks)
-        assert stayer.communicate(timeout=50)[0].split() == peers
+        assert stayer.communicate(timeout=500)[0].split() == peers
         assert stayer.returncode == 0
 
 

@@ -4,14 +4,11 @@ import asyncio
 from typing import Any
 
 import anyio
-import pytest
 
 from aiorpc_torch import call, create, remote
 from aiorpc_torch.testing import Gate, world
 from tests.support import actors
 from tests.support.actors import Streams
-
-pytestmark = pytest.mark.usefixtures("world")
 
 
 async def hold_when_entered(gate: Any) -> None:
@@ -34,7 +31,7 @@ async def test_scopes_between_processes() -> None:
                 group.create_task(call("b", actors.call_on, gate, "passed"))
                 group.create_task(call("b", actors.iterate_on, streams, "follow"))
         assert scope.cancelled_caught
-        async with asyncio.timeout(10.0):
+        async with asyncio.timeout(30.0):
             assert await remote(gate).cancelled() == 1
             assert await remote(streams).closed() == 1
 

@@ -20,6 +20,7 @@ async def test_auto_without_devices() -> None:
         assert await remote(await create("a", Counter)).add(2) == 2
 
 
+@pytest.mark.promise("devices.maps")
 async def test_a_map_that_cannot_be_ends_the_start_of_all() -> None:
     """No worker waits for another, and the children have ended."""
     with pytest.raises(ValueError, match=r"worker 'main' maps its cuda:97 to cuda:0 of 'a', but"):

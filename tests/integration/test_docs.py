@@ -26,7 +26,7 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
         [sys.executable, "-W", "error", str(path)],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         check=False,
     )
@@ -36,6 +36,7 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
     assert done.stdout
 
 
+@pytest.mark.promise("testing.page")
 def test_the_tests_in_the_page_on_testing(tmp_path: Path) -> None:
     """Its blocks are files of one folder, named in their first lines; pytest runs them."""
     page = (ROOT / "docs" / "testing.md").read_text()
@@ -48,7 +49,7 @@ def test_the_tests_in_the_page_on_testing(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=500,
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=False,
     )

@@ -14,6 +14,8 @@ from benchmarks._faults_cell import FAULTS, KILL, PENDING, STATES, Verdict, make
 ROOT = Path(__file__).parents[2]
 
 
+@pytest.mark.promise("lost.every_fault")
+@pytest.mark.slow
 def test_some_cells() -> None:
     """As a user runs them: who is told, that the others go on, and how every process ends."""
     words = ["kill -9", "exception", "hang in an async def"]
@@ -23,7 +25,7 @@ def test_some_cells() -> None:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=58,
+        timeout=500,
         env={**os.environ, "COLUMNS": "200"},
         check=False,
     )
@@ -33,6 +35,7 @@ def test_some_cells() -> None:
     assert "0 failed" in done.stdout
 
 
+@pytest.mark.slow
 def test_a_cell_that_does_not_end_fails(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Its process is ended, and what it wrote so far is shown."""
     hangs = f"""
@@ -50,7 +53,7 @@ sys.exit(faults.main())
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=500,
         check=False,
     )
     assert done.returncode == 1, done.stderr
@@ -59,6 +62,7 @@ sys.exit(faults.main())
     assert not (tmp_path / "page.md").exists()
 
 
+@pytest.mark.promise("lost.every_fault")
 def test_the_page_has_every_cell() -> None:
     """The table that was put there, a row for each fault and what it means below."""
     page = (ROOT / "docs" / "faults.md").read_text()

@@ -8,6 +8,7 @@ import pytest
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RpcError, call, remote
 from aiorpc_torch._protocol.frames import CALLS, CONTROL, RESULTS, SLOT
+from aiorpc_torch.testing import world
 from tests.support import actors, raw_connections
 from tests.support.malformed import (
     BYTES,
@@ -25,11 +26,12 @@ from tests.support.malformed import (
 # ── between processes ───────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.frames")
 async def test_a_peer_that_sends_junk() -> None:
     """The victim serves on, and nothing of it stays."""
     frames = [(CALLS, each) for each in (*BYTES.values(), *map(dump, LIES.values()))]
     frames += [(kind, data) for kind in (SLOT, CONTROL, RESULTS) for data in BYTES.values()]
-    async with aiorpc.local_world(["evil", "victim"]):
+    async with world(["evil", "victim"]):
         counter = await aiorpc.create("victim", actors.Counter, 0)
         for to in ("victim", "main"):
             sending = asyncio.create_task(call("evil", raw_connections.send_junk, to, frames))
@@ -41,9 +43,10 @@ async def test_a_peer_that_sends_junk() -> None:
         assert (await call("victim", aiorpc.stats)).running == 1, "that very call"
 
 
+@pytest.mark.promise("security.frames")
 async def test_a_peer_that_answers_junk() -> None:
     """Its callers get errors, whatever it says; all else goes on."""
-    async with aiorpc.local_world(["evil", "good"]):
+    async with world(["evil", "good"]):
         for junk in [each for each in NONSENSE.values() if isinstance(each, bytes)]:
             await call("evil", raw_connections.answer_junk, junk)
             with pytest.raises(RpcError):

@@ -34,7 +34,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
         pytester.makepyfile(test_them=tests)
         named = ["-p", "pytest_aiorpc_torch"] if plugin else []
         return pytester.runpytest_subprocess(
-            *named, "-p", "no:cacheprovider", "-W", "error", "--timeout=50", *args
+            *named, "-p", "no:cacheprovider", "-W", "error", "--timeout=500", *args
         )
 
     return run
@@ -44,7 +44,7 @@ def run(pytester: pytest.Pytester, monkeypatch: pytest.MonkeyPatch):
 
 BOTH_FIXTURES = """
 import pytest
-from tests.support.actors import Counter
+from actors import Counter
 from aiorpc_torch import call, create, remote
 
 {mark}
@@ -83,6 +83,7 @@ async def test_the_other_plugin_beside_it(no_leaks, world):
 """
 
 
+@pytest.mark.promise("testing.fixtures")
 @pytest.mark.parametrize("mode", ["auto", "strict"])
 def test_with_pytest_asyncio(run, mode: str) -> None:
     """Whether fixtures have to be marked for it or not."""
@@ -91,6 +92,8 @@ def test_with_pytest_asyncio(run, mode: str) -> None:
     done.assert_outcomes(passed=5)
 
 
+@pytest.mark.promise("testing.fixtures")
+@pytest.mark.slow
 @pytest.mark.parametrize("order", ["anyio first", "anyio last", "anyio alone"])
 def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With pytest-asyncio beside it, in whichever order they are loaded, or without."""
@@ -110,6 +113,7 @@ def test_with_anyio(run, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
         done.assert_outcomes(passed=6)
 
 
+@pytest.mark.slow
 def test_a_loop_that_is_not_that_of_the_fixtures(run) -> None:
     """It raises, and does not hang."""
     done = run(
@@ -130,7 +134,7 @@ def test_a_loop_that_is_not_that_of_the_fixtures(run) -> None:
 LEAKS = """
 import asyncio, os, subprocess, threading
 import pytest
-from tests.support.actors import Counter
+from actors import Counter
 from aiorpc_torch import create, remote, testing
 
 pytestmark = pytest.mark.usefixtures("no_leaks")
@@ -177,6 +181,7 @@ async def test_world_left_open():
 """
 
 
+@pytest.mark.promise("testing.leaks")
 def test_leaks_fail_the_test_that_left_them(run) -> None:
     """Each test is named at its end, and the next one starts without leaks."""
     done = run(LEAKS, "--asyncio-mode=auto", "-rE", "-v")
@@ -211,6 +216,7 @@ def test_leaks_fail_the_test_that_left_them(run) -> None:
 # ── how it is found ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("testing.import")
 def test_it_does_not_slow_pytest_down(run) -> None:
     """To have the library installed is not to import torch in each run of pytest."""
     tests = """
@@ -223,6 +229,7 @@ def test_it_does_not_slow_pytest_down(run) -> None:
     run(tests).assert_outcomes(passed=1)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("named", [False, True])
 def test_installed(run, pytester: pytest.Pytester, named: bool) -> None:
     """Its entry point is enough, and a second mention of the plugin is harmless."""

@@ -26,6 +26,7 @@ async def lost(awaitable: Any) -> WorkerLost:
     return raised.value
 
 
+@pytest.mark.promise("rejoin.restart", "rejoin.objects")
 async def test_a_child_rejoins() -> None:
     """It rejoins twice. Its callers get WorkerLost and may wait; other objects stay."""
     async with world(["a", "b"], restart=2) as me:
@@ -65,6 +66,7 @@ async def test_a_child_rejoins() -> None:
         assert aiorpc.stats().in_flight == 0
 
 
+@pytest.mark.promise("rejoin.restart", "rejoin.wait_for")
 async def test_restarts_are_limited() -> None:
     """After the last restart `wait_for` raises WorkerLost."""
     async with world(["a"], restart=1) as me:
@@ -87,6 +89,7 @@ async def wait_for(me: aiorpc.Worker, name: str) -> WorkerLost | None:
         return error
 
 
+@pytest.mark.promise("rejoin.wait_for")
 async def test_waiting_for_an_unreachable_worker() -> None:
     """The wait ends with its next sign of life, and its objects are still there."""
     async with world(["a"], heartbeat=0.5, transports=["uv"]) as me:
@@ -99,11 +102,12 @@ async def test_waiting_for_an_unreachable_worker() -> None:
             await asyncio.sleep(0)
             assert not waiting.done()
         asking = asyncio.create_task(remote(counter).add(1))
-        async with asyncio.timeout(20.0):
+        async with asyncio.timeout(30.0):
             await waiting
             assert await asking == 8
 
 
+@pytest.mark.promise("rejoin.undisturbed")
 async def test_a_rejoin_while_others_work() -> None:
     """Calls between the other workers go on, each answered once."""
     async with world(["a", "b"], restart=1) as me:
@@ -159,6 +163,8 @@ def test_run_local_restarts_main(tmp_path: Path) -> None:
     assert "ended with code 9" in done.stderr
 
 
+@pytest.mark.promise("worlds.on_failure")
+@pytest.mark.slow
 def test_run_local_goes_on_without_a_worker(tmp_path: Path) -> None:
     """With `on_failure="continue"` the others finish, and then the failure is raised."""
     path = program(
@@ -183,6 +189,8 @@ def test_run_local_goes_on_without_a_worker(tmp_path: Path) -> None:
     assert done.stderr.splitlines()[-1] == "LookupError: b's own"
 
 
+@pytest.mark.promise("worlds.on_failure")
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ["raise", "die"])
 def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
     """`worker(on_failure="stop")`, in processes without a supervisor."""
@@ -264,11 +272,13 @@ def line(process: "subprocess.Popen[str]") -> str:
     return process.stdout.readline()
 
 
+@pytest.mark.promise("rejoin.machines")
+@pytest.mark.slow
 def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
     """It replaces a dead process only."""
     with three(tmp_path) as (path, where, found):
         with started(path, "1", where) as second:
-            _, errors = second.communicate(timeout=30)
+            _, errors = second.communicate(timeout=500)
         assert second.returncode == 1
         last = errors.splitlines()[-1]
         assert last == "ValueError: two workers are called 'worker1': the first one is alive"
@@ -279,6 +289,8 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
             assert line(found[0]) == f"back {third.pid}\n"
 
 
+@pytest.mark.promise("rejoin.replaced")
+@pytest.mark.slow
 def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
     """A frozen process that was replaced gets NotServing from all peers when it thaws."""
     with three(tmp_path) as (path, where, found):

@@ -4,6 +4,7 @@ import asyncio
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from aiorpc_torch import (
@@ -23,6 +24,7 @@ from tests.support.slack import SLACK
 TRAINERS = [f"trainer{n}" for n in range(5)]
 
 
+@pytest.mark.promise("lost.work")
 async def test_a_trainer_that_is_killed_in_a_round() -> None:
     """The living go on with a quorum, or are told who is missing; neither waits any longer."""
     async with world(["ps", *TRAINERS], transports=["uv"]):

@@ -56,7 +56,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     def accept_late(self: Server, *message: Any) -> Any:
         if waiting.is_set():
-            assert closed.wait(20)
+            assert closed.wait(30.0)
         return accept(self, *message)
 
     def destroy_first(*args: Any) -> None:
@@ -99,6 +99,7 @@ async def test_of_ones_own_object(kind: type[Slotted]) -> None:
         assert await remote(rref).me(rref)
 
 
+@pytest.mark.promise("calls.not_serving")
 async def test_of_a_world_that_was_left() -> None:
     """Any use raises, whichever its owner; RRefs of own objects still work."""
     async with world(["a"]):
@@ -118,6 +119,7 @@ async def test_of_a_world_that_was_left() -> None:
         await remote(there).add(2)
 
 
+@pytest.mark.promise("worlds.rrefs")
 @KINDS
 async def test_of_ours_among_fresh_processes(kind: type[Slotted]) -> None:
     """An object of this process, which is in a later world, is called and passed on by others."""
@@ -132,6 +134,7 @@ async def test_of_ours_among_fresh_processes(kind: type[Slotted]) -> None:
         assert await remote(second).given() is rref
 
 
+@pytest.mark.promise("worlds.rrefs")
 async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFixture[str]) -> None:
     """Any owner, any path to the user of the RRef; the world ends without output."""
     async with world([]):
@@ -178,11 +181,12 @@ AGAIN = """
 """
 
 
+@pytest.mark.slow
 def test_objects_of_workers_that_enter_again(tmp_path: Path) -> None:
     """They are made, called, passed on and sent back, in the third world as in the first."""
     path, where = program(tmp_path, AGAIN), f"file://{tmp_path}/store"
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(started(path, str(rank), where)) for rank in range(3)]
-        said = [process.communicate(timeout=50) for process in found]
+        said = [process.communicate(timeout=500) for process in found]
     assert said == [("left\n" * 3, "")] * 3
     assert [process.returncode for process in found] == [0, 0, 0]

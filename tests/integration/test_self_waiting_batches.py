@@ -1,7 +1,7 @@
 """Batch functions that wait for their own batch through other processes."""
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch import call
+from aiorpc_torch.testing import world
 from tests.support import actors
 
 OTHERS = ["relay", "relay_in_thread", "stream", "stream_in_thread", "create"]
@@ -13,7 +13,7 @@ OTHERS = ["relay", "relay_in_thread", "stream", "stream_in_thread", "create"]
 async def test_between_processes() -> None:
     """Through c and back, by calls, threads, streams and other queues; and what c leaves behind."""
     names = [*OTHERS, "ask", "ask_in_thread"]
-    async with aiorpc.local_world(["b", "c"], transports=["uv"]):
+    async with world(["b", "c"], transports=["uv"]):
         told, free, left = await call("b", actors.walk_between, "c", names)
     assert len(told) == 3 * len(names)
     assert all("RuntimeError" in each and "awaits itself" in each for each in told), told

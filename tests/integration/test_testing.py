@@ -26,6 +26,7 @@ class Clerk:
         return "done"
 
 
+@pytest.mark.promise("testing.gate")
 async def test_a_gate_across_processes(workers: Workers) -> None:
     """An actor on one worker stands at a gate on another, and the test sees it there."""
     await workers(["a", "b"])
@@ -42,6 +43,7 @@ def what_is_seen() -> tuple[str | None, str, str]:
     return os.environ.get("AIORPC_TEST"), os.getcwd(), os.environ["PATH"]
 
 
+@pytest.mark.promise("testing.fresh")
 async def test_forkserver_children_are_fresh(
     tmp_path: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -80,6 +82,7 @@ async def test_only_worlds_for_tests_use_the_forkserver() -> None:
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("lost.dead", "testing.faults")
 async def test_a_worker_that_is_killed(workers: Workers) -> None:
     """Its callers get WorkerLost; a second kill raises."""
     await workers(["a", "b"])
@@ -97,6 +100,7 @@ async def test_a_worker_that_is_killed(workers: Workers) -> None:
         kill("b")  # also one that is frozen
 
 
+@pytest.mark.promise("testing.faults")
 async def test_a_worker_that_is_frozen(workers: Workers) -> None:
     """It answers once it is thawed, also by an exception, and nothing is lost."""
     await workers(["a"], transports=["uv"])

@@ -22,7 +22,7 @@ SEED = 3
 
 async def in_thread(function: Callable[..., Any], *args: Any) -> Any:
     """What blocks until other workers have done their part, with an end to it."""
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(30.0):
         return await asyncio.to_thread(function, *args)
 
 
@@ -73,6 +73,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
     return found
 
 
+@pytest.mark.promise("autograd.gradients")
 async def test_gradients_through_calls(sent: Sent) -> None:
     """Those of calls in the context are right at both ends; other calls are no part of it."""
     x, scale = torch.randn(4, 3), torch.randn(4, 2)
@@ -123,6 +124,6 @@ async def check_gradients(
 
 async def several(forward: Callable[..., Any], x: torch.Tensor) -> list[torch.Tensor]:
     """Make calls of several tasks in one loop iteration."""
-    async with asyncio.timeout(20.0), asyncio.TaskGroup() as group:
+    async with asyncio.timeout(30.0), asyncio.TaskGroup() as group:
         tasks = [group.create_task(forward(x)) for _ in range(5)]
     return [task.result() for task in tasks]

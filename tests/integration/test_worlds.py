@@ -60,6 +60,7 @@ STAYS = [
 ]
 
 
+@pytest.mark.promise("exceptions.itself")
 async def test_exceptions_cross() -> None:
     """Own class, own arguments, own attributes, and the remote traceback as the cause."""
     async with world(["callee"]):
@@ -101,9 +102,10 @@ async def araise_object(recipe: tuple[Any, ...]) -> None:
     raise exc
 
 
+@pytest.mark.promise("exceptions.hops")
 async def test_exception_through_three_workers() -> None:
     """What C raised and B let through arrives at A as itself, both tracebacks in its cause."""
-    async with aiorpc.local_world(["b", "c"]):
+    async with world(["b", "c"]):
         with pytest.raises(actors.TwoArguments) as raised:
             await call("b", actors.raise_from_third, "c")
         assert raised.value.code == 7
@@ -127,54 +129,46 @@ async def test_objects_in_another_process() -> None:
 # ── nothing blocks ──────────────────────────────────────────────────────────────────────────────
 
 
-def test_deep_nesting_with_two_threads(tmp_path: Path) -> None:
+@pytest.mark.promise("calls.nesting")
+async def test_deep_nesting_with_two_threads(capfd: pytest.CaptureFixture[str]) -> None:
     """200 nested calls between two workers: torch's own deadlock at twice the threads."""
-    path = program(
-        tmp_path,
-        """
-        from tests.support.actors import PingPong
-        from aiorpc_torch import create, remote
-        async def main():
-            async with aiorpc.local_world(["b"], threads=2):
-                a, b = await create("main", PingPong), await create("b", PingPong)
-                await remote(a).meet(b)
-                await remote(b).meet(a)
-                print(await asyncio.wait_for(remote(b).bounce(200), 30))
-        if __name__ == "__main__":
-            asyncio.run(main())
-        """,
-    )
-    done = run(path)
-    assert (done.stdout, done.stderr) == ("200\n", "")
+    async with world(["b"], threads=2), asyncio.timeout(30.0):
+        a, b = await create("main", actors.PingPong), await create("b", actors.PingPong)
+        await remote(a).meet(b)
+        await remote(b).meet(a)
+        assert await remote(b).bounce(200) == 200
+    assert capfd.readouterr() == ("", "")
 
 
+@pytest.mark.promise("calls.coroutines_need_no_thread")
 async def test_three_thousand_sleeps_on_two_threads() -> None:
-    """15 s of sleep for two blocked threads, a fraction of it for coroutines."""
+    """75 s of sleep for two blocked threads, a fraction of it for coroutines."""
     async with world(["b"], threads=2):
         sleeper = await create("b", Sleeper)
         start = time.monotonic()
-        results = await asyncio.gather(*(remote(sleeper).sleep(0.01) for _ in range(3000)))
+        results = await asyncio.gather(*(remote(sleeper).sleep(0.05) for _ in range(3000)))
         took = time.monotonic() - start
-    print(f"3,000 calls that sleep 10 ms on two threads: {took:.2f} s")
-    assert results == [0.01] * 3000
-    assert took < 7.5
+    assert results == [0.05] * 3000
+    assert took < 37.5
 
 
 # ── lives ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("worlds.again")
 async def test_worlds_in_a_row() -> None:
     """A process may leave a world and enter another with fresh peers, of any size."""
     for names in (["a"], [], ["a", "b"]):
-        async with aiorpc.local_world(names) as me:
+        async with world(names) as me:
             pids = [await call(name, actors.pid) for name in ("main", *me.peers)]
             assert len(set(pids)) == len(names) + 1
 
 
+@pytest.mark.promise("worlds.failure")
 async def test_exception_inside_ends_the_world() -> None:
     """It propagates, quickly, and the children are gone."""
     with pytest.raises(LookupError):  # noqa: PT012
-        async with aiorpc.local_world(["a"]):
+        async with world(["a"]):
             child = psutil.Process(await call("a", actors.pid))
             start = time.monotonic()
             raise LookupError("inside")
@@ -182,6 +176,7 @@ async def test_exception_inside_ends_the_world() -> None:
     assert not child.is_running()
 
 
+@pytest.mark.promise("lost.dead")
 async def test_killed_peer_is_lost() -> None:
     """Pending and new calls raise WorkerLost, and leaving does not wait for the dead."""
     async with world(["a", "b"]):
@@ -198,6 +193,7 @@ async def test_killed_peer_is_lost() -> None:
     assert time.monotonic() - start < 5 + SLACK
 
 
+@pytest.mark.promise("worlds.child_dies")
 def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
     """It is reported at once, not after the whole start_timeout."""
     path = program(
@@ -220,6 +216,7 @@ def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
     )
 
 
+@pytest.mark.promise("worlds.missing")
 async def test_missing_rank_is_named(tmp_path: Path) -> None:
     """`start_timeout` holds, and the error names the missing ranks."""
     with pytest.raises(WorldTimeout, match=r"rank 1, 2") as raised:
@@ -230,16 +227,18 @@ async def test_missing_rank_is_named(tmp_path: Path) -> None:
     assert raised.value.missing == (1, 2)
 
 
+@pytest.mark.promise("worlds.loopback")
 async def test_only_loopback_listens() -> None:
     """A local world has no TCP rendezvous, and its sockets are on the loopback interface."""
     before = {c.laddr for c in psutil.Process().net_connections("tcp")}
-    async with aiorpc.local_world(["a"]):
+    async with world(["a"]):
         found = psutil.Process().net_connections("tcp")
         found += psutil.Process(await call("a", actors.pid)).net_connections("tcp")
     listening = [c.laddr for c in found if c.status == "LISTEN" and c.laddr not in before]
     assert all(address.ip in ("127.0.0.1", "::1") for address in listening), listening
 
 
+@pytest.mark.promise("worlds.run_local")
 def test_run_local(tmp_path: Path) -> None:
     """Every process runs main, the first one's result is returned, and nothing is printed by us."""
     path = program(
@@ -258,6 +257,7 @@ def test_run_local(tmp_path: Path) -> None:
     assert done.stdout.strip() == "('hello', 'ps', 0, 2)"
 
 
+@pytest.mark.slow
 def test_a_child_ends_its_threads_first(tmp_path: Path) -> None:
     """What it has given to an executor is done before its process ends."""
     path = program(
@@ -300,6 +300,7 @@ def test_a_child_that_fails_waits_for_no_thread(tmp_path: Path) -> None:
     assert "ValueError: boom" in done.stderr
 
 
+@pytest.mark.promise("worlds.failure")
 def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
     """A class of the child's own `__main__`, its traceback as the cause, a non-zero exit code."""
     path = program(
@@ -356,6 +357,7 @@ def test_exception_defined_in_main(tmp_path: Path) -> None:
     assert "Hidden: from the child" in lines[1]
 
 
+@pytest.mark.promise("worlds.parent")
 def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
     """kill -9 leaves no child behind, though they are busy."""
     path = program(
@@ -383,6 +385,7 @@ def test_children_die_with_a_killed_parent(tmp_path: Path) -> None:
         assert not [p for p in alive if p.status() != psutil.STATUS_ZOMBIE]
 
 
+@pytest.mark.promise("worlds.signals")
 def test_interrupt_is_graceful(tmp_path: Path) -> None:
     """Ctrl-C, which the whole group gets: all end within two seconds, without a traceback."""
     path = program(
@@ -403,12 +406,14 @@ def test_interrupt_is_graceful(tmp_path: Path) -> None:
         assert [parent.stdout.readline() for _ in range(3)] == ["ready\n"] * 3
         start = time.monotonic()
         os.killpg(parent.pid, signal.SIGINT)
-        _, errors = parent.communicate(timeout=20)
+        _, errors = parent.communicate(timeout=500)
         assert time.monotonic() - start < 2.0 + SLACK
     assert parent.returncode == 130
     assert "Traceback" not in errors
 
 
+@pytest.mark.promise("worlds.torchrun")
+@pytest.mark.slow
 def test_torchrun_environment(tmp_path: Path) -> None:
     """RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT are understood, as torchrun sets them."""
     path = program(
@@ -428,7 +433,7 @@ def test_torchrun_environment(tmp_path: Path) -> None:
         ],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=500,
         env={**os.environ, "GLOO_SOCKET_IFNAME": "lo", "TP_SOCKET_IFNAME": "lo"},
         check=False,
     )
@@ -463,9 +468,10 @@ async def test_a_world_of_one_needs_nothing() -> None:
         assert await call("solo", actors.name_of_worker) == me.name
 
 
+@pytest.mark.promise("worlds.exit")
 async def test_leaving_ends_calls_that_are_still_awaited() -> None:
     """A task that outlives the block learns that the world is over, and leaving stays quick."""
-    async with aiorpc.local_world(["a"]):
+    async with world(["a"]):
         sleeper = await create("a", Sleeper)
         waiting = asyncio.create_task(remote(sleeper).sleep(600))
         await remote(sleeper).sleep(0)
@@ -475,6 +481,7 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
         await waiting
 
 
+@pytest.mark.promise("worlds.exit")
 @pytest.mark.parametrize("how", ["blocks", "ignores", "batch"])
 def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) -> None:
     """A `def` in a thread of torch's, coroutines that swallow their cancellation: all are left."""
@@ -500,7 +507,7 @@ def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) ->
                 while not begun.is_set():
                     await asyncio.sleep(0.01)
                 start = time.monotonic()
-            print(time.monotonic() - start < 2.5, type(call.exception()).__name__)
+            print(time.monotonic() - start < 10.0, type(call.exception()).__name__)
         if __name__ == "__main__":
             asyncio.run(main(globals()[sys.argv[1]], [1] * (sys.argv[1] == "batch")))
         """,
@@ -533,6 +540,6 @@ def gather(value: Any) -> Any:
 
 async def test_torch_gathers_from_all_workers() -> None:
     """torch's `_all_gather` knows every worker, as after `init_rpc`."""
-    async with aiorpc.local_world(["b"]):
+    async with world(["b"]):
         found = await asyncio.gather(asyncio.to_thread(gather, 1), aiorpc.call("b", gather, 2))
     assert found == [{"main": 1, "b": 2}] * 2

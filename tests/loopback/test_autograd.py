@@ -32,6 +32,7 @@ async def test_bad_input(world: Any) -> None:
         assert x.grad is None
 
 
+@pytest.mark.promise("autograd.unsupported")
 async def test_torch_without_context_symbols(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the C++ symbol, to open a context raises."""
     monkeypatch.setattr(transport, "force_context", None)

@@ -102,6 +102,7 @@ def start(*calls: Any) -> list["asyncio.Task[Any]"]:
     return [asyncio.create_task(each) for each in calls]
 
 
+@pytest.mark.promise("transport.window")
 async def test_never_more_than_so_many_calls(bounds: Bounds) -> None:
     """The rest follows in order as answers come, one for one."""
     bounds(calls=8)
@@ -123,6 +124,7 @@ async def test_never_more_than_so_many_calls(bounds: Bounds) -> None:
     assert (stats().in_flight, stats().unsent) == (0, 0)
 
 
+@pytest.mark.promise("transport.window")
 @pytest.mark.parametrize("weight", [10_000, 100_000])
 async def test_never_more_than_so_many_bytes(bounds: Bounds, weight: int) -> None:
     """Loads that share a message and loads that go alone count with what they weigh."""
@@ -185,6 +187,7 @@ async def endless() -> Any:
 # ── who leaves the queue ────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("transport.unsent")
 @pytest.mark.parametrize("trickle", [60.0, 0.02])
 async def test_cancelled_before_it_was_sent(bounds: Bounds, trickle: float) -> None:
     """It never is, whether room is made by answers or by waiting; whoever is behind it moves up."""
@@ -209,6 +212,7 @@ async def test_cancelled_before_it_was_sent(bounds: Bounds, trickle: float) -> N
     assert stats().late == 0
 
 
+@pytest.mark.promise("transport.unsent")
 @pytest.mark.parametrize("trickle", [60.0, 1.0])
 async def test_expired_before_it_was_sent(bounds: Bounds, trickle: float) -> None:
     """The same, for those whose time was over in the queue: calls, streams and scopes."""
@@ -278,18 +282,20 @@ class Stubborn:
 # ── nothing waits for ever ──────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("transport.trickle")
 async def test_calls_that_wait_for_a_later_one(bounds: Bounds) -> None:
     """A full window without answers lets one more pass, now and then: no deadlock."""
     bounds(calls=4, trickle=0.05)
     turnstile = Turnstile()
     rref = RRef(turnstile)
     tasks = start(*(remote(rref).enter(n) for n in range(8)), remote(rref).open())
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(30.0):
         assert await asyncio.gather(*tasks) == [*range(8), None]
     assert turnstile.came == list(range(8))
     assert turnstile.most <= 8
 
 
+@pytest.mark.promise("transport.trickle")
 async def test_the_same_for_bytes(bounds: Bounds) -> None:
     """A window that is full of bytes is no deadlock either."""
     bounds(size=2000, trickle=0.05)
@@ -297,7 +303,7 @@ async def test_the_same_for_bytes(bounds: Bounds) -> None:
     rref = RRef(turnstile)
     load = torch.zeros(100_000, dtype=torch.uint8)
     tasks = start(remote(rref).enter(0, load), remote(rref).enter(1, load), remote(rref).open())
-    async with asyncio.timeout(20.0):
+    async with asyncio.timeout(30.0):
         assert await asyncio.gather(*tasks) == [0, 1, None]
 
 

@@ -44,6 +44,7 @@ from tests.support.gated_batches import (
 # ── who is in a batch ───────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("batching.late_binding")
 async def test_members_are_chosen_when_a_slot_is_free(gated: Any) -> None:
     """Calls that came while the function was busy form full batches, not those of its start."""
     made, far = gated(max_size=4, max_wait=0.01)
@@ -103,6 +104,7 @@ async def test_a_function_that_waits_has_a_task_of_its_own() -> None:
         assert len({*turns.seen}) == 3
 
 
+@pytest.mark.promise("batching.timer")
 async def test_the_timer_is_the_oldest_living_ones(
     gated: Any, skip: Callable[[float], None]
 ) -> None:
@@ -121,6 +123,7 @@ async def test_the_timer_is_the_oldest_living_ones(
     assert await settled(second) == ["second"]
 
 
+@pytest.mark.promise("batching.leave")
 async def test_a_cancelled_call_never_counts(gated: Any) -> None:
     """Of three, two give up: it takes three more to fill a batch of four."""
     made, far = gated(max_size=4, max_wait=1000.0)
@@ -153,6 +156,7 @@ async def test_cancelled_in_flight(gated: Any) -> None:
 ADDRESSED = [asyncio.CancelledError("x"), SystemExit(3), KeyboardInterrupt("x"), GeneratorExit("x")]
 
 
+@pytest.mark.promise("batching.raises")
 @pytest.mark.parametrize("exc", ADDRESSED, ids=repr)
 async def test_a_function_that_raises_cancelled_error_answers_everybody(
     gated: Any, exc: BaseException
@@ -182,6 +186,7 @@ WRONG = {
 }
 
 
+@pytest.mark.promise("batching.contract")
 @pytest.mark.parametrize("answer", WRONG.values(), ids=WRONG)
 async def test_a_wrong_result_fails_every_caller(gated: Any, answer: Any) -> None:
     """Nobody gets a key, a character or somebody else's result; the error names the function."""
@@ -191,6 +196,7 @@ async def test_a_wrong_result_fails_every_caller(gated: Any, answer: Any) -> Non
     assert all("Made.ask got a batch of 2 and returned" in str(each) for each in got)
 
 
+@pytest.mark.promise("batching.own_exception")
 async def test_an_exception_among_the_answers_is_its_callers_alone(gated: Any) -> None:
     """It is raised, not handed over as a value, and its neighbours have their results."""
 
@@ -257,6 +263,7 @@ async def test_a_broadcast_that_cannot_be_sent(gated: Any) -> None:
 # ── weights, keys and arguments ─────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("batching.policy_raises")
 @pytest.mark.parametrize("name", ["weight", "key", "member"])
 async def test_a_function_of_the_policy_that_raises_is_its_callers_alone(
     gated: Any, name: str
@@ -320,6 +327,7 @@ async def test_an_item_that_does_not_fit_is_not_overtaken(gated: Any) -> None:
     assert made.batches == [[1], [6], [5, 2], [30], [4, 6], [1]]
 
 
+@pytest.mark.promise("batching.keys")
 async def test_order_within_a_key_and_no_key_starves(gated: Any) -> None:
     """Batches have one key each, in order of arrival; the line whose oldest came first leaves."""
     made, far = gated(max_size=2, key=lambda item, _: item[0])
@@ -380,6 +388,7 @@ async def function(items: list[int]) -> list[int]:
     return [len(items)] * len(items)
 
 
+@pytest.mark.promise("batching.instances")
 @pytest.mark.usefixtures("world")
 async def test_each_instance_has_its_own_queue() -> None:
     """Whichever way it is called; static methods and functions have one."""
@@ -412,6 +421,7 @@ def test_a_second_world_on_a_second_loop() -> None:
     assert made.batches == [[1, 2]]
 
 
+@pytest.mark.promise("batching.reentry")
 @pytest.mark.usefixtures("world")
 @pytest.mark.parametrize("concurrency", [1, 2])
 async def test_a_function_that_awaits_its_own_queue(concurrency: int) -> None:
@@ -441,6 +451,7 @@ async def test_leaving_a_world_answers_everybody() -> None:
 # ── how many at once, how many wait ─────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("batching.one_at_a_time")
 @pytest.mark.usefixtures("world")
 async def test_two_batches_at_once_and_the_third_waits() -> None:
     """With `max_concurrency=2`; whichever ends first makes room."""
@@ -467,6 +478,7 @@ async def test_two_batches_at_once_and_the_third_waits() -> None:
     assert await settled(*calls) == [*range(6)]
 
 
+@pytest.mark.promise("batching.full")
 async def test_a_full_queue(gated: Any) -> None:
     """QueueFull arrives as itself, nothing of the call runs, and afterwards there is room."""
     made, far = gated(max_size=2, max_pending=2)
@@ -497,6 +509,7 @@ class Counted:
         return Counted, ()
 
 
+@pytest.mark.promise("batching.broadcast")
 async def test_a_broadcast_is_pickled_once(gated: Any) -> None:
     """However many callers there are; each has an object of its own."""
     _, far = gated(Round(8), answer=lambda items: Broadcast({"it": Counted(), "x": torch.ones(3)}))
@@ -531,6 +544,7 @@ class Kept:
         pass
 
 
+@pytest.mark.promise("batching.stats")
 async def test_statistics_of_batches(skip: Callable[[float], None]) -> None:
     """Why batches left, how full they were, and how long calls waited."""
     before = {"Kept.fill", "Kept.slot", "Kept.meet", "Kept.fail"} & stats().batches.keys()
@@ -566,6 +580,7 @@ async def test_statistics_of_batches(skip: Callable[[float], None]) -> None:
 # ── plain torch clients ─────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("torch_clients.batched")
 async def test_torch_clients_of_every_policy(gated: Any) -> None:
     """`rpc_sync` and `rref.rpc_sync()` join rounds, stacks and lines by key, and a full queue."""
     met, meet = gated(Round(2, member=by_name), answer=Broadcast)
@@ -634,6 +649,7 @@ moves = st.one_of(
 endings = st.sampled_from(["answer", "answer", "raise", "too few", "exit"])
 
 
+@pytest.mark.promise("batching.results")
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(moves, max_size=20), st.lists(endings, min_size=1), st.integers(1, 3))
 async def test_every_call_settles_once_with_its_own_answer(
@@ -675,7 +691,7 @@ async def test_every_call_settles_once_with_its_own_answer(
         elif move in ("shut", "open"):
             (made.gate.set if move == "open" else made.gate.clear)()
     made.gate.set()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         got = await asyncio.gather(*calls, return_exceptions=True)
 
     ran = [number for batch in made.batches for number, _ in batch]

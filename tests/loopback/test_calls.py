@@ -20,6 +20,7 @@ from tests.support.actors import Batching, Counter, Failing, Loud, Notes, Sleepe
 pytestmark = pytest.mark.usefixtures("world")
 
 
+@pytest.mark.promise("calls.where")
 async def test_def_and_async_def() -> None:
     """A method is awaited, whichever kind it is, with arguments and defaults."""
     counter = await create("main", Counter, start=5)
@@ -37,6 +38,7 @@ async def test_tensors_travel() -> None:
     assert torch.equal(await remote(counter).scale(tensor), tensor * 3)
 
 
+@pytest.mark.promise("calls.addresses")
 @pytest.mark.parametrize("worker", ["main", 0])
 async def test_call_by_name_rank_and_info(worker: str | int) -> None:
     """A worker is a name, a rank or torch's WorkerInfo."""
@@ -44,6 +46,7 @@ async def test_call_by_name_rank_and_info(worker: str | int) -> None:
     assert await call(rpc.get_worker_info("main"), actors.name_of_worker) == "main"
 
 
+@pytest.mark.promise("calls.overrides")
 async def test_typed_method_call_is_virtual() -> None:
     """`call(rref, Base.method)` runs the override, as a method call does."""
     loud = await create("main", Loud, 1)
@@ -61,6 +64,7 @@ def value_of(counter: Counter) -> int:
     return counter.value
 
 
+@pytest.mark.promise("calls.create")
 async def test_create_raises_what_the_constructor_raises() -> None:
     """The error comes with the await, not at the first use."""
     with pytest.raises(KeyError, match="no such model"):
@@ -77,12 +81,14 @@ async def make_counter(start: int) -> Counter:
     return Counter(start)
 
 
+@pytest.mark.promise("calls.fetch")
 async def test_fetch() -> None:
     """The object itself on its owner."""
     assert (await fetch(await create("main", Counter, 8))).value == 8
     assert await fetch(RRef([1, 2])) == [1, 2]
 
 
+@pytest.mark.promise("calls.lifetime")
 async def test_object_lives_as_long_as_its_rref() -> None:
     """Nothing of ours keeps a remote object alive."""
     counter = Counter()
@@ -98,6 +104,7 @@ async def test_object_lives_as_long_as_its_rref() -> None:
     assert alive() is None
 
 
+@pytest.mark.promise("calls.awaited_results")
 async def test_plain_future_and_hidden_coroutine() -> None:
     """A def may return a torch Future or a coroutine: the caller gets the result."""
     counter = await create("main", Counter)
@@ -122,6 +129,7 @@ async def test_async_execution_through_us() -> None:
 # ── order, concurrency, cancellation, deadlines ─────────────────────────────────────────────────
 
 
+@pytest.mark.promise("order.start")
 async def test_calls_start_in_order() -> None:
     """Between one caller and one callee, calls start in the order in which they were sent."""
     notes = await create("main", Notes)
@@ -129,6 +137,7 @@ async def test_calls_start_in_order() -> None:
     assert await remote(notes).noted() == list(range(500))
 
 
+@pytest.mark.promise("order.slow")
 async def test_a_slow_call_delays_no_other() -> None:
     """While one waits others are answered."""
     gate = await create("main", Gate)
@@ -139,6 +148,7 @@ async def test_a_slow_call_delays_no_other() -> None:
     await waiting
 
 
+@pytest.mark.promise("deadlines.cancel")
 async def test_cancelling_the_caller_cancels_the_callee() -> None:
     """The remote coroutine sees CancelledError."""
     gate = await create("main", Gate)
@@ -150,6 +160,7 @@ async def test_cancelling_the_caller_cancels_the_callee() -> None:
     assert await remote(gate).cancelled(0) == 1
 
 
+@pytest.mark.promise("rounds.leave")
 async def test_cancelled_caller_leaves_a_forming_round() -> None:
     """A contribution that is cancelled before the round is complete is not in it."""
     batching = await create("main", Batching)
@@ -162,6 +173,7 @@ async def test_cancelled_caller_leaves_a_forming_round() -> None:
     assert await asyncio.gather(first, *rest) == [6, 6, 6]
 
 
+@pytest.mark.promise("exceptions.attributes", "deadlines.call")
 async def test_timeout_of_a_call() -> None:
     """`remote(..., timeout=)` raises CallTimeout, a TimeoutError, and cancels the callee."""
     gate = await create("main", Gate)
@@ -174,6 +186,7 @@ async def test_timeout_of_a_call() -> None:
     assert await remote(gate).cancelled(0) == 1
 
 
+@pytest.mark.promise("deadlines.nested")
 async def test_timeout_of_a_block_travels() -> None:
     """What is left of the caller's time bounds the callee's own calls."""
     with aiorpc.timeout(30.0):
@@ -183,6 +196,7 @@ async def test_timeout_of_a_block_travels() -> None:
     assert await call("main", actors.remaining) is None
 
 
+@pytest.mark.promise("deadlines.late")
 async def test_expired_deadline_sends_nothing() -> None:
     """A call after the deadline raises at once."""
     with aiorpc.timeout(0.0), pytest.raises(CallTimeout, match="before the call") as raised:
@@ -190,6 +204,7 @@ async def test_expired_deadline_sends_nothing() -> None:
     assert (raised.value.worker, raised.value.method) == ("main", "pid")
 
 
+@pytest.mark.promise("exceptions.attributes")
 async def test_timeout_of_a_typed_call_names_the_class() -> None:
     """The error of `call(rref, Class.method)` names the class, also for a stream."""
     gate = await create("main", Gate)
@@ -208,6 +223,7 @@ async def test_threads_start_tuned() -> None:
     assert set(counts) == {torch.get_num_threads()}
 
 
+@pytest.mark.promise("calls.where")
 async def test_defs_run_in_parallel(tmp_path) -> None:
     """Blocked plain methods block neither each other nor coroutines."""
     sleeper, counter = await create("main", Sleeper), await create("main", Counter)
@@ -219,6 +235,7 @@ async def test_defs_run_in_parallel(tmp_path) -> None:
     await asyncio.gather(*blocked)
 
 
+@pytest.mark.promise("calls.coroutines_need_no_thread")
 async def test_many_concurrent_sleeps() -> None:
     """Coroutines that wait hold no threads."""
     sleeper = await create("main", Sleeper)
@@ -240,6 +257,7 @@ async def test_batched_method() -> None:
     assert max(sizes) <= 8
 
 
+@pytest.mark.promise("batching.defaults")
 async def test_batched_in_thread_with_defaults() -> None:
     """A batched plain def runs in a thread; defaults are filled in for each caller."""
     batching = await create("main", Batching)
@@ -266,6 +284,7 @@ async def test_batched_body_raises_for_each() -> None:
     assert len({id(r) for r in results}) == 3
 
 
+@pytest.mark.promise("batching.local")
 async def test_local_and_remote_callers_share_a_queue() -> None:
     """The owner's own coroutines join the same rounds."""
     batching = Batching()
@@ -278,6 +297,7 @@ async def test_local_and_remote_callers_share_a_queue() -> None:
 # ── mistakes ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("calls.mistakes")
 async def test_private_names_are_refused() -> None:
     """At the call site, and by the callee if a caller goes round that."""
     counter = await create("main", Counter)
@@ -287,6 +307,7 @@ async def test_private_names_are_refused() -> None:
         await call(counter, Counter._secret)
 
 
+@pytest.mark.promise("calls.refusals")
 async def test_missing_and_not_callable() -> None:
     """What is not there or not a method says so."""
     counter = await create("main", Counter)
@@ -296,6 +317,7 @@ async def test_missing_and_not_callable() -> None:
         await remote(counter).attribute()
 
 
+@pytest.mark.promise("calls.mistakes")
 async def test_bad_arguments_raise_at_the_call() -> None:
     """An argument that cannot be pickled, an unknown worker, a thing that is no RRef."""
     counter = await create("main", Counter)
@@ -337,6 +359,7 @@ def divide(a: int, b: int) -> float:
     return a / b
 
 
+@pytest.mark.promise("worlds.one")
 async def test_second_world_is_refused() -> None:
     """One world at a time."""
     with pytest.raises(RuntimeError, match="already"):
@@ -358,6 +381,7 @@ class TestOutside:
     def world(self) -> None:
         """None."""
 
+    @pytest.mark.promise("calls.not_serving")
     async def test_not_serving(self) -> None:
         """Every way to call says what to do."""
         for mistake in (call("main", actors.pid), create("main", Counter)):
@@ -365,6 +389,7 @@ class TestOutside:
                 await mistake
 
 
+@pytest.mark.promise("order.one_message")
 async def test_a_turn_of_calls_is_one_message() -> None:
     """Calls made in one loop iteration travel in one message, and so do their results."""
     counter = await create("main", Counter)
@@ -374,6 +399,7 @@ async def test_a_turn_of_calls_is_one_message() -> None:
     assert 0 < stats().messages - before <= 2, "the first leaves at once, the rest together"
 
 
+@pytest.mark.promise("transport.loops")
 async def test_calls_from_another_loop() -> None:
     """A thread with an event loop of its own may call too."""
     counter = await create("main", Counter)
@@ -385,6 +411,7 @@ async def test_calls_from_another_loop() -> None:
     assert results == list(range(1, 21))
 
 
+@pytest.mark.promise("transport.large")
 async def test_large_tensors_among_small_calls() -> None:
     """A call with large tensors goes alone; the order stays."""
     notes = await create("main", Notes)

@@ -91,6 +91,7 @@ async def work() -> None:
 # ── what shares a frame ─────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("order.lone")
 async def test_a_lone_call_is_one_frame_and_one_result(tap: Tap) -> None:
     """Nothing more is sent to get its answer, or because it came."""
     counter = remote(RRef(Counter()))
@@ -101,6 +102,7 @@ async def test_a_lone_call_is_one_frame_and_one_result(tap: Tap) -> None:
     assert [kind for _, kind, _ in tap.frames] == [CALL, RESULT] * 5
 
 
+@pytest.mark.promise("order.one_message")
 async def test_calls_of_one_iteration_share_a_frame(tap: Tap) -> None:
     """All that are made before the connection is there, or while none is idle, leave together."""
     notes = remote(RRef(Notes()))
@@ -111,6 +113,7 @@ async def test_calls_of_one_iteration_share_a_frame(tap: Tap) -> None:
     assert await notes.noted() == [*range(200)]
 
 
+@pytest.mark.promise("order.woken")
 @pytest.mark.parametrize("callers", [2, 7, 40])
 async def test_callers_resumed_together_share_frames(tap: Tap, callers: int) -> None:
     """Callers that one frame has woken make one frame again, iteration after iteration."""
@@ -126,6 +129,7 @@ async def test_callers_resumed_together_share_frames(tap: Tap, callers: int) -> 
     assert await counter.aadd() == callers * turns + 1
 
 
+@pytest.mark.promise("order.slow")
 async def test_a_slow_call_delays_no_other_call_of_its_frame(tap: Tap) -> None:
     """The rest of its frame is answered while it waits."""
     gate, counter = Gate(), remote(RRef(Counter()))
@@ -171,6 +175,7 @@ async def test_many_calls_leave_others_their_turns(world: aiorpc.Worker) -> None
 # ── who fails alone ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("transport.apart")
 @pytest.mark.parametrize(
     ("bad", "error"),
     [
@@ -226,6 +231,7 @@ class Results:
         await asyncio.Event().wait()
 
 
+@pytest.mark.promise("transport.apart")
 @pytest.mark.parametrize("bad", ["elsewhere", "elsewhere_in_thread", "lock"])
 async def test_a_result_that_cannot_be_sent_fails_alone(world: aiorpc.Worker, bad: str) -> None:
     """Results of the same frame are not lost, and nor is the peer."""
@@ -252,6 +258,7 @@ def fail_once(
     return failing
 
 
+@pytest.mark.promise("transport.memory")
 @pytest.mark.parametrize("size", [0, LARGE])
 async def test_no_memory_for_a_frame_loses_no_call(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, size: int
@@ -269,6 +276,7 @@ async def test_no_memory_for_a_frame_loses_no_call(
     assert not own_connection()._slot_keys
 
 
+@pytest.mark.promise("transport.memory")
 @pytest.mark.parametrize("calls", [1, 5])
 async def test_no_memory_for_results_loses_no_call(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, calls: int
@@ -322,6 +330,7 @@ class Sending:
             self.gated.pop(0)()
 
 
+@pytest.mark.promise("transport.large_results")
 async def test_a_large_result_is_held_and_collected_then_goes_by_torch(tap: Tap) -> None:
     """Later calls of the method are a slot each, until a result of it is small again."""
     results = remote(RRef(Results()))
@@ -338,6 +347,7 @@ async def test_a_large_result_is_held_and_collected_then_goes_by_torch(tap: Tap)
     assert stats().held_bytes == 0
 
 
+@pytest.mark.promise("transport.held")
 @pytest.mark.parametrize("name", ["large", "tensor", "huge_number"])
 async def test_nothing_of_a_collected_result_is_held(world: aiorpc.Worker, name: str) -> None:
     """Whatever it was that did not go on the connection."""
@@ -348,6 +358,7 @@ async def test_nothing_of_a_collected_result_is_held(world: aiorpc.Worker, name:
         own_connection()._transfers.large_results.clear()
 
 
+@pytest.mark.promise("transport.held")
 @pytest.mark.parametrize("kind", ["call", "stream"])
 async def test_a_held_result_is_released_when_its_caller_leaves(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -371,6 +382,7 @@ async def test_a_held_result_is_released_when_its_caller_leaves(
     assert stats().in_flight == 0
 
 
+@pytest.mark.promise("order.payload")
 async def test_a_payload_on_its_way_delays_its_own_object_only(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -392,6 +404,7 @@ async def test_a_payload_on_its_way_delays_its_own_object_only(
     assert own.order == [0, bytes(LARGE), 2]
 
 
+@pytest.mark.promise("order.payload_released")
 async def test_a_cancelled_payload_releases_later_calls(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -416,6 +429,7 @@ def server_session() -> session.Session:
     return server()._sessions[own_connection()._key]
 
 
+@pytest.mark.promise("order.payload_released")
 async def test_a_payload_that_torch_refuses_withdraws_its_slot(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,6 +525,7 @@ LIES = [
 ]  # fmt: skip
 
 
+@pytest.mark.promise("security.proof")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("what", LIES)
 async def test_wrong_proofs_are_refused(listening: aiorpc.Worker, kind: str, what: str) -> None:
@@ -527,6 +542,7 @@ async def test_wrong_proofs_are_refused(listening: aiorpc.Worker, kind: str, wha
     await work()
 
 
+@pytest.mark.promise("security.replay")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 async def test_a_hello_is_good_once(listening: aiorpc.Worker, kind: str) -> None:
     """What an honest caller said on its connection proves nothing on another."""
@@ -544,6 +560,7 @@ async def test_a_hello_is_good_once(listening: aiorpc.Worker, kind: str) -> None
     assert not unproven()
 
 
+@pytest.mark.promise("security.strangers")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 async def test_there_are_only_so_many_strangers(
     listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
@@ -566,6 +583,7 @@ async def test_there_are_only_so_many_strangers(
     await work()
 
 
+@pytest.mark.promise("security.strangers")
 async def test_an_honest_caller_among_strangers(listening: aiorpc.Worker) -> None:
     """It replaces the oldest stranger, and need not wait until they have gone."""
     strangers = [await Stranger.come() for _ in range(listener.MAX_UNPROVEN)]
@@ -578,6 +596,7 @@ async def test_an_honest_caller_among_strangers(listening: aiorpc.Worker) -> Non
     await until(lambda: not unproven())
 
 
+@pytest.mark.promise("security.long")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("count", [1, 300_000])
 async def test_a_frame_that_is_too_long(
@@ -622,6 +641,7 @@ async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:
 # ── how a connection ends ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("transport.loops")
 async def test_loops_of_threads_leave_nothing(tap: Tap) -> None:
     """A loop that ends says so with a last frame; neither side keeps anything of it."""
     await work()
@@ -638,6 +658,7 @@ async def test_loops_of_threads_leave_nothing(tap: Tap) -> None:
     assert stats().in_flight == 0
 
 
+@pytest.mark.promise("transport.loops")
 async def test_the_end_of_a_loop_cancels_its_calls(world: aiorpc.Worker) -> None:
     """Nobody waits for that any more."""
     gate = Gate()
@@ -661,6 +682,7 @@ async def test_the_end_of_a_loop_cancels_its_calls(world: aiorpc.Worker) -> None
     assert stats().in_flight == stats().running == 0
 
 
+@pytest.mark.promise("lost.connection")
 async def test_an_aborted_connection(world: aiorpc.Worker) -> None:
     """Who waits is told, what runs is cancelled, and the next call makes another connection."""
     gate = Gate()
@@ -696,6 +718,7 @@ async def test_a_payload_whose_connection_has_ended(
     assert not caplog.records
 
 
+@pytest.mark.promise("transport.fork")
 async def test_a_forked_child_keeps_no_connection_open(listening: aiorpc.Worker) -> None:
     """While it lives each end sees the other's end, and strangers see theirs."""
     for end in range(2):
@@ -713,6 +736,7 @@ async def test_a_forked_child_keeps_no_connection_open(listening: aiorpc.Worker)
         await work()
 
 
+@pytest.mark.promise("transport.fork")
 async def test_a_forked_child_does_not_listen() -> None:
     """The addresses of a world that is over are free, though a child lives."""
     async with aiorpc.local_world(0):
@@ -727,6 +751,7 @@ async def test_a_forked_child_does_not_listen() -> None:
 # ── a caller that does not read ─────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("transport.reader")
 async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) -> None:
     """Only while more than 8 MiB of results wait for it; afterwards everything arrives."""
     echoed: list[int] = []

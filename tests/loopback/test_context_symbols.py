@@ -8,6 +8,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch._torch import compat, transport
 
 
+@pytest.mark.promise("autograd.unsupported")
 @pytest.mark.usefixtures("world")
 def test_torch_without_context_symbols() -> None:
     """A warning; the context id comes from torch's Python interface, and cannot be set."""
@@ -20,6 +21,7 @@ def test_torch_without_context_symbols() -> None:
     assert get() == -1
 
 
+@pytest.mark.promise("autograd.unsupported")
 @pytest.mark.usefixtures("world")
 async def test_calls_in_a_context_that_cannot_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """They raise: to leave them unrecorded would give wrong gradients. Others are made."""

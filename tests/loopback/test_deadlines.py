@@ -41,6 +41,7 @@ async def left_there() -> float | None:
 # ── as time left ────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("deadlines.nested")
 @scopes
 async def test_callee_sees_the_time_left(scope: Callable[[float], Any]) -> None:
     """Whatever bounds the caller bounds the callee, and it is less there; outside nothing does."""
@@ -92,6 +93,7 @@ async def test_scope_without_a_deadline() -> None:
         assert await left_there() is None
 
 
+@pytest.mark.promise("deadlines.scopes")
 async def test_the_nearest_counts() -> None:
     """Of scopes in scopes, and of scopes and timeouts, wherever each stands."""
     bounds = [anyio.fail_after, aiorpc.timeout]
@@ -125,6 +127,7 @@ async def test_a_deadline_that_is_moved() -> None:
     assert 9900.0 < left < 10000.0
 
 
+@pytest.mark.promise("deadlines.nested")
 async def test_it_shrinks_from_hop_to_hop() -> None:
     """A callee's own calls have what is left of the first caller's time."""
     with anyio.fail_after(1000.0):
@@ -137,6 +140,7 @@ async def test_it_shrinks_from_hop_to_hop() -> None:
 # ── what happens when it is over ────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("deadlines.scopes")
 async def test_move_on_after_is_silent() -> None:
     """The scope ends, the remote coroutine is cancelled, nothing is raised."""
     gate = await create("main", Gate)
@@ -146,6 +150,7 @@ async def test_move_on_after_is_silent() -> None:
     assert await remote(gate).cancelled() == 1
 
 
+@pytest.mark.promise("deadlines.scopes")
 async def test_fail_after_raises_its_own() -> None:
     """TimeoutError, and not the CallTimeout of a call's own deadline."""
     gate = await create("main", Gate)
@@ -217,6 +222,7 @@ class TestOneThread:
     def world(self) -> None:
         """None."""
 
+    @pytest.mark.promise("deadlines.late")
     async def test_a_late_def_is_not_started(self, tmp_path) -> None:
         """What waits for a thread until its time is over never runs."""
         release = tmp_path / "release"

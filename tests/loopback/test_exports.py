@@ -57,6 +57,7 @@ class World:
 # ── what is answered ────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.exports")
 async def test_an_exported_class() -> None:
     """Create an object; call every kind of public method, by name and typed."""
     async with World(Shop) as me:
@@ -89,6 +90,7 @@ async def test_an_object_of_a_subclass() -> None:
             await create(me, Branch)
 
 
+@pytest.mark.promise("security.exports")
 async def test_exported_functions() -> None:
     """Call own functions and torch's; a factory does not export its class."""
     async with World(price, torch.add, make_closed) as me:
@@ -103,6 +105,7 @@ async def test_exported_functions() -> None:
         assert await call(number, price) == 7
 
 
+@pytest.mark.promise("security.exports")
 async def test_an_exported_module() -> None:
     """Export the public names defined in a module and its submodules, not its imports."""
     async with World("tests.support.actors", "torch.nn") as me:
@@ -118,6 +121,7 @@ async def test_an_exported_module() -> None:
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.exports", "security.exports_unread")
 @pytest.mark.parametrize("target", [Closed, other, os.getpid, torch.sub, Shop, Shop.static])
 async def test_what_is_not_exported(target: Any) -> None:
     """Neither call nor create it, and do not unpickle its arguments; the error names it."""
@@ -166,6 +170,7 @@ async def test_refused_beside_answered() -> None:
         assert torch.equal(found[4], large[4])
 
 
+@pytest.mark.promise("security.private")
 async def test_private_names_and_data_stay_so() -> None:
     """An export does not open private names, data or properties."""
     async with World(Shop, "tests.support.exported_shop") as me:

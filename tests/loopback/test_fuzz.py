@@ -344,6 +344,7 @@ def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
     victim.close()
 
 
+@pytest.mark.promise("security.frames")
 @pytest.mark.parametrize("kinds", [(CALLS,), (CALL,), (CALL, CALLS)])
 def test_changed_frames_of_calls(victim: Victim, kinds: tuple[int, ...]) -> None:
     """Each field, at any depth, dropped, repeated, exchanged or of another kind."""
@@ -450,6 +451,7 @@ NO_CALLS: dict[str, Any] = {
 }
 
 
+@pytest.mark.promise("security.frames")
 @pytest.mark.parametrize("what", LIES)
 def test_a_frame_that_lies(victim: Victim, what: str) -> None:
     """Only its own calls fail, and no memory is allocated for declared sizes."""
@@ -459,6 +461,7 @@ def test_a_frame_that_lies(victim: Victim, what: str) -> None:
     victim.check()
 
 
+@pytest.mark.promise("security.memory")
 def test_memory_is_not_allocated_for_declared_counts() -> None:
     """A group with an impossible count is rejected."""
     for count in (10**12, 3, 0, -1):
@@ -485,6 +488,7 @@ def test_a_frame_that_makes_no_sense(victim: Victim, kind: int, what: str) -> No
     victim.check()
 
 
+@pytest.mark.promise("security.frames_plain")
 @pytest.mark.parametrize("kind", [CALLS, SLOT, CONTROL, RESULTS, CLOSE])
 def test_frames_run_nothing(victim: Victim, kind: int, tmp_path: Any) -> None:
     """What they name is not even looked up, whoever reads them."""

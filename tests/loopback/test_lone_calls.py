@@ -31,6 +31,7 @@ async def test_values_there_and_back(world: Any, name: str) -> None:
     assert same(await echo(torch.arange(4).reshape(2, 2).T), torch.arange(4).reshape(2, 2).T)
 
 
+@pytest.mark.promise("order.lone")
 async def test_lone_calls_travel_in_frames_of_their_own(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -63,7 +64,7 @@ async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.M
         raise RuntimeError("can't allocate memory")
 
     monkeypatch.setattr(session, "encode_result", fail)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         assert await echo.on_loop(2) == 2
 
 

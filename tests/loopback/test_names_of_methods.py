@@ -106,6 +106,7 @@ def _nothing_ran() -> Any:
     assert not ran, "nothing is executed of what is refused"
 
 
+@pytest.mark.promise("security.private")
 @pytest.mark.parametrize("name", [*PRIVATE, *PARTS])
 async def test_names_that_are_not_called(world: aiorpc.Worker, name: str) -> None:
     """At the caller with `remote`, and at the callee whatever the caller has sent."""
@@ -128,6 +129,7 @@ async def test_names_that_are_none(world: aiorpc.Worker, name: Any) -> None:
     assert await remote(guarded).public() == "public"
 
 
+@pytest.mark.promise("calls.refusals")
 @pytest.mark.parametrize("name", DATA)
 async def test_data_is_not_called(world: aiorpc.Worker, name: str) -> None:
     """Nor computed: a property is not evaluated to see what it is."""

@@ -165,6 +165,7 @@ TestOrderingWithUnknownObjects = OrderingWithUnknownObjects.TestCase
 TestOrderingWithUnknownObjects.settings = settings(stateful_step_count=30)
 
 
+@pytest.mark.promise("order.payload")
 def test_calls_of_an_object_wait_for_its_payload() -> None:
     """Those of other objects do not."""
     slots: Slots[str] = Slots()
@@ -296,7 +297,7 @@ def open_slots() -> int:
 
 async def until(condition: Callable[[], bool]) -> None:
     """Turns of the loop until it is so."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0)
 
@@ -319,6 +320,7 @@ async def test_a_cancelled_payload_leaves_the_window(monkeypatch: pytest.MonkeyP
     assert stats().in_flight == 0
 
 
+@pytest.mark.promise("deadlines.cancelled_slot")
 @pytest.mark.usefixtures("world")
 async def test_a_cancelled_call_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its payload is there and waits behind another's when it is cancelled."""

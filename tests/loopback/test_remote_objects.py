@@ -54,6 +54,7 @@ async def test_a_call_forks_an_rref_once(monkeypatch: pytest.MonkeyPatch) -> Non
     assert len(forked) == 3
 
 
+@pytest.mark.promise("calls.lifetime")
 @pytest.mark.usefixtures("world")
 async def test_calls_do_not_keep_objects_alive() -> None:
     """After many calls, dropping the RRef frees the object."""

@@ -20,6 +20,7 @@ from tests.support.gated_batches import arrived, asks, by_name, cancel, outcome,
 # ── in a world of one ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("rounds.member")
 async def test_a_members_second_contribution_waits_for_the_next_round(gated: Any) -> None:
     """And a round that raises raises for all of it, and for none of the next."""
     made, far = gated(Round(2, member=by_name))
@@ -36,6 +37,7 @@ async def test_a_members_second_contribution_waits_for_the_next_round(gated: Any
     assert made.batches == [["a1", "b1"], ["a2", "b2"], ["a3", "b3"]]
 
 
+@pytest.mark.promise("rounds.leave")
 async def test_a_contributor_that_gives_up_leaves_the_round(gated: Any) -> None:
     """By cancellation or because its time is over; the others wait for another."""
     made, far = gated(Round(2))
@@ -50,6 +52,7 @@ async def test_a_contributor_that_gives_up_leaves_the_round(gated: Any) -> None:
     assert await settled(*calls, far.ask("b")) == ["a", "b"]
 
 
+@pytest.mark.promise("rounds.timeout")
 async def test_a_round_that_times_out_names_who_is_missing(
     gated: Any, skip: Callable[[float], None]
 ) -> None:
@@ -145,6 +148,7 @@ def test_a_round_timeout_crosses_with_all_that_it_has() -> None:
     assert (read.__notes__, read.extra) == (["noted"], 7)
 
 
+@pytest.mark.promise("rounds.quorum")
 async def test_a_quorum_is_enough_once_the_time_is_over(
     gated: Any, skip: Callable[[float], None]
 ) -> None:

@@ -51,6 +51,7 @@ async def test_back_through_any_kind_of_call(first: str, name: str, back: str) -
     assert await walk([(first, rref)], [(first, rref), (name, rref)]) == ["end", "end"]
 
 
+@pytest.mark.promise("batching.reentry")
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(HOPS, st.integers(0, 2)), max_size=6))
 async def test_any_route(world: aiorpc.Worker, route: list[tuple[str, int]]) -> None:
@@ -92,7 +93,7 @@ async def test_a_call_that_its_batch_function_cancelled() -> None:
     class Late(Knot):
         def late(self, route: Any) -> None:
             entered.set()
-            assert release.wait(10.0)
+            assert release.wait(30.0)
             found.append(asyncio.run(outcome(actors.follow(route))))
             done.set()
 

@@ -36,6 +36,7 @@ TREES: dict[str, Callable[[int], Any]] = {
 }
 
 
+@pytest.mark.promise("batching.stacked")
 @pytest.mark.parametrize("make", TREES.values(), ids=TREES)
 @pytest.mark.parametrize("device", [None, "cpu"])
 async def test_a_stacked_function_gets_and_returns_trees(
@@ -66,6 +67,7 @@ RESULTS: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
+@pytest.mark.promise("batching.results")
 @pytest.mark.parametrize("answer", RESULTS.values(), ids=RESULTS)
 @pytest.mark.parametrize("size", [3, 200])
 @pytest.mark.parametrize("stacked", [True, False])
@@ -88,6 +90,7 @@ async def test_each_callers_row_is_its_own(
                 row.add_(1)
 
 
+@pytest.mark.promise("batching.stacked_apart")
 async def test_shapes_that_differ_are_batches_of_their_own(gated: Any) -> None:
     """They do not hold each other up, whatever it is that differs."""
     made, far = gated(max_size=2, max_wait=1000.0, stack=True)
@@ -101,6 +104,7 @@ async def test_shapes_that_differ_are_batches_of_their_own(gated: Any) -> None:
     assert len(made.batches) == len(kinds)
 
 
+@pytest.mark.promise("batching.unstackable")
 @pytest.mark.parametrize("bad", ["text", None, {1, 2}, {"x": [torch.zeros(1), "text"]}], ids=repr)
 async def test_what_cannot_be_stacked_is_its_callers_alone(gated: Any, bad: Any) -> None:
     """A TypeError at the call."""

@@ -40,6 +40,7 @@ async def test_a_fresh_world_has_done_nothing() -> None:
     assert calls_of(stats()) == Stats()
 
 
+@pytest.mark.promise("worlds.stats")
 async def test_calls_and_messages() -> None:
     """Calls made here and served here; those of one loop iteration share messages."""
     rref = RRef(Counter())
@@ -57,6 +58,7 @@ async def test_calls_and_messages() -> None:
     assert (stats().calls, stats().served, stats().in_flight) == (102, 102, 0)
 
 
+@pytest.mark.promise("worlds.stats")
 @pytest.mark.parametrize("size", [100, 1_000_000])
 async def test_bytes(size: int) -> None:
     """Small tensors and large ones count with all that they weigh."""
@@ -66,6 +68,7 @@ async def test_bytes(size: int) -> None:
     assert 4 * size < stats().bytes_sent - before < 4 * size + 5000
 
 
+@pytest.mark.promise("worlds.stats")
 async def test_what_is_under_way() -> None:
     """Calls that are awaited, here and there; none when all are answered."""
     gate = RRef(Gate())
@@ -85,7 +88,7 @@ async def test_what_is_under_way() -> None:
 
 async def until(condition: Any) -> None:
     """Let calls go back and forth until it is so."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         while not condition():
             await call("main", actors.pid)
 
@@ -127,10 +130,10 @@ class Blocker:
 
     def block(self) -> None:
         self._entered.set()
-        assert self.release.wait(10.0)
+        assert self.release.wait(30.0)
 
     def entered(self) -> None:
-        assert self._entered.wait(10.0)
+        assert self._entered.wait(30.0)
 
 
 class Waiting:
@@ -167,6 +170,7 @@ def count_loop(kept: list[Any]) -> None:
     connections._by_loop[id(kept[-1])] = weakref.ref(kept[-1]), {}
 
 
+@pytest.mark.promise("worlds.stats")
 @pytest.mark.parametrize("count", [count_function, count_queue, count_reason, count_loop])
 async def test_stats_in_any_thread(count: Callable[[list[Any]], None]) -> None:
     """Functions, queues, reasons and loops that call may come and go between any two lines."""
@@ -267,6 +271,7 @@ def warnings(caplog: pytest.LogCaptureFixture) -> list[str]:
     return [record.getMessage() for record in found if record.levelno == logging.WARNING]
 
 
+@pytest.mark.promise("worlds.slow_loop")
 async def test_calls_that_block_the_loop_are_named(caplog: pytest.LogCaptureFixture) -> None:
     """Methods, generators and batches: each once, with how long, and what to do."""
     assert SLOW_STEP == 0.1

@@ -47,6 +47,7 @@ kinds = pytest.mark.parametrize("kind", ["count", "count_in_thread"])
 # ── items ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("streams.order")
 @kinds
 async def test_items_arrive_in_order(kind: str) -> None:
     """All items arrive, of async and plain generators, also beyond the credit."""
@@ -56,6 +57,7 @@ async def test_items_arrive_in_order(kind: str) -> None:
         assert items == list(range(number))
 
 
+@pytest.mark.promise("streams.copied")
 @pytest.mark.parametrize("size", [4, 5000])
 async def test_a_buffer_that_is_filled_again(size: int) -> None:
     """An item has its value at the time of the yield, whatever its size."""
@@ -106,6 +108,7 @@ async def test_items_do_not_wait_for_each_other() -> None:
             await anext(stream)
 
 
+@pytest.mark.promise("streams.messages")
 @kinds
 async def test_streams_share_messages(kind: str) -> None:
     """Thousands of items of many streams travel in few messages."""
@@ -122,6 +125,7 @@ async def test_streams_share_messages(kind: str) -> None:
     assert after.in_flight == 0
 
 
+@pytest.mark.promise("order.start")
 async def test_streams_and_calls_start_in_order() -> None:
     """Streams and calls of one caller start in the order of their calls."""
     notes = RRef(Notes())
@@ -145,7 +149,7 @@ async def note_and_yield(notes: Any, item: int) -> Any:
 
 async def made(rref: Any, least: int) -> int:
     """Wait until at least `least` items were made and no more come; return the count."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         while await remote(rref).how_many() < least:
             pass
     for _ in range(20):
@@ -153,6 +157,7 @@ async def made(rref: Any, least: int) -> int:
     return await remote(rref).how_many()
 
 
+@pytest.mark.promise("streams.credit")
 @kinds
 async def test_producer_is_held_back(kind: str) -> None:
     """The generator runs ahead of its consumer by its credit only."""
@@ -167,6 +172,7 @@ async def test_producer_is_held_back(kind: str) -> None:
     assert await take(stream, 3) == [position, position + 1, position + 2]
 
 
+@pytest.mark.promise("streams.credit")
 @kinds
 async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
     """Credit counts bytes: a few megabytes are in flight, not 64 items."""
@@ -179,6 +185,7 @@ async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
         await take(stream, 5)
 
 
+@pytest.mark.promise("streams.credit")
 @kinds
 async def test_item_larger_than_the_credit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The item is sent nevertheless, and so are later items."""
@@ -222,6 +229,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.promise("streams.close")
 @kinds
 @pytest.mark.parametrize("way", WAYS)
 async def test_left_before_its_end(kind: str, way: Any) -> None:
@@ -233,6 +241,7 @@ async def test_left_before_its_end(kind: str, way: Any) -> None:
     assert aiorpc.stats().in_flight == 0
 
 
+@pytest.mark.promise("streams.close")
 async def test_iterator_that_is_never_asked() -> None:
     """The stream was requested, so dropping the iterator closes it."""
     rref = await streams()
@@ -242,6 +251,7 @@ async def test_iterator_that_is_never_asked() -> None:
     assert await closed(rref) == 1
 
 
+@pytest.mark.promise("streams.close")
 async def test_cancelled_while_it_waits_for_an_item() -> None:
     """The generator is cancelled where it waits, and the iterator ends."""
     rref = await streams()
@@ -282,6 +292,7 @@ async def test_end_is_told_again() -> None:
 # ── exceptions and deadlines ────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("streams.exception")
 @pytest.mark.parametrize("kind", ["fail_at", "fail_in_thread_at"])
 async def test_exception_comes_after_the_items(kind: str) -> None:
     """The exception has its own class and the remote traceback; then the stream ends."""
@@ -309,6 +320,7 @@ async def test_item_that_cannot_be_pickled(kind: str) -> None:
     await closed(rref)
 
 
+@pytest.mark.promise("streams.timeout")
 async def test_timeout_of_a_stream() -> None:
     """`remote(..., timeout=)` bounds the whole stream: items, then CallTimeout."""
     rref = await streams()
@@ -355,6 +367,7 @@ async def test_scope_around_a_stream() -> None:
 # ── mistakes ────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("streams.misuse")
 @kinds
 async def test_awaiting_a_stream(kind: str) -> None:
     """The error names `async for`."""
@@ -362,6 +375,7 @@ async def test_awaiting_a_stream(kind: str) -> None:
         await getattr(remote(await streams()), kind)(1)
 
 
+@pytest.mark.promise("streams.misuse")
 @pytest.mark.parametrize("kind", ["a_list", "a_list_in_thread"])
 async def test_iterating_a_call(kind: str) -> None:
     """The error names `await`."""
@@ -391,6 +405,7 @@ async def test_iterating_what_is_not_there() -> None:
 # ── calls as coroutines ─────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("calls.lazy")
 async def test_a_call_that_is_never_awaited() -> None:
     """Python's own warning names the method; nothing is sent."""
     rref = await create("main", Counter)
@@ -421,6 +436,7 @@ async def test_a_call_is_awaited_once() -> None:
     assert await remote(rref).aadd() == 2
 
 
+@pytest.mark.promise("calls.task_groups")
 async def test_asyncio_takes_calls() -> None:
     """Calls work with tasks, gather, wait_for, wait, timeout and task groups."""
     rref, gate = await create("main", Counter), await create("main", Gate)
@@ -436,6 +452,7 @@ async def test_asyncio_takes_calls() -> None:
     assert await remote(gate).cancelled() == 1
 
 
+@pytest.mark.promise("calls.task_groups")
 async def test_a_failing_group_cancels_its_calls() -> None:
     """One call fails, and the callee cancels the other."""
     gate = await create("main", Gate)
@@ -448,6 +465,7 @@ async def test_a_failing_group_cancels_its_calls() -> None:
     assert await remote(gate).cancelled() == 1
 
 
+@pytest.mark.promise("calls.task_groups")
 async def test_anyio_takes_calls() -> None:
     """Task groups start a method directly; scopes cancel it."""
     rref, gate = await create("main", Counter), await create("main", Gate)
@@ -462,6 +480,7 @@ async def test_anyio_takes_calls() -> None:
     assert await remote(gate).cancelled() == 1
 
 
+@pytest.mark.promise("calls.lazy")
 async def test_a_task_cancelled_before_it_starts_sends_nothing() -> None:
     """Nothing is sent, and Python does not warn."""
     rref = await create("main", Counter)
@@ -482,6 +501,7 @@ class TestLeaving:
     def world(self) -> None:
         """Use no shared world."""
 
+    @pytest.mark.promise("streams.worlds_end")
     @pytest.mark.parametrize("kind", ["count", "count_in_thread", "follow"])
     async def test_streams_end_with_their_world(
         self, kind: str, caplog: pytest.LogCaptureFixture

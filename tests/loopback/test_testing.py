@@ -26,6 +26,7 @@ from tests.support import actors
 class TestGate:
     """Calls stand at it, and a test knows how many."""
 
+    @pytest.mark.promise("testing.gate")
     async def test_waiting_calls_are_counted_and_let_through(self) -> None:
         """`entered` waits for as many as it is asked for."""
         gate = await create("main", Gate)
@@ -156,6 +157,7 @@ class TestLeaks:
             await remote(gate).open()
             await remote(gate).passed_in_thread()
 
+    @pytest.mark.promise("testing.leaks")
     async def test_a_task(self) -> None:
         with pytest.raises(AssertionError, match=r"the task forgotten in .*Event\.wait"):
             async with no_leaks():
@@ -166,6 +168,7 @@ class TestLeaks:
         async with no_leaks():
             asyncio.create_task(asyncio.sleep(0)).add_done_callback(print)
 
+    @pytest.mark.promise("testing.leaks")
     @pytest.mark.usefixtures("world")
     async def test_a_pending_call(self) -> None:
         gate = await create("main", Gate)
@@ -186,6 +189,7 @@ class TestLeaks:
         await remote(gate).open()
         await pending
 
+    @pytest.mark.promise("testing.leaks")
     async def test_a_thread_of_ours(self) -> None:
         release = threading.Event()
         thread = threading.Thread(target=release.wait, name="aiorpc-def-7")
@@ -195,12 +199,14 @@ class TestLeaks:
         release.set()
         thread.join()
 
+    @pytest.mark.promise("testing.leaks")
     async def test_a_process(self) -> None:
         with pytest.raises(AssertionError, match=r"left behind: the process \w.* \(pid \d+\)$"):
             async with no_leaks():
                 process = subprocess.Popen(["cat"], stdin=subprocess.PIPE)  # noqa: ASYNC220
         process.communicate()
 
+    @pytest.mark.promise("testing.leaks")
     async def test_a_world(self) -> None:
         async with contextlib.AsyncExitStack() as stack:
             with pytest.raises(AssertionError, match="a world that was not left"):
@@ -244,6 +250,7 @@ async def test_one_world_for_all_examples(world: aiorpc.Worker, numbers: list[in
 class TestGarbage:
     """`freeze_gc`: what is there when a world starts is left out of collections until it ends."""
 
+    @pytest.mark.promise("worlds.gc")
     async def test_by_default(self) -> None:
         """It is frozen inside, and thawed afterwards."""
         assert gc.get_freeze_count() == 0
@@ -251,11 +258,13 @@ class TestGarbage:
             assert gc.get_freeze_count() > 10_000
         assert gc.get_freeze_count() == 0
 
+    @pytest.mark.promise("worlds.gc")
     async def test_on_request_it_is_not(self) -> None:
         """Nothing is frozen."""
         async with testing.world(freeze_gc=False):
             assert gc.get_freeze_count() == 0
 
+    @pytest.mark.promise("worlds.gc")
     async def test_what_a_program_has_frozen(self) -> None:
         """It stays frozen: it is the program's to thaw."""
         gc.freeze()

@@ -20,6 +20,7 @@ async def in_thread(function: Callable[..., Any], *args: Any, **kwargs: Any) -> 
     return await asyncio.to_thread(function, *args, **kwargs)
 
 
+@pytest.mark.promise("torch_clients.async_execution")
 async def test_rpc_sync_of_an_async_execution_function() -> None:
     """`rpc_sync` runs the coroutine on the callee's loop and returns its result."""
     assert await in_thread(rpc.rpc_sync, "main", actors.add_slowly, args=(2, 3)) == 5
@@ -31,6 +32,7 @@ async def test_rpc_async_future_is_awaitable() -> None:
     assert torch.equal(await wrap_future(future), torch.full((2,), 2.0))
 
 
+@pytest.mark.promise("torch_clients.errors")
 @pytest.mark.parametrize("text", ["plain", "größer als π", r"C:\users\xyz", "two\nlines"])
 async def test_async_execution_errors_reach_torch_clients(text: str) -> None:
     """Errors raise as in torch, though torch itself garbles all but the first text."""
@@ -39,6 +41,7 @@ async def test_async_execution_errors_reach_torch_clients(text: str) -> None:
     assert repr(ValueError(text)) in str(raised.value)
 
 
+@pytest.mark.promise("torch_clients.batched")
 async def test_batched_through_an_rref() -> None:
     """`rref.rpc_sync().method(x)` and `rpc_async` share one batch."""
     batching = Batching()
@@ -63,6 +66,7 @@ async def test_a_round_of_torch_clients_and_ours() -> None:
     assert await asyncio.gather(*theirs, batching.total(3)) == [6, 6, 6]
 
 
+@pytest.mark.promise("torch_clients.errors")
 async def test_batched_errors_reach_torch_clients() -> None:
     """Errors raise as in torch: ValueError, TypeError, or RuntimeError with the text."""
     rref = RRef(Batching())

@@ -2,104 +2,24 @@
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 
-import aiorpc_torch as aiorpc
 from aiorpc_torch._world import network
 from tests.support.network_namespaces import LINK, Machine, pair
 
 GLOO, TENSORPIPE = network.VARIABLES
-LOOPBACK = next(name for name, has in network.addresses().items() if "127.0.0.1" in has)
 
 
 @pytest.fixture(autouse=True)
 def _nothing_requested(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("AIORPC_INTERFACE", *network.VARIABLES):
         monkeypatch.delenv(name, raising=False)
-
-
-async def test_a_wrong_interface_is_an_error_before_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """It lists the existing interfaces; if one variable is wrong, it names the variable."""
-    where: dict[str, Any] = {"rank": 0, "world_size": 2, "init_method": "tcp://127.0.0.1:1"}
-    with pytest.raises(
-        ValueError, match=rf"'nosuch' is up on this machine: .*{LOOPBACK} \(127\.0\.0\.1"
-    ):
-        async with aiorpc.worker(interface="nosuch", **where):
-            pass
-    monkeypatch.setenv(GLOO, LOOPBACK)
-    monkeypatch.setenv(TENSORPIPE, "nosuch")
-    with pytest.raises(
-        ValueError, match="'nosuch' is up on this machine, as TP_SOCKET_IFNAME says:"
-    ):
-        async with aiorpc.worker(**where):
-            pass
-
-
-@pytest.mark.parametrize(
-    ("host", "here"),
-    [
-        ("localhost", True),
-        ("localhost.localdomain", True),
-        ("127.0.0.1", True),
-        ("127.0.1.1", True),
-        ("::1", True),
-        ("10.0.0.1", False),
-        ("fd00::1", False),
-        ("0.0.0.0", False),
-        ("localhosts", False),
-    ],
-)
-def test_loopback_hosts(host: str, here: bool) -> None:
-    """Names and addresses that mean the local machine on every machine."""
-    assert network.is_loopback_host(host) == here
-    if here:
-        assert network.interfaces_towards(host) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
-
-
-async def test_a_world_of_one_listens_on_the_loopback_interface(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """Whatever this machine's name resolves to."""
-    with caplog.at_level("INFO", logger="aiorpc_torch"):
-        async with aiorpc.worker(rank=0, world_size=1):
-            found = psutil.Process().net_connections("tcp")
-    listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
-    assert listening <= {"127.0.0.1", "::1"}
-    assert f"worker0 uses {LOOPBACK} (127.0.0.1" in caplog.text
-
-
-# ── sockets ─────────────────────────────────────────────────────────────────────────────────────
-
-
-def listener(host: str, port: int) -> tuple[str, int] | None:
-    descriptor = network.bind_listener(host, port)
-    if descriptor is None:
-        return None
-    with socket.socket(fileno=descriptor) as bound:
-        return bound.getsockname()[:2]
-
-
-def test_bind_listener(port: int) -> None:
-    """It is bound to the address that the others know, or left to torch."""
-    assert listener("127.0.0.1", port) == ("127.0.0.1", port)
-    assert listener("localhost", port) == ("127.0.0.1", port)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert listener("127.0.0.1", taken.getsockname()[1]) is None
-    assert listener("192.0.2.254", port) is None, "not an address of this machine"
-    assert listener("0.0.0.0", port) is None
-    assert listener("no such host.invalid", port) is None
 
 
 # ── on other machines ───────────────────────────────────────────────────────────────────────────

@@ -21,8 +21,6 @@ from tests.support.network_namespaces import (
 from tests.support.network_scenarios import HEARTBEAT, STOP_TIMEOUT
 from tests.support.slack import SLACK
 
-pytestmark = pytest.mark.timeout(150)
-
 WHERE = f"tcp://{ADDRESSES[0]}:29500"
 PATIENCE = 1.5  # seconds: start_timeout where it is to fail
 
@@ -62,6 +60,7 @@ async def test_torchrun_on_two_machines(machines: tuple[Machine, Machine]) -> No
             assert f"uses {LINK} ({ADDRESSES[rank]}" in errors
 
 
+@pytest.mark.promise("worlds.cut")
 async def test_poor_and_cut_lines() -> None:
     """Everything arrives over a poor one. Whoever waits for a cut one is told in time, it works
     again once it is whole, and leaving ends."""

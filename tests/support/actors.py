@@ -208,7 +208,7 @@ async def walk_between(worker: str, names: list[str]) -> tuple[list[str], list[s
 
 
 async def _walk(*routes: Any) -> list[Any]:
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         return await asyncio.gather(*map(follow, routes), return_exceptions=True)
 
 
@@ -396,7 +396,7 @@ class Streams:
 
     def closed(self) -> int:
         """Wait until a generator has ended; how often one was cancelled."""
-        assert self._closed.wait(10.0), "nobody closed it"
+        assert self._closed.wait(30.0), "nobody closed it"
         return self.cancelled
 
 

@@ -147,7 +147,7 @@ class Stage:
         Slow.gate.clear()
 
     def wait_for_backward(self) -> None:
-        assert Slow.entered.wait(20.0)
+        assert Slow.entered.wait(30.0)
 
     async def gradients(self, context: int) -> list[Tensor | None]:
         found = autograd.get_gradients(context)
@@ -192,7 +192,7 @@ class Slow(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:  # type: ignore[override]
         Slow.entered.set()
-        assert Slow.gate.wait(20.0)
+        assert Slow.gate.wait(30.0)
         return gradient
 
 

@@ -21,7 +21,7 @@ async def streams(worker: str = "main") -> Any:
 
 async def closed(rref: Any) -> int:
     """Wait until a generator has ended; return how often one was cancelled."""
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         return await remote(rref).closed()
 
 

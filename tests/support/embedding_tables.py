@@ -18,5 +18,5 @@ class Meeting(EmbeddingTable):
         self.barrier = asyncio.Barrier(MICROBATCHES)
 
     async def forward(self, words: Tensor) -> Tensor:  # type: ignore[override]
-        async with asyncio.timeout(10), self.barrier:
+        async with asyncio.timeout(30.0), self.barrier:
             return super().forward(words)

@@ -76,7 +76,7 @@ async def cancel(far: Any, *tasks: "asyncio.Task[Any]") -> None:
 
 async def settled(*awaitables: Awaitable[Any]) -> list[Any]:
     """What each returns or raises, and none of them is left waiting."""
-    async with asyncio.timeout(5.0):
+    async with asyncio.timeout(30.0):
         return await asyncio.gather(*map(outcome, awaitables))
 
 

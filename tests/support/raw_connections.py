@@ -28,7 +28,7 @@ from aiorpc_torch._protocol.handshake import (
 from aiorpc_torch._server import session
 from aiorpc_torch._server.server import Server
 
-SOON = 10.0  # seconds after which something will never happen
+SOON = 30.0  # seconds after which something will never happen
 CONNECTION = 1 << 40  # no connection of ours has that number
 
 

@@ -30,7 +30,7 @@ def run(path: Path, *args: str, **environment: str) -> subprocess.CompletedProce
         [sys.executable, "-W", "error", str(path), *args],
         capture_output=True,
         text=True,
-        timeout=50,
+        timeout=500,
         env={**os.environ, "PYTHONPATH": str(ROOT), **environment},
         check=False,
     )

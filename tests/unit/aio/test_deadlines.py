@@ -38,6 +38,7 @@ def test_without_any_there_is_no_end() -> None:
     assert time_left(deadline_in(5.0)) == 5.0
 
 
+@pytest.mark.promise("deadlines.block")
 def test_a_block_bounds_all_calls_in_it_together(clock: list[float]) -> None:
     """Each has what the ones before it have left, and past the end less than nothing."""
     with timeout(10.0):
@@ -49,6 +50,7 @@ def test_a_block_bounds_all_calls_in_it_together(clock: list[float]) -> None:
     assert left() is None
 
 
+@pytest.mark.promise("deadlines.block")
 @given(st.lists(seconds, max_size=6))
 def test_nesting_never_lengthens(nested: list[float | None]) -> None:
     """However blocks are nested, the nearest deadline counts, and each exit restores the last."""

@@ -52,6 +52,7 @@ async def test_items_are_handled_on_the_loops_thread() -> None:
     assert taken == [(1, threading.current_thread()), (2, threading.current_thread())]
 
 
+@pytest.mark.promise("calls.futures_burst")
 async def test_many_puts_are_one_wake_up(wake_ups: list[Any]) -> None:
     """The first item wakes the loop; after a drain, the next one wakes it again."""
     taken: list[int] = []

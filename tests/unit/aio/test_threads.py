@@ -20,7 +20,7 @@ from aiorpc_torch._aio.threads import (
 )
 from aiorpc_torch._torch.thread_state import set_intra_op_threads
 
-SOON = 10.0  # seconds after which something will never happen
+SOON = 30.0  # seconds after which something will never happen
 
 
 class GatedPool:
@@ -60,6 +60,7 @@ def take(ended: "queue.SimpleQueue[int]", count: int) -> list[int]:
     return [ended.get(timeout=SOON) for _ in range(count)]
 
 
+@pytest.mark.promise("order.threads")
 @of(1)
 def test_tasks_start_in_order(pool: GatedPool) -> None:
     """One thread takes one after the other, whether they come together or one by one."""
@@ -69,6 +70,7 @@ def test_tasks_start_in_order(pool: GatedPool) -> None:
     assert take(pool.ended, 100) == list(range(100))
 
 
+@pytest.mark.promise("order.threads")
 @of(4)
 def test_the_only_free_thread_keeps_the_order(pool: GatedPool) -> None:
     """However many others there are that are blocked."""
@@ -238,13 +240,13 @@ def test_a_thread_that_cannot_be_started(monkeypatch: pytest.MonkeyPatch) -> Non
             threads.submit([lambda: None])
     done: queue.SimpleQueue[int] = queue.SimpleQueue()
     threads.submit([lambda: done.put(1)])
-    assert done.get(timeout=20.0) == 1
+    assert done.get(timeout=30.0) == 1
     with monkeypatch.context() as patched:
         patched.setattr(threading.Thread, "start", refuse)
         gate = threading.Event()
         threads.submit([gate.wait, lambda: done.put(2)])  # type: ignore[list-item]
         gate.set()
-        assert done.get(timeout=20.0) == 2
+        assert done.get(timeout=30.0) == 2
     assert threads.close(20.0) == 0
 
 
@@ -331,17 +333,17 @@ def test_cached_threads_do_not_wait_for_each_other() -> None:
 
     def stuck() -> None:
         names.put(threading.current_thread())
-        gate.wait(10.0)
+        gate.wait(30.0)
 
     for _ in range(3):
         spare(stuck)
-    first = {names.get(timeout=5.0) for _ in range(3)}
+    first = {names.get(timeout=30.0) for _ in range(3)}
     assert len(first) == 3
     gate.set()
     while len(spare._idle) < 3:
         time.sleep(0.001)
     spare(stuck)
-    assert names.get(timeout=5.0) in first
+    assert names.get(timeout=30.0) in first
     for thread in first:
         thread.join(5.0)
         assert not thread.is_alive()
@@ -355,6 +357,6 @@ def test_a_spare_thread_that_ends_misses_no_task() -> None:
     for number in range(300):
         spare(functools.partial(done.put, number))
         time.sleep(0.0005 * (number % 5))
-    assert sorted(done.get(timeout=5.0) for _ in range(300)) == [*range(300)]
+    assert sorted(done.get(timeout=30.0) for _ in range(300)) == [*range(300)]
     while any(thread.name == "spare" for thread in threading.enumerate()):
         time.sleep(0.001)

@@ -325,7 +325,7 @@ class RoundMachine(Machine):
 
 TestFillMachine, TestRoundMachine = FillMachine.TestCase, RoundMachine.TestCase
 TestFillMachine.settings = TestRoundMachine.settings = settings(
-    max_examples=max(200, settings().max_examples),
+    max_examples=2 * settings().max_examples,
     stateful_step_count=20,
     suppress_health_check=list(HealthCheck),
 )
@@ -487,6 +487,7 @@ def test_each_item_leaves_exactly_once(told: ToldFill | ToldRound) -> None:
     assert sorted(left + story.turned_away + story.discarded + list(story.closed)) == came
 
 
+@pytest.mark.promise("batching.bounded")
 @relaxed
 @given(fill_stories)
 def test_fills_are_bounded(told: ToldFill) -> None:
@@ -501,6 +502,7 @@ def test_fills_are_bounded(told: ToldFill) -> None:
             assert weight_of(each.there) <= fill.max_weight
 
 
+@pytest.mark.promise("batching.keys")
 @relaxed
 @given(fill_stories)
 def test_first_come_first_served_within_a_key(told: ToldFill) -> None:
@@ -527,6 +529,7 @@ def test_a_batch_of_a_key_starts_as_soon_as_it_may(told: ToldFill) -> None:
     assert story.closed == ()
 
 
+@pytest.mark.promise("batching.no_starvation")
 @relaxed
 @given(fill_stories)
 def test_the_key_with_the_oldest_item_goes_first(told: ToldFill) -> None:
@@ -537,6 +540,7 @@ def test_the_key_with_the_oldest_item_goes_first(told: ToldFill) -> None:
         assert ready[0][0].item == each.items[0]
 
 
+@pytest.mark.promise("batching.no_starvation")
 @relaxed
 @given(fill_stories)
 def test_no_key_starves(told: ToldFill) -> None:
@@ -547,6 +551,7 @@ def test_no_key_starves(told: ToldFill) -> None:
         assert each.items[0] <= min(waited, default=math.inf)
 
 
+@pytest.mark.promise("batching.late_binding")
 @relaxed
 @given(fill_stories)
 def test_members_are_chosen_when_the_slot_is_free(told: ToldFill) -> None:
@@ -570,6 +575,7 @@ def retold_without(gone: set[int], told: ToldFill | ToldRound) -> Story:
     return play(policy, [event for event in events if event[1] not in gone], durations)
 
 
+@pytest.mark.promise("batching.leave")
 @relaxed
 @given(stories(weightless, calls) | stories(rounds, alike))
 def test_who_gave_up_leaves_no_trace(told: ToldFill | ToldRound) -> None:
@@ -590,6 +596,7 @@ def test_who_gave_up_before_anything_left_leaves_no_trace(told: ToldFill) -> Non
     assert [each[:3] for each in again.left] == [each[:3] for each in story.left]
 
 
+@pytest.mark.promise("rounds.quorum")
 @relaxed
 @given(round_stories)
 def test_a_round_is_whole_or_its_time_is_over(told: ToldRound) -> None:
@@ -627,6 +634,7 @@ def test_no_item_waits_beyond_the_timeout_while_no_round_runs(told: ToldRound) -
     assert policy.timeout is None or story.closed == ()
 
 
+@pytest.mark.promise("rounds.timeout")
 @relaxed
 @given(round_stories)
 def test_who_is_missing_was_there_before(told: ToldRound) -> None:
@@ -645,6 +653,7 @@ def test_who_is_missing_was_there_before(told: ToldRound) -> None:
 # ── each rule by its name ───────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("batching.bounded")
 @pytest.mark.parametrize(
     ("waiting", "full", "left"),
     [
@@ -674,6 +683,7 @@ def test_what_fills_a_batch_by_weight(waiting: list[float], full: list[int], lef
     assert len(scheduler) == left
 
 
+@pytest.mark.promise("batching.full")
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 5))
 def test_max_pending_counts_waiting_items(most: int, slots: int, pick: int) -> None:
     """Exactly `max_pending` fit, however many run; who leaves makes room for one."""

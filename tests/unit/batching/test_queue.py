@@ -90,6 +90,7 @@ class Columns:
         return answers[0]
 
 
+@pytest.mark.promise("batching.one_call")
 async def test_one_list_for_each_parameter() -> None:
     """However a caller passes its arguments, they stand in their columns, defaults filled in."""
     columns = Columns()
@@ -127,6 +128,7 @@ async def test_arguments_that_do_not_fit(args: tuple[Any, ...], kwargs: dict[str
     assert await neighbour == (1, 7, 2, None)
 
 
+@pytest.mark.promise("batching.results")
 @pytest.mark.parametrize("make", [list, tuple, lambda rows: torch.tensor([[x] for x in rows])])
 async def test_each_gets_its_own(make: Callable[[Any], Any]) -> None:
     """A list, a tuple, or a tensor whose first dimension is the batch: row i is caller i's."""
@@ -140,6 +142,7 @@ async def test_each_gets_its_own(make: Callable[[Any], Any]) -> None:
     assert not isinstance(answers[0], torch.Tensor) or answers[0].shape == (1,)
 
 
+@pytest.mark.promise("batching.broadcast")
 async def test_broadcast_is_one_answer_for_all() -> None:
     """The very object, not a copy for each."""
     value = {"lr": 0.1}
@@ -148,6 +151,7 @@ async def test_broadcast_is_one_answer_for_all() -> None:
     assert all(answer is value for answer in answers)
 
 
+@pytest.mark.promise("batching.contract")
 @pytest.mark.parametrize(
     ("answer", "described"),
     [
@@ -158,7 +162,7 @@ async def test_broadcast_is_one_answer_for_all() -> None:
         ({1, 2}, "a set"),
         (None, "None"),
         (7, "a int"),
-        (iter([1, 2]), "a list_iterator"),
+        pytest.param(iter([1, 2]), "a list_iterator", id="an iterator"),
         (torch.tensor(1.0), "a tensor with no dimension"),
         ([1], "returned 1 results"),
         ([1, 2, 3], "returned 3 results"),
@@ -204,6 +208,7 @@ class Formatted(Exception):
         self.code = code
 
 
+@pytest.mark.promise("batching.own_exception")
 async def test_an_exception_among_the_answers_is_that_callers_alone() -> None:
     """It raises for its caller; the neighbours have their results."""
     mine, failing = Formatted(1, "mine"), Failing()
@@ -235,6 +240,7 @@ async def test_broadcast_of_an_exception() -> None:
     assert got[0] is not got[1]
 
 
+@pytest.mark.promise("batching.raises")
 @pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
 async def test_a_raising_function_raises_for_each(method: str) -> None:
     """Distinct exceptions like the one that was raised, which is the cause of all."""
@@ -256,6 +262,7 @@ STAYS = [
 ]
 
 
+@pytest.mark.promise("batching.raises")
 @pytest.mark.parametrize("method", ["raise_", "raise_in_thread"])
 @pytest.mark.parametrize("exc", STAYS, ids=repr)
 async def test_whatever_a_function_raises_every_caller_is_answered(
@@ -317,6 +324,7 @@ async def test_an_exception_that_resists_reaches_its_callers(method: str) -> Non
 # ── when a batch leaves ─────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("batching.one_call")
 async def test_calls_of_one_loop_iteration_share_a_batch() -> None:
     """Calls made in one loop iteration are one batch, though no call waits for others."""
     columns = Columns()
@@ -345,6 +353,7 @@ async def test_a_batch_forms_while_the_function_is_busy() -> None:
     assert late[1].result() == ("passed", 5)
 
 
+@pytest.mark.promise("batching.leave")
 async def test_a_call_cancelled_in_its_own_iteration_never_runs() -> None:
     """Joined and cancelled before the next loop iteration: no function runs for it."""
     gated = Gated()
@@ -367,6 +376,7 @@ async def test_cancelled_while_its_batch_runs() -> None:
     assert gated.batches == [[0, 1]]
 
 
+@pytest.mark.promise("rounds.leave")
 async def test_a_cancelled_contributor_leaves_its_round() -> None:
     """A round waits for as many as it was told, not counting who has left."""
     gated = Gated()
@@ -380,6 +390,7 @@ async def test_a_cancelled_contributor_leaves_its_round() -> None:
     assert gated.batches == [[1, 2, 3]]
 
 
+@pytest.mark.promise("rounds.exact")
 async def test_rounds_are_of_exactly_their_size() -> None:
     """Seven contributions make two rounds of three, and one that waits."""
     gated = Gated()
@@ -415,6 +426,7 @@ def in_virtual_time(main: Callable[[JumpingLoop], Coroutine[Any, Any, None]]) ->
         runner.run(main(loop))
 
 
+@pytest.mark.promise("batching.wait")
 def test_the_oldest_waits_for_company_no_longer_than_told() -> None:
     """With `max_wait`, a batch leaves so long after its oldest member came, or when it is full."""
 
@@ -472,6 +484,7 @@ moves = st.tuples(
 endings = st.sampled_from(["answer", "answer", "one raises", "all raise", "too few", "exit"])
 
 
+@pytest.mark.promise("batching.results")
 @given(
     st.builds(Fill, st.integers(1, 4), st.sampled_from([0.0, 0.25])),
     st.lists(moves, max_size=25),
@@ -544,6 +557,7 @@ class Named:
         return [(len(items), item) for item in items]
 
 
+@pytest.mark.promise("batching.instances")
 async def test_each_instance_has_its_own_queue() -> None:
     """Callers of two objects are never in one batch, and no caller gets the other's result."""
     a, b = Named("a"), Named("b")
@@ -612,6 +626,7 @@ async def test_instances_are_told_apart_by_identity() -> None:
     assert await asyncio.gather(a.size(1), b.size(1), b.size(1)) == [1, 2, 2]
 
 
+@pytest.mark.promise("batching.instances")
 async def test_an_instance_is_not_kept_alive() -> None:
     """Once used, failed and given up on, it goes when its user lets it go."""
     gated, failing = Gated(), Failing()
@@ -728,6 +743,7 @@ class Nested:
         return items
 
 
+@pytest.mark.promise("batching.reentry")
 @pytest.mark.parametrize("method", ["direct", "in_a_task", "first", "second"])
 async def test_a_function_that_awaits_its_own_queue_raises(method: str) -> None:
     """It would wait for itself: RuntimeError, directly, in a task, and through a second queue."""
@@ -775,6 +791,7 @@ async def test_who_was_called_from_a_function_may_call_it_later() -> None:
 # ── loops ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("batching.alone")
 def test_a_second_asyncio_run() -> None:
     """A queue moves to the loop that awaits it, when nothing of it is left on the last one."""
     named = Named("a")
@@ -795,7 +812,7 @@ class Half:
 
 
 async def two_of(half: Half) -> list[Any]:
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         return await asyncio.gather(half.f(3), half.f(4))
 
 
@@ -827,6 +844,7 @@ def loop_on_a_thread() -> Iterator[asyncio.AbstractEventLoop]:
         loop.close()
 
 
+@pytest.mark.promise("batching.alone")
 async def test_busy_on_another_loop() -> None:
     """While one loop waits for it, a call from another raises at once; afterwards it is served."""
     gated = Gated()
@@ -889,7 +907,7 @@ async def test_closing_does_not_wait_for_a_function_that_will_not_end(
 
     call = asyncio.ensure_future(stubborn(1))
     await started.wait()
-    async with asyncio.timeout(10.0):
+    async with asyncio.timeout(30.0):
         await close_queues()
     with pytest.raises(NotServing):
         await call
@@ -923,6 +941,7 @@ def test_a_loop_that_was_closed_under_a_batch(
     assert "Traceback" not in printed
 
 
+@pytest.mark.promise("batching.context")
 async def test_the_context_of_one_caller_is_not_the_functions() -> None:
     """A function runs for all its callers, so in none's context."""
     import contextvars
@@ -1029,7 +1048,7 @@ async def test_cancelling_all_tasks_loses_no_call() -> None:
     queue.join(pairs, (1,), found.put_nowait, "peer")
     cancel_others(before)
     queue.join(pairs, (2,), found.put_nowait, "peer")
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         assert [await found.get() for _ in range(2)] == [1, 2]
 
 
@@ -1042,7 +1061,7 @@ async def test_a_batch_that_is_cancelled_before_it_starts() -> None:
         queue.join(pairs, (number,), found.put_nowait, "peer")
     # Behind the step that dispatches, and before the first step of the second batch.
     asyncio.get_running_loop().call_soon(cancel_others, before)
-    async with asyncio.timeout(5):
+    async with asyncio.timeout(30.0):
         assert [type(await found.get()) for _ in range(2)] == [RemoteError] * 2
     assert await asyncio.gather(*(pairs.apart(number) for number in range(5))) == [*range(5)]
 

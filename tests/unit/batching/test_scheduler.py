@@ -295,6 +295,7 @@ def test_each_item_leaves_exactly_once(
     assert sorted(ran + story.discarded + list(story.closed)) == came
 
 
+@pytest.mark.promise("batching.bounded")
 @relaxed
 @given(policies, scripts(), durations)
 def test_batches_are_bounded(policy: Policy, events: list[Event], durations: list[float]) -> None:
@@ -314,6 +315,7 @@ def test_first_come_first_served(
     assert ran == sorted(ran)
 
 
+@pytest.mark.promise("batching.one_at_a_time")
 @relaxed
 @given(policies, scripts(), durations)
 def test_one_batch_at_a_time(policy: Policy, events: list[Event], durations: list[float]) -> None:
@@ -330,6 +332,7 @@ def test_a_fill_loses_no_item(fill: Fill, events: list[Event], durations: list[f
     assert play(fill, events, durations).closed == ()
 
 
+@pytest.mark.promise("batching.wait")
 @relaxed
 @given(fills, scripts(), durations)
 def test_a_batch_leaves_at_the_first_moment_it_may(
@@ -348,6 +351,7 @@ def test_a_batch_leaves_at_the_first_moment_it_may(
         assert reason is not Reason.SLOT or fill.max_wait == 0.0
 
 
+@pytest.mark.promise("batching.leave")
 @relaxed
 @given(policies, scripts(), durations)
 def test_who_gave_up_leaves_no_trace(
@@ -417,6 +421,7 @@ def test_who_asks_at_the_deadline_never_asks_in_vain(
     assert scheduler.next_batch(deadline + late) is not None
 
 
+@pytest.mark.promise("batching.timer")
 @given(starts, gaps)
 def test_the_timer_belongs_to_the_oldest_who_still_waits(start: float, gap: float) -> None:
     """When the oldest gives up, the wait of the next one counts, from its own arrival."""
@@ -456,6 +461,7 @@ def test_no_timer_while_a_batch_runs_or_nothing_waits() -> None:
     assert scheduler.deadline() == 2.5
 
 
+@pytest.mark.promise("batching.late_binding")
 @given(st.integers(1, 4), st.integers(0, 9), st.sets(st.integers(0, 8)))
 def test_members_are_chosen_when_the_slot_is_free(
     size: int, coming: int, leaving: set[int]
@@ -487,6 +493,7 @@ def test_expired_while_the_slot_was_busy_leaves_with_those_who_came_since() -> N
     assert (batch.items, batch.reason) == ((1, 2), Reason.WAITED)
 
 
+@pytest.mark.promise("batching.stats")
 @pytest.mark.parametrize(
     ("policy", "arrivals", "now", "reason"),
     [
@@ -507,6 +514,7 @@ def test_a_batch_says_why_it_left(
     assert leave(filled(policy, arrivals), now).reason is reason
 
 
+@pytest.mark.promise("rounds.exact")
 @given(st.integers(1, 5), st.integers(0, 14))
 def test_a_round_is_exactly_its_size(size: int, coming: int) -> None:
     """No time makes a round leave short, and no item is in two."""

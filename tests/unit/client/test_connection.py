@@ -19,7 +19,7 @@ from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch.errors import CallTimeout, NotServing, RemoteError, WorkerLost
 
 TARGET = MethodTarget((0, 1), "method")
-SOON = 10.0  # seconds after which something will never happen
+SOON = 30.0  # seconds after which something will never happen
 
 
 class Observed:

@@ -48,6 +48,7 @@ class Consumer:
 # ── order ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("streams.order")
 @given(st.integers(0, 30))
 def test_items_come_in_order(count: int) -> None:
     """Each item is taken once, in the order of its yield, before the end."""

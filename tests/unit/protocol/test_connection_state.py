@@ -206,6 +206,9 @@ class Sending(RuleBasedStateMachine):
             return
         assert len(self.state) == len(self.unsent)
         assert (self.state.cancels, self.state.credits) == (self.cancels, self.credits)
+        is_free = not (self.unsent or self.open or self.cancels or self.credits)
+        is_lone = self.state.woken == 1 and not self.state.is_paused
+        assert self.state.may_send_alone() is (is_free and is_lone)
         assert len(self.window) == len(self.open)
         assert self.dropped == []
 
@@ -243,6 +246,17 @@ def test_calls_that_are_sent_at_once(woken: int, is_idle: bool) -> None:
     assert state.submit(Call(0), is_idle=is_idle) is (is_idle and woken == 1)
 
 
+def test_a_new_connection() -> None:
+    """It is paused, no caller was woken, and its repr tells what waits."""
+    state = SendState[Call](range(10), FlowWindow(), pytest.fail)
+    assert not state.may_send_alone()
+    assert state.woken == 0
+    assert not state.submit(Call(0), is_idle=True)
+    assert repr(state) == "<SendState paused, 1 unsent, <Window 0 calls, 0 bytes>>"
+    state.is_paused = False
+    assert repr(state).startswith("<SendState open, ")
+
+
 def test_a_full_frame_leaves_at_once() -> None:
     """The call that completes a frame sends it, and no earlier one does."""
     state = state_of()
@@ -251,6 +265,7 @@ def test_a_full_frame_leaves_at_once() -> None:
     assert [len(batch) for batch in batches_of(state)] == [MAX_CALLS]
 
 
+@pytest.mark.promise("transport.unsent")
 @given(
     st.lists(st.tuples(SIZES, st.booleans()), max_size=3 * MAX_CALLS),
     st.sets(st.integers(0, 3 * MAX_CALLS)),
@@ -286,6 +301,7 @@ def test_a_call_by_torch_is_alone() -> None:
     assert batches == [[0, 1], [2], [3], [4, 5]]
 
 
+@pytest.mark.promise("transport.large")
 def test_a_large_call_is_alone() -> None:
     """One beyond the bytes of a frame leaves by itself, and holds nothing up."""
     sizes = [1, FRAME_BYTES + 1, 1, FRAME_BYTES - 1, 1]
@@ -294,6 +310,7 @@ def test_a_large_call_is_alone() -> None:
     assert batches == [[0], [1], [2, 3], [4]]
 
 
+@pytest.mark.promise("transport.window")
 def test_a_full_window_holds_the_rest() -> None:
     """Calls behind the one that does not fit wait too, however small; answers let them go."""
     window = FlowWindow(10, 100)

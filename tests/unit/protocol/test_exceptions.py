@@ -309,6 +309,7 @@ def look(exc: object) -> object:
     return exc
 
 
+@pytest.mark.promise("exceptions.itself")
 @ways
 @pytest.mark.parametrize("make", INTACT.values(), ids=INTACT)
 def test_arrives_as_itself(
@@ -323,6 +324,7 @@ def test_arrives_as_itself(
     assert repr(got) == repr(sent)
 
 
+@pytest.mark.promise("exceptions.pickle")
 def test_errors_of_calls_pickle_plainly() -> None:
     """They keep their text and attributes through `pickle` and `copy`."""
     late = CallTimeout("too late", worker="ps", method="PS.update")
@@ -336,6 +338,7 @@ def test_errors_of_calls_pickle_plainly() -> None:
     assert CallTimeout("too late").method is WorkerLost("ps").method is None
 
 
+@pytest.mark.promise("exceptions.constructor")
 @ways
 def test_no_constructor_runs_at_the_other_end(
     way: Callable[[BaseException], BaseException],
@@ -419,6 +422,7 @@ TEXT_ONLY: dict[str, Callable[[], BaseException]] = {
 }
 
 
+@pytest.mark.promise("exceptions.text")
 @pytest.mark.parametrize("make", TEXT_ONLY.values(), ids=TEXT_ONLY)
 def test_what_cannot_cross_arrives_as_text(make: Callable[[], BaseException]) -> None:
     """A `RemoteError` that names the worker, the class and the text; the traceback is its cause."""
@@ -494,6 +498,7 @@ def test_describing_never_raises(make: Callable[[], BaseException]) -> None:
     assert isinstance(copy_exception(make(), "f"), Exception)
 
 
+@pytest.mark.promise("exceptions.text")
 def test_a_class_that_is_not_here_arrives_as_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the callee can import and the caller cannot."""
     sent = pickle.dumps(RemoteFailure.of(raised(Formatted(1, "far away")), "ps"))
@@ -514,6 +519,7 @@ def library_frame() -> None:
     explode(3)
 
 
+@pytest.mark.promise("exceptions.cause")
 def test_the_cause_tells_where_it_was_raised() -> None:
     """`RemoteTraceback` with the worker, and the text down to the line that raised."""
     try:
@@ -529,6 +535,7 @@ def test_the_cause_tells_where_it_was_raised() -> None:
     assert str(cause) == f"on worker 'trainer0':\n\n{cause.text}"
 
 
+@pytest.mark.promise("exceptions.cause")
 def test_the_remote_text_is_in_the_callers_traceback() -> None:
     """What a user sees printed holds both sides."""
     got = cross(Formatted(503, "busy"))
@@ -569,6 +576,7 @@ def test_each_look_makes_a_new_exception() -> None:
     assert repr(failure) == "<RemoteFailure on ps: ValueError: x>"
 
 
+@pytest.mark.promise("exceptions.hops")
 def test_a_second_hop_keeps_the_class() -> None:
     """What a worker passes on from another worker arrives as itself once more."""
     once = cross(Formatted(1, "x"))
@@ -591,6 +599,7 @@ def test_replicas_are_distinct_with_a_common_cause() -> None:
     assert original.__notes__ == copies[1].__notes__ == ["a note"]
 
 
+@pytest.mark.promise("exceptions.exits")
 def test_only_what_must_not_be_raised_is_changed() -> None:
     """`raisable` hands an exception back as it is, unless it would mean the caller's own task."""
     exc = ValueError("x")
@@ -633,6 +642,7 @@ values = st.recursive(
 names = st.text(st.characters(categories=("L",)), min_size=1).filter(str.isidentifier)
 
 
+@pytest.mark.promise("exceptions.itself")
 @given(st.lists(values, max_size=4).map(tuple), st.dictionaries(names, values, max_size=4))
 def test_any_arguments_and_attributes_survive(
     args: tuple[Any, ...], attributes: dict[str, Any]
@@ -646,6 +656,7 @@ def test_any_arguments_and_attributes_survive(
         assert vars(got) == {**attributes, "fixed": 1}
 
 
+@pytest.mark.promise("exceptions.itself")
 @given(st.lists(values, max_size=3).map(tuple), st.sampled_from([ValueError, KeyError, OSError]))
 def test_any_builtin_survives(args: tuple[Any, ...], cls: type[Exception]) -> None:
     """Whatever a builtin is given, what arrives carries what was sent."""

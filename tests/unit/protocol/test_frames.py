@@ -10,6 +10,7 @@ from aiorpc_torch._protocol.frames import (
     CLOSE,
     HEADER,
     MAX_FRAME,
+    PING,
     RESULTS,
     FrameReader,
     ProtocolError,
@@ -19,7 +20,7 @@ from aiorpc_torch.errors import RpcError
 
 Frame = tuple[int, bytes]
 
-KINDS = range(CALLS, CLOSE + 1)
+KINDS = range(CALLS, PING + 1)
 IDLE = 1 << 16  # bytes of the buffer while no frame is larger
 
 small = st.binary(max_size=50)
@@ -119,6 +120,7 @@ def test_frames_that_were_read_do_not_change() -> None:
 # ── what is refused ─────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.long")
 @pytest.mark.parametrize("length", [MAX_FRAME + 1, 1 << 31, (1 << 32) - 1])
 def test_a_length_beyond_the_limit(length: int) -> None:
     """Its header is refused, and no memory was reserved for what it announces."""
@@ -129,6 +131,7 @@ def test_a_length_beyond_the_limit(length: int) -> None:
         reader.next()
 
 
+@pytest.mark.promise("security.memory")
 @given(st.integers(MAX_FRAME + 1, (1 << 32) - 1), st.integers(0, 255), frames)
 def test_no_more_memory_than_one_frame_needs(length: int, kind: int, sent: list[Frame]) -> None:
     """Whatever a header says behind whatever frames, the buffer stays within one frame."""
@@ -149,7 +152,8 @@ def test_no_more_memory_than_one_frame_needs(length: int, kind: int, sent: list[
         reader.next()
 
 
-@pytest.mark.parametrize("kind", [0, CLOSE + 1, 255])
+@pytest.mark.promise("security.long")
+@pytest.mark.parametrize("kind", [0, PING + 1, 255])
 def test_an_unknown_kind(kind: int) -> None:
     """It is refused before its data has come, and before memory is reserved."""
     reader = FrameReader()
@@ -204,6 +208,15 @@ def test_a_large_frame_is_received_in_one_piece() -> None:
     put(reader, large[: HEADER.size])
     assert put(reader, large[HEADER.size :]) == MAX_FRAME
     assert reader.next() == (CALLS, bytes(MAX_FRAME))
+
+
+@pytest.mark.parametrize("size", [IDLE - HEADER.size, MAX_FRAME])
+def test_memory_for_a_large_frame_behind_a_small_one(size: int) -> None:
+    """The header of the incomplete frame counts, and the room that is left behind its start."""
+    reader = FrameReader()
+    put(reader, frame(CALLS, b"x") + HEADER.pack(size, RESULTS))
+    assert take_all(reader) == [(CALLS, b"x")]
+    assert len(reader.buffer()) >= size
 
 
 @given(frames, strides)

@@ -1,7 +1,9 @@
 """The handshake accepts a peer that knows the secret, and rejects every replay and change."""
 
 import dataclasses
+import os
 import struct
+from pathlib import Path
 
 import pytest
 from hypothesis import given, strategies as st
@@ -18,6 +20,7 @@ from aiorpc_torch._protocol.handshake import (
     encode_hello,
     is_callee_proven,
     load_introduction,
+    network_namespace,
     new_nonce,
 )
 
@@ -63,6 +66,7 @@ def is_let_in(data: bytes, known: Credentials, nonce: bytes) -> bool:
 # ── who knows the secret ────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("security.proof")
 @given(credentials, links, nonces, nonces)
 def test_both_sides_prove_themselves(
     shared: Credentials, link: int, theirs: bytes, mine: bytes
@@ -102,6 +106,7 @@ def test_a_changed_hello_is_refused(index: int, by: int) -> None:
     assert not is_let_in(changed(GREETING, index, by), SHARED, THEIRS)
 
 
+@pytest.mark.promise("security.proof")
 @given(st.integers(0, PROOF - 1), st.integers(1, 255))
 def test_a_changed_proof_is_refused(index: int, by: int) -> None:
     """Any byte of it that is changed on its way is noticed."""
@@ -169,12 +174,14 @@ def test_the_order_of_the_nonces_counts(theirs: bytes, mine: bytes) -> None:
         assert not dataclasses.replace(swapped, nonce=mine).is_proven(SHARED, theirs)
 
 
+@pytest.mark.promise("security.replay")
 @given(nonces)
 def test_a_recorded_hello_is_worth_nothing(nonce: bytes) -> None:
     """On another connection the callee has another nonce."""
     assert is_let_in(GREETING, SHARED, nonce) is (nonce == THEIRS)
 
 
+@pytest.mark.promise("security.replay")
 @given(nonces, nonces)
 def test_a_recorded_answer_is_worth_nothing(theirs: bytes, mine: bytes) -> None:
     """On another connection the caller has another nonce, whatever that of the callee is."""
@@ -184,6 +191,7 @@ def test_a_recorded_answer_is_worth_nothing(theirs: bytes, mine: bytes) -> None:
     assert not is_callee_proven(SHARED, LINK, changed(THEIRS, 0, 1), MINE, ANSWER)
 
 
+@pytest.mark.promise("security.replay")
 @given(links)
 def test_a_proof_is_for_one_connection(link: int) -> None:
     """A hello that is passed on is invalid for another connection."""
@@ -218,8 +226,24 @@ def test_introductions_arrive_as_they_were(shared: Credentials, where: Addresses
     assert load_introduction(dump_introduction(shared, where)) == (shared, where)
 
 
+@pytest.mark.promise("security.secrets")
 def test_secrets_are_not_shown() -> None:
     """Nothing that is logged has the secret in it."""
     assert SHARED.secret.hex() not in repr(SHARED)
     assert repr(SHARED.secret) not in repr(SHARED)
     assert "secret" not in repr(SHARED)
+
+
+# ── where a peer is ─────────────────────────────────────────────────────────────────────────────
+
+
+def test_a_namespace_is_that_of_this_boot_and_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two machines, or two namespaces, have different ids; without /proc there is none."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    assert network_namespace() == f"{boot}:{Path('/proc/self/ns/net').stat().st_ino}"
+
+    def fail(path: str) -> None:
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr(os, "stat", fail)
+    assert network_namespace() == ""

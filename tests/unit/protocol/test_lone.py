@@ -20,6 +20,7 @@ from aiorpc_torch._protocol.lone import (
     decode_result,
     decode_value,
     encode_call,
+    encode_method,
     encode_result,
     encode_value,
 )
@@ -66,7 +67,7 @@ def framed(data: bytes) -> tuple[int, bytes]:
     reader.received(len(data))
     found = reader.next()
     assert found is not None
-    assert reader.is_empty()
+    assert not reader.unread
     return found
 
 
@@ -75,7 +76,9 @@ def test_a_call_arrives_as_it_was(
     number: int, rref_id: tuple[int, int], name: str, args: list[Any]
 ) -> None:
     """Its number, its target and its arguments, unless it takes a frame of groups."""
-    data = encode_call(number, rref_id, name, tuple(args))
+    encoded = encode_method(rref_id, name)
+    assert encoded is not None
+    data = encode_call(number, encoded, tuple(args))
     if data is None:
         assert type(args[0]) is int
         assert not -(2**63) <= args[0] < 2**63
@@ -128,8 +131,42 @@ def test_values_that_need_a_frame_of_groups(value: Any) -> None:
 def test_two_arguments_take_a_frame_of_groups() -> None:
     """One tensor that is passed twice arrives as one."""
     tensor = torch.ones(1)
-    assert encode_call(1, (1, 2), "m", (tensor, tensor)) is None
-    assert encode_call(1, (1, 2), "m" * MAX_TEXT, ()) is None
+    assert encode_call(1, b"target", (tensor, tensor)) is None
+    assert encode_method((1, 2), "m" * MAX_TEXT) is None
+
+
+@pytest.mark.parametrize(
+    "value", [-(2**63), 2**63 - 1, b"x" * MAX_TEXT, "x" * (MAX_TEXT // 4), "ä" * (MAX_TEXT // 4)]
+)
+def test_values_at_the_bounds(value: Any) -> None:
+    """The largest values of each kind travel without pickling."""
+    data = encode_value(value)
+    assert data is not None
+    assert same(decode_value(data, 0), value)
+
+
+def test_one_beyond_the_bounds() -> None:
+    """A longer str takes a frame of groups."""
+    assert encode_value("x" * (MAX_TEXT // 4 + 1)) is None
+
+
+def test_the_longest_target() -> None:
+    """A target of `MAX_TEXT` bytes travels; a longer one is rejected with its length."""
+    name = "m" * (MAX_TEXT - 16)  # two numbers of an RRef id come first
+    data = encode_call(1, (1, 2), name, ())
+    assert data is not None
+    number, target, args = decode_call(framed(data)[1])
+    assert (number, decode_method(target), args) == (1, ((1, 2), name), ())
+    assert encode_call(1, (1, 2), name + "m", ()) is None
+    with pytest.raises(ProtocolError, match=f"{MAX_TEXT + 1} bytes"):
+        decode_call(struct.pack("<QH", 1, MAX_TEXT + 1) + bytes(MAX_TEXT + 1))
+
+
+@pytest.mark.parametrize("code", [len(DTYPES), 63, 71, 255])
+def test_unknown_codes_are_named(code: int) -> None:
+    """Neither a dtype nor a kind of value: the error tells which code came."""
+    with pytest.raises(ProtocolError, match=f": {code}$"):
+        decode_value(bytes([code]) + bytes(20), 0)
 
 
 @given(st.binary(max_size=60))
@@ -140,6 +177,7 @@ def test_malformed_frames(data: bytes) -> None:
             decode(data)
 
 
+@pytest.mark.promise("transport.copied")
 @given(tensors())
 def test_a_sent_tensor_is_a_copy(tensor: Tensor) -> None:
     """The bytes do not change with the tensor, nor two copies with each other."""

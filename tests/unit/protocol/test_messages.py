@@ -198,6 +198,7 @@ def returned(results: list[Any]) -> dict[Any, Any]:
 # ── calls ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("transport.arguments")
 @given(st.lists(st.tuples(TARGETS, st.booleans(), WORKS), min_size=1, max_size=8))
 def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
     """Any arguments for any methods, interleaved: each call with its own, in their order."""
@@ -362,6 +363,7 @@ def test_what_is_no_payload_is_refused(fields: tuple[Any, ...]) -> None:
         load_payload(dump_plain(fields))
 
 
+@pytest.mark.promise("security.frames_plain")
 @pytest.mark.parametrize("load", [load_calls, load_payload, decode_reply])
 def test_reading_a_frame_runs_no_code(load: Any) -> None:
     """A class in the frame itself is refused before it is looked up."""
@@ -387,6 +389,7 @@ def test_budgets(budgets: list[float | None]) -> None:
         assert not message.budgets
 
 
+@pytest.mark.promise("transport.arguments")
 def test_keywords_keep_their_names() -> None:
     """In whichever order each caller wrote them."""
     calls = [call(1, b=2, a=3), call(1, a=4, b=5), call(a=6, b=7), call(8)]
@@ -398,6 +401,7 @@ def test_keywords_keep_their_names() -> None:
     ]
 
 
+@pytest.mark.promise("transport.identity")
 @pytest.mark.parametrize(
     "value",
     [[1], {"key": 1}, torch.zeros(2), torch.zeros(INLINE_BYTES), torch.ones(2, requires_grad=True)],
@@ -411,6 +415,7 @@ def test_what_is_passed_twice_arrives_as_one(value: Any) -> None:
     assert args[0] is kwargs["inside"][0]
 
 
+@pytest.mark.promise("transport.identity")
 def test_equal_arguments_of_two_calls_are_two() -> None:
     """Calls have nothing to do with each other, though they travel together."""
     small = torch.zeros(2)
@@ -419,6 +424,7 @@ def test_equal_arguments_of_two_calls_are_two() -> None:
     assert other[0].tolist() == [0, 0]
 
 
+@pytest.mark.promise("transport.copied")
 def test_small_arguments_are_copied_at_the_call() -> None:
     """They may be changed at once: as a column's cell, and in a pickle."""
     tensor, items = torch.zeros(3), [1]
@@ -446,6 +452,7 @@ def test_size_counts_all_that_is_sent() -> None:
     assert call([torch.zeros(10_000), b"x" * 5000]).size > 45_000
 
 
+@pytest.mark.promise("transport.large")
 @pytest.mark.parametrize(
     ("value", "by_torch"),
     [
@@ -578,6 +585,7 @@ ITEM_CELLS = st.one_of(
 )
 
 
+@pytest.mark.promise("streams.order")
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 2), ITEM_CELLS), max_size=20))
 def test_items_of_streams_stay_in_order(results: list[Any]) -> None:
     """Whatever kinds they are of, and whatever results of calls lie between them."""

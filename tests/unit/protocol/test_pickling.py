@@ -48,6 +48,7 @@ def test_small_tensors_ride_in_the_bytes(dtype: torch.dtype, shape: tuple[int, .
     arrived.zero_()
 
 
+@pytest.mark.promise("transport.views")
 @given(st.lists(st.integers(1, 4), max_size=4), st.randoms())
 def test_views_arrive_as_what_they_show(shape: list[int], random: Random) -> None:
     """Transposed, sliced and expanded views."""
@@ -85,6 +86,7 @@ def test_subclasses_stay_what_they_are() -> None:
     assert isinstance(arrived["w"], nn.Parameter)
 
 
+@pytest.mark.promise("transport.copied")
 def test_small_tensor_is_copied_at_the_call() -> None:
     """It may be changed as soon as the call is made."""
     tensor = torch.zeros(3)
@@ -116,6 +118,7 @@ def test_inference_tensors_are_small_too() -> None:
     assert torch.equal(across(tensor), tensor)
 
 
+@pytest.mark.promise("transport.views")
 def test_views_are_compacted() -> None:
     """A view does not drag along the part of its storage that it does not show."""
     base = torch.zeros(400, 400)

@@ -6,6 +6,7 @@ from hypothesis import given, strategies as st
 from aiorpc_torch._protocol.targets import check_public_name
 
 
+@pytest.mark.promise("security.private")
 @given(st.text(max_size=8))
 def test_only_plain_public_names_pass(name: str) -> None:
     """Whatever else there is."""

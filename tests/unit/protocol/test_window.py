@@ -3,7 +3,7 @@
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from aiorpc_torch._protocol.window import FlowWindow
+from aiorpc_torch._protocol.window import BYTES_PER_CREDIT, FlowWindow, credit_cost
 
 sizes = st.one_of(st.integers(0, 60), st.integers(0, 1000))
 
@@ -59,7 +59,7 @@ class Sending(RuleBasedStateMachine):
     @rule()
     def lose(self) -> None:
         """Every unanswered call is returned, in the order of sending."""
-        assert self.window.clear() == [*self.open]
+        assert self.window.release_all() == [*self.open]
         self.open.clear()
         self.forced.clear()
 
@@ -108,3 +108,19 @@ def test_the_bounds_are_reached() -> None:
     assert not window.admits(61)
     window.sent(1, 0)
     assert not window.admits(0)
+
+
+def test_the_credit_of_an_item() -> None:
+    """One for a small item, and one more for each whole block of bytes."""
+    sizes = [0, BYTES_PER_CREDIT - 1, BYTES_PER_CREDIT, 3 * BYTES_PER_CREDIT + 1]
+    assert [credit_cost(size) for size in sizes] == [1, 1, 2, 4]
+
+
+def test_a_lost_window_is_as_new() -> None:
+    """After `clear` all bytes are free again."""
+    window = FlowWindow(4, 100)
+    window.sent(0, 100)
+    assert window.clear() == [0]
+    window.sent(1, 1)
+    assert window.admits(99)
+    assert not window.admits(100)

@@ -98,6 +98,7 @@ HOSTILE = {
 }
 
 
+@pytest.mark.promise("security.exports_unread")
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_target_made_by_hand(what: str) -> None:
     """A hostile target is refused; reading it runs, imports and changes nothing."""

@@ -11,7 +11,7 @@ import pytest
 from aiorpc_torch._torch import thread_state
 from aiorpc_torch._torch.thread_state import free_dead_thread_states, pin_thread_state
 
-SOON = 10.0  # seconds after which something will never happen
+SOON = 30.0  # seconds after which something will never happen
 
 _libc = ctypes.CDLL(None)
 _Body = ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_void_p)

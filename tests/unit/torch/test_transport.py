@@ -36,6 +36,7 @@ async def test_a_done_future() -> None:
     assert await awaited == [1, 2]
 
 
+@pytest.mark.promise("calls.futures")
 async def test_a_pending_future() -> None:
     """It is awaited until it completes."""
     future: Future[int] = Future()
@@ -82,6 +83,7 @@ async def test_completed_from_another_thread() -> None:
     thread.join()
 
 
+@pytest.mark.promise("calls.futures")
 async def test_many_are_completed_in_any_order() -> None:
     """Each awaits its own, whatever the order and the thread of the completions."""
     futures: list[Future[int]] = [Future() for _ in range(1_000)]
@@ -110,6 +112,7 @@ async def test_several_awaits_of_one_future() -> None:
     assert await asyncio.gather(*awaited, aiorpc.wrap_future(future)) == [1, 1, 1, 1]
 
 
+@pytest.mark.promise("calls.futures")
 @pytest.mark.parametrize("exc", [ValueError("x"), KeyError("k"), Odd(3, "odd"), OSError(2, "x")])
 @pytest.mark.parametrize("early", [True, False])
 async def test_an_error_raises_as_itself(exc: Exception, early: bool) -> None:
@@ -336,6 +339,7 @@ def test_needs_a_running_loop() -> None:
         aiorpc.wrap_future(done_future(1))
 
 
+@pytest.mark.promise("calls.futures")
 async def test_what_rpc_async_returns_is_taken_too() -> None:
     """Its class is not torch.futures.Future but the base of it."""
     future = torch._C.Future([])

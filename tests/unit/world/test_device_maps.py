@@ -35,6 +35,7 @@ async def test_errors_are_raised_where_the_world_is_entered(maps: Any, why: str)
             pass
 
 
+@pytest.mark.promise("devices.maps")
 def test_errors_name_worker_peer_and_device() -> None:
     """Every worker raises the error, so its text names the worker, the peer and the device."""
     a, b = registration("a", 2, {}), registration("b", 1, {})
@@ -60,6 +61,7 @@ def test_errors_name_worker_peer_and_device() -> None:
 # ── routes ──────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("devices.auto")
 @given(st.lists(st.tuples(st.integers(0, 4), st.booleans()), min_size=1, max_size=5))
 def test_auto_is_the_same_index_on_both_sides(counts: list[tuple[int, bool]]) -> None:
     """As many devices as both have, for every peer and itself; peers without "auto" too."""

@@ -108,6 +108,7 @@ TestWatch = Watch.TestCase
 gaps = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.5, 4.0, 100.0]), max_size=40)
 
 
+@pytest.mark.promise("lost.frozen")
 @given(gaps, st.floats(0, TIMEOUT / 2, exclude_max=True))
 def test_an_answering_peer_is_never_lost(gaps: list[float], delay: float) -> None:
     """However late this process checks, and however late within its time the peer answers."""
@@ -122,6 +123,7 @@ def test_an_answering_peer_is_never_lost(gaps: list[float], delay: float) -> Non
         answers += [now + delay for _ in to_ping]
 
 
+@pytest.mark.promise("lost.frozen")
 @given(st.integers(0, 7).map(lambda eighths: eighths / 8), st.integers(0, 20))
 def test_a_silent_peer_is_lost_in_time(phase: float, spoke: int) -> None:
     """It is pinged once and lost within the timeout, whenever its last sign came."""
@@ -167,6 +169,7 @@ def test_a_peer_that_is_watched_again_starts_anew() -> None:
     ]
 
 
+@pytest.mark.promise("lost.own_stall")
 def test_an_own_stall_loses_no_peer() -> None:
     """Answers may be here unread: there is time to read them first."""
     tracker = HeartbeatTracker(TIMEOUT)

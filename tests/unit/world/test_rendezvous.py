@@ -119,6 +119,7 @@ def test_every_worker_learns_of_all(group: Group) -> None:
         assert addresses(each) == [(0, "at w0"), (1, "at w1"), (2, "at w2")]
 
 
+@pytest.mark.promise("worlds.missing")
 def test_missing_ranks_are_named_to_all(group: Group) -> None:
     """The first worker that times out names the missing ranks to the others too."""
     patient = group.register(registration(0, 4))
@@ -201,6 +202,7 @@ WRONG: dict[str, tuple[dict[str, Any], list[str]]] = {
 }
 
 
+@pytest.mark.promise("worlds.conflict")
 @pytest.mark.parametrize("wrong", WRONG)
 @pytest.mark.parametrize("first", [True, False])
 def test_every_worker_gets_the_conflict(group: Group, wrong: str, first: bool) -> None:
@@ -214,6 +216,7 @@ def test_every_worker_gets_the_conflict(group: Group, wrong: str, first: bool) -
         assert all(text in str(error) for text in [*texts, "(rank 0,", "(rank 1,"]), error
 
 
+@pytest.mark.promise("worlds.conflict")
 def test_two_with_one_rank(group: Group) -> None:
     """The second sees that the first is alive, and all learn of both."""
     first = group.register(registration(1, pid=77))
@@ -246,6 +249,7 @@ def test_the_rank_of_a_process_that_died_waiting_is_free(group: Group, monkeypat
     assert [[each.pid for each in found.result(20.0)] for found in coming] == [[78] * 3] * 3
 
 
+@pytest.mark.promise("worlds.again")
 def test_the_next_attempt_is_a_new_one(group: Group) -> None:
     """A failed attempt does not fail the next; a late worker gets the old failure, once."""
     assert isinstance(failure(group.register(registration(0, 3), timeout=0.02)), WorldTimeout)
@@ -286,6 +290,7 @@ def leave_world(group: Group, participants: list[Rendezvous]) -> None:
         each.result(20.0)
 
 
+@pytest.mark.promise("worlds.again")
 def test_a_store_serves_one_world_after_another(group: Group) -> None:
     """The same processes and fresh ones meet, with distinct worker ids."""
     first = meet(group, [registration(rank, 2) for rank in (0, 1)])
@@ -297,6 +302,7 @@ def test_a_store_serves_one_world_after_another(group: Group) -> None:
     assert [each.address for each in found] == ["w0 at 1", "w1 at 5", "w2 at 2"]
 
 
+@pytest.mark.promise("rejoin.machines")
 def test_a_rejoining_worker_learns_of_all(group: Group) -> None:
     """It gets a new worker id, each time."""
     meet(group, [registration(rank) for rank in range(3)])
@@ -421,6 +427,7 @@ def test_a_store_closes_after_this_worker_registered(closing: ClosingStore) -> N
     assert "rank 0, which hosts it, has given up or died" in str(failure(waiting))
 
 
+@pytest.mark.promise("worlds.exit")
 def test_the_exit_barrier_times_out(group: Group) -> None:
     """One worker does not reach it."""
     participants = meet(group, [registration(rank, 2) for rank in (0, 1)])

@@ -1,0 +1,379 @@
+"""Serving in a world that `rpc.init_rpc` started: on the running loop, or in a thread.
+
+torch's RPC stays the program's own. There is no rendezvous store, so a peer that died has no
+replacement process; `Attachments` knows which peers serve.
+"""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import itertools
+import logging
+import os
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypedDict, TypeVar, Unpack
+from urllib.parse import urlsplit
+
+import torch
+
+from .._batching.queue import close_queues
+from .._client import pool
+from .._client.introduction import Introductions
+from .._client.pool import AGENT_ENDED, ConnectionPool
+from .._protocol import endpoints
+from .._protocol.handshake import Party
+from .._server.exports import Export, ExportPolicy, checked_exports
+from .._server.server import Server
+from .._torch.agent import PeerInfo, adopt_agent, init_method, is_running
+from .._torch.devices import DeviceRoutes
+from .._torch.thread_state import free_dead_thread_states
+from ..errors import NotServing
+from . import network
+from .attachments import Attachments, answer_as_left
+from .config import WorkerConfig
+from .departures import Departures
+from .failure_detector import FailureDetector
+from .shutdown import run_to_end
+from .worker import Worker
+
+__all__ = ("AttachedThread", "attach", "attach_in_thread")
+
+log = logging.getLogger("aiorpc_torch")
+
+T = TypeVar("T")
+
+# All in seconds.
+AGENT_POLL = 0.05  # between two looks whether torch's RPC still runs
+TELL_TIMEOUT = 0.5  # for peers to learn that this worker leaves
+CANCEL_TIMEOUT = 0.5  # for cancelled calls to end
+
+_in_use = threading.Lock()  # held by the one attach of this process
+_epochs = itertools.count(1)
+
+
+class AttachOptions(TypedDict, total=False):
+    """The options of `attach`."""
+
+    threads: int
+    start_timeout: float
+    stop_timeout: float | None
+    heartbeat: float
+    interface: str | None
+    exports: Sequence[Export] | None
+
+
+@contextlib.asynccontextmanager
+async def attach(
+    *,
+    threads: int = 16,
+    start_timeout: float = 60.0,
+    stop_timeout: float | None = 10.0,
+    heartbeat: float = 10.0,
+    interface: str | None = None,
+    exports: Sequence[Export] | None = None,
+) -> AsyncIterator[Worker]:
+    """Serve and call peers in the world that `rpc.init_rpc` started, on the running loop.
+
+        rpc.init_rpc("trainer0", rank=1, world_size=3)
+        async with attach() as me:
+            ps = await create("ps", ParameterServer)
+        rpc.shutdown()
+
+    Exit leaves torch's RPC running, and a process may attach again: an `asyncio.run` for each epoch
+    works. `rpc_sync` and `await` may be used side by side. A call to a peer that is not attached is
+    held until it attaches; after its deadline or `start_timeout` it raises `NotServing`, and has
+    not run. Exit does not wait for peers: `await me.serve()` does. Signal handlers, garbage
+    collection and device maps stay as they are. A dead peer has no replacement process.
+
+    Args:
+        threads: Number of threads for plain `def` methods.
+        start_timeout: Seconds for which a call to a peer that is not attached is held.
+        stop_timeout: Seconds that exit gives the calls being served, which are then cancelled. None
+            sets no limit. After an exception they are cancelled at once.
+        heartbeat: Seconds of silence after which a connected peer that something waits for is lost.
+            The peer's event loop or a thread of torch's answers in time if one of them is free.
+        interface: Network interface for small messages between hosts (default: as for `worker`).
+        exports: As for `worker`.
+
+    Raises:
+        NotServing: If torch's RPC does not run: call `rpc.init_rpc` first.
+        RuntimeError: If this process is in a world of this library, or attached already.
+        ValueError: If an argument is out of range, or there is no such interface.
+    """
+    config = WorkerConfig(
+        "attached",
+        0,
+        1,
+        "",
+        threads=threads,
+        start_timeout=start_timeout,
+        stop_timeout=stop_timeout,
+        heartbeat=heartbeat,
+        exports=None if exports is None else checked_exports(exports),
+    )
+    with _only_one():
+        host = _host(interface)
+        name, members = adopt_agent()
+        async with _attached(replace(config, name=name), members, host) as me:
+            yield me
+
+
+@contextlib.contextmanager
+def _only_one() -> Iterator[None]:
+    """Allow one attach at a time, over an agent that `init_rpc` started."""
+    if endpoints.serving() is not None or not _in_use.acquire(blocking=False):
+        raise RuntimeError("this process is attached or in a world already: leave that first")
+    try:
+        if not is_running():
+            raise NotServing("attach() needs torch's RPC: call rpc.init_rpc() first")
+        yield
+    finally:
+        _in_use.release()
+
+
+def _host(interface: str | None) -> str | None:
+    """Return the address to listen at for peers on other hosts, None for the loopback's."""
+    url = urlsplit(init_method())
+    first = os.environ.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
+    found = network.requested_interfaces(interface) or network.interfaces_towards(first)
+    names = [name for value in found.values() for name in value.split(",")]
+    hosts = [host for name in names for host in network.addresses().get(name, ())]
+    return next((host for host in hosts if not network.is_loopback_host(host)), None)
+
+
+@contextlib.asynccontextmanager
+async def _attached(
+    config: WorkerConfig, members: list[PeerInfo], host: str | None
+) -> AsyncIterator[Worker]:
+    attached = _Attached(config, members)
+    try:
+        await attached.enter(host)
+        yield attached.worker()
+    except BaseException:
+        await attached.leave(0.0)
+        raise
+    else:
+        await attached.leave(config.stop_timeout)
+
+
+class _Attached:
+    """The parts of an attached worker, from its entry to its exit."""
+
+    def __init__(self, config: WorkerConfig, members: list[PeerInfo]) -> None:
+        own = next(each for each in members if each.name == config.name)
+        self._members = members
+        self._rank = own.rank
+        self._maps = {each.name: each.device_maps for each in members}
+        self._peers = {each.name: each for each in members if each is not own}
+        self._party = Party(own.name, own.number)
+        self._epoch = next(_epochs)
+        exports = None if config.exports is None else ExportPolicy(config.exports)
+        self._server = Server(own.name, config.threads, exports)
+        self._attachments = Attachments(self._party, self._epoch, members, config.start_timeout)
+        self._detector = FailureDetector(own.name, self._server, members, config.heartbeat)
+        introductions = Introductions(self._party, self._attachments)
+        self._pool = ConnectionPool(self._party, members, self._detector, introductions)
+        self._departures = Departures(
+            self._pool, self._detector, self._peers, self._attachments.left
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._is_closed = False
+
+    def worker(self) -> Worker:
+        """Return what `attach` yields."""
+        return Worker(
+            self._party.name,
+            self._rank,
+            len(self._members),
+            tuple(self._peers),
+            0,
+            self._detector,
+            self._departures,
+        )
+
+    async def enter(self, host: str | None) -> None:
+        """Serve, and tell the peers, whose answers are not waited for."""
+        server, attachments = self._server, self._attachments
+        server.set_device_routes(DeviceRoutes.for_worker(self._party.name, self._maps))
+        server.peers.set_members({each.name: each.number for each in self._members})
+        server.peers.on_detached = attachments.on_close
+        endpoints.register(server)
+        pool.set_current(self._pool)
+        self._detector.only_linked = True
+        self._detector.start(self._pool)
+        self._departures.probe = self._probe
+        attachments.on_left = self._pool.retire
+        attachments.on_attached = self._on_attached
+        await server.open(self._party, host)
+        endpoints.handle_attach_messages(attachments.on_message)
+        loop = asyncio.get_running_loop()
+        self._tasks = [
+            loop.create_task(attachments.tell(True), name="aiorpc-attach"),
+            loop.create_task(self._watch_agent(), name="aiorpc-agent"),
+        ]
+
+    def _probe(self, peer: str) -> None:
+        if self._attachments.has_answered(peer):
+            self._detector.probe(peer)
+
+    def _on_attached(self, peer: str, device_map: Mapping[str, str]) -> None:
+        self._detector.on_message(peer)
+        if device_map:
+            self._maps[peer] = {self._party.name: {**device_map}}
+            routes = DeviceRoutes.for_worker(self._party.name, self._maps)
+            self._server.set_device_routes(routes)
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    async def _watch_agent(self) -> None:
+        """End all calls once torch's RPC has ended."""
+        while self._attachments.has_agent():  # noqa: ASYNC110 - torch tells nobody of its end
+            await asyncio.sleep(AGENT_POLL)
+        log.info("%s: torch's RPC has ended", self._party.name)
+        self._attachments.wake()
+        pool.set_current(None, AGENT_ENDED)
+        await self._close()
+
+    # ── leaving ─────────────────────────────────────────────────────────────────────────────────
+
+    async def leave(self, stop_timeout: float | None) -> None:
+        """Let served calls end, close the connections, and leave torch's RPC running."""
+        draining = asyncio.create_task(self._drain(stop_timeout))
+        closing = asyncio.create_task(self._leave(draining))
+        await run_to_end(draining, closing)
+
+    async def _drain(self, stop_timeout: float | None) -> None:
+        self._server.stop_introductions()
+        if self._attachments.has_agent():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(TELL_TIMEOUT):
+                    await self._attachments.tell(False)
+            await self._server.drain(stop_timeout)
+
+    async def _leave(self, draining: "asyncio.Task[None]") -> None:
+        await asyncio.wait((draining,))
+        for task in self._tasks:
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks)
+        endpoints.handle_attach_messages(answer_as_left(self._party, self._epoch))
+        await self._close()
+        endpoints.register(None)
+        pool.set_current(None)
+        free_dead_thread_states()
+
+    async def _close(self) -> None:
+        """End what waits, in both directions."""
+        self._detector.close()
+        await close_queues()
+        await self._pool.close("detached", str(self._epoch))
+        if not self._is_closed:
+            self._is_closed = True
+            await self._server.close(CANCEL_TIMEOUT, text=str(self._epoch), what="detached")
+
+
+# ── in a thread ─────────────────────────────────────────────────────────────────────────────────
+
+
+@dataclass(frozen=True, slots=True)
+class AttachedThread(Worker):
+    """This process as an attached worker in a thread: what `attach_in_thread` yields."""
+
+    _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
+
+    def run(self, async_function: Callable[..., Awaitable[T]], *args: Any) -> T:
+        """Run `await async_function(*args)` on the thread's event loop, and return its result.
+
+        Callable from any other thread; calls from several threads run side by side. An exception of
+        this thread (Ctrl-C) cancels the function.
+
+        Raises:
+            RuntimeError: in the loop's own thread, which would wait for itself: use `await`.
+            NotServing: if the block of `attach_in_thread` is left before the end.
+        """
+        loop = self._loop
+        assert loop is not None
+        if asyncio._get_running_loop() is loop:
+            raise RuntimeError("run() would block its own event loop: use await there")
+        running = _awaited(async_function, args)
+        try:
+            result = asyncio.run_coroutine_threadsafe(running, loop)
+        except RuntimeError:  # the loop is closed
+            running.close()
+            raise NotServing(_THREAD_LEFT) from None
+        try:
+            return result.result()
+        except concurrent.futures.CancelledError:
+            raise NotServing(_THREAD_LEFT) from None
+        except BaseException:
+            result.cancel()
+            raise
+
+
+_THREAD_LEFT = "the block of attach_in_thread() was left"
+
+
+async def _awaited(function: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> T:
+    return await function(*args)
+
+
+@contextlib.contextmanager
+def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThread]:
+    """Serve and call peers as `attach` does, on an event loop in a daemon thread.
+
+        with attach_in_thread() as me:
+            loss = me.run(train, 100)  # `async def train`
+
+        with attach_in_thread():  # a passive server
+            rpc.shutdown()
+
+    Args:
+        options: Arguments of `attach`.
+
+    Raises:
+        NotServing, RuntimeError, ValueError: As `attach`.
+    """
+    entered: concurrent.futures.Future[AttachedThread] = concurrent.futures.Future()
+    left = asyncio.Event()  # set on the thread's loop
+    failure: list[BaseException] = []
+
+    async def serve() -> None:
+        async with attach(**options) as me:
+            entered.set_result(_in_thread(me, asyncio.get_running_loop()))
+            await left.wait()
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as exc:
+            if entered.done():
+                failure.append(exc)
+            else:
+                entered.set_exception(exc)
+
+    thread = threading.Thread(target=run, name="aiorpc-attach", daemon=True)
+    thread.start()
+    me = entered.result()
+    try:
+        yield me
+    finally:
+        assert me._loop is not None
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            me._loop.call_soon_threadsafe(left.set)
+        thread.join()
+    if failure:
+        raise failure[0]
+
+
+def _in_thread(me: Worker, loop: asyncio.AbstractEventLoop) -> AttachedThread:
+    return AttachedThread(
+        me.name,
+        me.rank,
+        me.world_size,
+        me.peers,
+        0,
+        me._failure_detector,
+        me._departures,
+        loop,
+    )

@@ -1,0 +1,247 @@
+"""Attachments: the workers of torch's world that serve, as torch messages tell.
+
+Each worker tells all others when it attaches and when it leaves, and learns from the answers what
+they had told before. Each message has the sender's epoch, so a late message changes nothing.
+"""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from torch.futures import Future
+
+from .._client.pool import AGENT_ENDED
+from .._protocol import endpoints
+from .._protocol.endpoints import attach_message_of, completed_future
+from .._protocol.handshake import VERSION, Party
+from .._protocol.pickling import load_plain
+from .._torch.agent import PeerInfo, agent_generation
+from .._torch.compat import WorkerInfo
+from .._torch.transport import classify_error, send, wrap_future
+from ..errors import NotServing, RpcError, WorkerLost, safe_str
+
+log = logging.getLogger("aiorpc_torch")
+
+
+class PeerState:
+    """The last that is known of one peer. Any thread may read it, and wait for a change.
+
+    Attributes:
+        epoch: how many times the peer has attached.
+        is_attached: whether it is attached now.
+        refusal: makes the error for calls to a peer that cannot attach.
+        is_known: whether the peer has answered.
+        changed: future that completes at the next change.
+    """
+
+    def __init__(self) -> None:
+        self.epoch = 0
+        self.is_attached = False
+        self.is_known = False
+        self.refusal: Callable[[], RpcError] | None = None
+        self.changed: Future[None] = Future()
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        state = "attached" if self.is_attached else "left" if self.epoch else "not attached"
+        return f"<PeerState {state}, epoch {self.epoch}>"
+
+    @property
+    def has_left(self) -> bool:
+        """True if the peer was attached and is not now, or cannot attach."""
+        return self.refusal is not None or (self.epoch > 0 and not self.is_attached)
+
+    def record(self, epoch: int, is_attached: bool) -> bool:
+        """Record what the peer has told, and return whether that is new."""
+        with self._lock:
+            is_new = (epoch, not is_attached) > (self.epoch, not self.is_attached)
+            if is_new:
+                self.epoch, self.is_attached = epoch, is_attached
+            if is_new or not self.is_known or self.refusal is not None:
+                self._change(None)
+            return is_new
+
+    def refuse(self, refusal: Callable[[], RpcError]) -> None:
+        """Record that calls to the peer fail."""
+        with self._lock:
+            self._change(refusal)
+
+    def _change(self, refusal: Callable[[], RpcError] | None) -> None:
+        self.is_known, self.refusal = True, refusal
+        changed, self.changed = self.changed, Future()
+        changed.set_result(None)
+
+
+class Attachments:
+    """The attachments of one process's peers, and its own. `Holding` for its calls.
+
+    Args:
+        me: this process.
+        epoch: how many times this process has attached.
+        members: all workers of torch's world.
+        timeout: seconds for which a call to a peer that is not attached is held.
+    """
+
+    def __init__(self, me: Party, epoch: int, members: Sequence[PeerInfo], timeout: float) -> None:
+        self.timeout = timeout
+        self.epoch = epoch
+        self.on_left: Callable[[str], None] = lambda _: None
+        self.on_attached: Callable[[str, Mapping[str, str]], None] = lambda *_: None
+        self._me = me
+        self._is_attached = True
+        self._generation = agent_generation()
+        self._loop = asyncio.get_running_loop()
+        self._maps = next(each.device_maps for each in members if each.name == me.name)
+        self._infos = {each.name: each.info for each in members if each.name != me.name}
+        self._states = {name: PeerState() for name in self._infos}
+
+    def __repr__(self) -> str:
+        return f"<Attachments of {self._me.name}: {self._states}>"
+
+    def left(self) -> dict[str, str]:
+        """Return the peers that have left or cannot attach, as leave messages."""
+        return {peer: "" for peer, state in self._states.items() if state.has_left}
+
+    def has_answered(self, peer: str) -> bool:
+        """Return whether a peer has the package and has answered."""
+        return self._states[peer].is_known and self._states[peer].refusal is None
+
+    def has_agent(self) -> bool:
+        """Return whether torch's RPC, as it was when this process attached, still runs."""
+        return agent_generation() == self._generation
+
+    # ── holding calls, on any event loop ────────────────────────────────────────────────────────
+
+    def is_held(self, peer: str) -> bool:
+        """Return whether calls to a peer are held."""
+        return peer in self._states and not self._states[peer].is_attached
+
+    async def wait_until_serving(self, peer: WorkerInfo) -> None:
+        """Wait until a peer is attached.
+
+        Raises:
+            NotServing: if it does not have this package, or torch's RPC has ended here.
+            WorkerLost: if torch does not reach it.
+            RpcError: if it speaks another version of the protocol.
+        """
+        state = self._states.get(peer.name)  # None for this process itself
+        if state is not None and isinstance(_error_of(state), WorkerLost):
+            await self._ask(peer.name)  # it may be reachable again
+        while self.has_agent() and state is not None and not state.is_attached:
+            changed = state.changed
+            if (error := _error_of(state)) is not None:
+                raise error
+            if not state.is_attached:
+                await wrap_future(changed)
+        if not self.has_agent():
+            raise NotServing(AGENT_ENDED)
+
+    def on_refused(self, peer: str) -> None:
+        """Note that a peer has just refused a connection: it leaves."""
+        if (state := self._states.get(peer)) is None:
+            raise NotServing("this process leaves attach()")
+        state.record(state.epoch, False)
+
+    def wake(self) -> None:
+        """Let held calls look again: torch's RPC has ended."""
+        for state in self._states.values():
+            state.refuse(functools.partial(NotServing, AGENT_ENDED))
+
+    # ── messages ────────────────────────────────────────────────────────────────────────────────
+
+    async def tell(self, is_attached: bool) -> None:
+        """Tell all peers that this process is attached or leaves; wait for their answers."""
+        self._is_attached = is_attached
+        peers = [
+            peer
+            for peer, state in self._states.items()
+            if is_attached or (state.is_known and state.refusal is None)
+        ]
+        await asyncio.gather(*map(self._ask, peers))
+
+    async def _ask(self, peer: str) -> None:
+        """Tell one peer of this process, and record its answer."""
+        try:
+            info = self._infos[peer]
+            answer = await wrap_future(send(info, endpoints.attach_message, self._message(peer)))
+            self._record(peer, load_plain(answer))
+        except Exception as exc:
+            self._states[peer].refuse(_refusal(peer, exc))
+
+    def _message(self, peer: str) -> bytes:
+        maps = self._maps.get(peer, {})
+        return attach_message_of(self._me, self.epoch, self._is_attached, maps)
+
+    def _record(self, peer: str, message: Sequence[Any]) -> None:
+        version, *rest = message
+        state = self._states[peer]
+        if version != VERSION:
+            text = (
+                f"worker {peer!r} speaks {bytes(version).decode()}, and this process "
+                f"{VERSION.decode()}: install one version of aiorpc_torch in both; the call has "
+                "not run"
+            )
+            state.refuse(functools.partial(RpcError, text))
+            return
+        _, epoch, is_attached, maps = rest
+        if not state.record(int(epoch), bool(is_attached)):
+            return
+        if is_attached:
+            self.on_attached(peer, maps)
+        else:
+            self.on_left(peer)
+
+    def on_message(self, data: bytes) -> "Future[Any]":
+        """Handle the message of a peer, on a thread of torch's."""
+        answer: Future[Any] = Future()
+        try:
+            self._loop.call_soon_threadsafe(self._on_message, data, answer)
+        except RuntimeError:  # the loop is closed
+            answer.set_result(self._message(""))
+        return answer
+
+    def _on_message(self, data: bytes, answer: "Future[Any]") -> None:
+        peer = ""
+        try:
+            message = load_plain(data)
+            if (peer := message[1]) in self._states:
+                self._record(peer, message)
+        except Exception as exc:
+            log.warning("%s rejected an unreadable attach message: %r", self._me.name, exc)
+        # After the connections to a peer that leaves have sent their last calls.
+        self._loop.call_soon(_complete, answer, self._message(peer))
+
+    def on_close(self, peer: str, text: str) -> None:
+        """Note that a peer has closed a connection as it left, in the epoch `text`."""
+        with contextlib.suppress(KeyError, ValueError):
+            self._states[peer].record(int(text), False)
+
+
+def _error_of(state: PeerState) -> RpcError | None:
+    return None if state.refusal is None else state.refusal()
+
+
+def _complete(answer: "Future[Any]", message: bytes) -> None:
+    with contextlib.suppress(RuntimeError):  # torch has stopped
+        answer.set_result(message)
+
+
+def _refusal(peer: str, exc: Exception) -> Callable[[], RpcError]:
+    """Return what makes the error for calls to a peer that has answered with `exc`."""
+    text = safe_str(exc)
+    if "ModuleNotFoundError" in text or "ImportError" in text:
+        reason = "does not have aiorpc_torch: install it there; the call has not run"
+        return functools.partial(NotServing, f"worker {peer!r} {reason}")
+    if "attach_message" in text:  # torch's text for a function that the peer does not know
+        reason = f"speaks a protocol before {VERSION.decode()}, which this process speaks"
+        return functools.partial(RpcError, f"worker {peer!r} {reason}; the call has not run")
+    return functools.partial(classify_error, exc, peer)
+
+
+def answer_as_left(me: Party, epoch: int) -> endpoints.AttachHandler:
+    """Return the handler of attach messages of a process that has left."""
+    return lambda _: completed_future(attach_message_of(me, epoch, False))

@@ -1,0 +1,153 @@
+"""Leaving a world: a worker serves as long as live peers are inside, and says for whom."""
+
+import contextlib
+import inspect
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from tests.support import leavers
+from tests.support.example_programs import free_port
+
+PATIENCE = 30.0
+
+
+class Process:
+    """A worker, and what it tells."""
+
+    def __init__(self, target: Callable[..., None], *args: Any) -> None:
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["aiorpc_torch"])
+        self.pipe: Connection
+        self.pipe, theirs = context.Pipe()
+        self.process = context.Process(target=target, args=(theirs, *args), daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def tell(self, command: str) -> None:
+        self.pipe.send(command)
+
+    def hear(self, *starts: str) -> str:
+        """Return the first text that starts like one of these."""
+        while True:
+            assert self.pipe.poll(PATIENCE), starts
+            text = self.pipe.recv()
+            if str(text).startswith(starts):
+                return str(text)
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+@pytest.fixture
+def started(tmp_path: Path) -> Iterator[Callable[..., list[Process]]]:
+    with contextlib.ExitStack() as stack:
+
+        def start(block: str, until: str | None = None, store: str = "", **options: Any) -> Any:
+            options |= {"world_size": 3, "init_method": store or f"file://{tmp_path}/store"}
+            options |= {"interface": "lo", "heartbeat": 2.0}
+            found = [
+                Process(leavers.server, options, block, until),
+                *(Process(leavers.client, f"t{rank}", rank, options) for rank in (1, 2)),
+            ]
+            for each in found:
+                stack.callback(each.close)
+            return found
+
+        yield start
+
+
+def test_the_default_is_no_limit() -> None:
+    assert inspect.signature(aiorpc.worker).parameters["stop_timeout"].default is None
+
+
+def test_an_empty_block_is_a_server(started: Callable[..., list[Process]]) -> None:
+    """Its log names who is awaited; when the last peer has left, it leaves."""
+    server, first, second = started("")
+    assert server.hear("server serves until") == "server serves until t1, t2 leave"
+    first.tell("call")
+    assert first.hear("8")
+    first.tell("leave")
+    server.hear("server serves until t2 leave")
+    second.tell("call")
+    assert second.hear("8")
+    second.tell("leave")
+    for each in (server, first, second):
+        each.hear("left")
+
+
+def test_a_dead_peer_is_not_waited_for(started: Callable[..., list[Process]]) -> None:
+    server, first, second = started("")
+    server.hear("server serves until t1, t2 leave")
+    first.tell("die")
+    server.hear("server serves until t2 leave")
+    second.tell("raise")
+    server.hear("left")
+
+
+def test_a_frozen_peer_is_not_waited_for(started: Callable[..., list[Process]]) -> None:
+    """It is lost after `heartbeat`, though nothing else asks for it."""
+    server, first, second = started("")
+    server.hear("server serves until t1, t2 leave")
+    assert first.process.pid is not None
+    os.kill(first.process.pid, signal.SIGSTOP)
+    server.hear("server serves until t2 leave")
+    second.tell("leave")
+    server.hear("left")
+
+
+@pytest.mark.parametrize(
+    ("number", "end"), [(signal.SIGTERM, "SystemExit: 143"), (signal.SIGINT, "KeyboardInterrupt")]
+)
+def test_a_signal_ends_the_wait(
+    started: Callable[..., list[Process]], number: signal.Signals, end: str
+) -> None:
+    server, *_ = started("")
+    server.hear("server serves until t1, t2 leave")
+    assert server.process.pid is not None
+    os.kill(server.process.pid, number)
+    assert server.hear("left", end).startswith(end)
+
+
+def test_serving_until_all_have_left(started: Callable[..., list[Process]]) -> None:
+    server, first, second = started("serve")
+    server.hear("server serves until t1, t2 leave")
+    for each in (first, second):
+        each.tell("call")
+        assert each.hear("8")
+        each.tell("leave")
+    server.hear("served")
+    for each in (server, first, second):
+        each.hear("left")
+
+
+@pytest.mark.parametrize(("command", "end"), [("leave", "served"), ("die", "WorkerLost")])
+def test_serving_until_one_has_left(
+    started: Callable[..., list[Process]], command: str, end: str
+) -> None:
+    server, first, second = started("serve", "t1")
+    server.hear("server serves until t1 leave")
+    first.tell(command)
+    assert server.hear("served", "WorkerLost: worker 't1' is lost").startswith(end)
+    second.tell("leave")
+
+
+def test_leaving_without_the_store(started: Callable[..., list[Process]]) -> None:
+    """Rank 0 dies with the store: the others tell each other by torch that they leave."""
+    server, first, second = started("serve", store=f"tcp://127.0.0.1:{free_port()}")
+    server.hear("server serves until t1, t2 leave")
+    server.process.kill()
+    for each in (first, second):
+        each.tell("leave")
+    for each in (first, second):
+        each.hear("left")

@@ -1,0 +1,136 @@
+"""A cast of processes in a world of `rpc.init_rpc`, which run functions for tests, step by step."""
+
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import os
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from multiprocessing.connection import Connection
+from typing import Any
+
+from torch.distributed import rpc
+
+PATIENCE = 20.0  # seconds for anything that a test waits for
+TORCH_THREADS = 3
+
+
+def _play(
+    pipe: Connection, name: str, rank: int, names: Sequence[str], url: str, prepare: str
+) -> None:
+    if prepare == "bare":  # as where the package is not installed
+        for module in [each for each in sys.modules if each.startswith("aiorpc_torch")]:
+            sys.modules[module] = None  # type: ignore[assignment]
+    options = rpc.TensorPipeRpcBackendOptions(
+        init_method=url, num_worker_threads=TORCH_THREADS, _transports=["uv"]
+    )
+    rpc.init_rpc(name, rank=rank, world_size=len(names), rpc_backend_options=options)
+    pipe.send((0, "ready", None))
+    while (job := pipe.recv()) is not None:
+        number, function, args = job
+        try:
+            pipe.send((number, "done", function(*args)))
+        except BaseException as exc:
+            pipe.send((number, "failed", f"{type(exc).__name__}: {exc}"))
+    os._exit(0)
+
+
+@dataclasses.dataclass
+class Player:
+    """One process of a cast."""
+
+    name: str
+    process: Any
+    pipe: Connection
+    jobs: int = 0
+
+    def start(self, function: Callable[..., Any], *args: Any) -> "Player":
+        """Run a function of a module in the main thread of the process."""
+        self.jobs += 1
+        self.pipe.send((self.jobs, function, args))
+        return self
+
+    def result(self) -> Any:
+        """Return what the function returned; what it raised fails the test."""
+        number = -1
+        while number != self.jobs:  # else of a test that has failed
+            assert self.pipe.poll(PATIENCE), f"{self.name} does not answer"
+            number, kind, value = self.pipe.recv()
+        assert kind != "failed", f"{self.name}: {value}"
+        return value
+
+    def run(self, function: Callable[..., Any], *args: Any) -> Any:
+        return self.start(function, *args).result()
+
+
+@contextlib.contextmanager
+def cast(*names: str, **prepare: str) -> Iterator[dict[str, Player]]:
+    """Start processes in one world of torch's; `prepare` says what is special about one."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["aiorpc_torch"])
+    players = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for rank, name in enumerate(names):
+            ours, theirs = context.Pipe()
+            args = (theirs, name, rank, names, f"file://{folder}/store", prepare.get(name, ""))
+            process = context.Process(target=_play, args=args, name=name, daemon=True)
+            process.start()
+            theirs.close()
+            players[name] = Player(name, process, ours)
+        try:
+            for each in players.values():
+                each.result()
+            yield players
+        finally:
+            for each in players.values():
+                each.process.kill()
+                each.process.join()
+                each.process.close()
+                each.pipe.close()
+
+
+# ── what the players have between two steps ─────────────────────────────────────────────────────
+
+_stack = contextlib.ExitStack()
+me: Any = None  # of `enter`
+
+
+def enter(**options: Any) -> None:
+    """Attach in a thread, until `leave`."""
+    import aiorpc_torch as aiorpc
+
+    global me
+    me = _stack.enter_context(aiorpc.attach_in_thread(**options))
+
+
+def leave() -> None:
+    _stack.close()
+
+
+@functools.cache
+def event(name: str) -> threading.Event:
+    """An event of this process."""
+    return threading.Event()
+
+
+def set_event(name: str) -> None:
+    event(name).set()
+
+
+def clear_event(name: str) -> None:
+    event(name).clear()
+
+
+def wait_for(name: str) -> None:
+    assert event(name).wait(PATIENCE)
+
+
+def gather_names() -> tuple[dict[str, str], list[str]]:
+    """Return what torch's own helpers know of the workers; without aiorpc_torch."""
+    from torch.distributed.rpc import api
+
+    gathered = api._all_gather(rpc.get_worker_info().name)
+    return gathered, sorted(api._ALL_WORKER_NAMES)
