@@ -2,20 +2,15 @@
 
 import asyncio
 import os
-import sys
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Literal
 
 from aiorpc_torch import run_local, worker
 
+Main = Callable[..., Awaitable[Any]]
 
-def run(
-    main: Callable[..., Awaitable[Any]],
-    names: Sequence[str],
-    *args: Any,
-    restart: int = 0,
-    on_failure: Literal["continue", "stop"] = "stop",
-) -> Any:
+
+def run(main: Main, names: Sequence[str], *args: Any, restart: int = 0, stop: bool = True) -> Any:
     """Run `main(me, *args)` in every worker; return the result of this process's.
 
     Args:
@@ -23,12 +18,13 @@ def run(
         names: Names of the workers, by rank. torchrun must start as many processes.
         args: Further arguments of `main`.
         restart: Number of restarts of dead workers in a local world, in all.
-        on_failure: Effect of one worker's failure on the others.
+        stop: Whether the failure of one worker ends the others.
     """
+    on_failure: Literal["stop", "continue"] = "stop" if stop else "continue"
     if "RANK" not in os.environ:
         return run_local(main, names, args=args, restart=restart, on_failure=on_failure)
     if int(os.environ["WORLD_SIZE"]) != len(names):
-        sys.exit(f"torchrun must start {len(names)} processes: {', '.join(names)}")
+        raise SystemExit(f"torchrun must start {len(names)} processes: {', '.join(names)}")
 
     async def join() -> Any:
         async with worker(names[int(os.environ["RANK"])], on_failure=on_failure) as me:
