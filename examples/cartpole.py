@@ -17,6 +17,7 @@ on the seed only, not on the batches or on the process of an environment.
 import argparse
 import asyncio
 import itertools
+import os
 import time
 from collections.abc import Sequence
 from statistics import mean
@@ -24,10 +25,9 @@ from typing import Any
 
 from torch import Tensor
 
-from aiorpc_torch import Group, RRef, Worker, batched, create_all, each, remote, stats
+from aiorpc_torch import Group, RRef, batched, create_all, each, local_world, remote, stats, worker
 
 from ._learning import CartPole, Episode, Learner
-from ._world import run
 
 
 class Agent(Learner):
@@ -88,11 +88,9 @@ async def train(agent: Agent, observers: Group[Observer], method: str, steps: in
     return episodes
 
 
-async def main(me: Worker, options: argparse.Namespace) -> None:
-    """Serve as an observer, or lead as the agent."""
-    if me.rank:
-        return await me.serve(until="agent")
-    agent, observers = await new_team(me.peers, options)
+async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
+    """Train the agent of this process with observers on the workers of `names`."""
+    agent, observers = await new_team(names, options)
     print(f"{len(observers)} observers play {options.environments} environments each", flush=True)
     method = "select" if options.batched else "select_alone"
     start, steps, rewards = time.monotonic(), 0, list[float]()
@@ -111,6 +109,15 @@ async def main(me: Worker, options: argparse.Namespace) -> None:
     print(f"reward, first ten episodes: {first:.1f}, last ten of {len(rewards)}: {last:.1f}")
 
 
+async def main(options: argparse.Namespace) -> None:
+    """Lead as the agent on rank 0; serve on the other workers until it has left."""
+    rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
+    local = local_world([f"observer{number}" for number in range(options.observers)], name="agent")
+    name = f"observer{rank - 1}" if rank else "agent"
+    async with local if rank < 0 else worker(name) as me:
+        await (me.serve(until="agent") if me.rank else lead(me.peers, options))
+
+
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -126,4 +133,4 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.quick:
         options.rounds, options.steps = 2, 50
-    run(main, ["agent", *(f"observer{number}" for number in range(options.observers))], options)
+    asyncio.run(main(options))

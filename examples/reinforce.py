@@ -14,16 +14,16 @@ which the worst counts. Then some episodes more are played with the best action,
 
 import argparse
 import asyncio
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from random import Random
 from statistics import mean
 
-from aiorpc_torch import Group, RRef, Worker, create_all, each, exclusive, remote
+from aiorpc_torch import Group, RRef, create_all, each, exclusive, local_world, remote, worker
 
 from ._learning import CartPole, Episode, Learner
-from ._world import run
 
 SOLVED = 475.0
 FRESH = 0.05  # weight of a round in the running reward
@@ -80,13 +80,10 @@ class Agent(Learner):
         return [float(episode.rewards.sum()) for episode in played[:episodes]]
 
 
-async def main(me: Worker, options: argparse.Namespace) -> bool:
-    """Serve as an observer, or lead as the agent; return False if the task was not solved."""
-    if me.rank:
-        await me.serve(until="agent")
-        return True
-    seeds = [10_000 * options.seed + number for number in range(options.observers)]
-    observers = await create_all(me.peers, Observer, each(seeds))
+async def lead(names: Sequence[str], options: argparse.Namespace) -> bool:
+    """Train and evaluate with observers on the workers of `names`; return True if solved."""
+    seeds = [10_000 * options.seed + number for number in range(len(names))]
+    observers = await create_all(names, Observer, each(seeds))
     agent, start = Agent(observers, options.seed, options.device), time.monotonic()
     solved = await agent.solve(options.max_episodes)
     seconds = time.monotonic() - start
@@ -95,7 +92,18 @@ async def main(me: Worker, options: argparse.Namespace) -> bool:
     print(said if solved else f"not {said}")
     rewards = await agent.evaluate(options.evaluate)
     print(f"greedy: mean reward {mean(rewards):.1f} of {len(rewards)}, least {min(rewards):.0f}")
-    return solved or options.quick
+    return solved
+
+
+async def main(options: argparse.Namespace) -> bool:
+    """Lead as the agent on rank 0; serve on the other workers until it has left."""
+    rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
+    local = local_world([f"observer{number}" for number in range(options.observers)], name="agent")
+    name = f"observer{rank - 1}" if rank else "agent"
+    async with local if rank < 0 else worker(name) as me:
+        if me.rank:
+            await me.serve(until="agent")
+        return me.rank > 0 or await lead(me.peers, options)
 
 
 if __name__ == "__main__":
@@ -110,5 +118,5 @@ if __name__ == "__main__":
     options = parser.parse_args()
     if options.quick:
         options.max_episodes, options.evaluate = 10, 2
-    names = ["agent", *(f"observer{number}" for number in range(options.observers))]
-    sys.exit(not run(main, names, options))
+    solved = asyncio.run(main(options))
+    sys.exit(not (solved or options.quick))
