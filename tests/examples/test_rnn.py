@@ -23,8 +23,6 @@ from tests.support.embedding_tables import MICROBATCHES, Meeting
 from tests.support.example_programs import ROOT, STRICT, command, run, workers_of
 from tests.support.slack import SLACK
 
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
 from examples import _corpus as corpora, rnn
 from examples._language import Decoder, EmbeddingTable, Model, set_training

@@ -42,10 +42,15 @@ def run_line(line: Sequence[str], timeout: float) -> str:
 
 
 @contextlib.contextmanager
-def started(line: list[str]) -> Iterator[Process]:
+def started(line: list[str], **environment: str) -> Iterator[Process]:
     """A process, of whose descendants nothing is left after the block."""
     with subprocess.Popen(
-        line, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        line,
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | environment,
     ) as process:
         try:
             yield process
@@ -74,6 +79,19 @@ def terminals(
             command(program, *world, "--rank", str(rank), python=python) for rank in range(size)
         ]
         yield [stack.enter_context(started(line)) for line in lines]
+
+
+@contextlib.contextmanager
+def ranks(program: str, size: int, *args: str) -> Iterator[list[Process]]:
+    """A process for each rank, with the world in its environment, as torchrun describes it."""
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    with contextlib.ExitStack() as stack:
+        yield [
+            stack.enter_context(
+                started(command(program, *args), **address, WORLD_SIZE=str(size), RANK=str(rank))
+            )
+            for rank in range(size)
+        ]
 
 
 def workers_of(process: Process) -> list[psutil.Process]:
