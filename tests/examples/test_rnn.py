@@ -19,13 +19,11 @@ from torch import Tensor, nn
 
 from aiorpc_torch import RRef, call, create, fetch
 from aiorpc_torch.testing import world
+from examples import _corpus as corpora, rnn
+from examples._language import Decoder, EmbeddingTable, Model, set_training
 from tests.support.embedding_tables import MICROBATCHES, Meeting
 from tests.support.example_programs import ROOT, STRICT, command, run, workers_of
 from tests.support.slack import SLACK
-
-
-from examples import _corpus as corpora, rnn
-from examples._language import Decoder, EmbeddingTable, Model, set_training
 
 WORDS = 30
 STEPS = 5
