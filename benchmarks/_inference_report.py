@@ -105,7 +105,8 @@ class OpenLoop(Client):
 
     async def load(self, way: str, rate: float, seconds: float, deadline: float) -> Outcome:
         """Ask at `rate` a second, as many independent users would (a Poisson process)."""
-        outcome, loop, chance = Outcome(), asyncio.get_running_loop(), random.Random(id(self))
+        outcome, loop = Outcome(), asyncio.get_running_loop()
+        chance = random.Random(int(self.images[0].sum()))  # another one for each client
         due = loop.time()
         end = due + seconds
         async with asyncio.TaskGroup() as requests:

@@ -126,9 +126,9 @@ async def serve(clients: tuple[str, ...], options: argparse.Namespace) -> None:
     most = torch.zeros(options.max_size, 3, options.side, options.side, dtype=torch.uint8)
     await asyncio.to_thread(model.answer, most.to(options.device))  # warms up
     register("model", model)
-    print(f"server: process {os.getpid()}, {options.model} on {options.device}", flush=True)
     seeds = range(options.seed, options.seed + len(clients))
     group = await create_all(clients, Client.start, options.side, each(seeds))
+    print(f"server: process {os.getpid()}, {options.model} on {options.device}", flush=True)
     asked = remote(group).ask(options.users, options.seconds, options.deadline)
     async for client, outcome in asked:  # at the end it raises `GroupError` if some were lost
         print(f"{client.owner_name()}: {outcome}", flush=True)

@@ -26,7 +26,7 @@ PROGRAMS = {
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_runs(program: str, tmp_path: Path) -> None:
     """To its end, without a warning."""
-    words = [*PROGRAMS[program], "--quick", "--plot", str(tmp_path / "plot.png")]
+    words = [*PROGRAMS[program], "--quick"]
     if program == "mnist":
         run("digits", str(tmp_path), "--train", "600", "--test", "200")
         words += ["--data", str(tmp_path)]
