@@ -9,18 +9,21 @@ import argparse
 import asyncio
 import time
 from pathlib import Path
+from pydoc_data.topics import topics
+from statistics import mean
 
 import torch
 from torch import Tensor
 
 from aiorpc_torch import create, local_world
 from aiorpc_torch.autograd import DistributedOptimizer, parameter_rrefs
-from examples.rnn import BATCH, Model, Words, corpus, topics
+from examples.rnn import BATCH, Model, Words, corpus
 
 from ._compare import lay_out, machine
 from ._plot import OTHER, OURS, RAW, Curve, Panel, draw
 
 WORDS, SIZE, MICROBATCHES, LR = 2000, 160, 4, 0.01
+MEAN = 10  # steps of a point
 
 
 async def learn(given: argparse.Namespace, training: Tensor, held_out: Tensor) -> list[Curve]:
@@ -41,8 +44,9 @@ async def learn(given: argparse.Namespace, training: Tensor, held_out: Tensor) -
             perplexities = losses.mean().exp(), judged[-1].exp()
             rows.append([str(epoch + 1), *(f"{each:.1f}" for each in perplexities), f"{rate:.1f}"])
     lay_out([("epoch", "training", "held out", "steps/s"), *rows])
+    means = [[mean(learned[n : n + MEAN])] for n in range(0, len(learned), MEAN)]
     return [
-        Curve("training", OTHER, range(1, 1 + len(learned)), [[each] for each in learned]),
+        Curve(f"training, mean of {MEAN}", OTHER, range(0, len(learned), MEAN), means),
         Curve("held out", OURS, steps[1:], [[each.item()] for each in judged]),
     ]
 
@@ -58,7 +62,7 @@ def main(given: argparse.Namespace) -> None:
     print(f"unigram baseline: {unigram.exp():.1f}\n{machine()}")
     if given.plot:
         level = [[unigram.item()]] * 2
-        curves.append(Curve("unigram, held out", RAW, [1, len(curves[0].xs)], level))
+        curves.append(Curve("unigram, held out", RAW, [0, curves[0].xs[-1]], level))
         title = "An LSTM across two workers"
         draw([Panel(title, "step", "cross entropy (nats a word)", curves, log="")], given.plot)
 

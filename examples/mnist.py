@@ -64,7 +64,7 @@ class Trainer:
         """Make the optimizer; return the number of iterations of an epoch."""
         params = await parameter_rrefs(self.ps)
         self.opt = await DistributedOptimizer.create(torch.optim.SGD, params, lr=self.options.lr)
-        return math.ceil(len(self.images.labels) / self.options.batch_size)
+        return math.ceil(len(self.images.labels) / int(self.options.batch_size))
 
     async def train(self, epoch: int) -> list[float]:
         """Train for an epoch; return the loss of each iteration."""

@@ -9,6 +9,7 @@ import subprocess
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Iterator
+from pydoc_data.topics import topics
 from typing import Any
 
 import pytest
@@ -211,7 +212,7 @@ def test_what_is_held_out_is_not_trained_on(texts: list[list[str]]) -> None:
 
 def test_the_text_of_this_python() -> None:
     """Enough of it, in the vocabulary of what is trained on."""
-    training, held_out = corpus(rnn.topics, 500)
+    training, held_out = corpus(topics, 500)
     assert len(training) > 30_000
     assert 0.05 < len(held_out) / len(training) < 0.2
     assert training.unique().tolist() == [*range(500)]
