@@ -18,6 +18,7 @@ private.
 # The packages. Imports go down this list only; `_batching`, `_client` and `_server` do not import
 # each other.
 #
+#     __main__    the command line
 #     testing     worlds, gates and leak checks for the tests of users
 #     _stats      counters of this process
 #     _world      rendezvous, startup, failure detection, rejoin, shutdown, child processes

@@ -34,7 +34,7 @@ async def _live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
 
 
 async def _measure(me: aiorpc.Worker, sizes: Sizes) -> Times:
-    options = Namespace(seed=0, device="cpu", environments=sizes.each, steps=sizes.warm)
+    options = Namespace(seed=0, device=sizes.device, environments=sizes.each, steps=sizes.warm)
     team = await gather_team(me.peers, options)
     times: Times = {"batched": [], "unbatched": []}
     for method in METHODS.values():

@@ -12,6 +12,7 @@ class Sizes(NamedTuple):
     warm: int = 50  # the same in the warm-up rounds
     rounds: int = 1  # of each variant; the variants alternate
     transports: list[str] | None = None  # of TensorPipe
+    device: str = "cpu"  # of the agent's network
 
 
 Times = dict[str, list[tuple[int, float, float]]]

@@ -280,11 +280,11 @@ def arguments() -> argparse.Namespace:
         options.seconds, options.games, options.simulations, options.lesson = 2.0, 16, 8, 16
         options.checkpoints, options.match, options.match_simulations = 1, 10, 8
         options.compare = 8
-    counts = ("players", "games", "simulations", "lesson", "checkpoints", "match_simulations")
-    for name in counts:
-        if (count := getattr(options, name)) < 1:
-            parser.error(f"--{name.replace('_', '-')} must be at least 1, got {count}")
-    if options.match < 2 or options.match % 2:
+    least = {"players": 1, "games": 1, "simulations": 1, "lesson": 1, "checkpoints": 1}
+    for name, number in {**least, "match": 2, "match_simulations": 1, "compare": 0}.items():
+        if (given := getattr(options, name)) < number:
+            parser.error(f"--{name.replace('_', '-')} must be at least {number}, got {given}")
+    if options.match % 2:
         parser.error(f"--match must be an even number of games, got {options.match}")
     return options
 

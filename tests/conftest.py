@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and se
 import pytest
 from hypothesis import Phase, settings
 
+from aiorpc_torch.testing import leaks
 from tests.support.gated_batches import gated as gated, skip as skip
 
 settings.register_profile("fast", deadline=None, max_examples=100)
@@ -57,6 +58,9 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         forkserver.set_forkserver_preload(["aiorpc_torch", "tests.support.preloaded"])
         forkserver.ensure_running()
 
+
+# What ends on a busy machine may take its time; tests of leaks themselves set less.
+leaks.THREADS = leaks.PROCESSES = 30.0
 
 # A suite that a script started in the background has Ctrl-C ignored, and so would what it starts.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -5,21 +5,28 @@ The copies run on a stream of their own and through pinned memory, so no thread 
 """
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Coroutine, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from .._aio.tasks import StepContext
+from .._torch.cuda import has, record_streams, stream_of_coroutine
 from .._torch.tree import map_tensors
+
+R = TypeVar("R")
 
 
 class CudaCollator:
     """Stacks on `device`, on a stream of its own. Call its methods inside `on_stream`."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        # Not of the pool of 32 streams of priority 0, from which torch RPC takes those of its
+        # transfers: they would queue behind the batch.
+        priority = -1 if has("stream") else 0
+        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self.device: torch.device = self._stream.device  # with its index
 
     def __repr__(self) -> str:
         return f"<CudaCollator on {self.device}>"
@@ -33,21 +40,33 @@ class CudaCollator:
     def on_stream(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
         """Queue the work of the block on the collator's stream, behind the event `after`."""
         with torch.cuda.stream(self._stream):
-            if after is not None:
+            if after is not None and has("batch"):
                 self._stream.wait_event(after)
             yield
+
+    @contextlib.contextmanager
+    def _behind_this_thread(self) -> Iterator[None]:
+        """Queue the work of the block on the collator's stream, behind this thread's stream.
+
+        Results of remote calls arrive on the latter.
+        """
+        with self.on_stream(self.record_event() if has("delivery") else None):
+            yield
+
+    async def run_coroutine(self, coroutine: Coroutine[Any, Any, R]) -> R:
+        """Await `coroutine`; run each step of it on the collator's stream."""
+        with stream_of_coroutine(self._stream):
+            return await StepContext(self._behind_this_thread, coroutine)
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return one tensor with a new first dimension, on the device."""
         first = tensors[0]
-        if first.requires_grad:
-            return self.to_device(torch.stack([*tensors]))
-        if first.device.type == "cpu":
+        if first.device.type == "cpu" and not first.requires_grad:
             # torch caches pinned memory, and reuses no part of it that a copy still reads.
             pinned = torch.empty((len(tensors), *first.shape), dtype=first.dtype, pin_memory=True)
             return self.to_device(torch.stack([*tensors], out=pinned))
-        for tensor in tensors:
-            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        record_streams(tensors, [torch.cuda.current_stream(each) for each in devices])
         return self.to_device(torch.stack([*tensors]))
 
     def to_device(self, tensor: Tensor) -> Tensor:
@@ -58,16 +77,17 @@ class CudaCollator:
 
     def to_host(self, result: Any) -> tuple[Any, torch.cuda.Event]:
         """Return the tree with its tensors on the CPU, and the event after which they are valid."""
-        copied = map_tensors(_to_pinned, result)
+        copied = map_tensors(self._to_pinned, result)
         done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # no busy wait
         self._stream.record_event(done)
         return copied, done
 
-
-def _to_pinned(tensor: Tensor) -> Tensor:
-    if not tensor.is_cuda:
-        return tensor
-    if tensor.requires_grad:  # autograd has to record the copy
-        return tensor.cpu()
-    pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
-    return pinned.copy_(tensor, non_blocking=True)
+    def _to_pinned(self, tensor: Tensor) -> Tensor:
+        if not tensor.is_cuda:
+            return tensor
+        # Autograd has to record the copy. The copy of another GPU's tensor is on a stream of that
+        # GPU, which the event does not cover.
+        if tensor.requires_grad or tensor.device != self.device:
+            return tensor.cpu()
+        pinned = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        return pinned.copy_(tensor, non_blocking=True)

@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from .._aio.tasks import StepContext
 from .._protocol.runtime import in_thread
 from .._torch.cuda import fence_tree
 from .collate import Collator, DefaultCollator, Device, collate
@@ -82,7 +81,7 @@ class BatchFunction:
             return await in_thread(step)
         with collator.on_stream(ready):
             coroutine = self._call(instance, calls, collator)
-        result = await StepContext(collator.on_stream, coroutine)
+        result = await collator.run_coroutine(coroutine)
         with collator.on_stream():
             copied, done = collator.to_host(result)
         split = functools.partial(self._split_after, done.synchronize, copied, len(calls))

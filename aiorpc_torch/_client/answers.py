@@ -9,6 +9,7 @@ from .._protocol.payloads import detach_data
 from .._protocol.pickling import CallAborted
 from .._protocol.recording import without_gradient_parts
 from .._protocol.tensors import INLINE_BYTES
+from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
 from ..errors import NotServing, RemoteError, RemoteTraceback, RpcError, WorkerLost
 
@@ -29,6 +30,7 @@ def read_answer(answer: Any, peer: str, *, recorded: bool = False) -> list[Any] 
         if recorded:
             results = without_gradient_parts(results)
         parts = (results, ()) if isinstance(results, bytes) else results
+        note_delivered(parts[1])
         return decode_reply(*detach_data(*parts))
     except BaseException as exc:
         log.warning("a reply of worker %r cannot be read: %r", peer, exc)

@@ -46,7 +46,7 @@ from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import MethodTarget, Target, call_name, order_key, target_name
 from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
-from .._torch import devices, rrefs
+from .._torch import rrefs
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._torch.rrefs import RRefId
@@ -197,9 +197,7 @@ class Connection(Channel):
     def prepare(self, target: Target, arguments: MemberArguments) -> EncodedTarget:
         """Encode the target of a group's call, and check its arguments. Sends nothing."""
         if arguments.packed is not None:
-            devices.check_sendable(
-                arguments.packed.devices(), self._sendable_devices, self.peer.name
-            )
+            arguments.packed.check_sendable(self._sendable_devices, self.peer.name)
         return encode_target(target, _rref_id(target))
 
     def call_prepared(
@@ -219,9 +217,10 @@ class Connection(Channel):
     def _find_method(self, target: MethodTarget) -> "_Method":
         """Return the encoded method of `target`, and remember it."""
         rref_id, name = _rref_id(target), target.name
-        if rref_id is None or isinstance(target.on, tuple):
-            # Packing such an RRef forks it, as `_encode` does.
+        if rref_id is None:  # packing such an RRef forks it, as `_encode` does
             return _no_rref, ((0, 0), name), None
+        if isinstance(target.on, tuple):
+            return _no_rref, (rref_id, name), encode_method(rref_id, name)
         if len(self._methods) >= MAX_METHODS:
             self._methods.clear()
         encoded = encode_method(rref_id, name)
@@ -270,7 +269,7 @@ class Connection(Channel):
         batches = to_wire(self._me.name) if entered_scopes() else ()
         call = encode_grouped_call(self._calls, encoded, stream, args, due, batches)
         if call.header[2] is None:  # pickled as a whole
-            devices.check_sendable(call.cells[0].devices(), self._sendable_devices, self.peer.name)
+            call.cells[0].check_sendable(self._sendable_devices, self.peer.name)
         return call
 
     def _on_dropped(self, call: EncodedCall) -> None:

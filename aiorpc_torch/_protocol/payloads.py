@@ -14,6 +14,8 @@ from typing import Generic, TypeVar
 import torch
 from torch import Tensor
 
+from .._torch.cuda import sendable
+
 T = TypeVar("T")
 
 UNKNOWN_OBJECT: None = None
@@ -134,10 +136,16 @@ class Slots(Generic[T]):
 
 
 def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """Return data and tensors for torch; long data becomes b"" and one more tensor."""
+    """Return data and tensors for torch; long data becomes b"" and one more tensor.
+
+    Call it on the streams from which the tensors are sent: some may have to be copied.
+
+    Raises:
+        ValueError: if torch cannot send these tensors together.
+    """
     if len(data) <= _ATTACHED:
-        return data, [*tensors]
-    return b"", [*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
+        return data, sendable(tensors)
+    return b"", sendable([*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)])
 
 
 def detach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:

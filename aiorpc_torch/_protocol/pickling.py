@@ -6,7 +6,7 @@ unpickled fails its own call only. Tensors stay outside the bytes; torch sends t
 
 import io
 import pickle
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple, NoReturn
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
+from .._torch.devices import check_sendable
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from ..errors import RpcError
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
@@ -35,9 +36,10 @@ class PickledValue:
         self.fence = fence_tensors(tensors)
         self.size = len(data) + sum(map(size_of, tensors))
 
-    def devices(self) -> Iterable[torch.device]:
-        """Return the devices of the tensors, except the CPU."""
-        return () if self.fence is None else self.fence.devices
+    def check_sendable(self, mapped: Collection[torch.device], peer: str) -> None:
+        """Raise ValueError for a tensor on a device from which no map leads to `peer`."""
+        if self.fence is not None:
+            check_sendable(self.tensors, mapped, peer)
 
     def ready_tensors(self) -> list[Tensor]:
         """Return the tensors after making this thread's CUDA streams wait for them."""

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from .._torch.compat import dispatch_keys
+from .._torch.cuda import copy_of
 
 INLINE_BYTES = 128 * 1024
 """Maximum bytes of a tensor, of a call's arguments or of a result that travel on the connection.
@@ -118,10 +119,7 @@ class TensorTable(list[Tensor]):
         for tensor in tensors:
             storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
             if storage in self._storages:
-                # In a distributed autograd context the copy is a part of the graph.
-                copy = tensor.clone()
-                needs = tensor.requires_grad and not copy.requires_grad
-                self.append(copy.requires_grad_() if needs else copy)
+                self.append(copy_of(tensor))
                 continue
             self.append(tensor)
             if storage is not None:

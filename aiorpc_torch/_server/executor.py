@@ -9,8 +9,6 @@ from collections.abc import Callable, Iterable
 from types import CoroutineType
 from typing import Any
 
-import torch
-
 from .._aio.deadlines import set_deadline
 from .._aio.entry_queue import EntryQueue
 from .._aio.tasks import start_task, warn_if_blocking
@@ -18,7 +16,7 @@ from .._aio.threads import DaemonThreadPool
 from .._protocol.ancestry import enter_scopes
 from .._protocol.recording import enter_record
 from .._torch.compat import RawFuture
-from .._torch.thread_state import set_intra_op_threads
+from .._torch.thread_state import thread_settings
 from ..errors import CallTimeout
 from .calls import Joiner, ServerCall
 from .exclusive import CallInTurn
@@ -37,11 +35,9 @@ class Executor:
         self._context.run(enter_scopes, ())
         self._context.run(enter_record, None)
         self._steps: EntryQueue[Callable[[], None]] = EntryQueue(self._loop, lambda step: step())
-        self._intra_op = torch.get_num_threads()
-        set_intra_op_threads(self._intra_op)
-        self._threads = DaemonThreadPool(
-            threads, functools.partial(set_intra_op_threads, self._intra_op)
-        )
+        settings = thread_settings()
+        settings()
+        self._threads = DaemonThreadPool(threads, settings)
         self._has_cancelled = False  # whether cancelled coroutines have not run since
 
     def __repr__(self) -> str:

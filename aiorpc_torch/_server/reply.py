@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .._protocol.recording import ContextRecord
 from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
+from .._torch.cuda import StreamFence, fence_tensors
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -25,10 +26,14 @@ class DeferredReply:
         self._future = future
 
     def set_result(self, answer: Any) -> None:
-        """Set the reply: bytes, or bytes and tensors."""
-        self.recording.when_settled(lambda: self._complete(answer), close=True)
+        """Set the reply: bytes, or bytes and tensors. Call it on the streams of the tensors."""
+        tensors = () if isinstance(answer, bytes) else answer[1]
+        fence = fence_tensors(tensors, "deferred")
+        self.recording.when_settled(lambda: self._complete(answer, fence), close=True)
 
-    def _complete(self, answer: Any) -> None:
+    def _complete(self, answer: Any, fence: StreamFence | None) -> None:
+        if fence is not None:  # the last nested answer has come in a thread with other streams
+            fence.wait()
         recording = self.recording
         ends = recording.recv_edges
         recording.close()

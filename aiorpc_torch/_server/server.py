@@ -82,7 +82,7 @@ class Server:
         return f"<Server {self.name}: {running} running, {self._executor}>"
 
     def set_device_routes(self, routes: DeviceRoutes) -> None:
-        """Set the devices between which tensors travel. Call it before torch starts."""
+        """Set the devices between which tensors travel: before torch starts, and at a rejoin."""
         self._routes = routes
 
     async def open(self, me: Party, host: str | None = None) -> None:
@@ -125,7 +125,7 @@ class Server:
             log.warning("worker %r rejected an unreadable payload: %r", self.name, exc)
             error = RemoteError(f"worker {self.name!r} cannot read the payload of a call: {exc!r}")
             return completed_future(RemoteFailure.of(error, self.name))
-        payload = Payload(message, tensors, reply, context, fence_tensors(tensors))
+        payload = Payload(message, tensors, reply, context, fence_tensors(tensors, "arguments"))
         self._executor.call_on_loop(functools.partial(self._on_payload, key, payload))
         return answer  # type: ignore[no-any-return]
 
@@ -169,7 +169,7 @@ class Server:
         reply: Future[Any] = Future(devices=[*self._routes.used])
         call = TorchCall(self._torch_calls, reply, function, (args, kwargs), self.name)
         if self._routes.used:
-            call.fence = fence_tree((args, kwargs))
+            call.fence = fence_tree((args, kwargs), "arguments")
         call.recording = record_of_torch_context()
         self._executor.call_on_loop(functools.partial(self._executor.start_on_loop, call))
         return reply
@@ -236,6 +236,8 @@ class Server:
         if payload.message.numbers[0] in session.calls:
             payload.reply.set_result(NO_RESULTS)  # the caller repeated a number
             return
+        if payload.fence is not None:  # before user code that unpickles the arguments
+            payload.fence.wait()
         calls = self._calls_of(session, payload.message, payload.tensors, payload)
         for call in calls:
             call.fence = payload.fence

@@ -233,7 +233,7 @@ class Session(Channel):
 
     def check_sendable(self, tensors: Iterable[Tensor]) -> None:
         """Raise for a tensor that torch cannot send back, since it would fail its whole message."""
-        devices.check_sendable({tensor.device for tensor in tensors}, self._mapped, self.caller)
+        devices.check_sendable(tensors, self._mapped, self.caller)
 
     def _queue_result(self, result: EncodedResult) -> None:
         if self.events:

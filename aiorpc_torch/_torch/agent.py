@@ -15,7 +15,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, NoReturn
@@ -37,7 +37,8 @@ from .compat import (
     init_rpc_states,
     worker_names,
 )
-from .devices import NamedDeviceMaps
+from .cuda import has
+from .devices import DeviceRoutes, NamedDeviceMaps
 
 _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it
@@ -86,7 +87,8 @@ class Agent:
         number: torch's worker id.
         threads: number of torch's threads.
         transports: torch's transports (default: `DEFAULT_TRANSPORTS`).
-        device_maps: device maps of this worker.
+        channels: torch's channels (default: all that work here, the fastest first).
+        device_maps: device maps of every worker, by name.
         first_world: every worker is in its first world, so that torch counts references to RRefs.
     """
 
@@ -97,14 +99,16 @@ class Agent:
         *,
         threads: int,
         transports: Sequence[str] | None,
-        device_maps: NamedDeviceMaps,
+        channels: Sequence[str] | None = None,
+        device_maps: Mapping[str, NamedDeviceMaps],
         first_world: bool,
     ) -> None:
         global _first_id, _needs_stop
         options = rpc.TensorPipeRpcBackendOptions(
             num_worker_threads=threads,
-            device_maps={**device_maps},  # type: ignore[dict-item]  # a dict of str is none of Any
+            device_maps={**device_maps[name]},  # type: ignore[dict-item]  # torch takes str, too
             _transports=list(transports or DEFAULT_TRANSPORTS),
+            _channels=None if channels is None else [*channels],
         )
         self._name = name
         self._is_first_world = first_world
@@ -113,9 +117,15 @@ class Agent:
             init_autograd(number)
         rrefs.enter_world(number, counted=first_world)
         self._store = HashStore()
-        self._agent = TensorPipeAgent(self._store, name, number, None, options, {}, [])
+        self._maps = {**device_maps}
+        self.routes = DeviceRoutes.for_worker(name, device_maps)
+        """Devices on which tensors of this worker may be when they are sent."""
+        if has("start"):
+            _init_cuda(self.routes)
+        # With the maps of this worker's calls to itself, which `add_peer` does not add.
+        answers, used = ({**self.routes.answers}, self.routes.used) if has("start") else ({}, [])
+        self._agent = TensorPipeAgent(self._store, name, number, None, options, answers, used)
         self._peers: dict[str, PeerInfo] = {}
-        self._devices = {torch.device(own) for each in device_maps.values() for own in each}
         _needs_stop = True
         init_rpc_states(self._agent)
         self.address: str = self._store.get(f"addrs/{name}").decode()
@@ -127,39 +137,31 @@ class Agent:
         """Add a peer to torch's table. Callable from any thread."""
         if peer.name == self._name:
             return
-        maps = self._reverse_maps()
-        maps[peer.name] = self._reverse_map(peer)
-        devices = {*self._devices, *(torch.device(own) for each in maps.values() for own in each)}
+        if self._maps.get(peer.name) != peer.device_maps:  # of a replacement process
+            self._maps[peer.name] = peer.device_maps
+            self.routes = DeviceRoutes.for_worker(self._name, self._maps)
+            _init_cuda(self.routes)
         self._peers[peer.name] = peer
-        self._update(peer, peer.name, devices, maps)
+        self._update(peer, peer.name)
         worker_names().add(peer.name)  # for torch's own gathering among all workers
 
     def replace_peer(self, peer: PeerInfo) -> str:
         """Replace a peer by its new process; return the new name of the old process."""
         old = self._peers.pop(peer.name)
-        maps = self._reverse_maps()
+        # torch forgets the maps that are not listed. An entry that stays would not be replaced.
+        kept = {name: each for name, each in self.routes.answers.items() if name != old.name}
+        self._agent._update_group_membership(old.info, self.routes.used, kept, False)
         # Without an entry for the old process, RRefs to its objects would have no owner.
         past = f"{old.name[:100]}:was:{old.number}"
-        self._agent._update_group_membership(old.info, [*self._devices], maps, False)
-        self._update(old, past, self._devices, maps)
+        self._update(old, past, kept)
         self.add_peer(peer)
         return past
 
-    def _update(self, peer: PeerInfo, name: str, devices: set[torch.device], maps: Any) -> None:
+    def _update(self, peer: PeerInfo, name: str, maps: Any = None) -> None:
         self._store.set(f"addrs/{name}", peer.address)
         info = WorkerInfo(name, peer.number)
-        self._agent._update_group_membership(info, sorted(devices, key=str), maps, True)
-        if devices:
-            # As `init_rpc` does: a peer may send before this process has used its device.
-            torch.cuda.init()  # type: ignore[no-untyped-call]
-
-    def _reverse_maps(self) -> dict[str, dict[torch.device, torch.device]]:
-        return {name: self._reverse_map(peer) for name, peer in self._peers.items()}
-
-    def _reverse_map(self, peer: PeerInfo) -> dict[torch.device, torch.device]:
-        """Return the device map of results for `peer`."""
-        mine = peer.device_maps.get(self._name, {})
-        return {torch.device(here): torch.device(there) for there, here in mine.items()}
+        maps = {**self.routes.answers} if maps is None else maps
+        self._agent._update_group_membership(info, self.routes.used, maps, True)
 
     def release_rrefs(self) -> None:
         """Drop the RRefs of peers' objects. Blocks until the owners, all alive, have confirmed."""
@@ -177,6 +179,13 @@ class Agent:
         _shut_down()
         # torch's threads end with this object, not with the next run of the garbage collector.
         del self._agent
+
+
+def _init_cuda(routes: DeviceRoutes) -> None:
+    # As `init_rpc` does: a peer may send before this process has used its device. A message that
+    # arrives before that ends the process.
+    if routes.used:
+        torch.cuda.init()  # type: ignore[no-untyped-call]
 
 
 # ── an agent that `init_rpc` started ────────────────────────────────────────────────────────────

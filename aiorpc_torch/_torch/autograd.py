@@ -7,7 +7,7 @@ edges on with its own result; so no tensor is omitted. A result without tensors 
 gradients sends a token for its receive edges. The token costs 100 µs, so others send none.
 
 torch fills absent gradients with zeros, and zero times infinity would spoil gradients of unused
-tensors. So an absent gradient travels as a sparse tensor of a form that no other gradient has.
+tensors. So an absent gradient travels as a view of a form that no other gradient has.
 (tests/integration/test_autograd.py, tests/unit/torch/test_autograd.py)
 """
 
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
+from .cuda import sendable
 from .thread_state import pin_thread_state
 
 
@@ -92,7 +93,9 @@ class _RecvEdge(Function):
     def backward(ctx: Any, _: Tensor, *gradients: Tensor | None) -> Any:
         pin_thread_state()
         pairs = zip(gradients, ctx.kinds, strict=True)
-        return tuple([_absent(*kind) if each is None else each for each, kind in pairs])
+        return tuple(
+            _to_send([_absent(*kind) if each is None else _present(each) for each, kind in pairs])
+        )
 
 
 def _scalar() -> Tensor:
@@ -103,14 +106,31 @@ def _scalar() -> Tensor:
 
 
 def _absent(shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a sparse tensor without elements and, unlike any gradient, without sparse dims."""
-    return torch.sparse_coo_tensor(
-        torch.empty((0, 0), dtype=torch.int64, device=device),
-        torch.empty((0, *shape), dtype=dtype, device=device),
-        shape,
-        check_invariants=False,
-    )
+    """Return a tensor whose elements are all the second of the two in its storage.
+
+    Not a sparse tensor: torch cannot send these from CUDA devices.
+    """
+    return torch.zeros(2, dtype=dtype, device=device).as_strided(shape, [0] * len(shape), 1)
+
+
+def _present(gradient: Tensor) -> Tensor:
+    # A row of a stack, for example, may have the form of an absent gradient.
+    return gradient.clone() if _is_absent(gradient) else gradient
 
 
 def _is_absent(gradient: Tensor | None) -> bool:
-    return gradient is None or (gradient.layout is torch.sparse_coo and gradient.sparse_dim() == 0)
+    return gradient is None or bool(
+        gradient.layout is torch.strided
+        and gradient.storage_offset() == 1
+        and not any(gradient.stride())
+        and gradient.untyped_storage().nbytes() == 2 * gradient.itemsize
+    )
+
+
+def _to_send(gradients: Sequence[Tensor]) -> list[Tensor]:
+    """Return the gradients of one message in forms that torch can send."""
+    if all(each.device.type == "cpu" for each in gradients):
+        return [*gradients]
+    return sendable(
+        [each if each.layout is torch.strided else each.to_dense() for each in gradients]
+    )

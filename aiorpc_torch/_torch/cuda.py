@@ -1,51 +1,177 @@
-"""The order of CUDA work for tensors that change threads.
+"""The order of CUDA work for tensors that change threads, and the tensors that torch can send.
 
 A launched kernel is only queued, on the current stream of its thread. A thread that uses the
 result on another stream must queue behind the kernel, and tell the allocator that it does. The host
-never waits. (tests/gpu/test_stream_order.py)
+never waits. (tests/gpu/test_stream_order.py, tests/unit/torch/test_cuda.py)
 """
 
-from collections.abc import Iterable, Sequence
+import contextlib
+import os
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from torch import Tensor
 
+from .devices import refuse_sparse
 from .tree import tensors_in
+
+# ── switches for tests ──────────────────────────────────────────────────────────────────────────
+
+SWITCHES = {
+    "arguments": "the callee does not wait for arguments on their way",
+    "results": "a result is sent without waiting for the kernels that make it",
+    "memory": "the allocator is not told which streams use a tensor",
+    "deferred": "a reply in an autograd context does not wait for the kernels of its result",
+    "batch": "the stream of a batch does not wait for the event loop's stream",
+    "stream": "a batch gets a stream that it shares with torch's transfers",
+    "delivery": "the stream of a coroutine's batch does not wait for results of its calls",
+    "aliases": "tensors that share memory are sent as such, beside tensors on other devices",
+    "empty": "CUDA tensors without elements are sent without memory",
+    "start": "CUDA is not initialized, and torch's agent has no devices, when it starts",
+}
+"""Parts of the synchronization that AIORPC_CUDA_WITHOUT leaves out, separated by commas.
+
+Each test in `tests/gpu` fails without the part that it is about. Never set the variable otherwise.
+"""
+
+_WITHOUT = frozenset(filter(None, os.environ.get("AIORPC_CUDA_WITHOUT", "").split(",")))
+
+if _WITHOUT - SWITCHES.keys():
+    raise ValueError(
+        f"AIORPC_CUDA_WITHOUT must name some of {', '.join(SWITCHES)}, "
+        f"got {', '.join(sorted(_WITHOUT))}"
+    )
+
+
+def has(part: str) -> bool:
+    """Return whether a part of the synchronization is in place."""
+    return part not in _WITHOUT
+
+
+# ── fences ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class StreamFence:
     """Events behind the work that this thread has queued for some CUDA tensors."""
 
-    __slots__ = ("_events", "_tensors")
+    __slots__ = ("_events", "_part", "_tensors")
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], part: str) -> None:
         self._tensors = tensors
+        self._part = part
         self._events = {
             device: torch.cuda.current_stream(device).record_event()
             for device in {tensor.device for tensor in tensors}
         }
 
-    @property
-    def devices(self) -> Iterable[torch.device]:
-        """Devices of the tensors."""
-        return self._events
-
     def wait(self) -> None:
         """Let this thread's current streams wait for the work, and use the tensors."""
         streams = {device: torch.cuda.current_stream(device) for device in self._events}
-        for device, event in self._events.items():
-            streams[device].wait_event(event)
-        for tensor in self._tensors:
-            if tensor.layout is torch.strided:  # sparse tensors have no record_stream
-                tensor.record_stream(streams[tensor.device])
+        if has(self._part):
+            for device, event in self._events.items():
+                streams[device].wait_event(event)
+        record_streams(self._tensors, streams.values())
 
 
-def fence_tensors(tensors: Iterable[Tensor]) -> StreamFence | None:
-    """Record events for the CUDA tensors; None if there are none."""
+def record_streams(tensors: Iterable[Tensor], streams: Iterable[torch.cuda.Stream]) -> None:
+    """Tell the allocator that the streams use those of the CUDA tensors that are on their device.
+
+    The memory is then not used again before the work that is queued there by the time of its end.
+    """
+    if not has("memory"):
+        return
+    by_device = [(stream.device, stream) for stream in streams]
+    for tensor in tensors:
+        for device, stream in by_device:
+            # Sparse tensors have no record_stream.
+            if tensor.device == device and tensor.layout is torch.strided:
+                tensor.record_stream(stream)
+
+
+def fence_tensors(tensors: Iterable[Tensor], part: str = "results") -> StreamFence | None:
+    """Record events for the CUDA tensors; None if there are none. `part` is one of `SWITCHES`."""
     found = [tensor for tensor in tensors if tensor.is_cuda]
-    return StreamFence(found) if found else None
+    return StreamFence(found, part) if found else None
 
 
-def fence_tree(value: object) -> StreamFence | None:
+def fence_tree(value: object, part: str = "results") -> StreamFence | None:
     """Record events for the CUDA tensors in a tree; None if there are none."""
-    return fence_tensors(tensors_in(value))
+    return fence_tensors(tensors_in(value), part)
+
+
+# ── coroutines on streams of their own ──────────────────────────────────────────────────────────
+
+_open_streams: list[torch.cuda.Stream] = []
+"""Streams on which coroutines run that wait now, in all event loops of this process."""
+
+
+@contextlib.contextmanager
+def stream_of_coroutine(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Let the results that a coroutine awaits in the block be used on its stream.
+
+    Each step of the coroutine has to wait for the event loop's stream, which has the results.
+    """
+    _open_streams.append(stream)
+    try:
+        yield
+    finally:
+        _open_streams.remove(stream)
+
+
+def note_delivered(value: object) -> None:
+    """Note a value that arrived on the event loop's stream: coroutines may use it on theirs."""
+    if _open_streams:
+        found = [tensor for tensor in tensors_in(value) if tensor.is_cuda]
+        record_streams(found, {*_open_streams})
+
+
+# ── tensors that torch can send ─────────────────────────────────────────────────────────────────
+
+
+def sendable(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Return the tensors of a message in forms that torch sends correctly from devices.
+
+    TensorPipe ends the process for a CUDA tensor without memory (tensorpipe#447), so one without
+    elements becomes a view of one element. torch sends each storage once, and assigns devices to
+    storages by the index of the tensor. So with several devices, a second tensor of one storage is
+    copied.
+
+    Raises:
+        ValueError: if one is sparse, and one is on a device.
+    """
+    devices = {tensor.device for tensor in tensors}
+    if all(device.type == "cpu" for device in devices):
+        return [*tensors]
+    refuse_sparse(tensors)
+    found = [tensor if _has_memory(tensor) else _with_memory(tensor) for tensor in tensors]
+    return _without_aliases(found) if len(devices) > 1 and has("aliases") else found
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    return tensor.device.type == "cpu" or tensor.numel() > 0 or not has("empty")
+
+
+def _with_memory(tensor: Tensor) -> Tensor:
+    with torch.enable_grad():  # on the event loop's thread a coroutine may wait in its no_grad()
+        one_more = torch.cat((tensor.flatten(), tensor.new_zeros(1)))
+        return _requiring_as(tensor, one_more[:0].view(tensor.shape))
+
+
+def _without_aliases(tensors: Iterable[Tensor]) -> list[Tensor]:
+    found, storages = [], set[int]()
+    for tensor in tensors:
+        storage = tensor.untyped_storage()._cdata
+        found.append(copy_of(tensor) if storage in storages else tensor)
+        storages.add(storage)
+    return found
+
+
+def copy_of(tensor: Tensor) -> Tensor:
+    """Return a copy that requires a gradient if the tensor does; a part of its autograd graph."""
+    with torch.enable_grad():
+        return _requiring_as(tensor, tensor.clone())
+
+
+def _requiring_as(tensor: Tensor, copy: Tensor) -> Tensor:
+    needs = tensor.requires_grad and not copy.requires_grad
+    return copy.requires_grad_() if needs else copy

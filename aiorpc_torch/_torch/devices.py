@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 DeviceMap = Mapping[Any, Any]
 DeviceMaps = Mapping[str, DeviceMap] | Literal["auto"]
@@ -62,15 +63,18 @@ class DeviceRoutes:
     calls: Mapping[str, frozenset[torch.device]] = field(default_factory=dict)
     """For each peer, devices of arguments for it."""
 
-    answers: Mapping[str, frozenset[torch.device]] = field(default_factory=dict)
-    """For each peer, devices of results for it: the targets of its own map."""
+    answers: Mapping[str, dict[torch.device, torch.device]] = field(default_factory=dict)
+    """For each peer, this worker included, from devices of results for it to the peer's devices:
+    the reverse of the peer's own map."""
 
     @classmethod
     def for_worker(cls, worker: str, maps: Mapping[str, NamedDeviceMaps]) -> "DeviceRoutes":
         """Return the routes of `worker`, given the maps of all workers."""
         calls = {peer: _all(devices) for peer, devices in maps[worker].items()}
         answers = {
-            peer: _all(each[worker].values()) for peer, each in maps.items() if worker in each
+            peer: {torch.device(here): torch.device(there) for there, here in each[worker].items()}
+            for peer, each in maps.items()
+            if worker in each
         }
         used = {device for each in (calls, answers) for found in each.values() for device in found}
         return cls(sorted(used, key=str), calls, answers)
@@ -80,14 +84,31 @@ def _all(names: Iterable[str]) -> frozenset[torch.device]:
     return frozenset(map(torch.device, names))
 
 
-def check_sendable(
-    devices: Iterable[torch.device], mapped: Collection[torch.device], peer: str
-) -> None:
-    """Raise ValueError for a device whose tensors torch would not send to `peer`."""
-    for device in devices:
-        if device.type != "cpu" and device not in mapped:
+def check_sendable(tensors: Iterable[Tensor], mapped: Collection[torch.device], peer: str) -> None:
+    """Raise ValueError for a tensor that torch would not send to `peer`, or not correctly."""
+    found = [*tensors]
+    for device in {tensor.device for tensor in found} - _CPU:
+        refuse_sparse(found)
+        if device not in mapped:
             raise ValueError(
                 f"a tensor on {device} cannot be sent to worker {peer!r}: move it to the CPU, or "
                 f'enter the world with device_maps={{{peer!r}: {{"{device}": "cuda:0"}}}}, say, or '
                 'with device_maps="auto"'
+            )
+
+
+_CPU = {torch.device("cpu")}
+
+
+def refuse_sparse(tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError for a sparse tensor in a message with tensors on a device.
+
+    torch assigns devices to the storages of a message by the index of the tensor. A sparse tensor
+    has several storages.
+    """
+    for tensor in tensors:
+        if tensor.layout is not torch.strided:
+            raise ValueError(
+                f"a tensor of layout {tensor.layout} on {tensor.device} cannot be sent in one call "
+                "or result with tensors on a device: send its indices and values, or to_dense()"
             )

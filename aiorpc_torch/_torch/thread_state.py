@@ -86,6 +86,24 @@ def _free(ended: list[_Pinned]) -> None:
                 _delete(each.address)
 
 
+def thread_settings() -> Callable[[], None]:
+    """Return a function that gives a thread torch's settings of the current one.
+
+    They are the intra-op thread count and the current CUDA device, which a thread otherwise has
+    from torch's defaults. (The device only if it was set by now, so that CUDA stays uninitialized.)
+    """
+    count = torch.get_num_threads()
+    has_cuda = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    device = torch.cuda.current_device() if has_cuda else 0
+
+    def apply() -> None:
+        set_intra_op_threads(count)
+        if device:
+            torch.cuda.set_device(device)
+
+    return apply
+
+
 def set_intra_op_threads(count: int) -> None:
     """Set torch's intra-op thread count in this thread, if it is not set yet.
 

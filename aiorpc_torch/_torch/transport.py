@@ -28,6 +28,7 @@ from .compat import (
     invoke_rpc,
     serialize,
 )
+from .cuda import note_delivered
 from .thread_state import pin_thread_state
 
 __all__ = ("wrap_future",)
@@ -116,6 +117,7 @@ def _deliver(result: "asyncio.Future[T]", future: "Future[T]") -> None:
     except Exception as exc:
         result.set_exception(exc)
     else:
+        note_delivered(value)
         result.set_result(value)
 
 

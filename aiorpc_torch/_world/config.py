@@ -29,6 +29,7 @@ class WorkerConfig:
     init_method: str
     threads: int = 16
     transports: Sequence[str] | None = None
+    channels: Sequence[str] | None = None
     device_maps: DeviceMaps = field(default_factory=dict)
     start_timeout: float = 60.0
     stop_timeout: float | None = 10.0
@@ -58,6 +59,9 @@ class WorkerConfig:
             )
         if self.on_failure not in ("continue", "stop"):
             raise ValueError(f'on_failure must be "continue" or "stop", got {self.on_failure!r}')
+        for option, names in (("transports", self.transports), ("channels", self.channels)):
+            if isinstance(names, str):
+                raise TypeError(f"{option} must be a list of names, got {names!r}")
         normalize_device_maps(self.device_maps)
 
     def registration(self) -> Registration:

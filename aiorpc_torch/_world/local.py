@@ -27,6 +27,7 @@ async def local_world(
     name: str = "main",
     threads: int = 16,
     transports: Sequence[str] | None = None,
+    channels: Sequence[str] | None = None,
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
@@ -51,6 +52,7 @@ async def local_world(
         name: Name of this process.
         threads: As for `worker`, in each process.
         transports: As for `worker`, of each process.
+        channels: As for `worker`, of each process.
         device_maps: As for `worker`, of this process; "auto" applies to each process.
         start_timeout: Seconds until the world must be complete.
         stop_timeout: Seconds that each process waits for the others when it leaves.
@@ -74,6 +76,7 @@ async def local_world(
             init_method=url,
             threads=threads,
             transports=transports,
+            channels=channels,
             device_maps=AUTO if device_maps == AUTO else {},
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
@@ -100,6 +103,7 @@ def run_local(
     args: Sequence[Any] = (),
     threads: int = 16,
     transports: Sequence[str] | None = None,
+    channels: Sequence[str] | None = None,
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     heartbeat: float = 10.0,
@@ -121,6 +125,7 @@ def run_local(
         args: Further arguments of `main`, in every process.
         threads: As for `worker`, in each process.
         transports: As for `worker`, of each process.
+        channels: As for `worker`, of each process.
         device_maps: As for `worker`, of each process; it may name the process itself.
         start_timeout: Seconds until the world must be complete.
         heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
@@ -146,6 +151,7 @@ def run_local(
             init_method=url,
             threads=threads,
             transports=transports,
+            channels=channels,
             device_maps=device_maps or {},
             start_timeout=start_timeout,
             stop_timeout=None,  # the processes are supervised: a worker waits while its peers live

@@ -107,6 +107,7 @@ class RejoinHandler:
         past = self._agent.replace_peer(member)
         self._peers[member.name] = member
         self._pool.replace(member, past)
+        self._server.set_device_routes(self._agent.routes)  # its maps may differ
         self._server.replace_peer(Party(member.name, member.number))
         self._failure_detector.replace(member)
         return ""

@@ -189,6 +189,7 @@ class _Startup:
         for member, before in zip(found, members, strict=True):
             if member.number != before.number:
                 agent.replace_peer(member)
+        self._use_routes(agent.routes)
         return found
 
 
@@ -213,6 +214,7 @@ def _start_agent(
             worker_id,
             threads=config.threads,
             transports=config.transports,
-            device_maps=maps[config.name],
+            channels=config.channels,
+            device_maps=maps,
             first_world=all(each.number is None for each in registrations),
         )

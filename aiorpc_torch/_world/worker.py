@@ -117,6 +117,7 @@ async def worker(
     init_method: str | None = None,
     threads: int = 16,
     transports: Sequence[str] | None = None,
+    channels: Sequence[str] | None = None,
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     stop_timeout: float | None = None,
@@ -143,6 +144,10 @@ async def worker(
         transports: TensorPipe's transports for large and CUDA tensors, in order of preference
             (default: `["uv"]`, TCP, which costs nothing when idle). Shared memory
             (`["shm", "uv"]`) is faster on one host, and takes most of a core for polling.
+        channels: TensorPipe's channels for the tensors of a message, in order of preference
+            (default: all that work between two workers, the fastest first). On a host whose
+            processes see different GPUs, CUDA IPC may raise when workers connect: pass
+            `["cuda_basic", "basic"]`, which copy through the CPU.
         device_maps: Map for each peer from this worker's CUDA devices to the peer's, as torch's
             `device_maps`: `{"ps": {"cuda:0": "cuda:1"}}`. Arguments arrive on the peer's device,
             results on this worker's. "auto" maps each index to itself, for every peer. A tensor on
@@ -192,6 +197,7 @@ async def worker(
             init_method=url,
             threads=threads,
             transports=transports,
+            channels=channels,
             device_maps=device_maps or {},
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,

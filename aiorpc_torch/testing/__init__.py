@@ -53,6 +53,7 @@ class Options(TypedDict, total=False):
     name: str
     threads: int
     transports: Sequence[str] | None
+    channels: Sequence[str] | None
     device_maps: DeviceMaps | None
     start_timeout: float
     stop_timeout: float

@@ -1,7 +1,6 @@
 """Calls of a program of `rpc.init_rpc` become awaitable one by one; its server is passive."""
 
 import asyncio
-import os
 import tempfile
 
 import torch
@@ -9,8 +8,6 @@ import torch.multiprocessing as mp
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-
-NAMES = ("ps", "trainer0", "trainer1")
 
 
 class ParameterServer:
@@ -22,9 +19,7 @@ class ParameterServer:
         return self.weight.clone()
 
     @aiorpc.batched(aiorpc.Round(2), stack=True)
-    def step(
-        self, gradients: torch.Tensor
-    ) -> aiorpc.Broadcast[torch.Tensor]:  # once for all trainers
+    def step(self, gradients: torch.Tensor) -> aiorpc.Broadcast[torch.Tensor]:  # for all
         return aiorpc.Broadcast(self.add(gradients.mean(0)))
 
 
@@ -40,23 +35,26 @@ async def train(rank: int) -> float:
         ps = await aiorpc.call("ps", server)
         weight = ps.rpc_sync().add(torch.zeros(2))  # a call that was not replaced yet
         for _ in range(100):
-            gradient = 2 * (weight - torch.tensor([1.0, float(rank)]))
-            weight = await aiorpc.remote(ps).step(gradient)
+            weight = await aiorpc.remote(ps).step(2 * (weight - torch.tensor([1.0, float(rank)])))
         return float(weight[1])
 
 
-def main(rank: int, store: str) -> None:
-    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{store}")
-    rpc.init_rpc(NAMES[rank], rank=rank, world_size=3, rpc_backend_options=options)
+def main(rank: int, folder: str) -> None:
+    name = f"trainer{rank - 1}" if rank else "ps"
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
+    rpc.init_rpc(name, rank=rank, world_size=3, rpc_backend_options=options)
     if rank == 0:
         with aiorpc.attach_in_thread():
             rpc.shutdown()  # serves until the trainers are here too
     else:
-        print(NAMES[rank], round(asyncio.run(train(rank)), 3), flush=True)
+        print(name, round(asyncio.run(train(rank)), 3), flush=True)
         rpc.shutdown()
 
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        args = (os.path.join(folder, "store"),)
-        mp.start_processes(main, args, nprocs=3, start_method="fork")  # or mp.spawn
+        workers = [mp.get_context("fork").Process(target=main, args=(r, folder)) for r in range(3)]
+        for each in workers:
+            each.start()
+        for each in workers:
+            each.join()

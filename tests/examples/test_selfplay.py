@@ -18,7 +18,7 @@ from aiorpc_torch import RRef, Worker, remote
 from examples._connect4 import HEIGHT, START, WIDTH, Position, has_four
 from examples._policy import Learner, Network, Sample, boards
 from examples._tree import Node, search
-from examples.selfplay import Evaluator, Player, at_random, duel, openings
+from examples.selfplay import Evaluator, Player, arguments, at_random, duel, openings
 from tests.support.example_programs import (
     all_ended,
     command,
@@ -286,6 +286,28 @@ def test_openings_are_positions_after_that_many_stones() -> None:
     for position in openings(4):
         assert position.mine.bit_count() == position.theirs.bit_count() == 2
         assert position.outcome() is None
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--match", "7", "an even number of games, got 7"),
+        ("--games", "0", "--games must be at least 1, got 0"),
+        ("--match-simulations", "0", "--match-simulations must be at least 1, got 0"),
+        ("--compare", "-1", "--compare must be at least 0, got -1"),
+    ],
+)
+def test_options_are_checked(
+    option: str,
+    value: str,
+    said: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr("sys.argv", ["selfplay", option, value])
+    with pytest.raises(SystemExit):
+        arguments()
+    assert said in capsys.readouterr().err
 
 
 # ── the program ─────────────────────────────────────────────────────────────────────────────────

@@ -3,15 +3,23 @@
 import asyncio
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
 from aiorpc_torch import create, remote
 from aiorpc_torch._batching.collate import collate
 from aiorpc_torch._batching.cuda_collate import CudaCollator
-from aiorpc_torch.testing import world
-from tests.support.cuda_actors import GPU, HERE, SIZE, Actor, late
+from tests.support.cuda_actors import (
+    GPU,
+    HERE,
+    SIZE,
+    Actor,
+    fails_without,
+    gpu_world,
+    late,
+    on_a_loop,
+    warm_actor,
+)
 
 pytestmark = GPU
 
@@ -26,7 +34,6 @@ def collator() -> CudaCollator:
     [
         ([torch.ones(2), torch.zeros(2)], torch.tensor([[1.0, 1.0], [0.0, 0.0]])),
         ([1, 2, 3], torch.tensor([1, 2, 3])),
-        ([np.ones(2, np.float32)] * 2, torch.ones(2, 2)),
         ([torch.empty(0)] * 2, torch.empty(2, 0)),
         ([torch.tensor(1.0, dtype=torch.bfloat16)], torch.ones(1, dtype=torch.bfloat16)),
     ],
@@ -42,6 +49,15 @@ def test_parameters(collator: CudaCollator, values: list[Any], expected: torch.T
     torch.testing.assert_close(copied["x"], expected)
 
 
+def test_arrays(collator: CudaCollator) -> None:
+    numpy = pytest.importorskip("numpy")
+    with collator.on_stream(collator.record_event()):
+        copied, done = collator.to_host(collate([numpy.ones(2, numpy.float32)] * 2, collator))
+    done.synchronize()
+    assert copied.tolist() == [[1.0, 1.0]] * 2
+
+
+@fails_without("batch")
 def test_tensors_that_are_on_the_device(collator: CudaCollator) -> None:
     """Nothing is copied to the CPU and back."""
     tensors = [late(float(n), 4) for n in range(3)]
@@ -73,32 +89,60 @@ def test_pinned_memory_is_not_used_again_too_soon(collator: CudaCollator) -> Non
 
 
 @pytest.mark.promise("devices.batches")
+@fails_without("stream")
+@on_a_loop
 async def test_a_batch() -> None:
     """On a stream of its own, in a thread or step by step on the loop; rows on the CPU."""
-    async with world(["a"], device_maps="auto"):
-        actor = await create("a", Actor)
+    async with gpu_world(["a"]):
+        actor, _ = await warm_actor()
         rows = [torch.full((4,), float(n)) for n in range(8)]
-        found = await asyncio.gather(*(remote(actor).double(row, 2.0) for row in rows))
+        found = await asyncio.gather(*(actor.double(row, 2.0) for row in rows))
         assert [each.tolist() for each in found] == [[2.0 * n] * 4 for n in range(8)]
-        more = await asyncio.gather(*(remote(actor).adouble(row) for row in rows))
+        more = await asyncio.gather(*(actor.adouble(row) for row in rows))
         assert [each["sums"].item() for each in more] == [8.0 * n for n in range(8)]
         assert not any(each["found"].is_cuda for each in more)
-        apart = await remote(actor).apart()
-        assert apart
-        assert all(apart)
+        noted = await actor.noted_streams()
+        assert noted
+        assert all(is_own and priority < 0 for is_own, priority in noted)
 
 
+@fails_without("batch")
+@on_a_loop
 async def test_rows_that_are_there_already() -> None:
     """What callers sent to the device is waited for by the batch's stream."""
-    async with world(["a"], device_maps="auto"):
-        actor = remote(await create("a", Actor))
-        found = await asyncio.gather(*(actor.adouble(late(float(n), 16)) for n in range(4)))
-        assert [each["sums"].item() for each in found] == [32.0 * n for n in range(4)]
+    async with gpu_world(["a"]):
+        actor, _ = await warm_actor()
+        await actor.adouble(torch.ones(16, device=HERE))
+        found = await asyncio.gather(*(actor.adouble(late(float(n), 16)) for n in range(1, 5)))
+        assert [each["sums"].item() for each in found] == [32.0 * n for n in range(1, 5)]
 
 
+@fails_without("delivery")
+@on_a_loop
+async def test_a_coroutine_that_awaits_a_call() -> None:
+    """The result arrives on the loop's stream, and the coroutine goes on on the batch's."""
+    async with gpu_world(["a", "b"]):
+        (actor, _), (_, other) = await warm_actor("a"), await warm_actor("b")
+        await actor.keep(other)
+        for value in (1.0, 2.0, 3.0):
+            found = await actor.plus_mean_of(torch.ones(2), value)
+            assert found.tolist() == [1.0 + value] * 2
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@on_a_loop
+async def test_a_result_on_another_gpu() -> None:
+    """It is copied to the CPU behind the work of that GPU."""
+    async with gpu_world(["a"]):
+        actor, _ = await warm_actor()
+        for value in (1.0, 2.0):
+            assert (await actor.on_another_gpu(torch.full((4,), value))).tolist() == [2 * value] * 4
+
+
+@on_a_loop
 async def test_a_function_that_goes_there_itself() -> None:
     """Its rows come back to the CPU all the same."""
-    async with world(["a"], device_maps="auto"):
+    async with gpu_world(["a"]):
         actor = remote(await create("a", Actor))
         found = await asyncio.gather(*(actor.there(torch.full((2,), float(n))) for n in range(4)))
         assert [each.tolist() for each in found] == [[2.0 * n] * 2 for n in range(4)]
@@ -106,9 +150,10 @@ async def test_a_function_that_goes_there_itself() -> None:
 
 @pytest.mark.promise("devices.batches")
 @pytest.mark.parametrize("method", ["double", "adouble", "there"])
+@on_a_loop
 async def test_the_loop_does_not_wait(method: str) -> None:
     """Others are answered while the device computes."""
-    async with world(["a"], device_maps="auto"):
+    async with gpu_world(["a"]):
         actor: Any = remote(await create("a", Actor))
         more = (2.0,) if method == "double" else ()
         await getattr(actor, method)(torch.ones(4), *more)  # whatever the first call makes
@@ -120,8 +165,9 @@ async def test_the_loop_does_not_wait(method: str) -> None:
         await batch
 
 
+@on_a_loop
 async def test_a_function_that_raises() -> None:
-    async with world(["a"], device_maps="auto"):
+    async with gpu_world(["a"]):
         actor = remote(await create("a", Actor))
         with pytest.raises(LookupError, match="cuda:0"):
             await actor.fails(torch.ones(1))

@@ -5,28 +5,32 @@ from pathlib import Path
 import pytest
 
 from tests.support.cuda_actors import GPU
-from tests.support.example_programs import run
-
-pytest.importorskip("gymnasium")
-pytest.importorskip("rich")
-pytest.importorskip("matplotlib")
 
 pytestmark = [*GPU, pytest.mark.examples]
 
-PROGRAMS = {
-    "cartpole": ["--device", "cuda:0"],
-    "reinforce": ["--device", "cuda:0"],
-    "parameter_server": ["--device", "cuda:0", "--server-device", "cuda:0"],
-    "rnn": ["--device", "cuda:0"],
-    "mnist": ["--num-gpus", "1"],
-    "inference": ["--device", "cuda:0", "--clients", "1"],
+# For each, its options and what it needs beside torch.
+PROGRAMS: dict[str, tuple[list[str], tuple[str, ...]]] = {
+    "cartpole": (["--device", "cuda:0"], ("gymnasium", "psutil")),
+    "reinforce": (["--device", "cuda:0"], ("gymnasium", "psutil")),
+    "parameter_server": (
+        ["--device", "cuda:0", "--server-device", "cuda:0", "--iterations", "9"],
+        ("torchvision", "psutil"),
+    ),
+    "rnn": (["--device", "cuda:0"], ("psutil",)),
+    "mnist": (["--num-gpus", "1"], ("torchvision", "psutil")),
+    "inference": (["--device", "cuda:0", "--clients", "1"], ("torchvision", "psutil")),
 }
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
 def test_runs(program: str, tmp_path: Path) -> None:
     """To its end, without a warning."""
-    words = [*PROGRAMS[program], "--quick"]
+    options, needed = PROGRAMS[program]
+    for module in needed:
+        pytest.importorskip(module)
+    from tests.support.example_programs import run
+
+    words = [*options, *([] if program == "parameter_server" else ["--quick"])]
     if program == "mnist":
         run("digits", str(tmp_path), "--train", "600", "--test", "200")
         words += ["--data", str(tmp_path)]

@@ -11,7 +11,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, WorkerLost, call, create, remote, testing
-from aiorpc_torch.testing import Gate, Workers, forkserver, frozen, kill, no_leaks
+from aiorpc_torch.testing import Gate, Workers, forkserver, frozen, kill, leaks, no_leaks
 from tests.support import actors
 
 
@@ -75,7 +75,7 @@ async def test_only_worlds_for_tests_use_the_forkserver() -> None:
     """`local_world` spawns interpreters, before, inside and after."""
     async with testing.world(["a"]):
         pass
-    async with aiorpc.local_world(["a"]):
+    async with aiorpc.local_world(["a"], start_timeout=500.0):
         assert psutil.Process(await call("a", actors.pid)).ppid() == os.getpid()
 
 
@@ -124,7 +124,8 @@ async def test_a_world_that_ends_while_a_worker_is_frozen() -> None:
     assert not child.is_running()
 
 
-async def test_a_worker_is_a_leak() -> None:
+async def test_a_worker_is_a_leak(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leaks, "PROCESSES", 0.1)
     async with contextlib.AsyncExitStack() as stack:
         with pytest.raises(AssertionError, match=r"not left; the process a \(pid \d+\)$"):
             async with no_leaks():

@@ -223,7 +223,7 @@ async def test_expired_before_it_was_sent(bounds: Bounds, trickle: float) -> Non
     await turnstile.holds(2)
 
     async def call_late() -> None:
-        with pytest.raises(CallTimeout, match=r"^note on worker 'main' timed out"):
+        with pytest.raises(CallTimeout, match=r"^Turnstile.note on worker 'main' timed out"):
             await remote(rref, timeout=0.02).note(2)
 
     async def stream_late() -> None:

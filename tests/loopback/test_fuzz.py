@@ -52,6 +52,8 @@ from tests.support.malformed import (
 from tests.support.raw_connections import CONNECTION, SOON, Stranger, Tap, server
 
 # One seed each: what an answer holds depends on threads, and may not decide what is drawn.
+pytestmark = pytest.mark.hypothesis  # its properties are in functions of tests
+
 rolls = st.randoms(use_true_random=True)
 slow = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
 

@@ -16,7 +16,7 @@ from torch.futures import Future
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, create, remote, testing
-from aiorpc_torch.testing import Gate, frozen, kill, no_leaks
+from aiorpc_torch.testing import Gate, frozen, kill, leaks, no_leaks
 from tests.support import actors
 
 # ── gates ───────────────────────────────────────────────────────────────────────────────────────
@@ -148,6 +148,13 @@ async def test_futures_completed_by_hand() -> None:
 # ── leaks ───────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads and processes count as leaks at once."""
+    monkeypatch.setattr(leaks, "THREADS", 0.1)
+    monkeypatch.setattr(leaks, "PROCESSES", 0.1)
+
+
 class TestLeaks:
     """Each kind is found and named; what ends in time is not."""
 
@@ -190,6 +197,7 @@ class TestLeaks:
         await pending
 
     @pytest.mark.promise("testing.leaks")
+    @pytest.mark.usefixtures("impatient")
     async def test_a_thread_of_ours(self) -> None:
         release = threading.Event()
         thread = threading.Thread(target=release.wait, name="aiorpc-def-7")
@@ -200,6 +208,7 @@ class TestLeaks:
         thread.join()
 
     @pytest.mark.promise("testing.leaks")
+    @pytest.mark.usefixtures("impatient")
     async def test_a_process(self) -> None:
         with pytest.raises(AssertionError, match=r"left behind: the process \w.* \(pid \d+\)$"):
             async with no_leaks():

@@ -1,14 +1,22 @@
-"""What tests call on workers that have a CUDA device, and the mark of such tests."""
+"""What tests call on workers that have a CUDA device, and how such tests run.
+
+Needs pytest and torch alone. AIORPC_TEST_CHANNELS, separated by commas, names the channels of
+TensorPipe for all of them.
+"""
 
 import asyncio
-from collections.abc import AsyncIterator
-from typing import Any
+import functools
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from typing import Any, TypeVar
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from aiorpc_torch import batched, remote
+from aiorpc_torch import RRef, Worker, batched, create, remote, testing
+from aiorpc_torch._torch.cuda import SWITCHES
 
 GPU = [
     pytest.mark.gpu,
@@ -20,6 +28,56 @@ GPU = [
 HERE = torch.device("cuda:0")
 LONG = 500_000_000  # cycles: a quarter of a second, which any race loses
 SIZE = 1 << 20
+
+CHANNELS = [name for name in os.environ.get("AIORPC_TEST_CHANNELS", "").split(",") if name] or None
+
+Test = TypeVar("Test", bound=Callable[..., Any])
+
+
+def on_a_loop(test: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+    """A test that is a coroutine, run to its end without a plugin; it leaves nothing behind."""
+
+    async def run(*args: Any, **kwargs: Any) -> None:
+        async with testing.no_leaks():
+            await test(*args, **kwargs)
+
+    @functools.wraps(test)
+    def plain(*args: Any, **kwargs: Any) -> None:
+        asyncio.run(run(*args, **kwargs))
+
+    return plain
+
+
+NEEDS: dict[str, str] = {}
+"""For each test, the part of the synchronization without which it fails."""
+
+
+def fails_without(part: str) -> Callable[[Test], Test]:
+    """Name the part; `test_switches.py` tries that the test fails if the part is left out."""
+    assert part in SWITCHES
+
+    def note(test: Test) -> Test:
+        NEEDS[f"{test.__module__.rpartition('.')[2]}.py::{test.__name__}"] = part
+        return test
+
+    return note
+
+
+def gpu_world(workers: Sequence[str] = (), **options: Any) -> AbstractAsyncContextManager[Worker]:
+    """A world with maps between all devices, unless `options` says otherwise."""
+    return testing.world(workers, **{"device_maps": "auto", "channels": CHANNELS, **options})
+
+
+async def warm_actor(worker: str = "a") -> tuple[Any, "RRef[Actor]"]:
+    """An actor, after a tensor has gone each way.
+
+    The first one may synchronize the device, and so hide what later ones lack.
+    """
+    rref = await create(worker, Actor)
+    actor: Any = remote(rref)
+    await actor.where(torch.ones(1, device=HERE))
+    await actor.one()
+    return actor, rref
 
 
 def late(value: float, size: int = SIZE) -> Tensor:
@@ -39,14 +97,23 @@ def on_a_stream(value: float) -> Tensor:
     return found
 
 
+def is_default_stream() -> bool:
+    return torch.cuda.current_stream(HERE) == torch.cuda.default_stream(HERE)
+
+
 class Actor:
     """Lives beside a device."""
 
     def __init__(self) -> None:
-        self.streams: list[bool] = []
+        self.streams: list[Any] = []
         self.kept: Any = None
+        self.sums: list[Tensor] = []
+        self.weights = torch.zeros(SIZE, device=HERE)
 
     # ── results ─────────────────────────────────────────────────────────────────────────────────
+
+    async def one(self) -> Tensor:
+        return torch.ones(1, device=HERE)
 
     def make(self, value: float) -> Tensor:
         return late(value)
@@ -63,6 +130,13 @@ class Actor:
             torch.cuda._sleep(LONG // 10)
             yield buffer.fill_(index)
 
+    async def make_and_ask(self, other: Any, value: float) -> Tensor:
+        """A result while a call that was made here has no answer yet."""
+        self.kept = asyncio.create_task(remote(other).quick())
+        await asyncio.sleep(0)
+        torch.cuda._sleep(3 * LONG)
+        return late(value)
+
     # ── arguments ───────────────────────────────────────────────────────────────────────────────
 
     def total(self, tensor: Tensor) -> float:
@@ -74,8 +148,14 @@ class Actor:
     async def both(self, some: dict[str, Tensor], other: Tensor) -> tuple[Tensor, Tensor]:
         return some["x"] + other, some["x"] - other
 
-    async def where(self, tensor: Tensor) -> str:
-        return str(tensor.device)
+    async def where(self, *tensors: Tensor) -> list[str]:
+        return [str(tensor.device) for tensor in tensors]
+
+    async def describe(self, tensors: Sequence[Tensor]) -> list[Any]:
+        return [(str(each.device), tuple(each.shape), float(each.sum())) for each in tensors]
+
+    async def give_back(self, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+        return tensors
 
     async def quick(self) -> str:
         return "here"
@@ -83,19 +163,41 @@ class Actor:
     async def ask(self, other: Any, tensor: Tensor) -> Tensor:
         return await remote(other).atotal(tensor * 2)
 
+    # ── state ───────────────────────────────────────────────────────────────────────────────────
+
+    def add(self, tensor: Tensor) -> bool:
+        self.weights += tensor
+        return is_default_stream()
+
+    async def aadd(self, tensor: Tensor) -> bool:
+        self.weights += tensor
+        return is_default_stream()
+
+    async def state(self) -> Tensor:
+        return self.weights
+
+    async def be_busy(self) -> None:
+        torch.cuda._sleep(4 * LONG)
+
+    async def note(self, tensor: Tensor) -> None:
+        self.sums.append(tensor.double().sum())
+
+    async def noted(self) -> list[float]:
+        return [float(each) for each in self.sums]
+
     # ── batches ─────────────────────────────────────────────────────────────────────────────────
 
     @batched(max_size=8, stack=True, device="cuda:0")
     def double(self, rows: Tensor, by: Tensor) -> Tensor:
-        self.streams.append(self._is_apart())
+        self._note_stream()
         return _slowly(rows * by[:, None])
 
     @batched(max_size=8, stack=True, device="cuda:0")
     async def adouble(self, rows: Tensor) -> dict[str, Tensor]:
-        self.streams.append(self._is_apart())
+        self._note_stream()
         found = _slowly(rows * 2)
         await asyncio.sleep(0)
-        self.streams.append(self._is_apart())
+        self._note_stream()
         return {"found": found, "sums": found.sum(1)}
 
     @batched(max_size=8, stack=True)
@@ -106,11 +208,27 @@ class Actor:
     async def fails(self, rows: Tensor) -> Tensor:
         raise LookupError(str(rows.device))
 
-    async def apart(self) -> list[bool]:
+    @batched(max_size=8, stack=True, device="cuda:0")
+    async def plus_mean_of(self, rows: Tensor, others: Tensor) -> Tensor:
+        """Rows plus the mean of what another worker makes."""
+        made = await remote(self.kept).amake(float(others[0]))
+        return rows + made.mean()
+
+    @batched(max_size=8, stack=True, device="cuda:0")
+    async def on_another_gpu(self, rows: Tensor) -> Tensor:
+        there = rows.to("cuda:1")
+        with torch.cuda.device(1):
+            torch.cuda._sleep(LONG)
+        return there * 2
+
+    async def keep(self, kept: Any) -> None:
+        self.kept = kept
+
+    async def noted_streams(self) -> list[Any]:
         return self.streams
 
-    def _is_apart(self) -> bool:
-        return torch.cuda.current_stream(HERE) != torch.cuda.default_stream(HERE)
+    def _note_stream(self) -> None:
+        self.streams.append((not is_default_stream(), torch.cuda.current_stream(HERE).priority))
 
 
 def _slowly(tensor: Tensor) -> Tensor:
@@ -130,3 +248,7 @@ class Layer(nn.Module):
         torch.cuda._sleep(LONG // 10)
         found: Tensor = torch.tanh(self.linear(x))
         return found
+
+    async def halves(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """The second's gradient would be infinite times zero, if it were not absent."""
+        return x * 2, (x * 0).sqrt()

@@ -869,7 +869,7 @@ async def test_busy_on_another_loop() -> None:
 
 def test_outside_a_loop_and_a_world() -> None:
     """There is no loop to run the batch, and the error says what to enter."""
-    with pytest.raises(NotServing, match=r"worker\(\) or local_world\(\)"):
+    with pytest.raises(NotServing, match=r"enter worker\(\), local_world\(\) or attach\(\)"):
         plain(1)
 
 

@@ -27,6 +27,8 @@ class Observed:
 
     def __init__(self) -> None:
         self.told: list[Any] = []
+        self.last_heard: dict[str, float] = {}
+        self.lost_peers: dict[str, Any] = {}
 
     def on_message(self, peer: str) -> None:
         self.told.append("message")
@@ -117,7 +119,19 @@ async def test_a_lone_call_leaves_at_once(pair: Pair) -> None:
     async with asyncio.timeout(SOON):
         assert await future == "seven"
     assert pair.connection.waiting == 0
-    assert pair.observed.told == ["message"] * 2
+    assert pair.observed.last_heard.keys() == {"peer"}
+    assert pair.observed.told == []
+
+
+async def test_a_lost_peer_that_is_heard_is_told(pair: Pair) -> None:
+    """Once for each read, until the observer has found it."""
+    await pair.connect_and_call()
+    pair.observed.lost_peers["peer"] = WorkerLost("peer", "it was silent")
+    number, future = pair.call(7)
+    pair.answer(number, "seven")
+    async with asyncio.timeout(SOON):
+        assert await future == "seven"
+    assert pair.observed.told == ["message"]
 
 
 async def test_a_call_cancelled_before_it_is_sent_never_is(pair: Pair) -> None:

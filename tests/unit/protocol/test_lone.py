@@ -153,11 +153,13 @@ def test_one_beyond_the_bounds() -> None:
 def test_the_longest_target() -> None:
     """A target of `MAX_TEXT` bytes travels; a longer one is rejected with its length."""
     name = "m" * (MAX_TEXT - 16)  # two numbers of an RRef id come first
-    data = encode_call(1, (1, 2), name, ())
+    encoded = encode_method((1, 2), name)
+    assert encoded is not None
+    data = encode_call(1, encoded, ())
     assert data is not None
     number, target, args = decode_call(framed(data)[1])
     assert (number, decode_method(target), args) == (1, ((1, 2), name), ())
-    assert encode_call(1, (1, 2), name + "m", ()) is None
+    assert encode_method((1, 2), name + "m") is None
     with pytest.raises(ProtocolError, match=f"{MAX_TEXT + 1} bytes"):
         decode_call(struct.pack("<QH", 1, MAX_TEXT + 1) + bytes(MAX_TEXT + 1))
 

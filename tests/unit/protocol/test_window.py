@@ -117,10 +117,10 @@ def test_the_credit_of_an_item() -> None:
 
 
 def test_a_lost_window_is_as_new() -> None:
-    """After `clear` all bytes are free again."""
+    """After `release_all` all bytes are free again."""
     window = FlowWindow(4, 100)
     window.sent(0, 100)
-    assert window.clear() == [0]
+    assert window.release_all() == [0]
     window.sent(1, 1)
     assert window.admits(99)
     assert not window.admits(100)

@@ -1,5 +1,7 @@
 """Send and receive edges of tensors, without workers: torch's two nodes are left out."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -130,3 +132,53 @@ def test_sparse_gradients_pass() -> None:
         assert table.grad is not None
         assert table.grad.is_sparse
         assert table.grad.to_dense().sum() == 2 * len(indices)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_a_gradient_in_the_form_of_an_absent_one(count: int) -> None:
+    """The second row of a stack of two scalars: one element, behind another."""
+    x = [torch.tensor(1.0, requires_grad=True) for _ in range(count)]
+    found, _ = send([each * 1 for each in x])
+    (torch.stack(found) * torch.arange(1.0, count + 1)).sum().backward()
+    assert [None if each.grad is None else each.grad.item() for each in x] == [1, 2, 3][:count]
+
+
+class Noted(torch.autograd.Function):
+    """Notes the gradients as they are sent."""
+
+    @staticmethod
+    def forward(ctx: Any, sent: list[Tensor], x: Tensor) -> Tensor:
+        ctx.sent = sent
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:  # type: ignore[override]
+        ctx.sent.append(gradient)
+        return None, gradient
+
+
+def test_gradients_on_a_device_are_sent_in_forms_that_torch_can_send() -> None:
+    """Absent ones, empty ones, sparse ones, and one gradient of two tensors."""
+    sent: list[Tensor] = []
+    shapes = [(2,), (2,), (0,), (2,)]
+    x = [torch.ones(shape, device="meta", requires_grad=True) for shape in shapes]
+    x.append(torch.ones(3, 2, requires_grad=True))
+    arrived = [Noted.apply(sent, each * 1) for each in x]
+    attach_recv_edge(arrived)
+    a, b, empty, _, table = arrived
+    looked_up = torch.nn.functional.embedding(torch.tensor([1]), table, sparse=True)
+    torch.autograd.backward([(a + b).sum() + empty.sum(), looked_up.sum()])
+    assert len(sent) == len(x)
+    assert all(each.layout is torch.strided for each in sent)
+    assert all(each.untyped_storage().nbytes() for each in sent)
+    assert len({each.untyped_storage()._cdata for each in sent}) == len(sent)
+    assert x[4].grad is not None
+    assert x[4].grad.tolist() == [[0, 0], [1, 1], [0, 0]]
+
+
+def test_absent_gradients_on_a_device() -> None:
+    x, y = (torch.ones(2, device="meta", requires_grad=True) for _ in range(2))
+    (used, _), _ = send([x * 1, y * 1])
+    used.sum().backward()
+    assert x.grad is not None
+    assert y.grad is None

@@ -7,9 +7,14 @@ import weakref
 from collections.abc import Callable, Iterator
 
 import pytest
+import torch
 
 from aiorpc_torch._torch import thread_state
-from aiorpc_torch._torch.thread_state import free_dead_thread_states, pin_thread_state
+from aiorpc_torch._torch.thread_state import (
+    free_dead_thread_states,
+    pin_thread_state,
+    thread_settings,
+)
 
 SOON = 30.0  # seconds after which something will never happen
 
@@ -131,3 +136,28 @@ def test_the_thread_that_frees_states_keeps_its_own() -> None:
     seen: list[int] = []
     ctypes.CFUNCTYPE(None, ctypes.c_int)(seen.append)(1)  # as a thread of C's calls in
     assert seen == [1]
+
+
+# ── settings ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.parametrize(
+    ("is_initialized", "device", "expected"), [(True, 1, [1]), (True, 0, []), (False, 1, [])]
+)
+def test_threads_get_the_device_of_the_thread_that_enters_the_world(
+    monkeypatch: pytest.MonkeyPatch, is_initialized: bool, device: int, expected: list[int]
+) -> None:
+    """Unless it is torch's default, which needs no CUDA."""
+    found: list[int] = []
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: is_initialized)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: device)
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+    settings, counts = thread_settings(), list[int]()
+
+    def note() -> None:
+        settings()
+        counts.append(torch.get_num_threads())
+
+    Python(note).join()
+    assert found == expected
+    assert counts == [torch.get_num_threads()]

@@ -144,11 +144,11 @@ async def test_a_world_of_one_listens_on_the_loopback_interface(
 ) -> None:
     """Whatever this machine's name resolves to."""
     with caplog.at_level("INFO", logger="aiorpc_torch"):
-        async with aiorpc.worker(rank=0, world_size=1):
+        async with aiorpc.worker("main", rank=0, world_size=1):
             found = psutil.Process().net_connections("tcp")
     listening = {c.laddr.ip for c in found if c.status == psutil.CONN_LISTEN}
     assert listening <= {"127.0.0.1", "::1"}
-    assert f"worker0 uses {LOOPBACK} (127.0.0.1" in caplog.text
+    assert f"main uses {LOOPBACK} (127.0.0.1" in caplog.text
 
 
 # ── sockets ─────────────────────────────────────────────────────────────────────────────────────

@@ -1,0 +1,200 @@
+"""Checks of this machine and its environment: `python -m aiorpc_torch doctor`.
+
+Each check returns findings; `run_checks` prints them. A finding that is a problem has a remedy.
+"""
+
+import asyncio
+import os
+import platform
+import resource
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._client.api import call
+from .._torch.compat import SUPPORTED
+from .._torch.devices import cuda_device_count
+from .._version import __version__
+from . import network
+from .local import local_world
+
+TRANSPORTS = ("uv", "shm")
+TRIAL_TIMEOUT = 120.0  # seconds for a world of two, two starts of Python included
+CONNECT_TIMEOUT = 2.0  # seconds
+FEW_FILES = 1024  # a worker needs about ten descriptors for each peer
+
+
+class Finding(NamedTuple):
+    """The result of one check: a fact, or a problem if there is a `remedy`."""
+
+    topic: str
+    text: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        line = f"{'PROBLEM' if self.remedy else 'ok':8}{self.topic}: {self.text}"
+        return f"{line}\n{'':8}-> {self.remedy}" if self.remedy else line
+
+
+def run_checks(master: str | None = None, interface: str | None = None) -> int:
+    """Print the findings of all checks; return the number of problems.
+
+    Args:
+        master: "host:port" of rank 0 (default: MASTER_ADDR and MASTER_PORT, if they are set).
+        interface: network interface to use, as for `worker` (default: the one towards rank 0).
+    """
+    address = master or _master_in_environment()
+    checks: list[Callable[[], Iterator[Finding]]] = [
+        versions,
+        limits,
+        lambda: interfaces(interface, address),
+        lambda: way_to_rank_0(address),
+        ports,
+        devices,
+        *(lambda each=each: transport(each) for each in TRANSPORTS),
+    ]
+    problems = 0
+    for check in checks:
+        for finding in check():
+            print(finding, flush=True)
+            problems += bool(finding.remedy)
+    print(f"{problems} problem{'s' * (problems != 1)}")
+    return problems
+
+
+def _master_in_environment() -> str | None:
+    if "MASTER_ADDR" not in os.environ:
+        return None
+    return f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+
+
+def versions() -> Iterator[Finding]:
+    """Yield the versions of this library, torch and Python."""
+    found = (
+        f"aiorpc_torch {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
+    yield Finding("versions", f"{found} (torch {SUPPORTED} is supported)")
+
+
+def limits() -> Iterator[Finding]:
+    """Yield the number of files that this process may open."""
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    few = 0 <= files < FEW_FILES
+    remedy = f"raise it for worlds of more than {files // 10} workers: ulimit -n 4096"
+    yield Finding("open files", f"at most {files}", remedy if few else "")
+
+
+def interfaces(interface: str | None, master: str | None) -> Iterator[Finding]:
+    """Yield the interface that a world uses."""
+    try:
+        found = network.requested_interfaces(interface)
+    except ValueError as exc:
+        yield Finding("interface", str(exc), "set interface= or AIORPC_INTERFACE to one of these")
+        return
+    host = None if master is None else master.rpartition(":")[0]
+    found = found or network.interfaces_towards(host)
+    text = network.describe(found) if found else "the one towards rank 0, once it is known"
+    yield Finding("interface", text)
+
+
+def way_to_rank_0(master: str | None) -> Iterator[Finding]:
+    """Yield whether rank 0's address can be used from here."""
+    topic = "rank 0"
+    if master is None:
+        yield Finding(topic, "no address: MASTER_ADDR is not set (torchrun sets it; or --master)")
+        return
+    host, _, port = master.rpartition(":")
+    if not (host and port.isdecimal() and 0 < int(port) < 65536):
+        yield Finding(topic, f"{master!r} is no address", "give host:port, or set MASTER_PORT too")
+        return
+    try:
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(host, int(port))}
+    except OSError as exc:
+        yield Finding(topic, f"{host} has no address ({exc})", "use an IP address, or mend DNS")
+        return
+    own = {address for each in network.addresses().values() for address in each}
+    where = "this machine" if own & addresses else "another machine"
+    yield _try_to_connect(f"{master} ({where})", host, int(port))
+
+
+def _try_to_connect(name: str, host: str, port: int) -> Finding:
+    try:
+        socket.create_connection((host, port), CONNECT_TIMEOUT).close()
+    except ConnectionRefusedError:
+        return Finding("rank 0", f"{name} can be reached; nothing listens there yet")
+    except OSError as exc:
+        remedy = "check the address, the route (interface=) and the firewall between the machines"
+        return Finding("rank 0", f"no way to {name}: {exc}", remedy)
+    return Finding("rank 0", f"{name} can be reached, and a process listens there")
+
+
+def ports() -> Iterator[Finding]:
+    """Yield the ports that workers of several machines use."""
+    path = Path("/proc/sys/net/ipv4/ip_local_port_range")
+    first, last = path.read_text().split() if path.exists() else ("32768", "60999")
+    text = f"rank 0's, and {first} to {last} between all machines; none within one machine"
+    yield Finding("ports", text)
+
+
+def devices() -> Iterator[Finding]:
+    """Yield the CUDA devices."""
+    count = cuda_device_count()
+    names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
+    yield Finding("CUDA", f"{names} (device_maps= or 'auto')" if count else "no device")
+
+
+def transport(name: str) -> Iterator[Finding]:
+    """Yield whether a world of two processes works with one of torch's transports."""
+    # In a process of its own: a transport that does not work may end the process.
+    code = f"from {__name__} import try_transport; try_transport({name!r})"
+    topic = f"transport {name}"
+    remedy = f"leave {name!r} out of transports=, and report this text"
+    try:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            timeout=TRIAL_TIMEOUT,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        yield Finding(topic, f"no answer within {TRIAL_TIMEOUT:g} s", remedy)
+        return
+    if done.returncode:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        yield Finding(topic, last, remedy)
+    else:
+        yield Finding(topic, done.stdout.strip())
+
+
+def try_transport(name: str) -> None:
+    """Print how long a small and a large call take in a world with that transport."""
+    asyncio.run(_try_transport(name))
+
+
+async def _try_transport(name: str) -> None:
+    small, large = torch.zeros(1), torch.zeros(1 << 22)
+    async with local_world(1, transports=[name]):
+        await call(1, echo, large)  # opens the connections
+        times = [await _seconds_of_call(tensor) for tensor in (small, large)]
+    print(
+        f"a call takes {times[0] * 1e3:.2f} ms, one with 16 MB there and back {times[1] * 1e3:.0f}"
+    )
+
+
+async def _seconds_of_call(tensor: Tensor) -> float:
+    start = time.perf_counter()
+    await call(1, echo, tensor)
+    return time.perf_counter() - start
+
+
+async def echo(tensor: Tensor) -> Tensor:
+    """Return `tensor`."""
+    return tensor

@@ -1,0 +1,140 @@
+"""Where user code runs whose call came by torch RPC: never on torch's threads.
+
+Their current CUDA streams are those of the message. Calls that ran there would be in no order with
+other calls of the object, which run on the default streams.
+"""
+
+import asyncio
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import RRef, autograd, create, remote
+from aiorpc_torch._server import server as server_module
+from aiorpc_torch._torch import agent as agent_module
+from aiorpc_torch.testing import world as new_world
+
+LARGE = torch.ones(1 << 18)  # bytes enough to travel by torch RPC
+
+
+def here() -> str:
+    """The kind of the current thread."""
+    if asyncio._get_running_loop() is not None:
+        return "loop"
+    return threading.current_thread().name.rpartition("-")[0]
+
+
+class Unpickled:
+    """Notes the thread in which it is unpickled, and what was noted before."""
+
+    noted: ClassVar[list[str]] = []
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.noted.append(f"unpickled: {here()}")
+        self.__dict__.update(state)
+
+    def __init__(self) -> None:
+        self.tensor = LARGE
+
+
+def decorated(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A plain function in front of a coroutine."""
+
+    @functools.wraps(function, assigned=())
+    def plain(self: Any, tensor: Tensor) -> Any:
+        self.found.append(here())
+        return function(self, tensor)
+
+    return plain
+
+
+class Where:
+    def __init__(self, tensor: Tensor) -> None:
+        self.found = [here()]
+
+    def plain(self, tensor: Tensor) -> list[str]:
+        return [*self.found, here()]
+
+    async def coroutine(self, tensor: Tensor) -> list[str]:
+        return [here()]
+
+    @decorated
+    async def behind(self, tensor: Tensor) -> list[str]:
+        return [*self.found[1:], here()]
+
+    def items(self, tensor: Tensor) -> Iterator[str]:
+        for _ in range(3):
+            yield here()
+
+    async def take(self, given: Unpickled) -> None:
+        given.noted.append("called")
+
+
+async def test_calls_run_on_the_loop_or_in_threads_of_the_worker(world: aiorpc.Worker) -> None:
+    """Lone calls, whose payload comes alone, are no exception; nor is one in a context."""
+    where = remote(await create("main", Where, LARGE))
+    assert await where.plain(LARGE) == ["aiorpc-def", "aiorpc-def"]
+    assert await where.coroutine(LARGE) == ["loop"]
+    assert await where.behind(LARGE) == ["aiorpc-def", "loop"]
+    assert [item async for item in where.items(LARGE)] == ["aiorpc-def"] * 3
+    async with autograd.context():
+        assert await where.plain(LARGE) == ["aiorpc-def", "aiorpc-def", "aiorpc-def"]
+
+
+async def test_arguments_are_unpickled_behind_their_transfer(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On the loop, whose stream waits first: unpickling may run user code that uses tensors."""
+
+    class Fence:
+        def wait(self) -> None:
+            Unpickled.noted.append(f"fence: {here()}")
+
+    recorded: list[str] = []
+
+    def fence_tensors(*_: Any) -> Fence:
+        recorded.append(here())
+        return Fence()
+
+    monkeypatch.setattr(server_module, "fence_tensors", fence_tensors)
+    Unpickled.noted.clear()
+    await remote(RRef(Where(LARGE))).take(Unpickled())
+    assert Unpickled.noted == ["fence: loop", "unpickled: loop", "fence: loop", "called"]
+    assert recorded != ["loop"]  # on torch's thread, whose streams the message has
+
+
+# ── channels ────────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_channels_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """`channels=` of a world are those of its agent's options; tensors travel by them."""
+    found: list[Any] = []
+    make: Any = agent_module.rpc.TensorPipeRpcBackendOptions
+
+    def noted(**options: Any) -> Any:
+        found.append(options["_channels"])
+        return make(**options)
+
+    monkeypatch.setattr(agent_module.rpc, "TensorPipeRpcBackendOptions", noted)
+    async with new_world(channels=["basic"]):
+        assert await remote(RRef(Where(LARGE))).coroutine(LARGE) == ["loop"]
+    async with new_world():
+        pass
+    assert found == [["basic"], None]
+
+
+async def test_channels_that_do_not_exist() -> None:
+    with pytest.raises(RuntimeError, match="Unknown channel: nope"):
+        async with new_world(channels=["nope"]):
+            pass
+    with pytest.raises(TypeError, match="channels must be a list of names, got 'basic'"):
+        async with new_world(channels="basic"):
+            pass
+    async with new_world():  # nothing is left of it
+        assert await remote(RRef(Where(LARGE))).coroutine(LARGE) == ["loop"]
