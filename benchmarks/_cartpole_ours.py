@@ -1,13 +1,12 @@
 """A process of `examples.cartpole` for `benchmarks.cartpole`."""
 
 import asyncio
-import math
 from argparse import Namespace
 from time import perf_counter, process_time
 from typing import Any
 
 import aiorpc_torch as aiorpc
-from examples.cartpole import gather_team
+from examples.cartpole import new_team, train
 
 from ._cartpole_work import Sizes, Times
 
@@ -26,7 +25,6 @@ async def _live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
         world_size=sizes.processes + 1,
         init_method=where,
         transports=sizes.transports,
-        stop_timeout=math.inf,  # observers serve until the agent is done
         on_failure="stop",
     ) as me:
         if rank == 0:
@@ -34,16 +32,20 @@ async def _live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
 
 
 async def _measure(me: aiorpc.Worker, sizes: Sizes) -> Times:
+<<<<<<< HEAD
     options = Namespace(seed=0, device=sizes.device, environments=sizes.each, steps=sizes.warm)
     team = await gather_team(me.peers, options)
+=======
+    options = Namespace(seed=0, device="cpu", environments=sizes.each)
+    agent, observers = await new_team(me.peers, options)
+>>>>>>> w-progsa
     times: Times = {"batched": [], "unbatched": []}
     for method in METHODS.values():
-        await team.train(method, 1, 60.0)
-    team.steps = sizes.steps
+        await train(agent, observers, method, sizes.warm)
     for _ in range(sizes.rounds):
         for name, method in METHODS.items():
-            before, start, cpu = team.agent.steps, perf_counter(), process_time()
-            await team.train(method, 1, 60.0)
-            steps = team.agent.steps - before
+            start, cpu = perf_counter(), process_time()
+            episodes = await train(agent, observers, method, sizes.steps)
+            steps = sum(len(each.actions) for each in episodes)
             times[name].append((steps, perf_counter() - start, process_time() - cpu))
     return times

@@ -78,8 +78,8 @@ def compared(trainers: int, mine: list[Figures], theirs: list[Figures]) -> list[
 def measure(side: Callable[..., None], trainers: int, quick: bool) -> Figures:
     # Few images a batch: the trainers' computing is not measured, and takes cores from the
     # measured part.
-    words = ["--trainers", str(trainers), "--iterations", "10", "--batch", "2", "--lr", "0"]
-    words += ["--model", "small"] if quick else []
+    words = ["--trainers", str(trainers), "--iterations", "10", "--batch", "2"]
+    words += ["--model", "resnet18"] if quick else []
     with tempfile.TemporaryDirectory(prefix="parameter-server-") as scratch:
         with process(take_turn, side, words, scratch) as child:
             if not child.poll(LIMIT):
@@ -111,8 +111,9 @@ def figures(scratch: Path, trainers: int) -> Figures:
 
 
 def run_ours(words: list[str], scratch: str) -> None:
-    options = ours.arguments([*words, "--timeout", "60", "--plot", f"{scratch}/loss.png"])
-    names = [ours.name_of(rank) for rank in range(options.trainers + 1)]
+    options = plain.arguments(words)
+    options.quorum, options.timeout, options.device = 1, 60.0, "cpu"
+    names = ["ps", *(f"trainer{rank + 1}" for rank in range(options.trainers))]
     aiorpc.run_local(
         worker_of_ours,
         names,
@@ -123,7 +124,7 @@ def run_ours(words: list[str], scratch: str) -> None:
 
 
 async def worker_of_ours(me: aiorpc.Worker, options: argparse.Namespace, scratch: str) -> None:
-    spans = timed(ours)
+    spans = timed(ours, "ParameterServer")
     await ours.main(me, options)
     write(scratch, me.rank, spans)
 
@@ -137,7 +138,7 @@ def run_plain(words: list[str], scratch: str) -> None:
 
 
 def worker_of_plain(rank: int, port: int, options: argparse.Namespace, scratch: str) -> None:
-    spans = timed(plain)
+    spans = timed(plain, "serve")
     plain.run(rank, port, options, TRANSPORTS)
     write(scratch, rank, spans)
 
@@ -145,8 +146,11 @@ def worker_of_plain(rank: int, port: int, options: argparse.Namespace, scratch: 
 idle: list[float] = []  # MB of the server, before it has a model
 
 
-def timed(program: ModuleType) -> list[tuple[float, float]]:
-    """Make the program record when each of its computations began and ended."""
+def timed(program: ModuleType, server: str) -> list[tuple[float, float]]:
+    """Make the program record when each of its computations began and ended.
+
+    `server` names the function or the class that makes the model.
+    """
     spans: list[tuple[float, float]] = []
     learn = program.learn
 
@@ -158,15 +162,14 @@ def timed(program: ModuleType) -> list[tuple[float, float]]:
         return learned
 
     program.learn = clocked  # type: ignore[attr-defined]
-    serve = program.serve
+    serve = getattr(program, server)
 
     def weighed(*args: Any) -> Any:
         idle.append(memory("VmRSS"))
         return serve(*args)
 
-    program.serve = weighed  # type: ignore[attr-defined]
+    setattr(program, server, weighed)
     program.accuracy = lambda *_: 0.0  # type: ignore[attr-defined]  # not what is measured
-    program.curves = lambda where, *_, **__: where  # type: ignore[attr-defined]  # ours alone draws
     return spans
 
 

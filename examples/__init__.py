@@ -8,6 +8,6 @@ import sys
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 if sys.argv[:1] == ["-m"]:
-    # `python -m` imports this before the program. Imports take seconds, and Ctrl-C within them
-    # would print a traceback. `_launch` undoes this.
+    # `python -m` imports this before the program. Ctrl-C ends the process at once, also while it
+    # imports. Workers that it started end when it has ended.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

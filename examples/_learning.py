@@ -5,13 +5,12 @@ The programs and their plain forms share it. It has no code for processes, calls
 
 import random
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple, Self
 
 import gymnasium
 import torch
 from torch import Tensor, nn
-
-GAMMA = 0.99
 
 
 class Episode(NamedTuple):
@@ -30,9 +29,7 @@ class CartPole:
     """An environment and its random number generator, both from one seed."""
 
     def __init__(self, seed: int) -> None:
-        self.environment: gymnasium.Env[Any, Any] = gymnasium.make(
-            "CartPole-v1", disable_env_checker=True
-        )
+        self.environment: Any = gymnasium.make("CartPole-v1", disable_env_checker=True)
         self.environment.reset(seed=seed)
         self.chance = random.Random(seed)
 
@@ -66,9 +63,8 @@ class Learner:
     @torch.inference_mode()
     def chances(self, states: Tensor) -> list[float]:
         """Return the probability of a push to the right in each state [B, 4]."""
-        logits: Tensor = self.policy(states.to(self.device))
-        chances: list[float] = logits.softmax(1)[:, 1].tolist()  # one copy from the device
-        return chances
+        chances: Tensor = self.policy(states.to(self.device)).softmax(1)[:, 1]
+        return chances.tolist()  # one copy from the device
 
     def learn(self, episodes: Sequence[Episode]) -> None:
         """Make one step of REINFORCE; each action is weighed with its own return."""
@@ -82,10 +78,7 @@ class Learner:
         self.optimizer.step()
 
 
-def returns(rewards: Tensor, gamma: float = GAMMA) -> Tensor:
+def returns(rewards: Tensor, gamma: float = 0.99) -> Tensor:
     """Compute the return at each step [T] of one episode: G_t = r_t + gamma * G_{t+1}."""
-    total, found = 0.0, []
-    for reward in reversed(rewards.tolist()):
-        total = reward + gamma * total
-        found.append(total)
-    return torch.tensor(found[::-1], dtype=rewards.dtype)
+    found = accumulate(reversed(rewards.tolist()), lambda later, reward: reward + gamma * later)
+    return torch.tensor([*found][::-1], dtype=rewards.dtype)

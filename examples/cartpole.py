@@ -9,52 +9,38 @@ In a round each environment plays whole episodes until it has made its steps; th
 from all of them. The agent answers with a probability and the observer draws. So learning depends
 on the seed only, not on the batches or on the process of an environment.
 
-    python -m examples.cartpole                                     # the demo, in a minute
-    python -m examples.cartpole --observers 10 --envs-per-observer 1 --rounds 10 --no-batched
+    python -m examples.cartpole                                     # the demo, half a minute
+    python -m examples.cartpole --observers 10 --environments 1 --rounds 10 --no-batched
     torchrun --nproc-per-node 3 -m examples.cartpole
 """
 
 import argparse
 import asyncio
-import contextlib
-import math
-import sys
+import itertools
+import os
 import time
 from collections.abc import Sequence
-from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from torch import Tensor
 
-import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, batched, create, remote
+from aiorpc_torch import Group, RRef, batched, create_all, each, local_world, remote, stats, worker
 
-from ._display import Display, report
-from ._launch import add_world, end, launch, serve
 from ._learning import CartPole, Episode, Learner
 
 
 class Agent(Learner):
     """An agent that answers observers and learns from their episodes."""
 
-    def __init__(self, seed: int, device: str = "cpu") -> None:
-        super().__init__(seed, device)
-        self.rewards: list[float] = []
-        self.steps = self.batches = 0
-
     @batched(max_size=256, stack=True)
     async def select(self, states: Tensor) -> list[float]:
         """Return the probabilities of a push to the right; states come stacked: [B, 4]."""
-        return self._count(self.chances(states))
+        return self.chances(states)
 
     async def select_alone(self, state: Tensor) -> float:
         """Return the same for one state [4], unbatched, for comparison."""
-        return self._count(self.chances(state.unsqueeze(0)))[0]
-
-    def _count(self, chances: list[float]) -> list[float]:
-        self.steps += len(chances)
-        self.batches += 1
-        return chances
+        return self.chances(state.unsqueeze(0))[0]
 
 
 class Observer:
@@ -67,132 +53,84 @@ class Observer:
     async def play(self, method: str, steps: int) -> list[Episode]:
         """Play whole episodes of each environment, until each has made `steps` steps."""
         select = getattr(remote(self.agent), method)
-        return await together([_play(each, select, steps) for each in self.environments])
+        plays = [self._play(each, select, steps) for each in self.environments]
+        return [*itertools.chain(*await asyncio.gather(*plays))]
+
+    async def _play(self, environment: CartPole, select: Any, steps: int) -> list[Episode]:
+        episodes: list[Episode] = []
+        while steps > 0:
+            state, done = environment.reset(), False
+            states, actions, rewards = [], [], []
+            while not done:
+                states.append(state)
+                actions.append(environment.draw(await select(state)))
+                state, reward, done = environment.step(actions[-1])
+                rewards.append(reward)
+            episodes.append(Episode.of(states, actions, rewards))
+            steps -= len(actions)
+        return episodes
 
 
-async def _play(environment: CartPole, select: Any, steps: int) -> list[Episode]:
-    episodes: list[Episode] = []
-    while steps > 0:
-        episodes.append(await _episode(environment, select))
-        steps -= len(episodes[-1].actions)
+async def new_team(
+    names: Sequence[str], options: argparse.Namespace
+) -> tuple[Agent, Group[Observer]]:
+    """Make an agent here, and an observer on every worker of `names`."""
+    agent, size = Agent(options.seed, options.device), options.environments
+    firsts = [10_000 * options.seed + size * number for number in range(len(names))]
+    seeds = [range(first, first + size) for first in firsts]
+    return agent, await create_all(names, Observer, RRef(agent), each(seeds))
+
+
+async def train(agent: Agent, observers: Group[Observer], method: str, steps: int) -> list[Episode]:
+    """Play a round of every environment, and learn from it; return its episodes."""
+    episodes = [*itertools.chain(*await remote(observers).play(method, steps))]
+    agent.learn(episodes)
     return episodes
 
 
-async def _episode(environment: CartPole, select: Any) -> Episode:
-    state, done = environment.reset(), False
-    states, actions, rewards = [], [], []
-    while not done:
-        states.append(state)
-        actions.append(environment.draw(await select(state)))
-        state, reward, done = environment.step(actions[-1])
-        rewards.append(reward)
-    return Episode.of(states, actions, rewards)
-
-
-async def together(plays: Sequence[Any]) -> list[Episode]:
-    """Return the episodes of all, in the order of `plays`."""
-    return [episode for episodes in await asyncio.gather(*plays) for episode in episodes]
-
-
-class Team:
-    """The agent of this process and its observers."""
-
-    def __init__(self, agent: Agent, observers: Sequence[RRef[Observer]], steps: int) -> None:
-        self.agent = agent
-        self.observers = observers
-        self.steps = steps
-
-    async def play(self, method: str) -> list[Episode]:
-        """Play a round of every environment."""
-        return await together([remote(each).play(method, self.steps) for each in self.observers])
-
-    async def train(self, method: str, rounds: int, seconds: float) -> None:
-        """Play and learn, for `rounds` rounds or `seconds` seconds at most."""
-        end = time.monotonic() + seconds
-        while rounds > 0 and time.monotonic() < end:
-            episodes = await self.play(method)
-            self.agent.learn(episodes)
-            self.agent.rewards += [float(each.rewards.sum()) for each in episodes]
-            rounds -= 1
-
-    async def speed(self, method: str, seconds: float) -> float:
-        """Return agent steps per second of playing without learning."""
-        before, start = self.agent.steps, time.monotonic()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(
-                seconds
-            ):  # it cancels the calls, and so the remote coroutines
-                while True:
-                    await self.play(method)
-        return (self.agent.steps - before) / (time.monotonic() - start)
-
-
-async def gather_team(names: Sequence[str], options: argparse.Namespace) -> Team:
-    """Make an agent here, and an observer on every worker of `names`."""
-    agent, each = Agent(options.seed, options.device), options.environments
-    seeds = [10_000 * options.seed + number for number in range(each * len(names))]
-    observers = [
-        await create(name, Observer, RRef(agent), seeds[number * each : (number + 1) * each])
-        for number, name in enumerate(names)
-    ]
-    return Team(agent, observers, options.steps)
-
-
-async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
-    """Serve as an observer, or lead as the agent."""
-    if me.rank:
-        await serve("agent")
-        return
-    await lead(me.peers, options)
-    end()
-
-
 async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
-    """Train, then measure both ways to select alternately."""
-    team = await gather_team(names, options)
-    print(f"{options.observers} observers play {options.environments} environments each")
-    with Display(team.agent):
-        method = "select" if options.batched else "select_alone"
-        await team.train(method, options.rounds, options.seconds)
-    speeds: dict[str, list[float]] = {"select": [], "select_alone": []}
-    for method in (
-        list(speeds) * 2 if options.compare else ()
-    ):  # alternately, since the load of a machine changes
-        speeds[method].append(await team.speed(method, options.compare))
-    report(team.agent.rewards, speeds, options)
+    """Train the agent of this process with observers on the workers of `names`."""
+    agent, observers = await new_team(names, options)
+    print(f"{len(observers)} observers play {options.environments} environments each", flush=True)
+    method = "select" if options.batched else "select_alone"
+    start, steps, rewards = time.monotonic(), 0, list[float]()
+    for number in range(options.rounds):
+        episodes = await train(agent, observers, method, options.steps)
+        found = [float(episode.rewards.sum()) for episode in episodes]
+        steps, rewards = steps + int(sum(found)), rewards + found
+        seconds = time.monotonic() - start
+        done = f"round {number + 1}: {len(found)} episodes, mean reward {mean(found):.1f}"
+        print(f"{done}; {steps / seconds:,.0f} agent steps/s", flush=True)
+        if seconds > options.seconds:
+            break
+    for name, batches in stats().batches.items():
+        print(f"{name}: {batches.items:,} calls in {batches.batches:,} batches")
+    first, last = mean(rewards[:10]), mean(rewards[-10:])
+    print(f"reward, first ten episodes: {first:.1f}, last ten of {len(rewards)}: {last:.1f}")
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("--seconds", type=float, help="seconds of training (30, unless --rounds is given)")
-    add("--rounds", type=int, default=sys.maxsize, help="rounds of training, at most")
-    add("--steps", type=int, default=100, help="steps of each environment in a round, at least")
-    add("--compare", type=float, default=2.0, help="seconds of the comparison; 0: none")
-    add(
-        "--batched",
-        action=argparse.BooleanOptionalAction,
-        default=True,
-        help="batch calls while training",
-    )
-    add("--observers", type=int, default=2, help="number of observer processes")
-    add("--envs-per-observer", "--environments", dest="environments", type=int, default=16)
-    add("--device", default="cpu", help="device of the agent's network, such as cuda:0")
-    add("--seed", type=int, default=0)
-    add("--plot", type=Path, default=Path("out/cartpole.png"))
-    add("--quick", action="store_true", help="two short rounds, as a check")
-    add_world(parser)
-    options = parser.parse_args()
-    if options.quick:
-        options.rounds, options.steps, options.compare = 2, 50, min(options.compare, 0.3)
-    if min(options.observers, options.environments, options.steps) < 1:
-        parser.error("there is at least one observer, one environment and one step")
-    if options.seconds is None:
-        options.seconds = 30.0 if options.rounds == sys.maxsize else math.inf
-    return options
+async def main(options: argparse.Namespace) -> None:
+    """Lead as the agent on rank 0; serve on the other workers until it has left."""
+    rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
+    local = local_world([f"observer{number}" for number in range(options.observers)], name="agent")
+    name = f"observer{rank - 1}" if rank else "agent"
+    async with local if rank < 0 else worker(name) as me:
+        await (me.serve(until="agent") if me.rank else lead(me.peers, options))
 
 
 if __name__ == "__main__":
-    given = arguments()
-    launch(main, ["agent", *(f"observer{number}" for number in range(given.observers))], given)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--seconds", type=float, default=30.0, help="seconds of training, about")
+    add("--rounds", type=int, default=1_000_000, help="rounds of training, at most")
+    add("--steps", type=int, default=100, help="steps of each environment in a round, at least")
+    add("--no-batched", dest="batched", action="store_false", help="answer each call by itself")
+    add("--observers", type=int, default=2, help="number of observer processes")
+    add("--environments", type=int, default=16, help="number of environments of an observer")
+    add("--device", default="cpu", help="device of the agent's network, such as cuda:0")
+    add("--seed", type=int, default=0)
+    add("--quick", action="store_true", help="two short rounds, as a check")
+    options = parser.parse_args()
+    if options.quick:
+        options.rounds, options.steps = 2, 50
+    asyncio.run(main(options))

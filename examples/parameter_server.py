@@ -1,209 +1,144 @@
-"""A parameter server that makes one step for many trainers: a round of coroutines.
+"""A parameter server that makes one step for many trainers: a round of calls.
 
-The server has the model and the optimizer. Each trainer computes gradients on images of its own,
-sends them and asks for the next step. When all have asked, `_step` runs once, and its one answer,
-the new model, goes to all. There is no lock, counter or callback: code on the event loop is not
-interrupted, and `@batched(Round(...))` counts the members. The rounds wait `--timeout` seconds for
-a killed trainer, until its replacement process has joined.
+The server has the model and the optimizer. Each trainer computes gradients on pictures of its own,
+sends them and waits for the next model. When all have sent theirs, `step` runs once, and its one
+answer, the new model, goes to all. There is no lock, counter or callback: `Round` counts the
+members. It waits `--timeout` seconds for a killed trainer, whose replacement process takes part as
+soon as it has started.
 
     python -m examples.parameter_server --trainers 3 --iterations 60
+    torchrun --nproc-per-node 4 -m examples.parameter_server
 """
 
 import argparse
 import asyncio
-import functools
 import os
-import sys
-from collections.abc import Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from concurrent.futures import Future
 
-from anyio import to_thread
-from rich.progress import Progress
+import torch
 from torch import Tensor, nn
+from torchvision.models import get_model
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Round, RoundTimeout, RRef, Worker, batched, remote
+from aiorpc_torch import Broadcast, Round, RoundTimeout, batched, lookup, remote, run_local
 
-from ._classifier import (
-    Learned,
-    Mean,
-    Sample,
-    accuracy,
-    add_training,
-    adopt,
-    advance,
-    batches,
-    learn,
-    new_model,
-    new_optimizer,
-    on_cpu,
-)
-from ._launch import add_world, launch
-from ._plot import curves
+CLASSES = 10
 
-PS = "ps"
+Tensors = dict[str, Tensor]
 
 
-class State(NamedTuple):
-    """The model after `steps` steps: parameters and buffers by name."""
-
-    steps: int
-    model: dict[str, Tensor]
+def pictures(options: argparse.Namespace, count: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Draw pictures [N, 3, side, side], the patterns of classes with noise, and their labels."""
+    patterns = torch.randn(CLASSES, 3, 8, 8, generator=torch.Generator().manual_seed(0))
+    chance = torch.Generator().manual_seed(seed)
+    labels = torch.randint(CLASSES, (count,), generator=chance)
+    noise = torch.randn(count, 3, options.side, options.side, generator=chance)
+    return nn.functional.interpolate(patterns[labels], size=options.side) + noise, labels
 
 
 class ParameterServer:
-    """A parameter server. Its methods run on the event loop, interrupted only at an await."""
+    """A parameter server, which holds the model and its optimizer."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.model = new_model(options).to(options.server_device)
-        self.optimizer = new_optimizer(self.model, options)
-        self.answer = on_cpu(self.model)
-        self.mean, self.iterations = Mean(), options.iterations
-        self.losses: list[float] = []
-        self.news: asyncio.Queue[list[int]] = asyncio.Queue()  # the members of each step
-        whole = Round(options.trainers, options.quorum, options.timeout, member=lambda rank: rank)
-        self.step = batched(whole)(self._step)
+        torch.manual_seed(0)
+        self.model = get_model(options.model, num_classes=CLASSES).to(options.server_device)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, 0.9, fused=True)
+        self.losses, self.ended, self.iterations = list[float](), Future[None](), options.iterations
+        rule = Round(options.trainers, options.quorum, options.timeout, member=lambda name, _: name)
+        self.step = batched(rule)(self._step)
 
-    async def state(self) -> State:
-        """Return the current model, for a trainer that joins."""
-        return State(len(self.losses), self.answer)
+    def state(self) -> tuple[int, Tensors]:
+        """Return the number of steps and the model, which is not copied if it is on the CPU."""
+        return len(self.losses), {n: each.cpu() for n, each in self.model.state_dict().items()}
 
-    async def add(self, samples: int, learned: Learned) -> None:
-        """Add a part of a trainer's results, weighed with its samples."""
-        # Not in the round, which would hold every trainer's gradient until the last has come.
-        self.mean.add(learned, samples)
-
-    async def _step(self, ranks: list[int]) -> Broadcast[State]:
-        if len(self.losses) < self.iterations:  # else a late trainer asks for the model alone
-            # Results that come while the thread computes belong to the next mean.
-            loss, self.answer = await to_thread.run_sync(self._advance, self.mean.take())
-            self.losses.append(loss)
-            self.news.put_nowait(ranks)
-        return Broadcast(await self.state())
-
-    def _advance(self, means: Learned) -> tuple[float, dict[str, Tensor]]:
-        return advance(self.model, self.optimizer, means), on_cpu(self.model)
+    @torch.no_grad()
+    def _step(self, names: list[str], learned: list[Tensors]) -> Broadcast[tuple[int, Tensors]]:
+        if len(self.losses) < self.iterations:  # else a late trainer gets the model alone
+            for name, parameter in self.model.named_parameters():
+                parameter.grad = mean(learned, name).to(parameter.device)
+            for name, buffer in self.model.named_buffers():
+                buffer.copy_(mean(learned, name))
+            self.optimizer.step()
+            self.optimizer.zero_grad()
+            self.losses.append(loss := mean(learned, "loss").item())
+            print(f"step {len(self.losses)}: loss {loss:.3f} of", *sorted(names), flush=True)
+            if len(self.losses) == self.iterations:
+                self.ended.set_result(None)
+        return Broadcast(self.state())
 
 
-@functools.cache
-def ready() -> "asyncio.Future[RRef[ParameterServer]]":
-    """Return the future of this process's server."""
-    return asyncio.get_running_loop().create_future()
+def mean(learned: list[Tensors], name: str) -> Tensor:
+    """Return the mean of the trainers' tensors of that name, in float32."""
+    return torch.stack([each[name] for each in learned]).float().mean(0)
 
 
-async def parameter_server() -> RRef[ParameterServer]:
-    """Return the server's RRef; trainers call this in the server's process."""
-    return await asyncio.shield(ready())  # the call of a killed trainer is cancelled
+def learn(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> Tensors:
+    """Return the loss, the gradients and the buffers by name, on the CPU."""
+    loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
+    names, parameters = zip(*model.named_parameters(), strict=True)
+    gradients = zip(names, torch.autograd.grad(loss, parameters), strict=True)
+    learned = {"loss": loss.detach(), **dict(gradients), **dict(model.named_buffers())}
+    return {name: each.cpu() for name, each in learned.items()}
 
 
-async def train(me: Worker, options: argparse.Namespace) -> None:
+async def train(me: aiorpc.Worker, options: argparse.Namespace) -> None:
     """Train from the current model to the last step."""
-    ps = remote(await aiorpc.call(PS, parameter_server))
-    model = new_model(options).to(options.device)
-    data = batches(options, me.rank - 1, options.trainers)
-    state, batch = await ps.state(), next(data)
-    print(f"{me.name}, process {os.getpid()}, begins at step {state.steps}", flush=True)
-    while state.steps < options.iterations:
-        adopt(model, state.model, options)
-        sent = await compute(model, batch, options, ps)
+    ps = remote(await lookup("ps", on="ps"))
+    model = get_model(options.model, num_classes=CLASSES).to(options.device)
+    steps, state = await ps.state()
+    print(f"{me.name}, process {os.getpid()}, begins at step {steps}", flush=True)
+    while steps < options.iterations:
+        model.load_state_dict(state, assign=options.device == "cpu")
+        batch = pictures(options, options.batch, seed=1000 * steps + me.rank)
+        learned = await asyncio.to_thread(learn, model, *batch, options.device)
         try:
-            # Calls start in the order in which they were made, so the last part is added before the
-            # step. Meanwhile the next batch is made.
-            *_, state, batch = await asyncio.gather(
-                *sent, ps.step(me.rank), to_thread.run_sync(next, data)
-            )
+            steps, state = await ps.step(me.name, learned)
         except RoundTimeout:  # fewer than a quorum
-            state = await ps.state()
+            steps, state = await ps.state()
 
 
-async def compute(
-    model: nn.Module, batch: Sample, options: argparse.Namespace, ps: Any
-) -> list[asyncio.Future[None]]:
-    """Learn from a batch; each part of the results is sent while the rest is computed."""
-    loop = asyncio.get_running_loop()
-    sent: list[asyncio.Future[None]] = []
-
-    def send(part: Learned) -> None:
-        sent.append(asyncio.ensure_future(ps.add(len(batch[0]), part)))
-
-    def tell(part: Learned) -> None:
-        loop.call_soon_threadsafe(send, part)
-
-    # Not asyncio's to_thread, which alternates threads: each keeps memory for what it computes.
-    await to_thread.run_sync(learn, model, batch, options, tell)
-    return sent
+@torch.inference_mode()
+def accuracy(model: nn.Module, options: argparse.Namespace) -> float:
+    """Return the part of held-out pictures that the model classifies correctly."""
+    images, labels = pictures(options, count=200, seed=-1)
+    right = model.eval()(images.to(options.server_device)).argmax(1).cpu() == labels
+    return float(right.float().mean())
 
 
-async def serve(options: argparse.Namespace) -> None:
-    """Serve until the last step; print and draw the losses."""
+async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
+    """Serve on rank 0 until the last step; train on the others."""
+    if me.rank:
+        return await train(me, options)
     ps = ParameterServer(options)
-    ready().set_result(RRef(ps))
-    with Progress() as progress:
-        task = progress.add_task("training", total=options.iterations)
-        for step in range(options.iterations):
-            ranks = await ps.news.get()
-            if missing := {*range(1, options.trainers + 1)} - {*ranks}:
-                progress.console.print(f"step {step}: without {', '.join(map(name_of, missing))}")
-            progress.update(task, advance=1, description=f"loss {ps.losses[step]:.3f}")
-    print(f"loss, first step: {ps.losses[0]:.3f}, last of {step + 1}: {ps.losses[-1]:.3f}")
-    right = await to_thread.run_sync(accuracy, ps.model, options)
-    print(f"accuracy on held-out images: {right:.1%}")
-    title = f"{options.model}, {options.trainers} trainers and a parameter server"
-    lines = {"mean of a round": ps.losses}
-    where = curves(options.plot, lines, title=title, xlabel="step", ylabel="cross-entropy")
-    print(f"loss curve: {where}", flush=True)
+    aiorpc.register("ps", ps)
+    await asyncio.wrap_future(ps.ended)
+    print(f"loss, first step: {ps.losses[0]:.3f}, last of {len(ps.losses)}: {ps.losses[-1]:.3f}")
+    right = await asyncio.to_thread(accuracy, ps.model, options)
+    print(f"accuracy on held-out pictures: {right:.1%}")
 
 
-async def main(me: Worker, options: argparse.Namespace) -> None:
-    """Serve on rank 0, train on the others."""
-    await (serve(options) if me.rank == 0 else train(me, options))
-
-
-def name_of(rank: int) -> str:
-    return f"trainer{rank}" if rank else PS
-
-
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_training(parser)
-    group = parser.add_argument_group("rounds")
-    group.add_argument("--trainers", type=int, help="trainers (default: the world size less one)")
-    group.add_argument(
-        "--quorum", type=int, default=1, help="trainers that suffice after --timeout"
-    )
-    group.add_argument(
-        "--timeout", type=float, default=10.0, help="seconds until a quorum suffices"
-    )
-    group.add_argument("--server-device", default="cpu", help="device of the optimizer's step")
-    group.add_argument("--restart", type=int, default=3, help="restarts of trainers, at most")
-    parser.add_argument("--plot", type=Path, default=Path("out/parameter_server.png"))
-    parser.add_argument("--quick", action="store_true", help="a small model, a few seconds")
-    add_world(parser, int(os.environ.get("WORLD_SIZE", 4)))
-    if "--quick" in (sys.argv if given is None else given):
-        parser.set_defaults(**QUICK)
-    options = parser.parse_args(given)
-    if options.trainers is None:
-        options.trainers = options.world_size - 1
-    if not 1 <= options.trainers <= options.images:
-        parser.error(f"{options.trainers} trainers cannot share {options.images} images")
-    if not 1 <= options.quorum <= options.trainers:
-        parser.error(f"a quorum is 1 to {options.trainers} trainers, not {options.quorum}")
-    return options
-
-
-QUICK = {
-    "model": "small",
-    "classes": 10,
-    "images": 2000,
-    "iterations": 20,
-    "timeout": 2.0,
-    "world_size": 3,
-}
+async def join(name: str, options: argparse.Namespace) -> None:
+    """Run `main` in the one worker of this process."""
+    async with aiorpc.worker(name) as me:
+        await main(me, options)
 
 
 if __name__ == "__main__":
-    options = arguments()
-    names = [name_of(rank) for rank in range(options.trainers + 1)]
-    launch(main, names, options, restart=options.restart, on_failure="continue")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("--trainers", type=int, default=int(os.environ.get("WORLD_SIZE", 4)) - 1)
+    add("--model", default="resnet50", help="any of torchvision's classifiers")
+    add("--side", type=int, default=64, help="height and width of a picture in pixels")
+    add("--batch", type=int, default=20, help="pictures of a trainer in a step")
+    add("--iterations", type=int, default=60, help="steps of the model")
+    add("--quorum", type=int, default=1, help="trainers that suffice after --timeout")
+    add("--timeout", type=float, default=10.0, help="seconds until a quorum suffices")
+    add("--restart", type=int, default=3, help="restarts of trainers, at most")
+    add("--device", default="cpu", help="device of the trainers")
+    add("--server-device", default="cpu", help="device of the model and the optimizer")
+    options = parser.parse_args()
+    names = ["ps", *(f"trainer{rank + 1}" for rank in range(options.trainers))]
+    if "RANK" in os.environ:  # of torchrun, or of a terminal for each worker
+        asyncio.run(join(names[int(os.environ["RANK"])], options))
+    else:
+        run_local(main, names, args=(options,), restart=options.restart, on_failure="continue")

@@ -14,36 +14,22 @@ which the worst counts. Then some episodes more are played with the best action,
 
 import argparse
 import asyncio
-import math
-import random
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
+from random import Random
 from statistics import mean
 
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from aiorpc_torch import Group, RRef, create_all, each, exclusive, local_world, remote, worker
 
-import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, create, remote
-
-from ._launch import add_world, end, launch, serve
 from ._learning import CartPole, Episode, Learner
-from ._plot import curves
 
 SOLVED = 475.0
 FRESH = 0.05  # weight of a round in the running reward
 
-Choose = Callable[[float], int]  # from the probability of 1 to an action
 
-
-def drawing(seed: str) -> Choose:
-    """Return a function that draws 1 with the given probability, else 0."""
-    chance = random.Random(seed)
-    return lambda likely: int(chance.random() < likely)
-
-
-@aiorpc.exclusive
+@exclusive
 class Observer(CartPole):
     """An environment for remote calls: one at a time, since its methods run in threads.
 
@@ -54,100 +40,73 @@ class Observer(CartPole):
 class Agent(Learner):
     """An agent that plays its observers' environments and learns from each round."""
 
-    def __init__(self, observers: Sequence[RRef[Observer]], seed: int, device: str = "cpu") -> None:
+    def __init__(self, observers: Group[Observer], seed: int, device: str = "cpu") -> None:
         super().__init__(seed, device)
         self.observers = observers
-        self.draws = [drawing(f"{seed}, {number}") for number in range(len(observers))]
-        self.running = 0.0
-        self.rewards: list[float] = []  # the worst observer's reward of each round
-        self.steps = 0
+        self.draws = [Random(f"{seed}, {number}").random for number in range(len(observers))]
+        self.running, self.episodes, self.steps = 0.0, 0, 0
 
-    async def round(self, chooses: Sequence[Choose]) -> list[Episode]:
-        """Play an episode of every observer, all at once."""
-        return await asyncio.gather(*map(self._episode, self.observers, chooses))
+    async def round(self, draws: Sequence[Callable[[], float]]) -> list[Episode]:
+        """Play an episode of every observer, all at once; `draws` are of numbers from 0 to 1."""
+        return await asyncio.gather(*map(self._episode, self.observers, draws))
 
-    async def _episode(self, observer: RRef[Observer], choose: Choose) -> Episode:
+    async def _episode(self, observer: RRef[Observer], draw: Callable[[], float]) -> Episode:
         state, done = await remote(observer).reset(), False
         states, actions, rewards = [], [], []
         while not done:
             states.append(state)
-            actions.append(choose(self.chances(state.unsqueeze(0))[0]))
+            actions.append(int(draw() < self.chances(state.unsqueeze(0))[0]))
             state, reward, done = await remote(observer).step(actions[-1])
             rewards.append(reward)
         return Episode.of(states, actions, rewards)
 
-    async def improve(self) -> None:
-        """Play a round, and learn from it."""
-        episodes = await self.round(self.draws)
-        self.learn(episodes)
-        self.steps += sum(len(each.actions) for each in episodes)
-        self.rewards.append(min(float(each.rewards.sum()) for each in episodes))
-        self.running += FRESH * (self.rewards[-1] - self.running)
+    async def solve(self, most: int) -> bool:
+        """Learn until the task is solved or `most` episodes are played; return True if solved."""
+        while self.running <= SOLVED and self.episodes < most:
+            played = await self.round(self.draws)
+            self.learn(played)
+            self.episodes += len(played)
+            self.steps += sum(len(episode.actions) for episode in played)
+            worst = min(float(episode.rewards.sum()) for episode in played)
+            self.running += FRESH * (worst - self.running)
+            print(f"{self.episodes:,} episodes: {worst:.0f}, running reward {self.running:.1f}")
+        return self.running > SOLVED
 
     async def evaluate(self, episodes: int) -> list[float]:
         """Return the rewards of `episodes` episodes with the best action, not a drawn one."""
-        rounds = math.ceil(episodes / len(self.observers))
-        greedy: list[Choose] = [round] * len(self.observers)
-        played = [each for _ in range(rounds) for each in await self.round(greedy)]
-        return [float(each.rewards.sum()) for each in played[:episodes]]
-
-
-async def solve(agent: Agent, episodes: int) -> bool:
-    """Learn until the task is solved or `episodes` are played; return True if solved."""
-    columns = MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}")
-    with Progress(*columns, TimeElapsedColumn()) as progress:
-        bar = progress.add_task("", total=int(SOLVED))
-        while agent.running <= SOLVED and len(agent.rewards) * len(agent.observers) < episodes:
-            await agent.improve()
-            found = f"running reward; {len(agent.rewards):,} rounds, {agent.steps:,} steps"
-            progress.update(bar, completed=int(agent.running), description=found)
-    return agent.running > SOLVED
-
-
-async def main(me: aiorpc.Worker, options: argparse.Namespace) -> bool:
-    """Serve as an observer, or lead as the agent; return False if the task was not solved."""
-    if me.rank:
-        await serve("agent")
-        return True
-    solved = await lead(me.peers, options)
-    end()
-    return solved
+        played: list[Episode] = []
+        while len(played) < episodes:
+            played += await self.round([lambda: 0.5] * len(self.observers))
+        return [float(episode.rewards.sum()) for episode in played[:episodes]]
 
 
 async def lead(names: Sequence[str], options: argparse.Namespace) -> bool:
-    """Train and evaluate; return True if the task was solved."""
-    observers = [
-        await create(name, Observer, 10_000 * options.seed + number)
-        for number, name in enumerate(names)
-    ]
+    """Train and evaluate with observers on the workers of `names`; return True if solved."""
+    seeds = [10_000 * options.seed + number for number in range(len(names))]
+    observers = await create_all(names, Observer, each(seeds))
     agent, start = Agent(observers, options.seed, options.device), time.monotonic()
-    solved = await solve(agent, options.max_episodes)
+    solved = await agent.solve(options.max_episodes)
     seconds = time.monotonic() - start
-    print(
-        f"{'solved' if solved else 'not solved'}: running reward {agent.running:.1f} after "
-        f"{len(agent.rewards) * len(observers):,} episodes, {agent.steps:,} steps, "
-        f"{seconds:.0f} s ({agent.steps / seconds:,.0f} steps/s)"
-    )
+    said = f"solved: running reward {agent.running:.1f} after {agent.episodes:,} episodes, "
+    said += f"{agent.steps:,} steps, {seconds:.0f} s ({agent.steps / seconds:,.0f} steps/s)"
+    print(said if solved else f"not {said}")
     rewards = await agent.evaluate(options.evaluate)
     print(f"greedy: mean reward {mean(rewards):.1f} of {len(rewards)}, least {min(rewards):.0f}")
-    report(agent.rewards, options.plot)
     return solved
 
 
-def report(rewards: Sequence[float], path: Path) -> None:
-    """Draw the learning curve."""
-    running = [0.0]
-    for reward in rewards:
-        running.append(running[-1] + FRESH * (reward - running[-1]))
-    lines = {"worst of a round": rewards, "running reward": running[1:]}
-    level = f"solved: {SOLVED:.0f}", SOLVED
-    title = "REINFORCE on CartPole-v1"
-    curves(path, lines, title=title, xlabel="round", ylabel="reward", level=level)
-    print(f"learning curve: {path}")
+async def main(options: argparse.Namespace) -> bool:
+    """Lead as the agent on rank 0; serve on the other workers until it has left."""
+    rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
+    local = local_world([f"observer{number}" for number in range(options.observers)], name="agent")
+    name = f"observer{rank - 1}" if rank else "agent"
+    async with local if rank < 0 else worker(name) as me:
+        if me.rank:
+            await me.serve(until="agent")
+        return me.rank > 0 or await lead(me.peers, options)
 
 
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
+if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
     add("--seed", type=int, default=0)
@@ -155,19 +114,9 @@ def arguments() -> argparse.Namespace:
     add("--max-episodes", type=int, default=2_000, help="episodes of all observers, at most")
     add("--evaluate", type=int, default=10, metavar="N", help="greedy episodes at the end")
     add("--device", default="cpu", help="device of the agent's network, such as cuda:0")
-    add("--plot", type=Path, default=Path("out/reinforce.png"))
     add("--quick", action="store_true", help="ten episodes, as a check")
-    add_world(parser)
     options = parser.parse_args()
-    if min(options.observers, options.max_episodes, options.evaluate) < 1:
-        parser.error("there is at least one observer and one episode")
     if options.quick:
         options.max_episodes, options.evaluate = 10, 2
-    return options
-
-
-if __name__ == "__main__":
-    given = arguments()
-    names = ["agent", *(f"observer{number}" for number in range(given.observers))]
-    solved = launch(main, names, given)
-    sys.exit(not (solved or given.quick))
+    solved = asyncio.run(main(options))
+    sys.exit(not (solved or options.quick))

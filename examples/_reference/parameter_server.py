@@ -15,57 +15,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.distributed import rpc
 from torch.futures import Future
 from torch.multiprocessing.spawn import spawn
+from torchvision.models import get_model
 
-from .._classifier import (
-    Learned,
-    Mean,
-    accuracy,
-    add_training,
-    adopt,
-    advance,
-    batches,
-    learn,
-    new_model,
-    new_optimizer,
-)
+from ..parameter_server import CLASSES, Tensors, accuracy, learn, pictures
 
 PS = "ps"
-
-State = dict[str, Tensor]
 
 
 class BatchUpdateParameterServer:
     """Holds the model. Its methods run in threads of RPC's, several at once."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.model = new_model(options)
-        self.optimizer = new_optimizer(self.model, options)
-        self.mean = Mean()
+        torch.manual_seed(0)
+        self.model: nn.Module = get_model(options.model, num_classes=CLASSES)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, 0.9, fused=True)
+        self.sums: Tensors = {}
         self.losses: list[float] = []
         self.lock = threading.Lock()
         self.trainers = self.missing = options.trainers
-        self.answer: Future[State] = Future()
+        self.answer: Future[Tensors] = Future()
 
-    def get_model(self) -> State:
-        return self.model.state_dict()
+    def get_model(self) -> Tensors:
+        state: Tensors = self.model.state_dict()
+        return state
 
     @staticmethod
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def update_and_fetch_model(
-        ps: "rpc.RRef[BatchUpdateParameterServer]", samples: int, learned: Learned
-    ) -> "Future[State]":
+        ps: "rpc.RRef[BatchUpdateParameterServer]", learned: Tensors
+    ) -> "Future[Tensors]":
         self = ps.local_value()
-        answer: Future[State]
+        answer: Future[Tensors]
         with self.lock:
-            self.mean.add(learned, samples)
+            for name, tensor in learned.items():
+                self.sums[name] = self.sums[name].add_(tensor) if name in self.sums else tensor
             answer = self.answer
             self.missing -= 1
             if is_last := self.missing == 0:
-                self.losses.append(advance(self.model, self.optimizer, self.mean.take()))
+                self.losses.append(self.advance())
                 state = self.model.state_dict()
                 self.missing = self.trainers
                 self.answer = Future()
@@ -73,21 +64,32 @@ class BatchUpdateParameterServer:
             answer.set_result(state)
         return answer
 
+    @torch.no_grad()
+    def advance(self) -> float:
+        """Make a step with the means of the trainers' results; return the mean loss."""
+        means = {name: total / self.trainers for name, total in self.sums.items()}
+        self.sums = {}
+        for name, parameter in self.model.named_parameters():
+            parameter.grad = means[name]
+        for name, buffer in self.model.named_buffers():
+            buffer.copy_(means[name])
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(means["loss"])
+
 
 def run_trainer(ps: Any, rank: int, options: argparse.Namespace) -> None:
     """What the server asks of each trainer."""
-    model = new_model(options).to(options.device)
-    data = batches(options, rank - 1, options.trainers)
+    model = get_model(options.model, num_classes=CLASSES)
     state = ps.rpc_sync(timeout=0).get_model()
-    for _ in range(options.iterations):
-        adopt(model, state, options)
-        batch = next(data)
-        learned: Learned = {}
-        learn(model, batch, options, learned.update)
+    for step in range(options.iterations):
+        model.load_state_dict(state, assign=True)
+        images, labels = pictures(options, options.batch, seed=1000 * step + rank)
+        learned = learn(model, images, labels, "cpu")
         state = rpc.rpc_sync(
             PS,
             BatchUpdateParameterServer.update_and_fetch_model,
-            args=(ps, len(batch[0]), learned),
+            args=(ps, learned),
             timeout=0,
         )
 
@@ -125,8 +127,12 @@ def serve(options: argparse.Namespace) -> None:
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    add_training(parser)
     parser.add_argument("--trainers", type=int, default=3)
+    parser.add_argument("--model", default="resnet50")
+    parser.add_argument("--side", type=int, default=64)
+    parser.add_argument("--batch", type=int, default=20)
+    parser.add_argument("--iterations", type=int, default=60)
+    parser.set_defaults(server_device="cpu")
     return parser.parse_args(given)
 
 
