@@ -96,8 +96,8 @@ figures: install
 	$(BIN)/python -m benchmarks.waiting --plot docs/figures/waiting.svg
 	$(BIN)/python -m benchmarks.scale --sizes 2 8 32 --repeat 2 --plot docs/figures/scale.svg
 	$(BIN)/python -m benchmarks.pipeline --plot docs/figures/pipeline.svg
-	$(BIN)/python -m examples.rnn --plot docs/figures/rnn.svg
-	$(BIN)/python -m examples.inference --rates 20 40 80 160 320 --seconds 5 --plot docs/figures/inference.svg
+	$(BIN)/python -m benchmarks.rnn --plot docs/figures/rnn.svg
+	$(BIN)/python -m benchmarks.inference --plot docs/figures/inference.svg
 	$(BIN)/python -m examples.selfplay --plot docs/figures/selfplay.svg
 
 clean:

@@ -30,11 +30,12 @@ from torch.multiprocessing.spawn import spawn
 import aiorpc_torch as aiorpc
 from examples import pipeline as ours
 from examples._reference import pipeline as plain
-from examples._textures import Shape, Textures, Uncut, batches
+from examples._textures import Shape, Textures, batches
 
 from ._compare import Row, Runs, freeze, parse, settle, show
 from ._peers_process import process
 from ._plot import OTHER, OURS, RAW, Curve, Panel, present
+from ._uncut import Uncut
 
 MICRO = [1, 2, 4, 8]
 BATCH = 64

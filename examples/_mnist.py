@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from . import digits
+from . import _digits
 
 M = TypeVar("M", bound=nn.Module)
 
@@ -24,18 +24,11 @@ class Net(nn.Module):
     def __init__(self, first: str = "cpu", second: str = "cpu") -> None:
         super().__init__()
         self.first, self.second = first, second
-        self.features = nn.Sequential(
-            nn.Conv2d(1, 32, 3),
-            nn.ReLU(),
-            nn.Conv2d(32, 64, 3),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Dropout2d(0.25),
-            nn.Flatten(),
-        ).to(first)
-        self.classes = nn.Sequential(
-            nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(0.5), nn.Linear(128, 10)
-        ).to(second)
+        features = nn.Conv2d(1, 32, 3), nn.ReLU(), nn.Conv2d(32, 64, 3), nn.ReLU()
+        self.features = nn.Sequential(*features, nn.MaxPool2d(2), nn.Dropout2d(0.25), nn.Flatten())
+        hidden = nn.Linear(64 * 12 * 12, 128), nn.ReLU(), nn.Dropout(0.5)
+        self.classes = nn.Sequential(*hidden, nn.Linear(128, 10)).to(second)
+        self.features.to(first)
 
     def forward(self, images: Tensor) -> Tensor:
         """Return log-probabilities [B, 10] of images [B, 1, 28, 28], both on the CPU."""
@@ -49,10 +42,9 @@ def devices(gpus: int) -> tuple[str, str]:
     Raises:
         ValueError: if this machine has fewer, or the network cannot use as many.
     """
-    if not 0 <= gpus <= 2:
-        raise ValueError(f"the network is on 0, 1 or 2 GPUs, not on {gpus}")
-    if gpus > (there := torch.cuda.device_count()):
-        raise ValueError(f"{gpus} GPUs are asked for, and this machine has {there} for torch")
+    most = min(2, torch.cuda.device_count())
+    if not 0 <= gpus <= most:
+        raise ValueError(f"number of GPUs must be between 0 and {most} here, got {gpus}")
     return ("cpu", "cpu") if not gpus else ("cuda:0", f"cuda:{gpus - 1}")
 
 
@@ -68,9 +60,6 @@ def snapshot(module: M) -> M:
     return copy.deepcopy(module, clones)
 
 
-# ── data ────────────────────────────────────────────────────────────────────────────────────────
-
-
 class Images(NamedTuple):
     """Images of digits and their labels."""
 
@@ -84,12 +73,8 @@ class Images(NamedTuple):
             pixels = self.pixels[chosen].unsqueeze(1).float() / 255
             yield (pixels - 0.1307) / 0.3081, self.labels[chosen]  # MNIST's mean and deviation
 
-    def shard(self, number: int, of: int) -> "Images":
-        """Return every `of`-th image, from number `number` on."""
-        return Images(self.pixels[number::of], self.labels[number::of])
-
-    def first(self, count: int | None) -> "Images":
-        return Images(self.pixels[:count], self.labels[:count])
+    def part(self, where: slice) -> "Images":
+        return Images(self.pixels[where], self.labels[where])
 
 
 def shuffled(count: int, seed: int, epoch: int) -> Tensor:
@@ -99,9 +84,7 @@ def shuffled(count: int, seed: int, epoch: int) -> Tensor:
 
 def load(root: Path, *, train: bool) -> Images:
     """Return the images under `root`, as torchvision reads them."""
-    from torchvision.datasets import (
-        MNIST,
-    )  # the import takes two seconds, and a parameter server needs no data
+    from torchvision.datasets import MNIST  # takes two seconds, and a server needs no data
 
     found = MNIST(str(root), train=train)
     return Images(found.data, found.targets)
@@ -110,10 +93,7 @@ def load(root: Path, *, train: bool) -> Images:
 def prepare(root: Path) -> str:
     """Make data for `load` if there are none; return a description of the data."""
     raw = root / "MNIST" / "raw"
-    if not digits.complete(raw):
-        if digits.complete(raw, ".gz"):
-            digits.unpack(raw)
-        else:
-            digits.write(root)
+    if not _digits.complete(raw):
+        _digits.write(root)
     drawn = raw / "drawn.txt"
     return f"digits {drawn.read_text().strip()}" if drawn.exists() else "MNIST"

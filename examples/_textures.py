@@ -122,25 +122,6 @@ def _made(shape: Shape, number: int) -> nn.Module:
         return Block(shape.width, seed)
 
 
-class Uncut:
-    """The model in one process, trained as the pipeline trains it, for comparison."""
-
-    def __init__(self, shape: Shape, lr: float) -> None:
-        self.layers = cut(shape)
-        self.optimizer = torch.optim.SGD(self.layers.parameters(), lr=lr, momentum=0.9)
-
-    def step(self, batch: Textures, micro: int) -> float:
-        """Make a step on a batch in `micro` parts, one after the other; return its loss."""
-        self.optimizer.zero_grad()
-        total = 0.0
-        for images, labels in microbatches(batch, micro):
-            loss = functional.cross_entropy(self.layers(images), labels, reduction="sum")
-            (loss / len(batch.labels)).backward()  # type: ignore[no-untyped-call]
-            total += loss.item()
-        self.optimizer.step()
-        return total / len(batch.labels)
-
-
 def microbatches(batch: Textures, micro: int) -> list[Sequence[Any]]:
     """Cut the batch into `micro` parts, each (images, labels)."""
     return [*zip(*(column.tensor_split(micro) for column in batch), strict=True)]

@@ -5,39 +5,36 @@ one coroutine that calls another. The last one computes the loss, and only the l
 While the second stage works on the first microbatch, the first stage works on the second.
 
     python -m examples.pipeline --stages 3 --micro 4
+
+Under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment of a
+terminal for each worker, rank 0 is the master and the others are the stages.
 """
 
 import argparse
 import asyncio
 import os
-import statistics
 import time
-from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.progress import MofNCompleteColumn, Progress, TimeElapsedColumn
 from torch import Tensor, nn
 from torch.nn import functional
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, batched, call, remote
+from aiorpc_torch import Group, RRef, batched, call, create_all, each, remote
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 
-from ._launch import add_world, end, launch, serve
-from ._plot import curves
 from ._textures import Shape, Textures, batches, cut, held_out, microbatches
-
-TIMEOUT = 60.0  # seconds, the timeout of a backward
 
 
 class Stage:
     """A stage: some layers of the model, and an RRef of the next stage."""
 
-    def __init__(
-        self, shape: Shape, stage: int, stages: int, following: "RRef[Stage] | None"
-    ) -> None:
+    def __init__(self, shape: Shape, stage: int, stages: int) -> None:
         self.layers = cut(shape, stage, stages)
+        self.following: RRef[Stage] | None = None
+
+    async def lead_to(self, following: "RRef[Stage]") -> None:
+        """Set the next stage, which gets what this one computes."""
         self.following = following
 
     def parameters(self) -> list[nn.Parameter]:
@@ -77,90 +74,68 @@ class Stage:
 class Pipeline:
     """A pipeline of all stages, with an optimizer beside the parameters of each."""
 
-    def __init__(self, stages: list[RRef[Stage]], optimizer: DistributedOptimizer) -> None:
-        self.stages = stages
-        self.optimizer = optimizer
+    def __init__(self, stages: Group[Stage], optimizer: DistributedOptimizer) -> None:
+        self.stages, self.optimizer = stages, optimizer
 
     @classmethod
     async def create(cls, workers: list[str], shape: Shape, lr: float) -> "Pipeline":
-        """Make a stage on each worker, the last one first, since each needs the next RRef."""
-        stages: list[RRef[Stage]] = []
-        for number in reversed(range(len(workers))):
-            following = stages[0] if stages else None
-            stages.insert(
-                0,
-                await aiorpc.create(workers[number], Stage, shape, number, len(workers), following),
-            )
-        parameters = [each for stage in stages for each in await parameter_rrefs(stage)]
-        optimizer = await DistributedOptimizer.create(
-            torch.optim.SGD, parameters, lr=lr, momentum=0.9
+        """Make a stage on each worker, and connect each with the next one."""
+        stages = await create_all(workers, Stage, shape, each(range(len(workers))), len(workers))
+        await remote(stages[:-1]).lead_to(each(stages[1:]))
+        parameters = [parameter for stage in stages for parameter in await parameter_rrefs(stage)]
+        options = {"lr": lr, "momentum": 0.9}
+        return cls(
+            stages, await DistributedOptimizer.create(torch.optim.SGD, parameters, **options)
         )
-        return cls(stages, optimizer)
 
     async def step(self, batch: Textures, micro: int) -> float:
         """Make a step on a batch in `micro` microbatches, all in flight; return its loss."""
-        first = self.stages[0]
+        first, columns = self.stages[:1], zip(*microbatches(batch, micro), strict=True)
         async with context() as ctx:
-            parts = [call(first, Stage.loss, x, labels) for x, labels in microbatches(batch, micro)]
-            loss = torch.stack(await asyncio.gather(*parts)).sum() / len(batch.labels)
-            await ctx.backward(loss, timeout=TIMEOUT)
+            losses = [loss async for loss in first.map(Stage.loss, *columns, in_flight=micro)]
+            loss = torch.stack(losses).sum() / len(batch.labels)
+            await ctx.backward(loss, timeout=60.0)
             await self.optimizer.step(ctx)
         return loss.item()
 
     async def accuracy(self, batch: Textures) -> float:
         """Return the part of the images that the model classifies correctly."""
-        first = self.stages[0]
-        parts = [call(first, Stage.correct, x, labels) for x, labels in microbatches(batch, 8)]
-        return sum(await asyncio.gather(*parts)) / len(batch.labels)
+        first, columns = self.stages[:1], zip(*microbatches(batch, 8), strict=True)
+        correct = [count async for count in first.map(Stage.correct, *columns, in_flight=8)]
+        return sum(correct) / len(batch.labels)
 
 
-async def main(me: aiorpc.Worker, options: argparse.Namespace) -> list[float] | None:
-    """Train in the first worker; serve in the others."""
-    if me.rank:
-        await serve("master")
-        return None
-    stages = stage_names(options)
+async def train(stages: list[str], options: argparse.Namespace) -> None:
+    """Train the model in these stages, and print what it learns."""
     shape = Shape(options.blocks, options.width, options.seed)
     pipeline = await Pipeline.create(stages, shape, options.lr)
-    console = Console(highlight=False)
-    for name, stage in zip(stages, pipeline.stages, strict=True):
-        console.print(f"{name}: {await remote(stage).describe()}")
-    losses = await train(pipeline, options, console)
+    for name, line in zip(stages, await remote(pipeline.stages).describe(), strict=True):
+        print(f"{name}: {line}", flush=True)
+    losses, start = [], time.perf_counter()
+    for number, batch in enumerate(batches(options.steps, options.batch, options.seed), 1):
+        losses.append(await pipeline.step(batch, options.micro))
+        if number % max(1, options.steps // 10) == 0:
+            recent = losses[-10:]
+            print(f"step {number:4}: loss {sum(recent) / len(recent):.3f}", flush=True)
+    seconds = (time.perf_counter() - start) / options.steps
+    print(f"{seconds * 1e3:.1f} ms a step of {options.batch} images")
     accuracy = await pipeline.accuracy(held_out(1024, options.seed))
-    console.print(f"held-out accuracy: {accuracy:.1%} (by chance: 12.5%)")
-    end()
-    return losses
+    print(f"held-out accuracy: {accuracy:.1%} (by chance: 12.5%)")
 
 
-async def train(pipeline: Pipeline, options: argparse.Namespace, console: Console) -> list[float]:
-    """Train; return the loss of each step."""
-    losses, times = [], []
-    columns = (*Progress.get_default_columns()[:2], MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("training", total=options.steps)
-        for number, batch in enumerate(batches(options.steps, options.batch, options.seed), 1):
-            start = time.perf_counter()
-            losses.append(await pipeline.step(batch, options.micro))
-            times.append(time.perf_counter() - start)
-            progress.update(task, advance=1)
-            if number % max(1, options.steps // 10) == 0:
-                recent = statistics.mean(losses[-10:])
-                progress.print(f"step {number:4}: loss {recent:.3f}")
-    console.print(
-        f"{statistics.median(times) * 1e3:.1f} ms a step of {options.batch} images in "
-        f"{options.micro} microbatches through {options.stages} stages",
-    )
-    return losses
+async def main(options: argparse.Namespace) -> None:
+    """Train on rank 0; serve on the other workers until rank 0 has left."""
+    stages = [f"stage{number}" for number in range(options.stages)]
+    rank = os.environ.get("RANK")  # of torchrun, or of a terminal for each worker
+    local = aiorpc.local_world(stages, name="master")
+    async with aiorpc.worker(["master", *stages][int(rank)]) if rank else local as me:
+        await (me.serve("master") if me.rank else train(stages, options))
 
 
-def stage_names(options: argparse.Namespace) -> list[str]:
-    return [f"stage{number}" for number in range(options.stages)]
-
-
-def arguments() -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--stages", type=int, default=2, help="workers that hold the model")
+if __name__ == "__main__":
+    world_size = int(os.environ.get("WORLD_SIZE", 3))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--stages", type=int, default=world_size - 1, help="parts of the model")
     parser.add_argument("--micro", type=int, default=4, help="microbatches in a batch")
     parser.add_argument("--batch", type=int, default=64, help="images in a batch")
     parser.add_argument("--steps", type=int, default=120)
@@ -169,8 +144,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps, as a check")
-    parser.add_argument("--plot", type=Path, default=Path("out/pipeline.png"))
-    add_world(parser)
     options = parser.parse_args()
     if not 1 <= options.stages <= options.blocks:
         parser.error(f"--stages is between 1 and the number of --blocks, {options.blocks}")
@@ -178,14 +151,4 @@ def arguments() -> argparse.Namespace:
         parser.error(f"--micro is between 1 and the size of a --batch, {options.batch}")
     if options.quick:
         options.steps = min(options.steps, 40)
-    return options
-
-
-if __name__ == "__main__":
-    options = arguments()
-    if losses := launch(main, ["master", *stage_names(options)], options):
-        title = f"A model in {options.stages} stages"
-        print(
-            "loss:",
-            curves(options.plot, {"loss": losses}, title=title, xlabel="step", ylabel="loss"),
-        )
+    asyncio.run(main(options))

@@ -1,8 +1,8 @@
-"""A language model on two workers: word vectors and decoder on one, the LSTM on the other.
+"""A language model on two workers: the large matrices on one, the LSTM and the text on the other.
 
-The worker "ps" holds the large matrices, one row a word, on its device; "trainer" holds the LSTM
-and reads the text. A batch goes as several microbatches, each in a task of its own: while one is
-in the LSTM, the others are on the wire or on the parameter server. All share one context of
+The worker "ps" holds the vectors and the decoder of all words, on its device; "trainer" holds the
+LSTM between them. A batch goes as several microbatches, each in a task of its own: while one is in
+the LSTM, the others are on the wire or on the parameter server. All share one context of
 distributed autograd, whose backward goes through both workers.
 
     python -m examples.rnn --epochs 6
@@ -10,210 +10,147 @@ distributed autograd, whose backward goes through both workers.
 
 import argparse
 import asyncio
-import math
-import statistics
-import time
-from collections.abc import Iterator, Sequence
-from pathlib import Path
-from typing import NamedTuple
+import os
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pydoc_data.topics import topics
 
 import torch
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-from torch import Tensor
-from torch.optim import Optimizer
+from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch import Group, RRef, call, create
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 
-from . import _corpus as corpora
-from ._language import Chunk, Model, State
-from ._launch import add_world, launch
-from ._plot import curves
+BATCH, LENGTH = 32, 32  # rows of a batch, and words of a row in a step
 
-WORKERS = ["trainer", "ps"]
-TIMEOUT = 60.0  # seconds, the timeout of a backward
-WARM = 0.05  # part of all steps in which the learning rate rises
+# ── the text: the topics of `help()`, which every Python has ────────────────────────────────────
 
 
-class History(NamedTuple):
-    """The history of a run: nats a word, by step."""
+def corpus(topics: Mapping[str, str], size: int) -> list[Tensor]:
+    """Return training text and held-out text [N] int64, in numbers of `size` words.
 
-    training: list[float]
-    held_out: list[tuple[float, float]]
-    unigram: float  # perplexity
-    seconds: float  # of training
-    sample: str
-
-
-# ── training ────────────────────────────────────────────────────────────────────────────────────
-
-
-class Trainer:
-    """A trainer that learns a batch a step; the batch's rows are microbatches that overlap."""
-
-    def __init__(self, model: Model, opt: DistributedOptimizer, microbatches: int) -> None:
-        self.model, self.opt = model, opt
-        self.states: list[State | None] = [None] * microbatches
-
-    @classmethod
-    async def create(
-        cls, words: int, options: argparse.Namespace, optimizer: type[Optimizer] = torch.optim.Adam
-    ) -> "Trainer":
-        """Make a model of `words` words, and an optimizer beside each of its parts."""
-        model = await Model.create(
-            "ps",
-            words,
-            size=options.size,
-            dropout=options.dropout,
-            device=options.device,
-            seed=options.seed,
-        )
-        params = [each for part in model.parts for each in await parameter_rrefs(part)]
-        opt = await DistributedOptimizer.create(optimizer, params, lr=options.lr)
-        return cls(model, opt, options.microbatches)
-
-    async def step(self, batch: Sequence[Chunk], lr: float, clip: float) -> float:
-        """Learn one chunk of each microbatch's stream; return the loss in nats a word."""
-        async with context() as ctx:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(self.opt.set(lr=lr))
-                running = [
-                    tasks.create_task(self.model.loss(chunk, state))
-                    for chunk, state in zip(batch, self.states, strict=True)
-                ]
-            losses, self.states = map(list, zip(*(each.result() for each in running), strict=True))
-            loss = torch.stack(losses).sum() / sum(targets.numel() for _, targets in batch)
-            await ctx.backward([loss], timeout=TIMEOUT)
-            await self.model.clip(ctx, clip)
-            await self.opt.step(ctx)
-        return loss.item()
-
-    def start_again(self) -> None:
-        """Reset the states: the next batch is the start of the text."""
-        self.states = [None] * len(self.states)
-
-
-def batches(rows: Tensor, microbatches: int, length: int) -> Iterator[tuple[Chunk, ...]]:
-    """Yield a chunk of every microbatch for each step: the same rows, further on."""
-    parts = rows.tensor_split(microbatches)
-    return zip(*(corpora.chunks(part, length) for part in parts), strict=True)
-
-
-def rate(step: int, steps: int, peak: float) -> float:
-    """Return the learning rate: a line up to the peak, then half a cosine down to 0."""
-    warm = max(1, round(WARM * steps))
-    if step < warm:
-        return peak * (step + 1) / warm
-    return peak * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm))) / 2
-
-
-async def main(me: aiorpc.Worker, options: argparse.Namespace) -> History | None:
-    """Train on rank 0; serve on the other worker until the end."""
-    return await train(options) if me.rank == 0 else None
-
-
-async def train(options: argparse.Namespace) -> History:
-    """Train for all epochs, each followed by the held-out text; write a sample at the end."""
-    console = Console()
-    text = await asyncio.to_thread(corpora.corpus, corpora.python_topics(), options.words)
-    rows = corpora.streams(text.training, options.batch)
-    held_out = corpora.streams(text.held_out, options.microbatches)
-    unigram = corpora.unigram_perplexity(text.training, held_out[:, 1:], len(text.words))
-    console.print(
-        f"{len(text.training):,} words to learn, {len(text.held_out):,} held out, "
-        f"{len(text.words):,} different; unigram perplexity {unigram:.1f}"
+    0 stands for all other words. Every tenth passage of twenty paragraphs is held out. A paragraph
+    that several topics share is kept once, so training does not see what is held out.
+    """
+    paragraphs = dict.fromkeys(
+        (*re.findall(r"\w+|[^\w\s]+", text.lower()), "<end>")
+        for name in sorted(topics)
+        for text in topics[name].split("\n\n")
     )
-    trainer = await Trainer.create(len(text.words), options)
-    epoch_steps = math.ceil((rows.shape[1] - 1) / options.length)
-    steps, losses, judged, seconds = options.epochs * epoch_steps, list[float](), [], 0.0
-    with progress(console) as bar:
-        task = bar.add_task("training", total=steps, loss=math.nan)
-        for epoch in range(1, options.epochs + 1):
-            start = time.monotonic()
-            trainer.start_again()
-            for batch in batches(rows, options.microbatches, options.length):
-                lr = rate(len(losses), steps, options.lr)
-                losses.append(await trainer.step(batch, lr, options.clip))
-                bar.update(task, advance=1, loss=losses[-1])
-            seconds += time.monotonic() - start
-            perplexity = await trainer.model.perplexity(held_out, options.length)
-            judged.append((float(len(losses)), math.log(perplexity)))
-            learned = math.exp(statistics.mean(losses[-epoch_steps:]))
-            console.print(f"epoch {epoch}: perplexity {learned:.1f}, held out {perplexity:.1f}")
-    sample = await written(trainer.model, text.words, options)
-    return History(losses, judged, unigram, seconds, sample)
+    texts: tuple[list[str], list[str]] = [], []
+    for number, paragraph in enumerate(paragraphs):
+        texts[number // 20 % 10 == 9].extend(paragraph)
+    numbers = {word: n for n, (word, _) in enumerate(Counter(texts[0]).most_common(size - 1), 1)}
+    return [torch.tensor([numbers.get(word, 0) for word in text]) for text in texts]
 
 
-async def written(model: Model, words: Sequence[str], options: argparse.Namespace) -> str:
-    """Return a text that the model writes after the end of a paragraph."""
-    first, never = words.index(corpora.END), words.index(corpora.UNKNOWN)
-    torch.manual_seed(options.seed)
-    numbers = await model.write(first, never, options.sample, options.temperature)
-    return corpora.prose(words[number] for number in numbers)
+def chunks(text: Tensor, rows: int, microbatches: int) -> Iterator[list[tuple[Tensor, Tensor]]]:
+    """Yield inputs and targets [B, T] int64 of each microbatch for every step.
+
+    A target is the word after its input. A microbatch has the same rows of the text in every step,
+    further on. The text is cut to whole rows, and to a whole number of steps.
+    """
+    parts = text[: len(text) // rows * rows].view(rows, -1).tensor_split(microbatches)
+    for start in range(0, len(text) // rows - LENGTH, LENGTH):
+        end = start + LENGTH
+        yield [(part[:, start:end], part[:, start + 1 : end + 1]) for part in parts]
 
 
-# ── output ──────────────────────────────────────────────────────────────────────────────────────
+# ── the model ───────────────────────────────────────────────────────────────────────────────────
 
 
-def progress(console: Console) -> Progress:
-    """Return a progress bar of the steps, with the last loss."""
-    columns = "{task.description}", "{task.fields[loss]:.2f} nats a word"
-    first, last = map(TextColumn, columns)
-    return Progress(
-        first, BarColumn(), MofNCompleteColumn(), TimeRemainingColumn(), last, console=console
-    )
+class Words(nn.Module):
+    """The vectors of all words, and the decoder from the LSTM's output to the next words."""
+
+    def __init__(self, count: int, size: int, device: str, dropout: float = 0.4) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table, self.decoder = nn.Embedding(count, size), nn.Linear(size, count)
+        self.dropout, self.device = nn.Dropout(dropout), device
+        self.to(device)
+
+    def vectors(self, words: Tensor) -> Tensor:
+        """Map words [B, T] int64 to [B, T, size] float32, both on the CPU."""
+        return self.dropout(self.table(words.to(self.device))).cpu()  # type: ignore[no-any-return]
+
+    def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
+        """Return the sum of the cross entropies of targets [B, T] in nats: a scalar travels."""
+        scores = self.decoder(self.dropout(hidden.to(self.device))).mT
+        return nn.functional.cross_entropy(scores, targets.to(self.device), reduction="sum").cpu()
 
 
-def report(history: History, options: argparse.Namespace) -> None:
-    """Print the figures and a sample, and draw the curves."""
-    perplexity = math.exp(history.held_out[-1][1])
-    print(f"\n{history.sample}\n")
-    print(f"held-out perplexity: {perplexity:.1f}, unigram baseline: {history.unigram:.1f}")
-    print(
-        f"{len(history.training) / history.seconds:.1f} steps/s "
-        f"of {options.batch} x {options.length} words, {options.microbatches} microbatches"
-    )
-    picture = curves(
-        options.plot,
-        {"training": history.training, "held out": history.held_out},
-        title="An LSTM across two workers",
-        xlabel="step",
-        ylabel="cross entropy (nats a word)",
-        level=("unigram, held out", math.log(history.unigram)),
-    )
-    print(f"curves: {picture}")
+def set_training(part: nn.Module, mode: bool) -> None:
+    """Switch dropout and the recording of graphs on or off."""
+    part.train(mode).requires_grad_(mode)
 
 
-QUICK = {"epochs": 1, "words": 500, "size": 48, "lr": 0.02, "sample": 20}
+class Model:
+    """A model of two parts, used on the worker of the LSTM."""
+
+    def __init__(self, words: RRef[Words], size: int, microbatches: int) -> None:
+        torch.manual_seed(1)
+        self.words, self.microbatches = words, microbatches
+        self.lstm = nn.LSTM(size, size, batch_first=True)
+        self.parts = Group[nn.Module]([words, RRef(self.lstm)])
+
+    async def run(self, text: Tensor, rows: int, opt: DistributedOptimizer | None = None) -> Tensor:
+        """Read a text, and learn it with `opt`; return the loss of each step in nats a word."""
+        await call(self.parts, set_training, opt is not None)
+        self.states: list[tuple[Tensor, Tensor] | None] = [None] * self.microbatches
+        losses = []
+        for batch in chunks(text, rows, self.microbatches):
+            async with context() as ctx:
+                parts = await asyncio.gather(*map(self._loss, range(len(batch)), batch))
+                losses.append(torch.stack(parts).sum() / (rows * LENGTH))
+                if opt is not None:
+                    await ctx.backward(losses[-1:], timeout=60.0)
+                    await opt.step(ctx)
+        return torch.stack(losses).detach()
+
+    async def _loss(self, number: int, chunk: tuple[Tensor, Tensor]) -> Tensor:
+        vectors = await call(self.words, Words.vectors, chunk[0])
+        hidden, (h, c) = await asyncio.to_thread(self.lstm, vectors, self.states[number])
+        self.states[number] = h.detach(), c.detach()  # read on here in the next step
+        return await call(self.words, Words.loss, hidden, chunk[1])
 
 
-def arguments(args: Sequence[str] | None = None) -> argparse.Namespace:
-    """Parse the command line."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add("--epochs", type=int, default=6, help="passes over the text")
-    add("--batch", type=int, default=32, help="rows of a batch")
-    add("--microbatches", type=int, default=4, help="microbatches in a batch")
-    add("--length", type=int, default=32, help="words of a row in a step")
-    add("--words", type=int, default=2000, help="words in the vocabulary")
-    add("--size", type=int, default=160, help="size of word vectors and of the LSTM")
-    add("--dropout", type=float, default=0.4)
-    add("--lr", type=float, default=0.01, help="Adam's learning rate at its peak")
-    add("--clip", type=float, default=1.0, help="norm of all gradients together, at most")
-    add("--sample", type=int, default=60, help="words of the sample at the end")
-    add("--temperature", type=float, default=0.8, help="temperature of the sample")
-    add("--device", default="cpu", help="device of the parameter server")
-    add("--seed", type=int, default=0)
-    add("--plot", type=Path, default=Path("out/rnn.png"))
-    add("--quick", action="store_true", help="a small model for a few seconds")
-    add_world(parser)
-    if parser.parse_args(args).quick:
-        parser.set_defaults(**QUICK)
-    return parser.parse_args(args)
+async def train(options: argparse.Namespace) -> None:
+    """Train for all epochs, each followed by the held-out text."""
+    training, held_out = corpus(topics, options.words)
+    counts = training.bincount(minlength=options.words) + 1.0
+    unigram = (counts.sum() / counts).log()[held_out].mean().exp()
+    words = await create("ps", Words, options.words, options.size, options.device)
+    model = Model(words, options.size, options.microbatches)
+    params = [each for part in model.parts for each in await parameter_rrefs(part)]
+    opt = await DistributedOptimizer.create(torch.optim.Adam, params, lr=options.lr)
+    for epoch in range(options.epochs):
+        await opt.set(lr=options.lr * (1 - epoch / options.epochs))
+        learned = (await model.run(training, BATCH, opt)).mean().exp()
+        judged = (await model.run(held_out, BATCH)).mean().exp()
+        print(f"epoch {epoch + 1}: perplexity {learned:.1f}, held out {judged:.1f}", flush=True)
+    print(f"held-out perplexity: {judged:.1f}, unigram baseline: {unigram:.1f}")
+
+
+async def main(options: argparse.Namespace) -> None:
+    """Train on rank 0; serve on the other worker until rank 0 has left."""
+    rank = os.environ.get("RANK")  # of torchrun, or of a terminal for each worker
+    local = aiorpc.local_world(["ps"], name="trainer")
+    async with aiorpc.worker("ps" if int(rank) else "trainer") if rank else local as me:
+        await (me.serve("trainer") if me.rank else train(options))
 
 
 if __name__ == "__main__":
-    options = arguments()
-    if (history := launch(main, WORKERS, options)) is not None:
-        report(history, options)
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--epochs", type=int, default=6, help="passes over the text")
+    parser.add_argument("--microbatches", type=int, default=4)
+    parser.add_argument("--words", type=int, default=2000, help="words in the vocabulary")
+    parser.add_argument("--size", type=int, default=160, help="of word vectors and of the LSTM")
+    parser.add_argument("--lr", type=float, default=0.01, help="Adam's learning rate at first")
+    parser.add_argument("--device", default="cpu", help="device of the parameter server")
+    parser.add_argument("--quick", action="store_true", help="a small model for a few seconds")
+    options = parser.parse_args()
+    if options.quick:
+        options.epochs, options.words, options.size, options.lr = 1, 500, 48, 0.02
+    asyncio.run(main(options))

@@ -121,6 +121,10 @@ class Departures:
         await self._read_store([peer])
         return peer in self._marked or self._told().get(peer) == ""
 
+    def failure_of(self, peer: str) -> str:
+        """Return the failure that ended a peer's block, in one line; "" if it told none."""
+        return self._told().get(peer, "").partition("\n")[0]
+
     async def _read(self, among: Collection[str] | None) -> list[str]:
         """Return the missing peers, after a look into the store."""
         if missing := self.missing(among):

@@ -96,8 +96,10 @@ class Worker:
             raise ValueError(f"until must be one of {', '.join(self.peers)}, got {until!r}")
         await self._departures.wait((until,), poll=SERVING_POLL, level=logging.INFO)
         lost = self._failure_detector.lost_peers.get(until)
-        if lost is not None and not await self._departures.has_left_in_order(until):
-            raise WorkerLost(until, getattr(lost, "reason", str(lost))) from lost
+        # A late answer to a ping makes a peer that failed count as alive again.
+        reason = self._departures.failure_of(until) or getattr(lost, "reason", str(lost or ""))
+        if reason and not await self._departures.has_left_in_order(until):
+            raise WorkerLost(until, reason) from lost
 
     def _give_up(self, peer: str, failure: BaseException) -> None:
         if self._failure_detector is not None:

@@ -53,7 +53,7 @@ def parameters(ps: RRef[ParameterServer]) -> list[RRef[nn.Parameter]]:
 
 def train(options: argparse.Namespace) -> None:
     images, test = load(options.data, train=True), load(options.data, train=False)
-    images = images.first(options.images)
+    images = images.part(slice(options.images))
     ps = rpc.remote("ps", ParameterServer, args=(options.seed,))
     opt = DistributedOptimizer(  # type: ignore[no-untyped-call]
         torch.optim.SGD, rpc.rpc_sync("ps", parameters, args=(ps,)), lr=options.lr

@@ -1,19 +1,19 @@
-"""Outcomes of requests to a model server: rows, a table and a picture.
+"""An open loop of requests to the model server of the examples, and the rows of its table."""
 
-It uses outcomes and the counts of `aiorpc.stats()`, and has no code for models or calls.
-"""
-
+import argparse
+import asyncio
+import random
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from statistics import quantiles
+from typing import Any
 
-from rich.table import Table
+from torch import Tensor
 
 import aiorpc_torch as aiorpc
-
-from ._plot import curves
+from aiorpc_torch import batched
+from examples.inference import Client, served
 
 WAYS = {"infer": "batched", "infer_alone": "one by one"}
 
@@ -86,39 +86,47 @@ def row(way: str, outcomes: Sequence[Outcome], asked: float, took: float, left: 
     )
 
 
-def table(rows: Sequence[Row]) -> Table:
-    """Return the table of all loads, one line each."""
-    found = Table(title="Milliseconds from when a request was due to its answer", box=None)
-    found.add_column("")
-    for name in ("asked/s", "answered/s", "p50", "p95", "p99", "late", "shed", "batch"):
-        found.add_column(name, justify="right")
-    found.add_column("batches left")
-    for each in rows:
-        found.add_row(*each.cells())
-    return found
+def served_both(options: argparse.Namespace) -> type[Any]:
+    """Return the class of the examples' model, which also answers one by one."""
+    base: type[Any] = served(options)
+
+    class Both(base):  # type: ignore[misc]
+        @batched(max_size=1, max_pending=options.max_pending, stack=True, device=options.device)
+        def infer_alone(self, images: Tensor) -> Tensor:
+            """Answer for one image at a time."""
+            found: Tensor = self.answer(images)
+            return found
+
+    return Both
 
 
-def batches() -> str:
-    """Describe the `stats()` of every batched function of this process."""
-    lines = []
-    for name, found in aiorpc.stats().batches.items():
-        reasons = ", ".join(f"{count:,} {reason}" for reason, count in found.reasons.items())
-        waits = f"{(found.wait_p50 or 0) * 1e3:.1f} ms, p99 {(found.wait_p99 or 0) * 1e3:.1f} ms"
-        lines.append(
-            f"{name.rpartition('.')[2]}: {found.items:,} images in {found.batches:,} batches of "
-            f"{found.mean:.1f} on average, {found.fill:.0%} full; left: {reasons}; "
-            f"waited in the queue: p50 {waits}"
-        )
-    return "\n".join(lines)
+class OpenLoop(Client):
+    """A client that asks at random times, whether or not earlier requests are answered."""
 
+    async def load(self, way: str, rate: float, seconds: float, deadline: float) -> Outcome:
+        """Ask at `rate` a second, as many independent users would (a Poisson process)."""
+        outcome, loop = Outcome(), asyncio.get_running_loop()
+        chance = random.Random(int(self.images[0].sum()))  # another one for each client
+        due = loop.time()
+        end = due + seconds
+        async with asyncio.TaskGroup() as requests:
+            while (due := due + chance.expovariate(rate)) < end:
+                await asyncio.sleep(due - loop.time())
+                image = chance.choice(self.images)
+                requests.create_task(self._request(way, image, due, deadline, outcome))
+        return outcome
 
-def draw(rows: Sequence[Row], path: Path, title: str) -> Path:
-    """Draw latency against load: the median and p99 of either way."""
-    lines = {
-        f"{way}, {name}": [(each.asked, each.marks[mark]) for each in rows if each.way == way]
-        for way in WAYS.values()
-        for name, mark in (("p50", 0), ("p99", 2))
-    }
-    return curves(
-        path, lines, title=title, xlabel="images asked for, a second", ylabel="latency, ms"
-    )
+    async def _request(
+        self, way: str, image: Tensor, due: float, deadline: float, outcome: Outcome
+    ) -> None:
+        loop = asyncio.get_running_loop()
+        try:
+            # Since it was due, not since it was sent, so that a late client hides no latency.
+            with aiorpc.timeout(max(0.0, due + deadline - loop.time())):
+                await getattr(self.model, way)(image)
+        except aiorpc.CallTimeout:
+            outcome.late += 1
+        except aiorpc.QueueFull:
+            outcome.shed += 1
+        else:
+            outcome.latencies.append(loop.time() - due)
