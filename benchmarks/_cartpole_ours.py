@@ -32,13 +32,8 @@ async def _live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
 
 
 async def _measure(me: aiorpc.Worker, sizes: Sizes) -> Times:
-<<<<<<< HEAD
-    options = Namespace(seed=0, device=sizes.device, environments=sizes.each, steps=sizes.warm)
-    team = await gather_team(me.peers, options)
-=======
-    options = Namespace(seed=0, device="cpu", environments=sizes.each)
+    options = Namespace(seed=0, device=sizes.device, environments=sizes.each)
     agent, observers = await new_team(me.peers, options)
->>>>>>> w-progsa
     times: Times = {"batched": [], "unbatched": []}
     for method in METHODS.values():
         await train(agent, observers, method, sizes.warm)

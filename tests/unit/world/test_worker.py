@@ -26,5 +26,5 @@ async def test_serve_returns_when_the_peer_has_left() -> None:
 
 async def test_a_peer_that_failed_is_lost() -> None:
     """Also if a late answer to a ping has made it count as alive again."""
-    with pytest.raises(WorkerLost, match="'b' is lost: its block raised ValueError: x$"):
+    with pytest.raises(WorkerLost, match=r"'b' is lost: its block raised ValueError: x$"):
         await worker({"b": "its block raised ValueError: x\nTraceback"}).serve("b")
