@@ -248,7 +248,7 @@ def test_a_killed_server_ends_everybody(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_the_plain_form_learns_the_same() -> None:
-    """Both make the same steps with the same pictures."""
+    """The sum of two trainers' gradients has one value in either order, so losses are equal."""
     words = (*QUICK, "--iterations", "20")
     said = [run(f"{folder}parameter_server", *words, python=()) for folder in ("", "_reference.")]
-    assert losses(said[0]).split(",")[0] == losses(said[1]).split(",")[0]
+    assert losses(said[0]) == losses(said[1])
