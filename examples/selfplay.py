@@ -15,6 +15,7 @@ simulations. Each opening is played twice, with the colours exchanged.
 import argparse
 import asyncio
 import itertools
+import os
 import random
 import time
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,11 +25,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, batched, create, remote
+from aiorpc_torch import (
+    Group,
+    RRef,
+    batched,
+    create_all,
+    each,
+    local_world,
+    remote,
+    stats,
+    worker,
+)
 
 from ._connect4 import START, Position
-from ._launch import add_world, end, launch, serve
 from ._plot import curves
 from ._policy import Learner, Network, Sample, boards
 from ._tree import Node, search
@@ -138,7 +147,7 @@ class Checkpoint:
 class Training:
     """A learner, the evaluator with its latest network, and the players that ask it."""
 
-    def __init__(self, players: Sequence[RRef[Player]], options: argparse.Namespace) -> None:
+    def __init__(self, players: Group[Player], options: argparse.Namespace) -> None:
         self.players = players
         self.options = options
         self.learner = Learner(options.seed)
@@ -194,11 +203,8 @@ class Training:
         one, two = RRef(Evaluator(network)), None if other is None else RRef(Evaluator(other))
         starts = random.sample(openings(), self.options.match // 2)
         shares = [starts[number :: len(self.players)] for number in range(len(self.players))]
-        calls = [
-            remote(player).match(one, two, simulations, share)
-            for player, share in zip(self.players, shares, strict=True)
-        ]
-        results = [*itertools.chain(*await asyncio.gather(*calls))]
+        matches = await remote(self.players).match(one, two, simulations, each(shares))
+        results = [*itertools.chain(*matches)]
         return results.count(1), results.count(0)
 
     async def speed(self, method: str, games: int) -> float:
@@ -212,18 +218,18 @@ class Training:
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
 
 
-async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
-    """Serve as a player, or lead as the learner."""
-    if me.rank:
-        await serve("learner")
-        return
-    await lead(me.peers, options)
-    end()
+async def main(options: argparse.Namespace) -> None:
+    """Lead as the learner on rank 0; serve on the other workers until it has left."""
+    rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
+    local = local_world([f"player{number}" for number in range(options.players)], name="learner")
+    name = f"player{rank - 1}" if rank else "learner"
+    async with local if rank < 0 else worker(name) as me:
+        await (me.serve(until="learner") if me.rank else lead(me.peers, options))
 
 
 async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
     """Train, then play the matches of each checkpoint."""
-    training = Training([await create(name, Player) for name in names], options)
+    training = Training(await create_all(names, Player), options)
     sizes = f"{options.games} games each, {options.simulations} simulations a move"
     print(f"{len(names)} players with {sizes}", flush=True)
     await training.train()
@@ -232,7 +238,7 @@ async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
         batched, alone = [await training.speed(it, games) for it in ("evaluate", "evaluate_alone")]
         ratio = f"batched {batched:.2f}, unbatched {alone:.2f} ({batched / alone:.1f} x)"
         print(f"games a second, {games} at once: {ratio}")
-    (evaluated,) = aiorpc.stats().batches.values()
+    (evaluated,) = stats().batches.values()
     mean = evaluated.items / evaluated.batches
     print(f"{evaluated.items:,} positions evaluated in batches of {mean:.0f} on average")
 
@@ -246,11 +252,11 @@ async def report(training: Training, options: argparse.Namespace) -> None:
         "against the first checkpoint": (first, simulations),
     }
     lines: dict[str, list[tuple[float, float]]] = {name: [] for name in matches}
-    for each in training.checkpoints:
-        print(f"{each.seconds:5.0f} s:", end="")
+    for checkpoint in training.checkpoints:
+        print(f"{checkpoint.seconds:5.0f} s:", end="")
         for name, (other, visits) in matches.items():
-            won, drawn = await training.match(each.network, other, visits)
-            lines[name].append((each.seconds / 60, 100 * won / options.match))
+            won, drawn = await training.match(checkpoint.network, other, visits)
+            lines[name].append((checkpoint.seconds / 60, 100 * won / options.match))
             print(f"  {name} {won} won, {drawn} drawn", end="", flush=True)
         print()
     title = f"Connect-4 after self-play, {simulations} simulations a move"
@@ -274,7 +280,6 @@ def arguments() -> argparse.Namespace:
     add("--seed", type=int, default=0, help="seed of the network's weights")
     add("--plot", type=Path, default=Path("out/selfplay.png"))
     add("--quick", action="store_true", help="a few games, as a check")
-    add_world(parser)
     options = parser.parse_args()
     if options.quick:
         options.seconds, options.games, options.simulations, options.lesson = 2.0, 16, 8, 16
@@ -290,5 +295,4 @@ def arguments() -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    given = arguments()
-    launch(main, ["learner", *(f"player{number}" for number in range(given.players))], given)
+    asyncio.run(main(arguments()))

@@ -30,7 +30,7 @@ def test_what_is_a_line() -> None:
     assert code_lines(SOURCE) == 2 + 5
 
 
-@pytest.mark.parametrize("program", ["cartpole", "reinforce", "parameter_server"])
+@pytest.mark.parametrize("program", TUTORIALS)
 def test_a_program_is_no_longer_than_its_tutorial(program: str) -> None:
     """With every helper that it imports."""
     assert program_lines(program) <= TUTORIALS[program].lines

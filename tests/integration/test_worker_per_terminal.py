@@ -1,4 +1,4 @@
-"""How programs start, other than in a local world: each worker by itself."""
+"""Workers that are started one by one, in the environment that torchrun sets."""
 
 import os
 import subprocess
@@ -8,23 +8,20 @@ import pytest
 
 from tests.support.example_programs import ROOT, free_port
 
+TORCHRUN = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "OMP_NUM_THREADS": "1"}
+
 PROGRAM = """
-import argparse, asyncio, functools, os
+import asyncio, os
 import aiorpc_torch as aiorpc
-from examples._launch import add_world, launch
 
-# What a worker waits if `launch` does not say more: less than this test.
-aiorpc.worker = functools.partial(aiorpc.worker, stop_timeout=0.1)
+async def main():
+    rank = int(os.environ["RANK"])
+    async with aiorpc.worker("ps" if rank else "trainer") as me:
+        if rank == 0:
+            await asyncio.sleep(2)
+            return await aiorpc.call("ps", os.getpid)
 
-async def main(me, options):
-    if me.rank == 0:
-        await asyncio.sleep(2)
-        return await aiorpc.call("ps", os.getpid)
-
-parser = argparse.ArgumentParser()
-add_world(parser)
-options = parser.parse_args()
-print(launch(main, ["trainer", "ps"], options))
+print(asyncio.run(main()))
 """
 
 
@@ -35,12 +32,12 @@ def test_who_is_done_serves_the_others() -> None:
     port = str(free_port())
     workers = [
         subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, "--rank", str(rank), "--master-port", port],
+            [sys.executable, "-c", PROGRAM],
             cwd=ROOT,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, **TORCHRUN, "MASTER_PORT": port, "RANK": str(rank)},
         )
         for rank in (0, 1)
     ]
