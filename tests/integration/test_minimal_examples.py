@@ -17,7 +17,8 @@ def test_a_minimal_example(name: str) -> None:
         capture_output=True,
         text=True,
         timeout=55,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
+        # Unbuffered, the processes would write their lines in parts.
+        env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
         check=False,
     )
     assert done.returncode == 0, done.stderr

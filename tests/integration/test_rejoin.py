@@ -222,7 +222,7 @@ def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
         assert ends[rank].returncode == 1
         last = ends[rank].stderr.splitlines()[-1]
         # Or the other worker, which ended first because of it.
-        assert last.startswith("aiorpc_torch.errors.WorkerLost: worker '"), last
+        assert last.startswith("aiorpc_torch.WorkerLost: worker '"), last
         assert "worker 'worker1' is lost: " in last
         if how == "raise":
             assert last.endswith("its block raised LookupError: of rank 1")
