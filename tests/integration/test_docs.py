@@ -34,6 +34,8 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
     said = [line for line in done.stderr.splitlines() if "waits for rank" not in line]
     assert (done.returncode, said) == (0, [])
     assert done.stdout
+    shown = re.search(r"```text\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
+    assert shown is None or done.stdout == shown[1]
 
 
 @pytest.mark.promise("testing.page")
