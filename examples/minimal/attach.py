@@ -53,8 +53,4 @@ def main(rank: int, folder: str) -> None:
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
-        workers = [mp.get_context("fork").Process(target=main, args=(r, folder)) for r in range(3)]
-        for each in workers:
-            each.start()
-        for each in workers:
-            each.join()
+        mp.start_processes(main, (folder,), nprocs=3, start_method="fork")

@@ -8,18 +8,49 @@ import pytest
 
 from tests.support.example_programs import ROOT
 
+OUTPUT = {
+    "actor_learner": ["best arm: 2"],
+    "attach": ["trainer0 1.5", "trainer1 1.5"],
+    "batching": ["1280 calls, fewer batches: True"],
+    "first_call": [
+        "an exception: no such thing | caused by RemoteTraceback",
+        "in a thread: 100",
+        "many at once: [8, 9, 10]",
+        "one call: 7",
+        "timeout: Counter.never on other",
+    ],
+    "parameter_server": ["trained: True"],
+    "pipeline": ["learned: True"],
+    "stream": ["all: a0 a1 a2 a3", "closed: both", "left at: b2", "sum: 4950"],
+    "torchrun_server_client": [
+        "client1: 'never', three times or more: True",
+        "client2: 'never', three times or more: True",
+    ],
+}
+"""What each prints, sorted: processes write in any order."""
 
-@pytest.mark.parametrize("name", ["attach"])
+TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "3")
+
+
+@pytest.mark.parametrize("name", OUTPUT)
 def test_a_minimal_example(name: str) -> None:
+    start = ["-m", *TORCHRUN] if name.startswith("torchrun") else []
     done = subprocess.run(
-        [sys.executable, f"examples/minimal/{name}.py"],
+        [sys.executable, *start, f"examples/minimal/{name}.py"],
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=500,
         # Unbuffered, the processes would write their lines in parts.
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "PYTHONUNBUFFERED": ""},
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert sorted(done.stdout.splitlines()) == ["trainer0 1.5", "trainer1 1.5"]
+    assert sorted(done.stdout.splitlines()) == OUTPUT[name]
+
+
+def test_each_is_short_and_tried() -> None:
+    """A reader sees each on one page."""
+    files = {path.stem: path for path in (ROOT / "examples" / "minimal").glob("*.py")}
+    assert files.keys() == OUTPUT.keys()
+    assert all(len(path.read_text().splitlines()) <= 60 for path in files.values())

@@ -256,7 +256,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: not self.model.running and self.added > 12)
     @rule()
     def finish_nothing(self) -> None:
-        with pytest.raises(ValueError, match="no batch is running"):
+        with pytest.raises(ValueError, match=r"^no batch is running$"):
             self.scheduler.finish_batch(self.now)
 
     @precondition(lambda self: self.added > 12)

@@ -285,6 +285,28 @@ def test_cancelled_calls_are_never_sent(calls: list[tuple[int, bool]], gone: set
     assert len(state) == 0
 
 
+def test_a_sent_call_is_cancelled_by_its_number() -> None:
+    """The peer is told once, and of no call that was never sent."""
+    state: SendState[Call] = SendState(range(10), FlowWindow(), pytest.fail)
+    state.is_paused = False
+    state.submit(Call(3), is_idle=False)
+    assert not state.cancel(3)
+    assert state.take() == [Call(3)]
+    assert state.cancel(3)
+    assert state.controls() == ([3], [])
+    assert state.controls() is None
+
+
+def test_what_is_forced_through_a_full_window() -> None:
+    """The next call that still waits; the cancelled ones before it are dropped."""
+    dropped: list[Call] = []
+    state: SendState[Call] = SendState({2, 3}, FlowWindow(1, 1), dropped.append)
+    for number in (1, 2, 3):
+        state.submit(Call(number), is_idle=False)
+    assert state.force() == [Call(2)]
+    assert dropped == [Call(1)]
+
+
 @pytest.mark.parametrize("count", [1, MAX_CALLS, MAX_CALLS + 1, 3 * MAX_CALLS + 1])
 def test_frames_of_many_calls(count: int) -> None:
     """Each but the last is full."""

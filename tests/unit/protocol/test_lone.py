@@ -150,6 +150,14 @@ def test_one_beyond_the_bounds() -> None:
     assert encode_value("x" * (MAX_TEXT // 4 + 1)) is None
 
 
+def test_a_result_with_a_lone_surrogate() -> None:
+    """A str that UTF-8 does not allow travels; a value without a code is left to `messages`."""
+    data = encode_result(7, "\ud800")
+    assert data is not None
+    assert decode_result(framed(data)[1]) == (7, "\ud800")
+    assert encode_result(7, object()) is None
+
+
 def test_the_longest_target() -> None:
     """A target of `MAX_TEXT` bytes travels; a longer one is rejected with its length."""
     name = "m" * (MAX_TEXT - 16)  # two numbers of an RRef id come first

@@ -1,0 +1,56 @@
+"""Actors play with a policy and a learner improves it, all at the same time."""
+
+import asyncio
+
+import torch
+from torch import Tensor
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import batched, create, create_all, remote
+
+PAYOFFS = torch.tensor([0.2, 0.5, 0.9])  # of the arms of a bandit
+
+
+class Learner:
+    def __init__(self) -> None:
+        self.logits = torch.zeros(3, requires_grad=True)
+        self.optimizer = torch.optim.Adam([self.logits], lr=0.05)
+
+    @batched(max_size=64)
+    async def act(self, actors: list[int]) -> list[int]:  # once for all actors that wait
+        return torch.multinomial(self.logits.softmax(0), len(actors), replacement=True).tolist()
+
+    @batched(max_size=64, stack=True)
+    def learn(self, arms: Tensor, rewards: Tensor) -> Tensor:  # REINFORCE with a baseline
+        advantage = rewards - PAYOFFS.mean()
+        loss = -(self.logits.log_softmax(0)[arms] * advantage).mean()
+        self.optimizer.zero_grad()
+        loss.backward()
+        self.optimizer.step()
+        return arms
+
+    async def best(self) -> int:
+        return int(self.logits.argmax())
+
+
+class Actor:
+    async def play(self, learner: aiorpc.RRef[Learner], games: int) -> None:
+        await asyncio.gather(*(self._game(learner, number) for number in range(games)))
+
+    async def _game(self, learner: aiorpc.RRef[Learner], number: int) -> None:
+        for _ in range(50):
+            arm = await remote(learner).act(number)
+            reward = float(torch.rand(()) < PAYOFFS[arm])
+            await remote(learner).learn(torch.tensor(arm), torch.tensor(reward))
+
+
+async def main() -> None:
+    async with aiorpc.local_world(["learner", "actor0", "actor1"]):
+        learner = await create("learner", Learner)
+        actors = await create_all(["actor0", "actor1"], Actor)
+        await remote(actors).play(learner, 32)
+        print("best arm:", await remote(learner).best())
+
+
+if __name__ == "__main__":
+    asyncio.run(main())
