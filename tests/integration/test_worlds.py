@@ -130,14 +130,13 @@ async def test_objects_in_another_process() -> None:
 
 
 @pytest.mark.promise("calls.nesting")
-async def test_deep_nesting_with_two_threads(capfd: pytest.CaptureFixture[str]) -> None:
+async def test_deep_nesting_with_two_threads() -> None:
     """200 nested calls between two workers: torch's own deadlock at twice the threads."""
     async with world(["b"], threads=2), asyncio.timeout(30.0):
         a, b = await create("main", actors.PingPong), await create("b", actors.PingPong)
         await remote(a).meet(b)
         await remote(b).meet(a)
         assert await remote(b).bounce(200) == 200
-    assert capfd.readouterr() == ("", "")
 
 
 @pytest.mark.promise("calls.coroutines_need_no_thread")
