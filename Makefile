@@ -9,8 +9,7 @@ comma := ,
 PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
-.PHONY: mutation package promises
-.PHONY: demo test test-rest test-all test-long install lint types docs bench soak faults figures clean
+.PHONY: demo test test-rest test-all test-long mutation package promises install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
 

@@ -99,15 +99,19 @@ def program_lines(program: str) -> int:
     return sum(code_lines(path.read_text()) for path in modules(program))
 
 
+def limit(program: str) -> int:
+    """Return the lines of a program's tutorial, or its bound."""
+    return TUTORIALS[program].lines if program in TUTORIALS else LIMITS[program]
+
+
 def row(program: str, checkout: Path | None) -> tuple[str, ...]:
     """Return the cells of a program: lines, those of its tutorial, and its helpers' names."""
-    tutorial = TUTORIALS.get(program)
-    limit = tutorial.lines if tutorial else LIMITS.get(program)
-    if checkout and tutorial:
+    most = limit(program)
+    if checkout and (tutorial := TUTORIALS.get(program)):
         folder = checkout / "distributed" / "rpc"
-        limit = sum(code_lines((folder / each).read_text()) for each in tutorial.files)
+        most = sum(code_lines((folder / each).read_text()) for each in tutorial.files)
     helpers = ", ".join(sorted({path.stem for path in modules(program)} - {program, "__init__"}))
-    return program, str(program_lines(program)), str(limit or ""), helpers
+    return program, str(program_lines(program)), str(most), helpers
 
 
 def main() -> None:

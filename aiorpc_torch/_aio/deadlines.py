@@ -33,12 +33,7 @@ def timeout(seconds: float | None) -> Iterator[None]:
 def deadline_in(seconds: float | None) -> float | None:
     """Return the earlier of the current deadline and `seconds` from now."""
     enclosing = _deadline.get()
-    if seconds is None:  # the usual case
-        return enclosing
-    own = deadline_after(seconds)
-    if own is None or enclosing is None:
-        return own if enclosing is None else enclosing
-    return min(own, enclosing)
+    return enclosing if seconds is None else earlier(deadline_after(seconds), enclosing)
 
 
 def earlier(one: float | None, other: float | None) -> float | None:

@@ -15,6 +15,8 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+from .loops import call_soon
+
 T = TypeVar("T")
 
 Task = Callable[[], None]
@@ -158,8 +160,7 @@ async def run_in_thread(start: Callable[[Task], None], function: Callable[[], T]
             outcome = functools.partial(done.set_exception, exc)
         else:
             outcome = functools.partial(done.set_result, value)
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            loop.call_soon_threadsafe(complete, outcome)
+        call_soon(loop, complete, outcome)
 
     start(work)
     return await done

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import AsyncIterator, Coroutine, Generator
 from typing import Any, NoReturn, TypeVar
 
-from .._aio.deadlines import deadline_in
+from .._aio.deadlines import deadline_in, earlier
 from .._aio.scopes import anyio_scope_deadline, is_unbounded
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.pickling import CallAborted
@@ -109,10 +109,7 @@ class RemoteCall(LazyCall[Any]):
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> Generator[Any, Any, Any]:
-        try:
-            connection = connection_to(self._worker)
-        except WorkerLost as exc:
-            self._raise_unsent(exc)
+        connection = self._connect()
         due = bound = None
         if self._timeout is not None or not is_unbounded():
             due, bound = self._bounds(connection)
@@ -142,18 +139,18 @@ class RemoteCall(LazyCall[Any]):
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
-        try:
-            connection = connection_to(self._worker)
-        except WorkerLost as exc:
-            self._raise_unsent(exc)
+        connection = self._connect()
         due, bound = self._bounds(connection)
         number, reader = connection.stream(self._target, (self._args, self._kwargs), bound)
         timer = None if due is None else self._start_timer(connection, number, due)
         return RemoteStream(connection, number, reader, bound, timer, self._target)
 
-    def _raise_unsent(self, lost: WorkerLost) -> NoReturn:
-        method = call_name(self._target)
-        raise WorkerLost(lost.worker, lost.reason, method=method, may_have_run=False) from None
+    def _connect(self) -> Connection:
+        try:
+            return connection_to(self._worker)
+        except WorkerLost as exc:
+            method = call_name(self._target)
+            raise WorkerLost(exc.worker, exc.reason, method=method, may_have_run=False) from None
 
     # ── deadlines ───────────────────────────────────────────────────────────────────────────────
 
@@ -165,8 +162,7 @@ class RemoteCall(LazyCall[Any]):
             text = f"{method} on worker {peer!r} timed out before the call; it was not sent"
             raise CallTimeout(text, worker=peer, method=method, may_have_run=False)
         # A scope's deadline is sent along and not enforced here: the scope cancels the call.
-        scope = anyio_scope_deadline()
-        return due, due if scope is None else scope if due is None else min(due, scope)
+        return due, earlier(due, anyio_scope_deadline())
 
     def _start_timer(self, connection: Connection, number: int, due: float) -> asyncio.TimerHandle:
         left = due - time.monotonic()

@@ -98,10 +98,7 @@ class MapSchedule:
         """Return the next item to send and its member, None if there is none or no slot."""
         if not self._unassigned:
             return None
-        free = [
-            load if load is not None and load < self._in_flight else None for load in self._loads
-        ]
-        member = self._turns.choose(free)
+        member = self._turns.choose([*map(self._load_with_slot, self._loads)])
         if member is None:
             return None
         self._add_load(member, 1)
@@ -148,7 +145,7 @@ class MapSchedule:
         return any(load is not None for load in self._loads)
 
     def _has_slot(self) -> bool:
-        return any(load is not None and load < self._in_flight for load in self._loads)
+        return any(self._load_with_slot(load) is not None for load in self._loads)
 
     def _load_with_slot(self, load: int | None) -> int | None:
         return load if load is not None and load < self._in_flight else None

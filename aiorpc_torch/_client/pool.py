@@ -9,6 +9,8 @@ from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
 from typing import Any
 
+from .._aio.loops import call_soon
+from .._protocol.endpoints import NO_WORLD
 from .._protocol.handshake import Party
 from .._torch.agent import PeerInfo
 from .._torch.compat import RRefBase, WorkerInfo
@@ -66,8 +68,7 @@ class ConnectionPool:
         self._watches: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
 
     def __repr__(self) -> str:
-        every = [each for _, by_peer in self._loops() for each in by_peer.values()]
-        return f"<ConnectionPool of {self.name}: {every}>"
+        return f"<ConnectionPool of {self.name}: {[each for _, each in self._connections()]}>"
 
     def find(self, worker: WorkerRef) -> str:
         """Return the name of a worker of this world.
@@ -162,15 +163,13 @@ class ConnectionPool:
     def counters(self) -> dict[str, int]:
         """Return the summed counters of the connections, by the names of `Stats`. Thread-safe."""
         total = Counter(self._finished)
-        for _, by_peer in self._loops():
-            for each in [*by_peer.values()]:
-                total.update(each.counters())
+        for _, each in self._connections():
+            total.update(each.counters())
         return {**total}
 
     def pending_calls(self) -> list[tuple[str, str, float]]:
         """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
-        every = [each for _, by_peer in self._loops() for each in [*by_peer.values()]]
-        return [call for each in every for call in each.pending_calls()]
+        return [call for _, each in self._connections() for call in each.pending_calls()]
 
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
@@ -179,26 +178,24 @@ class ConnectionPool:
 
     def linked(self) -> set[str]:
         """Return the peers to which any event loop has an open connection."""
-        every = [each for _, by_peer in self._loops() for each in [*by_peer.values()]]
-        return {each.peer.name for each in every if each.is_open}
+        return {each.peer.name for _, each in self._connections() if each.is_open}
 
     def ping(self, peer: str) -> None:
         """Ask the event loop of `peer` for a sign of life, on each open connection."""
         for loop, each in self._connections_to(peer):
-            _call_on(loop, each.ping)
+            call_soon(loop, each.ping)
 
     def retire(self, peer: str) -> None:
         """Open another connection for the next call to `peer`; pending calls stay."""
         for loop, each in self._connections_to(peer):
-            _call_on(loop, each.retire)
+            call_soon(loop, each.retire)
+
+    def _connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
+        """Return every connection with its event loop. In any thread."""
+        return [(loop, each) for loop, by_peer in self._loops() for each in [*by_peer.values()]]
 
     def _connections_to(self, peer: str) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
-        return [
-            (loop, each)
-            for loop, by_peer in self._loops()
-            for each in [*by_peer.values()]
-            if each.peer.name == peer
-        ]
+        return [found for found in self._connections() if found[1].peer.name == peer]
 
     def load(self, owner: str) -> int | None:
         """Return the unanswered calls of this process to a worker, None if it is lost.
@@ -223,9 +220,7 @@ class ConnectionPool:
 
     def awaited_peers(self) -> set[str]:
         """Return the peers that a call or a watch waits for."""
-        loops = self._loops()
-        every = [each for _, by_peer in loops for each in [*by_peer.values()]]
-        called = {each.peer.name for each in every if each.waiting}
+        called = {each.peer.name for _, each in self._connections() if each.waiting}
         return called.union(*(peers for peers, _ in [*self._watches.values()]))
 
     @contextlib.contextmanager
@@ -233,7 +228,7 @@ class ConnectionPool:
         self, peers: Collection[str], on_loss: Callable[[RpcError], None]
     ) -> Iterator[None]:
         """Watch peers inside the block: `on_loss` is called on this loop if one is lost."""
-        on_loop = functools.partial(_call_on, asyncio.get_running_loop(), on_loss)
+        on_loop = functools.partial(call_soon, asyncio.get_running_loop(), on_loss)
         self._watches[key := object()] = peers, on_loop
         try:
             yield
@@ -246,7 +241,7 @@ class ConnectionPool:
             if peer in peers:
                 on_loss(error)
         for loop, each in self._connections_to(peer):
-            _call_on(loop, each.on_peer_lost, error)
+            call_soon(loop, each.on_peer_lost, error)
 
     def replace(self, member: PeerInfo, past: str) -> None:
         """Connect to the replacement process of a peer from now on. Thread-safe.
@@ -259,7 +254,7 @@ class ConnectionPool:
         self._replaced[past] = member.name
         error = WorkerLost(member.name, "its process was replaced")
         for loop, by_peer in self._loops():
-            _call_on(loop, self._forget, by_peer, member.name, error)
+            call_soon(loop, self._forget, by_peer, member.name, error)
 
     def _forget(self, by_peer: dict[str, Connection], peer: str, error: RpcError) -> None:
         connection = by_peer.pop(peer, None)
@@ -284,7 +279,7 @@ class ConnectionPool:
                 if loop is running:
                     each.leave(what, text, error)
                 else:
-                    _call_on(loop, each.leave, what, text, error)
+                    call_soon(loop, each.leave, what, text, error)
         if (closer := self._closers.get(id(running))) is not None:
             await closer.aclose()
 
@@ -293,19 +288,13 @@ def _is_closed(loop: asyncio.AbstractEventLoop | None) -> bool:
     return loop is None or loop.is_closed()
 
 
-def _call_on(loop: asyncio.AbstractEventLoop, step: Callable[..., None], *args: Any) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(step, *args)
-
-
-_NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
 AGENT_ENDED = "torch's RPC of this process has ended: attach again after rpc.init_rpc"
 
 _current: ConnectionPool | None = None
-_no_pool = _NO_WORLD
+_no_pool = NO_WORLD
 
 
-def set_current(pool: ConnectionPool | None, reason: str = _NO_WORLD) -> None:
+def set_current(pool: ConnectionPool | None, reason: str = NO_WORLD) -> None:
     """Set the pool of this process, None if it is in no world; `reason` says why not."""
     global _current, _no_pool
     _current, _no_pool = pool, reason

@@ -64,6 +64,7 @@ class Endpoint(Protocol):
         ...
 
 
+NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
 NOT_SERVING = "no worker serves in this process: enter worker(), local_world() or attach() first"
 
 _endpoint: Endpoint | None = None

@@ -1,12 +1,14 @@
 """Named objects of this worker: `register`, `unregister`, and what `lookup` calls here."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Callable
 from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
 
+from .._aio.loops import call_soon
 from .._torch.compat import RRefBase
 from ..errors import NotServing
 from . import endpoints
@@ -40,8 +42,8 @@ class NameTable:
     def add(self, name: str, rref: RRef[Any]) -> None:
         """Register an RRef. Raises ValueError if the name is taken."""
         with self._lock:
-            if name in self._rrefs:
-                raise ValueError(f"the name {name!r} is taken; unregister it first")
+            if (found := self._rrefs.get(name)) is not None:
+                raise ValueError(f"the name {name!r} is taken by {found!r}; unregister it first")
             self._rrefs[name] = rref
         self._notify()
 
@@ -99,9 +101,7 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     if endpoints.serving() is None:
-        raise NotServing("this process is in no world: enter worker() or local_world() first")
-    if (found := _table.find(name)) is not None:
-        raise ValueError(f"the name {name!r} is taken by {found!r}; unregister it first")
+        raise NotServing(endpoints.NO_WORLD)
     rref: Any = object
     if not isinstance(rref, RRefBase):
         rref = RRef(object)
@@ -128,12 +128,8 @@ def clear() -> None:
 
 async def watch_name(name: str) -> AsyncIterator[Any]:
     """Yield the registered names, after each change too, until one is `name`; then its RRef."""
-    loop, changed = asyncio.get_running_loop(), asyncio.Event()
-
-    def on_change() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(changed.set)
-
+    changed = asyncio.Event()
+    on_change = functools.partial(call_soon, asyncio.get_running_loop(), changed.set)
     _table.watch(on_change)
     try:
         while (found := _table.find(name)) is None:

@@ -6,6 +6,7 @@ while one of its messages is sent.
 """
 
 import asyncio
+import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -14,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
+from .._aio.loops import call_soon
 from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
 from .._torch.compat import RawFuture, current_context_id
 from .._torch.transport import classify_error, enter_context_id
@@ -250,13 +252,8 @@ def record_of_torch_context() -> ContextRecord | None:
 
 async def wait_until_settled(record: ContextRecord) -> None:
     """Wait until every call of `record` is answered."""
-    loop = asyncio.get_running_loop()
     settled = asyncio.Event()
-
-    def notify() -> None:
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(settled.set)
-
     if record.pending:
+        notify = functools.partial(call_soon, asyncio.get_running_loop(), settled.set)
         record.when_settled(notify)
         await settled.wait()

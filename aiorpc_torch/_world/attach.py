@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import torch
 
+from .._aio.loops import call_soon
 from .._batching.queue import close_queues
 from .._client import pool
 from .._client.introduction import Introductions
@@ -359,8 +360,7 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
         yield me
     finally:
         assert me._loop is not None
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            me._loop.call_soon_threadsafe(left.set)
+        call_soon(me._loop, left.set)
         thread.join()
     if failure:
         raise failure[0]

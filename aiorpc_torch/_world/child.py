@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
+from .._aio.loops import call_soon
 from .._protocol.by_value import is_main_without_file
 from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
@@ -236,11 +237,6 @@ async def _run(
         ParentCommand.LEAVE: leave.set,
         ParentCommand.CANCEL: task.cancel,
     }
-    parent.on_command(lambda command: _call_soon(loop, actions[command]))
+    parent.on_command(lambda command: call_soon(loop, actions[command]))
     async with run_worker(config) as me:
         await (leave.wait() if main is None else main(me, *args))
-
-
-def _call_soon(loop: asyncio.AbstractEventLoop, action: Callable[[], object]) -> None:
-    with contextlib.suppress(RuntimeError):  # the loop is closed
-        loop.call_soon_threadsafe(action)

@@ -4,6 +4,7 @@ Each check returns findings; `run_checks` prints them. A finding that is a probl
 """
 
 import asyncio
+import functools
 import os
 import platform
 import resource
@@ -54,11 +55,11 @@ def run_checks(master: str | None = None, interface: str | None = None) -> int:
     checks: list[Callable[[], Iterator[Finding]]] = [
         versions,
         limits,
-        lambda: interfaces(interface, address),
-        lambda: way_to_rank_0(address),
+        functools.partial(interfaces, interface, address),
+        functools.partial(way_to_rank_0, address),
         ports,
         devices,
-        *(lambda each=each: transport(each) for each in TRANSPORTS),
+        *(functools.partial(transport, each) for each in TRANSPORTS),
     ]
     problems = 0
     for check in checks:

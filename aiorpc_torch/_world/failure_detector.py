@@ -7,7 +7,6 @@ answers, so one with a blocked loop is not lost. `HeartbeatTracker` decides when
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
@@ -15,6 +14,7 @@ from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
+from .._aio.loops import call_soon, run_on_loop
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._server.server import Server
@@ -120,8 +120,7 @@ class FailureDetector:
         """Record a message from a peer. Thread-safe."""
         self._tracker.record(peer, time.monotonic())
         if peer in self.lost_peers:  # it was frozen, or unreachable
-            with contextlib.suppress(RuntimeError):  # the loop is closed
-                self._loop.call_soon_threadsafe(self._mark_alive, peer)
+            call_soon(self._loop, self._mark_alive, peer)
 
     def _mark_alive(self, peer: str) -> None:
         self._probed[peer].set()
@@ -131,18 +130,11 @@ class FailureDetector:
 
     def on_disconnect(self, peer: str, number: int) -> None:
         """Probe a peer whose connection ended without a leave message. Thread-safe."""
-        if asyncio._get_running_loop() is self._loop:  # probe before its callers resume
-            self._probe(peer, number)
-            return
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(self._probe, peer, number)
+        run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         """Note why a peer closed a connection. Thread-safe."""
-        with contextlib.suppress(RuntimeError):  # the loop is closed
-            self._loop.call_soon_threadsafe(
-                self._server.peers.on_leave_message, peer, number, what, text
-            )
+        call_soon(self._loop, self._server.peers.on_leave_message, peer, number, what, text)
 
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 

@@ -1,8 +1,9 @@
 """A gate that makes calls wait until a test opens it."""
 
 import asyncio
-import contextlib
 import threading
+
+from .._aio.loops import call_soon
 
 __all__ = ("Gate",)
 
@@ -75,8 +76,7 @@ class _Count:
             due = [future for count, future in self._waiting if count <= self.value]
             self._waiting = [each for each in self._waiting if each[0] > self.value]
         for future in due:
-            with contextlib.suppress(RuntimeError):  # its loop is closed
-                future.get_loop().call_soon_threadsafe(_complete, future)
+            call_soon(future.get_loop(), _complete, future)
 
     async def reach(self, count: int) -> int:
         with self._lock:

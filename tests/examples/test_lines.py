@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 
-from benchmarks.lines import TUTORIALS, code_lines, program_lines
+from benchmarks.lines import LIMITS, TUTORIALS, code_lines, limit, program_lines
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ruff") is None, reason="needs ruff")
 
@@ -30,7 +30,7 @@ def test_what_is_a_line() -> None:
     assert code_lines(SOURCE) == 2 + 5
 
 
-@pytest.mark.parametrize("program", TUTORIALS)
+@pytest.mark.parametrize("program", [*TUTORIALS, *LIMITS])
 def test_a_program_is_no_longer_than_its_tutorial(program: str) -> None:
     """With every helper that it imports."""
-    assert program_lines(program) <= TUTORIALS[program].lines
+    assert program_lines(program) <= limit(program)
