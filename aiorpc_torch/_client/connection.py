@@ -24,6 +24,7 @@ from .._protocol.frames import (
     MAX_FRAME,
     RESULT,
     RESULTS,
+    RETIRE,
     SLOT,
     ProtocolError,
     frame,
@@ -129,6 +130,7 @@ class Connection(Channel):
         self._holding: Holding | None = None  # until the peer is reached
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
         self._error: RpcError | None = None  # reason of its end
+        self._must_answer_retire = False
         self.is_finished = False
 
     def __repr__(self) -> str:
@@ -337,11 +339,17 @@ class Connection(Channel):
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
-    def start_sending(self, transport: asyncio.Transport) -> None:
-        """Send the calls that have waited for the connection."""
+    def start_sending(self, transport: asyncio.Transport, received: bytes = b"") -> None:
+        """Send the calls that have waited for the connection, and handle what was received."""
+        if self._error is not None:
+            transport.abort()
+            return
+        self._holding = None
         self.start(transport)
         self._state.is_paused = False
         self.flush()
+        if received:
+            self.feed(received)
 
     def pause_writing(self) -> None:
         self._state.is_paused = True
@@ -368,6 +376,9 @@ class Connection(Channel):
         if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
             answers = self._state.window.answers
             self._trickle_timer = self._loop.call_later(TRICKLE_INTERVAL, self._trickle, answers)
+        if self._must_answer_retire and not len(self._state):
+            self._must_answer_retire = False
+            self.write(frame(RETIRE, b""))
 
     def _write(self, frames: list[bytes]) -> None:
         if frames:
@@ -439,6 +450,9 @@ class Connection(Channel):
             if receiver.set_result(value):
                 self._wake.append(receiver)
             return 1
+        if kind == RETIRE:
+            self._retire()
+            return 0
         if kind != RESULTS:
             raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
         outcomes = decode_reply(data)
@@ -486,12 +500,7 @@ class Connection(Channel):
         self._opening.add_done_callback(self._on_opened)
 
     async def _open(self, introductions: Introductions) -> None:
-        transport = await introductions.connect(self.peer, self._key[2])
-        if self._error is None:
-            self._holding = None
-            self.start_sending(transport)
-        else:
-            transport.abort()
+        await introductions.connect(self.peer, self._key[2], self.start_sending)
 
     def _on_opened(self, opening: "asyncio.Task[None]") -> None:
         """Fail the pending calls if there is no connection."""
@@ -506,11 +515,10 @@ class Connection(Channel):
         if isinstance(exc, WorkerLost):
             self._observer.on_disconnect(self.peer.name, self.peer.id)
 
-    def retire(self) -> None:
-        """Send no further calls on this connection; wait for the pending ones."""
-        if self.is_open:
-            self.flush()
-            self.is_finished = True
+    def _retire(self) -> None:
+        """Take no further calls, since the peer leaves; it is told after the last one is sent."""
+        self.is_finished = self._must_answer_retire = True
+        self.flush()
 
     def leave(self, what: str, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""

@@ -28,6 +28,9 @@ from ..errors import NotServing, RpcError
 
 Introduction = tuple[Credentials, Addresses]
 
+Start = Callable[[asyncio.Transport, bytes], None]
+"""Starts a connection on its transport, with the first bytes that were received."""
+
 DIAL_TIMEOUT = 5.0  # seconds for the network to accept a connection
 # Seconds between attempts. A listener with too many unproven connections closes new ones.
 _RETRY_DELAYS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
@@ -45,16 +48,16 @@ class Holding(Protocol):
         """Return whether calls to a peer are held."""
         ...
 
-    async def wait_until_serving(self, peer: WorkerInfo) -> None:
-        """Wait until a peer serves, on any event loop.
+    async def wait_until_serving(self, peer: WorkerInfo) -> int:
+        """Wait until a peer serves, on any event loop; return how many times it has begun to.
 
         Raises:
             RpcError: if it will not serve.
         """
         ...
 
-    def on_refused(self, peer: str) -> None:
-        """Note that a peer does not serve any more."""
+    def on_refused(self, peer: str, epoch: int) -> None:
+        """Note that a peer, which had begun to serve `epoch` times, does not serve any more."""
         ...
 
 
@@ -75,8 +78,8 @@ class Introductions:
     def __repr__(self) -> str:
         return f"<Introductions of {self._me.name} to {[name for name, _ in self._known]}>"
 
-    async def connect(self, peer: WorkerInfo, number: int) -> asyncio.Transport:
-        """Return the transport of a new connection to `peer` after its handshake.
+    async def connect(self, peer: WorkerInfo, number: int, start: Start) -> None:
+        """Open a connection to `peer`; call `start` when its handshake is done.
 
         Raises:
             WorkerLost: if torch RPC does not reach the peer.
@@ -88,7 +91,8 @@ class Introductions:
             credentials, addresses = await self._held_introduction(peer)
             address = self._address(peer.name, addresses)
             try:
-                return await _dial(address, credentials, number)
+                await _dial(address, credentials, number, start)
+                return
             except (OSError, TimeoutError) as exc:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
@@ -104,11 +108,11 @@ class Introductions:
         if self.holding is None:
             return await self._introduction(peer)
         while True:
-            await self.holding.wait_until_serving(peer)
+            epoch = await self.holding.wait_until_serving(peer)
             try:
                 return await self._introduction(peer)
             except NotServing:  # it has left meanwhile
-                self.holding.on_refused(peer.name)
+                self.holding.on_refused(peer.name, epoch)
 
     async def _introduction(self, peer: WorkerInfo) -> Introduction:
         known = self._known.get((peer.name, peer.id))
@@ -139,10 +143,10 @@ def _format_address(address: str | tuple[str, int]) -> str:
 
 
 async def _dial(
-    address: str | tuple[str, int], credentials: Credentials, number: int
-) -> asyncio.Transport:
+    address: str | tuple[str, int], credentials: Credentials, number: int, start: Start
+) -> None:
     loop = asyncio.get_running_loop()
-    factory: Callable[[], Any] = functools.partial(_Handshake, credentials, number)
+    factory: Callable[[], Any] = functools.partial(_Handshake, credentials, number, start)
     transport: asyncio.Transport
     async with asyncio.timeout(DIAL_TIMEOUT):
         if isinstance(address, str):
@@ -156,7 +160,6 @@ async def _dial(
     except BaseException:
         transport.abort()
         raise
-    return transport
 
 
 def _connect_unix(name: str) -> socket.socket:
@@ -176,12 +179,19 @@ def _connect_unix(name: str) -> socket.socket:
 
 
 class _Handshake(asyncio.Protocol):
-    """The caller's side of the handshake of a connection."""
+    """The caller's side of the handshake of a connection.
 
-    def __init__(self, credentials: Credentials, number: int) -> None:
+    Args:
+        credentials, number: of the connection.
+        start: sets the transport's next protocol, and gets what has followed the handshake. The
+            read that ends the handshake calls it, so that it misses neither frames nor the end.
+    """
+
+    def __init__(self, credentials: Credentials, number: int, start: Start) -> None:
         self.proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._credentials = credentials
         self._number = number
+        self._start = start
         self._nonce = new_nonce()
         self._received = b""
         self._is_sent = False
@@ -192,16 +202,17 @@ class _Handshake(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         self._received += data
-        peer_nonce, proof = self._received[:NONCE], self._received[NONCE:]
+        peer_nonce, proof = self._received[:NONCE], self._received[NONCE : NONCE + PROOF]
         if len(peer_nonce) == NONCE and not self._is_sent and self._transport is not None:
             self._is_sent = True
             self._transport.write(
                 encode_hello(self._credentials, self._number, peer_nonce, self._nonce)
             )
-        if len(proof) < PROOF or self.proven.done():
+        if len(proof) < PROOF or self.proven.done() or self._transport is None:
             return
         if is_callee_proven(self._credentials, self._number, peer_nonce, self._nonce, proof):
             self.proven.set_result(None)
+            self._start(self._transport, self._received[NONCE + PROOF :])
         else:
             self._fail(ConnectionError("the listener did not prove the secret"))
 

@@ -185,11 +185,6 @@ class ConnectionPool:
         for loop, each in self._connections_to(peer):
             call_soon(loop, each.ping)
 
-    def retire(self, peer: str) -> None:
-        """Open another connection for the next call to `peer`; pending calls stay."""
-        for loop, each in self._connections_to(peer):
-            call_soon(loop, each.retire)
-
     def _connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
         """Return every connection with its event loop. In any thread."""
         return [(loop, each) for loop, by_peer in self._loops() for each in [*by_peer.values()]]

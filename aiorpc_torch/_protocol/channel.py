@@ -105,6 +105,14 @@ class Channel(asyncio.BufferedProtocol):
 
     # ── reading ─────────────────────────────────────────────────────────────────────────────────
 
+    def feed(self, data: bytes) -> None:
+        """Handle bytes that were received before this was the transport's protocol."""
+        while data and not self._discards_input:
+            buffer = self._reader.buffer()
+            size = min(len(buffer), len(data))
+            buffer[:size], data = data[:size], data[size:]
+            self.buffer_updated(size)
+
     def buffer_updated(self, nbytes: int) -> None:
         if self._discards_input:
             return

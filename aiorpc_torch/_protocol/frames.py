@@ -10,10 +10,11 @@ from ..errors import RpcError
 MAX_FRAME = 1 << 20
 """Maximum bytes of data in one frame. Larger payloads travel by torch RPC."""
 
-CALLS, SLOT, CONTROL, RESULTS, CALL, RESULT, CLOSE, PING = range(1, 9)
+CALLS, SLOT, CONTROL, RESULTS, CALL, RESULT, CLOSE, PING, RETIRE = range(1, 10)
 """Kinds of frames: groups of calls; a call whose payload travels by torch RPC; cancellations and
 credit for streams; columns of results; one call; one result; the end of the connection;
-a sign of life, or a request for one."""
+a sign of life, or a request for one; from a callee, a request for no further calls, and from its
+caller the answer that none follows."""
 
 HEADER = struct.Struct("<IB")
 
@@ -78,7 +79,7 @@ class FrameReader:
         if unread < 0:
             return None
         length, kind = HEADER.unpack_from(self._view, start)
-        if length > MAX_FRAME or not CALLS <= kind <= PING:
+        if length > MAX_FRAME or not CALLS <= kind <= RETIRE:
             raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
         if unread < length:
             return None

@@ -48,6 +48,7 @@ MAX_METHODS = 1024  # that a session remembers
 log = logging.getLogger("aiorpc_torch")
 
 DRAIN_POLL = 0.01  # seconds between two looks at the calls that run
+RETIRE_TIMEOUT = 2.0  # seconds for callers to answer that they send no further calls
 
 NO_RESULTS, _ = encode_reply(())  # the reply to a cancelled call
 
@@ -389,17 +390,37 @@ class Server:
         calls = [call for each in sessions for call in [*each.calls.values()]]
         return [*calls, *self._torch_calls]
 
-    def stop_introductions(self) -> None:
-        """Refuse new connections from now on, and serve those that are open."""
+    def retire(self) -> None:
+        """Refuse new connections, and ask the callers for no further calls on those that are open.
+
+        A call after that is held by its caller, so none arrives when this worker has left.
+        """
         self._is_leaving = True
+        if self._listener is not None:
+            self._listener.close()
+        for session in self._sessions_of_peers():
+            session.retire()
 
     async def drain(self, timeout: float | None) -> None:
-        """Serve until no call runs, for at most `timeout` seconds; None sets no limit."""
+        """Serve until no call runs or comes, for at most `timeout` seconds; None sets no limit."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
-                await asyncio.sleep(DRAIN_POLL)  # for calls that are on their way
-                while self._open_calls():  # noqa: ASYNC110 - they end in any thread
+                await self._wait_until_retired()
+                while self._has_work():  # noqa: ASYNC110 - calls end in any thread
                     await asyncio.sleep(DRAIN_POLL)
+
+    async def _wait_until_retired(self) -> None:
+        """Wait for the callers' answers; an event loop that does not answer sends no calls."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(RETIRE_TIMEOUT):
+                for session in self._sessions_of_peers():
+                    await session.retired.wait()
+
+    def _sessions_of_peers(self) -> list[Session]:
+        return [each for each in self._sessions.values() if each.caller != self.name]
+
+    def _has_work(self) -> bool:
+        return bool(self._open_calls()) or any(each.has_work() for each in self._sessions.values())
 
     async def close(
         self, timeout: float, failure: str = "", text: str = "", what: str = ""

@@ -4,6 +4,7 @@ A session knows the calls that run, those that wait for a payload, and the resul
 caller.
 """
 
+import asyncio
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -24,6 +25,7 @@ from .._protocol.frames import (
     CONTROL,
     MAX_FRAME,
     RESULTS,
+    RETIRE,
     SLOT,
     ProtocolError,
     frame,
@@ -116,6 +118,7 @@ class Session(Channel):
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
         self.methods: dict[bytes, Any] = {}  # of lone calls, by target
+        self.retired = asyncio.Event()  # set when no further call comes
         self.served = 0
         self.read_at = 0.0  # `time.monotonic()` of the last message with calls
         self.events: dict[int, Any] = {}  # of calls that a profiler records
@@ -153,6 +156,9 @@ class Session(Channel):
             hash(key)  # raises before an early payload is taken out
             self._start_held(self.slots.open(number, key))
             return 1
+        if kind == RETIRE:
+            self.retired.set()
+            return 0
         raise ProtocolError(f"a callee must not get frames of kind {kind}")
 
     def on_read(self) -> None:
@@ -300,6 +306,15 @@ class Session(Channel):
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────
 
+    def has_work(self) -> bool:
+        """Return whether a call is running or on its way, or a result waits to be collected."""
+        return bool(self.calls or self.slots or self._held)
+
+    def retire(self) -> None:
+        """Ask the caller to send no further calls; `retired` is set when it has answered."""
+        if self.is_open:
+            self.write(frame(RETIRE, b""))
+
     def pause_writing(self) -> None:
         self.pause_reading("full")
 
@@ -310,6 +325,7 @@ class Session(Channel):
         self._handler.on_session_end(self, what, text)
 
     def on_end(self, error: Exception | None) -> None:
+        self.retired.set()
         self._held.clear()
         self.events.clear()
         if not self._received_close:

@@ -205,7 +205,6 @@ class _Attached:
         self._detector.only_linked = True
         self._detector.start(self._pool)
         self._departures.probe = self._probe
-        attachments.on_left = self._pool.retire
         attachments.on_attached = self._on_attached
         await server.open(self._party, host)
         endpoints.handle_attach_messages(attachments.on_message)
@@ -245,7 +244,7 @@ class _Attached:
         await run_to_end(draining, closing)
 
     async def _drain(self, stop_timeout: float | None) -> None:
-        self._server.stop_introductions()
+        self._server.retire()
         if self._attachments.has_agent():
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(TELL_TIMEOUT):

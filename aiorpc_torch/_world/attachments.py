@@ -89,7 +89,6 @@ class Attachments:
     def __init__(self, me: Party, epoch: int, members: Sequence[PeerInfo], timeout: float) -> None:
         self.timeout = timeout
         self.epoch = epoch
-        self.on_left: Callable[[str], None] = lambda _: None
         self.on_attached: Callable[[str, Mapping[str, str]], None] = lambda *_: None
         self._me = me
         self._is_attached = True
@@ -120,8 +119,8 @@ class Attachments:
         """Return whether calls to a peer are held."""
         return peer in self._states and not self._states[peer].is_attached
 
-    async def wait_until_serving(self, peer: WorkerInfo) -> None:
-        """Wait until a peer is attached.
+    async def wait_until_serving(self, peer: WorkerInfo) -> int:
+        """Wait until a peer is attached; return how many times it has attached.
 
         Raises:
             NotServing: if it does not have this package, or torch's RPC has ended here.
@@ -139,12 +138,13 @@ class Attachments:
                 await wrap_future(changed)
         if not self.has_agent():
             raise NotServing(AGENT_ENDED)
+        return 0 if state is None else state.epoch
 
-    def on_refused(self, peer: str) -> None:
-        """Note that a peer has just refused a connection: it leaves."""
+    def on_refused(self, peer: str, epoch: int) -> None:
+        """Note that a peer has refused a connection in its `epoch`: it leaves."""
         if (state := self._states.get(peer)) is None:
             raise NotServing("this process leaves attach()")
-        state.record(state.epoch, False)
+        state.record(epoch, False)
 
     def wake(self) -> None:
         """Let held calls look again: torch's RPC has ended."""
@@ -188,12 +188,8 @@ class Attachments:
             state.refuse(functools.partial(RpcError, text))
             return
         _, epoch, is_attached, maps = rest
-        if not state.record(int(epoch), bool(is_attached)):
-            return
-        if is_attached:
+        if state.record(int(epoch), bool(is_attached)) and is_attached:
             self.on_attached(peer, maps)
-        else:
-            self.on_left(peer)
 
     def on_message(self, data: bytes) -> "Future[Any]":
         """Handle the message of a peer, on a thread of torch's."""
@@ -212,8 +208,8 @@ class Attachments:
                 self._record(peer, message)
         except Exception as exc:
             log.warning("%s rejected an unreadable attach message: %r", self._me.name, exc)
-        # After the connections to a peer that leaves have sent their last calls.
-        self._loop.call_soon(_complete, answer, self._message(peer))
+        with contextlib.suppress(RuntimeError):  # torch has stopped
+            answer.set_result(self._message(peer))
 
     def on_close(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left, in the epoch `text`."""
@@ -223,11 +219,6 @@ class Attachments:
 
 def _error_of(state: PeerState) -> RpcError | None:
     return None if state.refusal is None else state.refusal()
-
-
-def _complete(answer: "Future[Any]", message: bytes) -> None:
-    with contextlib.suppress(RuntimeError):  # torch has stopped
-        answer.set_result(message)
 
 
 def _refusal(peer: str, exc: Exception) -> Callable[[], RpcError]:

@@ -13,6 +13,7 @@ from torch.distributed import autograd as dist_autograd, rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, create, fetch, remote
+from aiorpc_torch._world.attachments import Attachments
 from tests.support import attached
 from tests.support.attached import Player, cast, clear_event, enter, leave, set_event, wait_for
 
@@ -205,7 +206,8 @@ def begin(key: str, timeout: float | None = None) -> None:
 
 def end(key: str) -> str:
     kept["thread"].join(attached.PATIENCE)
-    return str(kept[key])
+    assert not kept["thread"].is_alive(), f"{key} has not ended"
+    return str(kept.pop(key))
 
 
 def test_a_call_is_held_until_its_peer_attaches(players: Players) -> None:
@@ -281,18 +283,25 @@ def test_an_event_loop_for_each_epoch(players: Players) -> None:
 def call_without_pause() -> None:
     """Call until the event `enough`, in the attached thread."""
 
-    async def main() -> int:
-        server, count = await create("ps", Server), 0
+    async def call_in_turn(server: RRef[Server]) -> None:
         while not attached.event("enough").is_set():
             await remote(server).add(1.0)
             await call("ps", double, 1)
-            count += 1
             attached.set_event("going")
-        return count
+
+    async def main() -> None:
+        server = await create("ps", Server)
+        await asyncio.gather(*(call_in_turn(server) for _ in range(4)))
 
     attached.event("enough").clear()
+    attached.event("going").clear()
     kept["thread"] = threading.Thread(target=lambda: kept.update(calls=error_of(main)))
     kept["thread"].start()
+    wait_for("going")
+
+
+def wait_until_going() -> None:
+    clear_event("going")
     wait_for("going")
 
 
@@ -301,14 +310,37 @@ def leave_and_enter() -> None:
     enter()
 
 
-def test_a_server_leaves_and_enters_between_calls(players: Players) -> None:
-    """Calls that meet the gap are held: none fails, though the caller never pauses."""
+def keep_leaving_to_itself() -> None:
+    """Let torch's messages tell the peers that this process attaches, not that it leaves."""
+    tell = Attachments.tell
+
+    async def tell_entry(self: Attachments, is_attached: bool) -> None:
+        if is_attached:
+            await tell(self, is_attached)
+
+    kept["tell"], Attachments.tell = tell, tell_entry  # type: ignore[method-assign]
+
+
+def tell_again() -> None:
+    Attachments.tell = kept.pop("tell", Attachments.tell)  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("is_told", [True, False])
+def test_a_server_leaves_and_enters_between_calls(players: Players, is_told: bool) -> None:
+    """Calls that meet the gap are held: none fails, though the caller never pauses.
+
+    Also if torch's messages that it leaves come too late.
+    """
+    if not is_told:
+        players["ps"].run(keep_leaving_to_itself)
     players["ps"].run(enter)
     players["t0"].run(enter)
     players["t0"].run(call_without_pause)
     for _ in range(5):
         players["ps"].run(leave_and_enter)
+        players["t0"].run(wait_until_going)
     players["t0"].run(set_event, "enough")
+    players["ps"].run(tell_again)
     assert players["t0"].run(end, "calls").startswith("no error")
 
 

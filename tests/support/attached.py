@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 import multiprocessing
 import os
 import sys
@@ -110,10 +109,12 @@ def leave() -> None:
     _stack.close()
 
 
-@functools.cache
+_events: dict[str, threading.Event] = {}
+
+
 def event(name: str) -> threading.Event:
-    """An event of this process."""
-    return threading.Event()
+    """An event of this process. In any thread."""
+    return _events.setdefault(name, threading.Event())
 
 
 def set_event(name: str) -> None:

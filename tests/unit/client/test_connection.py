@@ -10,7 +10,16 @@ import pytest
 
 from aiorpc_torch._aio.inline_future import InlineFuture
 from aiorpc_torch._client.connection import Connection
-from aiorpc_torch._protocol.frames import CALL, CALLS, CLOSE, CONTROL, HEADER, RESULTS, frame
+from aiorpc_torch._protocol.frames import (
+    CALL,
+    CALLS,
+    CLOSE,
+    CONTROL,
+    HEADER,
+    RESULTS,
+    RETIRE,
+    frame,
+)
 from aiorpc_torch._protocol.handshake import Party
 from aiorpc_torch._protocol.lone import encode_result
 from aiorpc_torch._protocol.messages import load_calls
@@ -132,6 +141,26 @@ async def test_a_lost_peer_that_is_heard_is_told(pair: Pair) -> None:
     async with asyncio.timeout(SOON):
         assert await future == "seven"
     assert pair.observed.told == ["message"]
+
+
+async def test_a_retired_connection_sends_what_it_has_and_says_so(pair: Pair) -> None:
+    """Its calls are answered; the next call needs another connection."""
+    await pair.connect_and_call()
+    _, first = pair.call("first")
+    assert (await pair.frame())[0] == CALL
+    pair.connection.pause_writing()
+    number, second = pair.call("second")
+    pair.writer.write(frame(RETIRE, b""))
+    pair.answer(number - 1, "1")
+    async with asyncio.timeout(SOON):
+        assert await first == "1"
+    assert pair.connection.is_finished
+    pair.connection.resume_writing()
+    assert (await pair.frame())[0] == CALLS
+    assert await pair.frame() == (RETIRE, b"")
+    pair.answer(number, "2")
+    async with asyncio.timeout(SOON):
+        assert await second == "2"
 
 
 async def test_a_call_cancelled_before_it_is_sent_never_is(pair: Pair) -> None:

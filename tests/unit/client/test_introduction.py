@@ -1,0 +1,58 @@
+"""The handshake at the caller; the test is the callee, and writes to a socket of its own."""
+
+import asyncio
+import pickle
+import secrets
+
+import pytest
+
+from aiorpc_torch._client.connection import Connection
+from aiorpc_torch._client.introduction import _dial
+from aiorpc_torch._protocol.frames import CLOSE, RETIRE, frame
+from aiorpc_torch._protocol.handshake import HELLO, Credentials, Hello, Party, new_nonce
+from aiorpc_torch._torch.compat import WorkerInfo
+from aiorpc_torch.errors import NotServing, WorkerLost
+from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
+
+CREDENTIALS = Credentials(Party("me", 0), Party("peer", 3))
+
+
+async def error_and_observed(after: bytes) -> tuple[BaseException, Observed]:
+    """Return how a call ends whose callee proves itself, sends `after` and is gone, at once."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonce = new_nonce()
+        writer.write(nonce)
+        hello = Hello.load(await reader.readexactly(HELLO))
+        assert hello.is_proven(CREDENTIALS, nonce)
+        writer.write(hello.callee_proof(CREDENTIALS, nonce) + after)
+        writer.close()
+
+    observed = Observed()
+    connection = Connection(CREDENTIALS.caller, WorkerInfo("peer", 3), 1, observed)
+    _, future = connection.call(TARGET, ((), {}), None)
+    name = f"aiorpc-test-{secrets.token_hex(8)}"
+    server = await asyncio.start_unix_server(answer, path=f"\0{name}")
+    async with asyncio.timeout(SOON):
+        await _dial(name, CREDENTIALS, 1, connection.start_sending)
+        error = await error_of(future)
+        await connection.ended.wait()
+    server.close()
+    return error, observed
+
+
+async def test_a_callee_that_is_lost_with_its_proof() -> None:
+    """The end of file comes with the last bytes of the handshake."""
+    error, observed = await error_and_observed(b"")
+    assert isinstance(error, WorkerLost)
+    assert observed.told == [("disconnect", "peer", 3)]
+
+
+@pytest.mark.parametrize("before", [b"", frame(RETIRE, b"")])
+async def test_a_callee_that_leaves_with_its_proof(before: bytes) -> None:
+    """Frames that come with the last bytes of the handshake are read."""
+    goodbye = frame(CLOSE, pickle.dumps(("left", "worker 'peer' has had enough")))
+    error, observed = await error_and_observed(before + goodbye)
+    assert isinstance(error, NotServing)
+    assert "has had enough" in str(error)
+    assert observed.told == [("leave", "peer", 3, "left", "worker 'peer' has had enough")]
