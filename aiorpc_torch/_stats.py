@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from ._batching.stats import BatchStats, batch_stats
 from ._client import pool
 from ._protocol import endpoints
+from ._protocol.segment_store import segment_counts
 
 __all__ = ("Stats", "stats")
 
@@ -25,6 +26,12 @@ class Stats:
     """Bytes of `messages`, large tensors included."""
     late: int = 0
     """Results that arrived after their calls had been cancelled or had timed out."""
+    shared_messages: int = 0
+    """Those of `messages` whose tensors were sent in shared memory."""
+    segments: int = 0
+    """Segments of shared memory that this process has made, in use or free."""
+    segment_bytes: int = 0
+    """Bytes of `segments`."""
     served: int = 0
     """Calls and streams received from other workers and from this one."""
     running: int = 0
@@ -42,4 +49,13 @@ def stats() -> Stats:
         served, running, held = server.tally()
     connections = pool.find_current()
     sent = connections.counters() if connections else {}
-    return Stats(served=served, running=running, held_bytes=held, batches=batch_stats(), **sent)
+    segments, size = segment_counts()
+    return Stats(
+        served=served,
+        running=running,
+        held_bytes=held,
+        segments=segments,
+        segment_bytes=size,
+        batches=batch_stats(),
+        **sent,
+    )

@@ -25,6 +25,8 @@ from .._protocol.frames import (
     RESULT,
     RESULTS,
     RETIRE,
+    SEGMENTS,
+    SHARED,
     SLOT,
     ProtocolError,
     frame,
@@ -43,7 +45,9 @@ from .._protocol.messages import (
 )
 from .._protocol.payloads import UNKNOWN_OBJECT
 from .._protocol.recording import RecordedCall, record_for_call
+from .._protocol.segment_link import SegmentLink
 from .._protocol.shared_arguments import MemberArguments
+from .._protocol.shared_tensors import can_share
 from .._protocol.targets import MethodTarget, Target, call_name, order_key, target_name
 from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
@@ -55,7 +59,8 @@ from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
 from .answers import error_of_close
 from .introduction import Holding, Introductions
 from .pending import PendingCalls, ReplyReceiver
-from .stream_reader import StreamReader
+from .shared_transfers import SharedTransfers
+from .stream_reader import Item, StreamReader
 from .torch_transfers import TorchTransfers
 
 MAX_METHODS = 256  # that a connection remembers the encoded targets of
@@ -123,6 +128,8 @@ class Connection(Channel):
         self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
         self._trickle_timer: asyncio.TimerHandle | None = None
         self._transfers = TorchTransfers(peer, self._key, self._pending, self)
+        self._segments = SegmentLink(self, self._loop)
+        self._shared = SharedTransfers(self._segments, self)
         self._methods: dict[str, _Method] = {}  # of lone calls, by name
         self._slot_keys: dict[int, Any] = {}  # objects of calls whose payloads go by torch
         self._wake: list[InlineFuture] = []  # resolved by the current read
@@ -157,6 +164,7 @@ class Connection(Channel):
             "messages": self._messages,
             "bytes_sent": self._bytes,
             "late": self._pending.late,
+            "shared_messages": self._segments.sent,
         }
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
@@ -347,6 +355,7 @@ class Connection(Channel):
         self._holding = None
         self.start(transport)
         self._state.is_paused = False
+        self._segments.offer()
         self.flush()
         if received:
             self.feed(received)
@@ -371,7 +380,7 @@ class Connection(Channel):
                 self._write(frames)
                 frames = []
                 while payloads:
-                    self._transfers.send_payload(payloads.pop())
+                    self._send_payload(payloads.pop())
         self._write(frames)
         if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
             answers = self._state.window.answers
@@ -393,8 +402,19 @@ class Connection(Channel):
             payloads: list[EncodedCall] = []
             self._write(self._encode_frames(self._state.force(), payloads))
             for call in payloads:
-                self._transfers.send_payload(call)
+                self._send_payload(call)
         self.flush_soon()
+
+    def _send_payload(self, call: EncodedCall) -> None:
+        """Send the payload of a slot: in shared memory if possible, else by torch RPC."""
+        by_torch = call.header[0] in self._transfers.large_results
+        if by_torch or not self._shared.send_payload(call):
+            self._transfers.send_payload(call)
+
+    def send_by_torch(self, call: EncodedCall) -> None:
+        """Send a payload that could not be copied to shared memory by torch RPC."""
+        if self._error is None:
+            self._transfers.send_payload(call)
 
     def _encode_frames(
         self, calls: Sequence[EncodedCall], payloads: list[EncodedCall]
@@ -419,8 +439,8 @@ class Connection(Channel):
             return self._encode_frames([calls[0]._replace(by_torch=True)], payloads)
         return [each for call in calls for each in self._encode_frames([call], payloads)]
 
-    def on_torch_message(self, size: int) -> None:
-        """Count a message of torch RPC."""
+    def on_payload_sent(self, size: int) -> None:
+        """Count a message that is not of this connection's frames."""
         self._messages += 1
         self._bytes += size
 
@@ -453,15 +473,33 @@ class Connection(Channel):
         if kind == RETIRE:
             self._retire()
             return 0
+        if kind == SHARED:
+            results = self._shared.on_results(data)
+            self._deliver(results)
+            return 1
+        if kind == SEGMENTS:
+            self._on_segments(data)
+            return 0
         if kind != RESULTS:
             raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
         outcomes = decode_reply(data)
         self._deliver(outcomes)
         return len(outcomes)
 
+    def _on_segments(self, data: bytes) -> None:
+        could_send = self._segments.can_send
+        self._segments.on_frame(data)
+        if self._segments.can_send and not could_send:  # results come in segments, too
+            self._transfers.large_results.clear()
+
     def _deliver(self, outcomes: Sequence[Any]) -> None:
-        ended = self._pending.resolve(outcomes, self._wake, self._transfers.collect)
+        ended = self._pending.resolve(outcomes, self._wake, self.collect)
         self._state.window.answered(ended)
+
+    def collect(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> None:
+        """Get a result that the callee holds, or await one that is on its way."""
+        if not self._shared.announce(key, receiver, item):
+            self._transfers.collect(key, receiver, item)
 
     def on_read(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""
@@ -483,6 +521,10 @@ class Connection(Channel):
         self._state.window.answered((number,))
         # The end of a stream comes on the connection, after its items.
         self.on_results([each for each in outcomes if each[1] is not STREAM_END])
+
+    def takes_shared(self, results: Any) -> bool:
+        """Return whether the results in a reply of torch could have come in shared memory."""
+        return self._segments.can_send and all(map(can_share, results[1]))
 
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results that torch RPC has brought."""
@@ -565,6 +607,7 @@ class Connection(Channel):
         self._finish(RemoteError(f"{text}: {exc!r}"))
 
     def on_end(self, error: Exception | None) -> None:
+        self._segments.close()
         if error is not None and self._error is None:
             self._observer.on_disconnect(self.peer.name, self.peer.id)
             self._finish(WorkerLost(self.peer.name, f"its connection has ended: {error}"))

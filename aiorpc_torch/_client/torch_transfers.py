@@ -36,8 +36,8 @@ MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
 class Owner(Protocol):
     """The connection, which is told what came of a transfer. On its loop."""
 
-    def on_torch_message(self, size: int) -> None:
-        """Count a message of torch RPC with `size` bytes."""
+    def on_payload_sent(self, size: int) -> None:
+        """Count a message with `size` bytes."""
 
     def on_payload_failed(self, number: int, error: RpcError) -> None:
         """Fail the call and withdraw its slot."""
@@ -47,6 +47,10 @@ class Owner(Protocol):
 
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results."""
+
+    def takes_shared(self, results: Any) -> bool:
+        """Return whether the results in a reply of torch could have come in shared memory."""
+        ...
 
 
 class TorchTransfers:
@@ -93,7 +97,7 @@ class TorchTransfers:
         table = TensorTable()
         calls = encode_calls((call,), time.monotonic(), table)
         data, tensors = attach_data(dump_payload(self._key, context, calls), table)
-        self._owner.on_torch_message(len(data) + sum(map(size_of, tensors)))
+        self._owner.on_payload_sent(len(data) + sum(map(size_of, tensors)))
         if recorded is None:
             return send(self._peer, endpoints.payload, data, tensors)
         with torch.enable_grad(), enter_context_id(context):
@@ -111,8 +115,9 @@ class TorchTransfers:
             self._owner.on_payload_failed(number, error)
             return
         receiver = self._pending.get(number)
-        if self.large_results and receiver is not None and is_inline(answer.wait()):
-            self.large_results.discard(receiver.target)
+        if self.large_results and receiver is not None:
+            if is_inline(answer.wait()) or self._owner.takes_shared(answer.wait()):
+                self.large_results.discard(receiver.target)
         self._owner.on_payload_reply(number, own)
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
@@ -121,7 +126,7 @@ class TorchTransfers:
         """Request a result that the callee holds."""
         if item is None and len(self.large_results) < MAX_LARGE_RESULTS:
             self.large_results.add(receiver.target)
-        self._owner.on_torch_message(0)
+        self._owner.on_payload_sent(0)
         peer = self._peer.name
         try:
             answer = send(self._peer, endpoints.collect, dump_plain((self._key, key)))

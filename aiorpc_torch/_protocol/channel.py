@@ -7,6 +7,7 @@ import asyncio
 import contextlib
 import logging
 import pickle
+import socket
 from typing import Any
 
 from .._aio.fork import close_on_fork
@@ -27,6 +28,7 @@ class Channel(asyncio.BufferedProtocol):
 
     Attributes:
         is_open: True while frames may be sent.
+        is_local: True if the peer is on this host: connected by a Unix socket.
         ended: Event that is set when the transport is closed.
     """
 
@@ -42,7 +44,7 @@ class Channel(asyncio.BufferedProtocol):
         self._received_close = False  # a CLOSE frame was received
         self._discards_input = False  # received bytes are dropped
         self._flushing = False
-        self.is_open = False
+        self.is_open = self.is_local = False
         self.ended = asyncio.Event()
 
     # ── for subclasses ────────────────────────────────────────────────────────────────────────
@@ -74,6 +76,7 @@ class Channel(asyncio.BufferedProtocol):
     def start(self, transport: asyncio.Transport) -> None:
         """Begin with a transport whose handshake is done."""
         self._transport = transport
+        self.is_local = transport.get_extra_info("socket").family == socket.AF_UNIX
         transport.set_write_buffer_limits(high=self.HIGH_WATER)
         close_on_fork(transport)
         transport.set_protocol(self)

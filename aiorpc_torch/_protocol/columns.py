@@ -13,6 +13,7 @@ from torch import Tensor
 
 from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack
+from .shared_tensors import share
 from .tensors import (
     INLINE_BYTES,
     TensorKind,
@@ -31,6 +32,7 @@ PACKED = "packed"  # the cell is a PickledValue
 FAILED = "failed"  # the cell is a RemoteFailure
 ENDED = "ended"  # the end of a stream, without a cell
 HELD = "held"  # the cell is a size; the caller collects the value by torch RPC
+COMING = "coming"  # the cell is a size; the value follows in shared memory
 
 CellKind = str | TensorKind
 
@@ -73,7 +75,8 @@ class SharedValue:
     def cell(self) -> tuple[CellKind, Any]:
         """Return the result of `encode_cell` for the value."""
         if self._cell is None:
-            self._cell = encode_cell(self.value)
+            kind, content = encode_cell(self.value)
+            self._cell = kind, share_cell(kind, content)
         return self._cell
 
 
@@ -109,9 +112,16 @@ def detach_cell(kind: CellKind, content: Any) -> Any:
     return content.detach() if kind == TENSOR else content
 
 
+def share_cell(kind: CellKind, content: Any) -> Any:
+    """Return the cell for many messages: its large tensors are written to shared memory once."""
+    if kind == PACKED:
+        content.tensors = share(content.tensors)
+    return share((content,))[0] if kind == TENSOR else content
+
+
 def write_column(kind: CellKind, cells: Sequence[Any], tensors: TensorTable) -> Column:
     """Return the column of these cells; add tensors that travel outside the bytes to `tensors`."""
-    if kind in (PLAIN, HELD):
+    if kind in (PLAIN, HELD, COMING):
         return kind, list(cells)
     if kind == TENSOR:
         for tensor in cells:
@@ -137,12 +147,13 @@ STREAM_END = StreamEnd()
 
 
 class HeldResult:
-    """A result whose value, of `size` bytes, is still at the callee."""
+    """A result whose value, of `size` bytes, is still at the callee, or on its way."""
 
-    __slots__ = ("size",)
+    __slots__ = ("is_coming", "size")
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, is_coming: bool = False) -> None:
         self.size = size
+        self.is_coming = is_coming
 
 
 def read_column(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
@@ -171,6 +182,8 @@ def read_column(column: Column, tensors: Iterator[Tensor], count: int) -> list[A
         return [STREAM_END] * count
     if kind == HELD:
         return [*map(HeldResult, cells)]
+    if kind == COMING:
+        return [HeldResult(size, is_coming=True) for size in cells]
     raise ValueError(f"unknown kind of column: {kind!r}")
 
 

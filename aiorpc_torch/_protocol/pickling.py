@@ -19,6 +19,7 @@ from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from ..errors import RpcError
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
+from .shared_tensors import share
 from .tensors import TensorKind, compact_storage, from_bytes, size_of, small_bytes
 
 
@@ -102,7 +103,7 @@ class SharedPickle:
         file = io.BytesIO()
         packer = _SharedPickler(file)
         packer.dump(value)
-        self._shared = PickledValue(file.getvalue(), packer.tensors)
+        self._shared = PickledValue(file.getvalue(), share(packer.tensors))
         self._slots = packer.slots
 
     def fill(self, values: Sequence[Any]) -> PickledValue:

@@ -11,6 +11,7 @@ from .ancestry import BatchId
 from .columns import PACKED, PLAIN, TENSOR, CellKind, cell_bytes, direct_cell
 from .messages import CALL_OVERHEAD, Arguments, EncodedCall, EncodedTarget, target_tensors
 from .pickling import PickledValue, SharedPickle, ValueSlot
+from .shared_tensors import share
 from .tensors import INLINE_BYTES
 
 
@@ -104,6 +105,7 @@ def _as_cells(
         if None in column:
             return None
         columns.append(column)
+    _share_tensors(columns, values)
     names, differs = tuple(kwargs), any(type(value) is EachValue for value in values)
     rows = []
     for index in range(count if differs else 1):
@@ -114,6 +116,18 @@ def _as_cells(
         alone = own if len(own) <= 1 and not kwargs else None
         rows.append(_member(names, row, alone))  # type: ignore[arg-type]
     return rows if differs else rows * count
+
+
+def _share_tensors(columns: list[Any], values: Sequence[Any]) -> None:
+    """Make the large tensors that all members get such that they are written once."""
+    alike = [
+        index
+        for index, value in enumerate(values)
+        if type(value) is not EachValue and columns[index][0][0] == TENSOR
+    ]
+    shared = share([columns[index][0][1] for index in alike])
+    for index, tensor in zip(alike, shared, strict=True):
+        columns[index] = [(TENSOR, tensor)]
 
 
 def _member(

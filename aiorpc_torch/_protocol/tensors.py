@@ -36,6 +36,11 @@ def _plain_keys() -> frozenset[int]:
 _PLAIN = _plain_keys()
 
 
+def is_plain(keys: int) -> bool:
+    """Return whether a tensor's dispatch keys are those of a plain, dense CPU tensor."""
+    return keys in _PLAIN
+
+
 def small_bytes(tensor: Tensor) -> bytes | None:
     """Return a copy of the elements of a small, plain, dense CPU tensor outside autograd.
 
@@ -92,6 +97,22 @@ _DTYPES = {
     if isinstance(dtype, torch.dtype) and not str(dtype).startswith("torch.q")
 }
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+
+def name_of_dtype(dtype: torch.dtype) -> str | None:
+    """Return the name of a dtype in messages, None for a quantised one."""
+    return _NAMES.get(dtype)
+
+
+def dtype_named(name: str) -> torch.dtype:
+    """Return the dtype of a name in messages.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if (found := _DTYPES.get(name)) is None:
+        raise ValueError(f"unknown dtype: {name!r}")
+    return found
 
 
 def write_kind(kind: TensorKind) -> tuple[str, tuple[int, ...]]:

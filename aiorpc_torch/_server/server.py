@@ -235,6 +235,8 @@ class Server:
     def start_payload_call(self, session: Session, payload: Payload) -> None:
         """Start a call whose payload has arrived."""
         if payload.message.numbers[0] in session.calls:
+            if payload.reply is None:
+                raise ValueError("a payload has the number of a call that is already running")
             payload.reply.set_result(NO_RESULTS)  # the caller repeated a number
             return
         if payload.fence is not None:  # before user code that unpickles the arguments

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._protocol.channel import Channel, channel_repr
-from .._protocol.columns import FAILED, HELD, cell_bytes, cell_tensors
+from .._protocol.columns import COMING, FAILED, HELD, cell_bytes, cell_tensors
 from .._protocol.connection_state import ReplyState
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.frames import (
@@ -26,6 +26,8 @@ from .._protocol.frames import (
     MAX_FRAME,
     RESULTS,
     RETIRE,
+    SEGMENTS,
+    SHARED,
     SLOT,
     ProtocolError,
     frame,
@@ -35,6 +37,7 @@ from .._protocol.lone import decode_call, encode_result
 from .._protocol.messages import Calls, EncodedResult, encode_reply, load_calls
 from .._protocol.payloads import Slots, attach_data
 from .._protocol.pickling import load_plain
+from .._protocol.segment_link import SegmentLink, unshared_frame
 from .._protocol.tensors import INLINE_BYTES
 from .._torch import devices
 
@@ -45,7 +48,11 @@ Key = tuple[str, int, int]
 
 
 class Payload(NamedTuple):
-    """A call that came by torch RPC, and the future of its reply."""
+    """A call whose arguments came apart from its slot.
+
+    Attributes:
+        reply: Future of the reply if it came by torch RPC, None if it came in shared memory.
+    """
 
     message: Calls
     tensors: Sequence[Tensor]
@@ -128,6 +135,7 @@ class Session(Channel):
         self._thread = get_ident()
         self._replies = ReplyState()
         self._held: dict[Any, tuple[EncodedResult, int]] = {}  # with their sizes in bytes
+        self._segments = SegmentLink(self, self._loop)
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -156,6 +164,14 @@ class Session(Channel):
             hash(key)  # raises before an early payload is taken out
             self._start_held(self.slots.open(number, key))
             return 1
+        if kind == SHARED:
+            data, tensors = self._segments.read(data)
+            message = load_calls(data)
+            self.on_payload(message.numbers[0], Payload(message, tensors, None, -1, None))
+            return 1
+        if kind == SEGMENTS:
+            self._segments.on_frame(data)
+            return 0
         if kind == RETIRE:
             self.retired.set()
             return 0
@@ -172,13 +188,13 @@ class Session(Channel):
         return not self.slots.queues or self.slots.admit(call.order_key, call)
 
     def on_payload(self, number: int, payload: Payload) -> None:
-        """Handle a payload that came by torch RPC."""
+        """Handle a payload that came by torch RPC or in shared memory."""
         if self.ended.is_set():
             _complete_reply(payload.reply, ())
             return
         ready = self.slots.fill(number, payload)
         if ready is None:  # cancelled by the caller
-            _complete_reply(payload.reply, ())
+            self._drop(number, payload)
         else:
             self._start_held(ready)
 
@@ -190,11 +206,19 @@ class Session(Channel):
             else:
                 self._handler.start_held_call(item)
 
+    def _drop(self, number: int, payload: Payload) -> None:
+        """Answer a cancelled call that has not started."""
+        if payload.reply is None:
+            failure = RemoteFailure.of(asyncio.CancelledError(), "the callee")
+            self._queue_result((number, FAILED, failure))
+        else:
+            _complete_reply(payload.reply, ())
+
     def _on_control(self, cancels: Sequence[int], grants: Sequence[tuple[int, int]]) -> int:
         for number in cancels:
             self._start_held(self.slots.drop(number))
             if (held := self.slots.take(number)) is not None:  # waits for another payload
-                _complete_reply(held.reply, ())
+                self._drop(number, held)
             self._release_all(number)
             if (call := self.calls.get(number)) is not None:
                 self._handler.cancel(call)
@@ -249,11 +273,48 @@ class Session(Channel):
         kind, content = result[1:]
         size = cell_bytes(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
+            if self._send_shared(result, size):
+                return
             result, size = self._hold(result, size), 0
+        self._queue(result, size)
+
+    def _queue(self, result: EncodedResult, size: int) -> None:
+        """Queue a result for its frame."""
         if self._replies.add(result, size, is_last=not self.calls):
             self.flush()
         else:
             self.flush_soon()
+
+    def _send_shared(self, result: EncodedResult, size: int) -> bool:
+        """Send a large result in shared memory; return False if it has to be held."""
+        if not self._segments.can_send:
+            return False
+        try:
+            data, tensors = encode_reply((result,))
+        except Exception:  # the one who collects it is told
+            return False
+        written = functools.partial(self._on_written, result, size)
+        if type(result[0]) is int:
+            return self._segments.send(data, tensors, written)
+        self._queue((result[0], COMING, size), 0)  # the item's place in its stream
+        if not self._segments.send(data, tensors, written):
+            written(None)
+        return True
+
+    def _on_written(self, result: EncodedResult, size: int, data: bytes | None) -> None:
+        """Send the frame of a result in shared memory; hold the result if there is none."""
+        if not self.is_open:
+            return
+        is_item = type(result[0]) is tuple
+        if data is None:
+            held = self._hold(result, size)
+            if not is_item:
+                self._queue(held, 0)
+                return
+            data = unshared_frame(encode_reply((held,))[0])
+        if is_item:  # after its announcement
+            self.flush()
+        self.write(data)
 
     def _end_event(self, key: Any) -> None:
         """End the event of an answered call. A profiler accepts that on the loop's thread only."""
@@ -308,7 +369,7 @@ class Session(Channel):
 
     def has_work(self) -> bool:
         """Return whether a call is running or on its way, or a result waits to be collected."""
-        return bool(self.calls or self.slots or self._held)
+        return bool(self.calls or self.slots or self._held or self._segments.has_work())
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""
@@ -326,6 +387,7 @@ class Session(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
+        self._segments.close()
         self._held.clear()
         self.events.clear()
         if not self._received_close:
@@ -336,7 +398,9 @@ class Session(Channel):
 
 
 def _complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:
-    """Complete the reply to a message of torch RPC. In any thread."""
+    """Complete the reply to a message of torch RPC, if it is one. In any thread."""
+    if reply is None:
+        return
     try:
         data, tensors = encode_reply(results)
         answer: Any = attach_data(data, tensors) if tensors or results else data

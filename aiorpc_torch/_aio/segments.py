@@ -1,0 +1,166 @@
+"""Shared-memory segments without a name: memfd files that other processes map.
+
+A receiver opens a segment of a sender through `/proc/<pid>/fd/<descriptor>`. This works for
+processes of one user in one process namespace. A segment has no file: it is gone when no process
+has it open or mapped, also after `kill -9`. (tests/unit/aio/test_segments.py)
+"""
+
+import ctypes
+import mmap
+import os
+import secrets
+import stat
+import weakref
+from typing import NamedTuple
+
+try:
+    import fcntl
+
+    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+except (ImportError, AttributeError):  # not on Linux
+    _SEALS = 0
+
+SWITCH = "AIORPC_TORCH_SHARED_MEMORY"
+"""Name of an environment variable; with the value "0" no segment is made or opened."""
+
+_SECRET = 32  # bytes of a probe
+
+
+class SegmentError(Exception):
+    """A peer named a file that is not one of its segments."""
+
+
+class SegmentName(NamedTuple):
+    """The name of a segment for other processes.
+
+    Attributes:
+        pid: Process that made it.
+        descriptor: Its descriptor there.
+        inode: Its inode; the descriptor may be reused for another file.
+        size: Its bytes.
+    """
+
+    pid: int
+    descriptor: int
+    inode: int
+    size: int
+
+
+def is_supported() -> bool:
+    """Return whether this process may make and open segments."""
+    return bool(_SEALS) and hasattr(os, "memfd_create") and os.environ.get(SWITCH) != "0"
+
+
+class Segment:
+    """A segment of this process. Its descriptor is closed with the object.
+
+    Args:
+        size: Bytes of the segment. Memory is taken as it is written.
+
+    Raises:
+        OSError: if there is no memory or no descriptor for it.
+    """
+
+    __slots__ = ("__weakref__", "_memory", "address", "name")
+
+    def __init__(self, size: int) -> None:
+        descriptor = os.memfd_create("aiorpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        weakref.finalize(self, os.close, descriptor).atexit = False
+        os.ftruncate(descriptor, size)
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # no receiver gets a SIGBUS
+        self._memory = _as_array(mmap.mmap(descriptor, size), size)
+        self.address = ctypes.addressof(self._memory)
+        self.name = SegmentName(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
+
+    def __repr__(self) -> str:
+        return f"<Segment {self.name}>"
+
+    def write(self, offset: int, address: int, size: int) -> None:
+        """Copy `size` bytes of memory to `offset`. Releases the GIL.
+
+        Raises:
+            ValueError: if they do not fit.
+        """
+        if not 0 <= offset <= self.name.size - size:
+            raise ValueError(f"{size} bytes at {offset} exceed a segment of {self.name.size}")
+        ctypes.memmove(self.address + offset, address, size)
+
+
+def map_segment(name: SegmentName, *, private: bool) -> mmap.mmap:
+    """Map a segment of another process, or of this one, for reading and writing.
+
+    Args:
+        name: The segment.
+        private: True if what is written stays in this mapping.
+
+    Raises:
+        SegmentError: if there is no such segment, or a smaller one.
+        OSError: if this process has no descriptor or no address space for it.
+    """
+    descriptor = _open(name)
+    try:
+        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
+        return mmap.mmap(descriptor, name.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+    finally:
+        os.close(descriptor)
+
+
+def as_buffer(mapping: mmap.mmap) -> "ctypes.Array[ctypes.c_ubyte]":
+    """Return the bytes of a mapping as an object that weak references can refer to."""
+    return _as_array(mapping, len(mapping))
+
+
+def _as_array(mapping: mmap.mmap, size: int) -> "ctypes.Array[ctypes.c_ubyte]":
+    return (ctypes.c_ubyte * size).from_buffer(mapping)
+
+
+def _open(name: SegmentName) -> int:
+    """Return a descriptor of a segment, after checks that it is that segment."""
+    path = f"/proc/{name.pid:d}/fd/{name.descriptor:d}"
+    try:
+        _check(name, os.stat(path))  # before `open`, which may act on a device
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (FileNotFoundError, PermissionError) as exc:
+        raise SegmentError(f"no segment {name}: {exc}") from exc
+    try:
+        _check(name, os.fstat(descriptor))
+        if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
+            raise SegmentError(f"segment {name} may shrink")
+    except BaseException:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def _check(name: SegmentName, found: os.stat_result) -> None:
+    if not stat.S_ISREG(found.st_mode) or found.st_ino != name.inode:
+        raise SegmentError(f"no segment {name}: the descriptor is another file's")
+    if not 0 < name.size <= found.st_size:
+        raise SegmentError(f"segment {name} has {found.st_size} bytes")
+
+
+class Probe:
+    """A small segment with a secret: a peer that reads the secret can map segments.
+
+    Attributes:
+        name: The segment's name, for `read_probe` of the peer.
+        secret: Its content.
+    """
+
+    def __init__(self) -> None:
+        self.secret = secrets.token_bytes(_SECRET)
+        self._segment = Segment(mmap.PAGESIZE)
+        content = ctypes.create_string_buffer(self.secret)
+        self._segment.write(0, ctypes.addressof(content), _SECRET)
+        self.name = self._segment.name
+
+
+def read_probe(name: SegmentName) -> bytes:
+    """Return the secret of a peer's probe, b"" if this process cannot map its segments."""
+    if not is_supported():
+        return b""
+    try:
+        with map_segment(name, private=False) as mapping:
+            return mapping[:_SECRET]
+    except (OSError, SegmentError, ValueError, OverflowError):
+        return b""

@@ -1,0 +1,259 @@
+"""Shared memory between the two ends of one connection: who may map what, and what was freed.
+
+Each end shows the other a probe segment. An end that gets its secret back may send tensors in
+segments. Released segments are told on the connection. (tests/loopback/test_shared_memory.py)
+"""
+
+import asyncio
+import hmac
+import mmap
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from .._aio.entry_queue import EntryQueue
+from .._aio.segments import SegmentName, as_buffer, is_supported, map_segment, read_probe
+from .frames import MAX_FRAME, SEGMENTS, SHARED, ProtocolError, frame
+from .messages import dump_plain
+from .payloads import attach_data, detach_data
+from .pickling import load_plain
+from .segment_store import Lease, SegmentStore, store_of
+from .shared_tensors import Block, place, read_places, tensors_at
+
+Sent = Callable[[bytes | None], object]
+"""Sends the frame of a message, or sends the message otherwise if it gets None."""
+
+
+def unshared_frame(data: bytes) -> bytes:
+    """Return the frame of a message without tensors that `SegmentLink.read` reads."""
+    return frame(SHARED, dump_plain(((), (), data)))
+
+
+class Wire(Protocol):
+    """The connection of a link."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether frames may be sent."""
+        ...
+
+    @property
+    def is_local(self) -> bool:
+        """Return whether the peer is a process of this host."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Write frames."""
+
+
+class SegmentLink:
+    """The shared memory of one end of a connection. Confined to the event loop `loop`.
+
+    Attributes:
+        can_send: True if the peer has shown that it can map segments of this process.
+        sent: number of messages sent in segments.
+    """
+
+    def __init__(self, wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
+        self.can_send = False
+        self.sent = 0
+        self._wire = wire
+        self._loop = loop
+        self._store: SegmentStore | None = None
+        self._leased: Counter[int] = Counter()  # segments that the peer holds
+        self._unopened: Counter[int] = Counter()  # those that it has not mapped yet
+        self._copying = 0  # messages whose tensors are being written
+        self._peer = 0  # its process id
+        self._mappings: dict[int, mmap.mmap] = {}  # of the peer's segments, by number
+        self._buffers: dict[int, weakref.ref[Any]] = {}  # that tensors here lie in
+        self._last_buffer = 0
+        self._freed: EntryQueue[tuple[int, int]] = EntryQueue(loop, self._on_freed)
+        self._news: tuple[list[int], list[int], list[int]] = [], [], []
+
+    def __repr__(self) -> str:
+        held = self._leased.total()
+        return f"<SegmentLink {held} segments held by the peer, {len(self._buffers)} of it>"
+
+    def has_work(self) -> bool:
+        """Return whether the peer still needs this process to get a message."""
+        return bool(self._copying or self._unopened)
+
+    # ── negotiation ─────────────────────────────────────────────────────────────────────────────
+
+    def offer(self) -> None:
+        """Show the peer the probe, if it is a process of this host."""
+        if self._wire.is_local and is_supported() and (name := self._open()) is not None:
+            self._write(offer=tuple(name))
+
+    def _open(self) -> SegmentName | None:
+        if self._store is None:
+            try:
+                self._store = store_of(self._loop)
+            except OSError:  # memfd_create is forbidden here, for one
+                return None
+            self._store.attach(self)
+            return self._store.probe.name
+        return None
+
+    def on_frame(self, data: bytes) -> None:
+        """Handle a SEGMENTS frame.
+
+        Raises an exception of any class if the frame is malformed.
+        """
+        offer, proof, released, forgotten, opened = load_plain(data)
+        if offer is not None:
+            self._on_offer(SegmentName(*offer))
+        if proof is not None and self._store is not None:
+            self.can_send = hmac.compare_digest(proof, self._store.probe.secret)
+        for number in opened:
+            self._count_down(self._unopened, number)
+        for number in released:
+            self._count_down(self._leased, number)
+            if self._store is not None:
+                self._store.release(number)
+        for number in forgotten:
+            self._mappings.pop(number, None)
+
+    def _on_offer(self, name: SegmentName) -> None:
+        if {*map(type, name)} != {int}:
+            raise ProtocolError(f"malformed name of a segment: {name}")
+        if self._wire.is_local and is_supported():
+            self._peer = name.pid
+            mine = self._open()
+            self._write(offer=mine and tuple(mine), proof=read_probe(name))
+
+    def _count_down(self, counts: Counter[int], number: int) -> None:
+        if not counts[number]:
+            raise ProtocolError(f"segment {number!r} is not held by the peer")
+        counts[number] -= 1
+        if not counts[number]:
+            del counts[number]
+
+    def _write(self, offer: Any = None, proof: bytes | None = None, news: Any = ((),) * 3) -> None:
+        if self._wire.is_open:
+            self._wire.write(frame(SEGMENTS, dump_plain((offer, proof, *news))))
+
+    # ── sending ─────────────────────────────────────────────────────────────────────────────────
+
+    def send(self, data: bytes, tensors: Sequence[Tensor], then: Sent) -> bool:
+        """Send a message with its tensors in segments, if they can be.
+
+        Args:
+            data: The rest of the message.
+            tensors: Its tensors.
+            then: Is called with the frame to write, now or when large tensors are copied. It is
+                called with None if the copy has failed.
+
+        Returns:
+            False if the message has to be sent otherwise; `then` is not called.
+        """
+        if not self.can_send or self._store is None:
+            return False
+        data, tensors = attach_data(data, tensors)
+        found = place(tensors)
+        if found is None or not all(map(self._store.write, found[0])):
+            return False
+        self._copying += 1
+        body = [tuple(each) for each in found[1]], data
+        self._finish(found[0], body, then)
+        return True
+
+    def _finish(self, blocks: Sequence[Block], body: tuple[Any, ...], then: Sent) -> None:
+        """Pass the frame on when all blocks are written."""
+        leases: list[Lease] = [block.lease for block in blocks]
+        for lease in leases:
+            if not lease.is_written:
+                lease.waiters.append(lambda: self._finish(blocks, body, then))
+                return
+        self._copying -= 1
+        names = [
+            (each.number, *each.segment.name[1:], block.is_shared)
+            for block, each in zip(blocks, leases, strict=True)
+        ]
+        data = dump_plain((names, *body))
+        is_sendable = self._wire.is_open and len(data) <= MAX_FRAME
+        if any(each.error is not None for each in leases) or not is_sendable:
+            then(None)
+        else:
+            self._hold(blocks)
+            self.sent += 1
+            then(frame(SHARED, data))
+        for block in blocks:
+            if not block.is_shared:
+                block.lease.close()
+
+    def _hold(self, blocks: Iterable[Block]) -> None:
+        assert self._store is not None
+        for block in blocks:
+            number = block.lease.number
+            if not self._store.hold(number, None if block.is_shared else self):
+                self._unopened[number] += 1
+            self._leased[number] += 1
+
+    def forget(self, number: int) -> None:
+        """Tell the peer that a segment of this process is closed."""
+        self._tell(1, number)
+
+    # ── receiving ───────────────────────────────────────────────────────────────────────────────
+
+    def read(self, data: bytes) -> tuple[bytes, Sequence[Tensor]]:
+        """Return data and tensors of a SHARED frame. The tensors lie in the peer's segments.
+
+        Raises an exception of any class if the frame is malformed.
+        """
+        names, fields, rest = load_plain(data)
+        places = read_places(fields, [size for _, _, _, size, _ in names])
+        buffers = [self._map(*name) for name in names]
+        return detach_data(rest, tensors_at(places, buffers))
+
+    def _map(self, number: int, descriptor: int, inode: int, size: int, private: bool) -> Any:
+        """Return the memory of a segment of the peer; its release is told when it is freed."""
+        name = SegmentName(self._peer, descriptor, inode, size)
+        if {*map(type, (number, *name))} != {int} or not self._peer:
+            raise ProtocolError(f"malformed name of a segment: {name}")
+        mapping = None if private else self._mappings.get(number)
+        if mapping is None:
+            mapping = map_segment(name, private=private)
+            self._tell(2, number)
+            if not private:
+                self._mappings[number] = mapping
+        if len(mapping) != size:
+            raise ProtocolError(f"segment {number} has {len(mapping)} bytes, not {size}")
+        buffer = as_buffer(mapping)
+        key = self._last_buffer = self._last_buffer + 1
+        freed = self._freed
+        self._buffers[key] = weakref.ref(buffer, lambda _: freed.put((key, number)))
+        return buffer
+
+    def _on_freed(self, freed: tuple[int, int]) -> None:
+        key, number = freed
+        if self._buffers.pop(key, None) is not None:
+            self._tell(0, number)
+
+    def _tell(self, kind: int, number: int) -> None:
+        """Tell the peer, at the end of this iteration, that a segment is released, closed, open."""
+        if not any(self._news):
+            self._loop.call_soon(self._send_news)
+        self._news[kind].append(number)
+
+    def _send_news(self) -> None:
+        news, self._news = self._news, ([], [], [])
+        self._write(news=news)
+
+    # ── end ─────────────────────────────────────────────────────────────────────────────────────
+
+    def close(self) -> None:
+        """Give up what the peer holds: it may still read it, so it is not used again."""
+        self.can_send = False
+        store, self._store = self._store, None
+        if store is not None:
+            for number in self._leased.elements():
+                store.abandon(number)
+            store.detach(self)
+        self._leased.clear()
+        self._unopened.clear()
+        self._mappings.clear()
+        self._buffers.clear()

@@ -1,0 +1,264 @@
+"""The shared-memory segments of one event loop: made, written, used again and closed.
+
+`SegmentPool` decides; this module makes the segments and copies tensors into them. Small copies are
+made on the loop, large ones in threads. (tests/loopback/test_shared_memory.py)
+"""
+
+import asyncio
+import os
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol
+
+from .._aio.entry_queue import EntryQueue
+from .._aio.loops import call_soon
+from .._aio.segments import Probe, Segment
+from .._aio.threads import ThreadCache
+from .segment_pool import SegmentPool
+from .shared_tensors import Block
+
+COPY_ON_LOOP = 1 << 20
+"""Maximum bytes that are copied on the event loop, in about 0.2 ms."""
+
+IDLE_SECONDS = 5.0
+"""Seconds after which a free segment is closed."""
+
+MAX_COPIES = 2  # at a time; more threads copy no faster
+
+_copy_threads = ThreadCache("aiorpc-copy")
+
+Waiter = Callable[[], object]
+
+
+def memory_limit() -> int:
+    """Return the maximum bytes of an event loop's segments: 1 GiB, or an eighth of the memory."""
+    return min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+
+
+class Forgetful(Protocol):
+    """A link to a peer that keeps mappings of segments."""
+
+    def forget(self, number: int) -> None:
+        """Tell the peer that a segment is closed."""
+
+
+class Lease:
+    """A segment that a block is written to, held until `close`.
+
+    Attributes:
+        number: Number of the segment.
+        is_written: True if the block is written.
+        error: The exception that a copy has raised, or None.
+    """
+
+    def __init__(self, store: "SegmentStore", number: int, segment: Segment) -> None:
+        self.number = number
+        self.segment = segment
+        self.is_written = False
+        self.error: BaseException | None = None
+        self.waiters: list[Waiter] = []
+        self._store: SegmentStore | None = store
+
+    def close(self) -> None:
+        """Stop holding the segment for the sender. In any thread, any number of times."""
+        store, self._store = self._store, None
+        if store is not None:
+            store.returned.put(self.number)
+
+    __del__ = close
+
+
+class SegmentStore:
+    """The segments of one event loop, for all its connections. Use `store_of`.
+
+    Attributes:
+        returned: Queue of segments that the sender no longer holds.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.probe = Probe()
+        self.returned: EntryQueue[int] = EntryQueue(loop, self.release)
+        self._loop = weakref.ref(loop)
+        self._pool = SegmentPool(memory_limit())
+        self._segments: dict[int, Segment] = {}
+        self._users: dict[int, set[Forgetful]] = {}  # links that a segment was sent on
+        self._links: set[Forgetful] = set()
+        self._copies: deque[Lease_] = deque()
+        self._copying = 0
+        self._trimmer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<SegmentStore {self._pool}, {len(self._links)} links>"
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Return the number of segments and their bytes. In any thread."""
+        return len(self._pool), self._pool.total
+
+    # ── links ───────────────────────────────────────────────────────────────────────────────────
+
+    def attach(self, link: Forgetful) -> None:
+        """Keep the store open for a link."""
+        self._links.add(link)
+
+    def detach(self, link: Forgetful) -> None:
+        """Forget a link; close the store with the last one."""
+        self._links.discard(link)
+        for users in self._users.values():
+            users.discard(link)
+        if not self._links:
+            self._close()
+
+    def _close(self) -> None:
+        if (loop := self._loop()) is not None and _stores.get(loop) is self:
+            del _stores[loop]
+        if self._trimmer is not None:
+            self._trimmer.cancel()
+        self._pool = SegmentPool(0)
+        self._segments.clear()
+        self._users.clear()
+
+    # ── segments ────────────────────────────────────────────────────────────────────────────────
+
+    def lease(self, size: int) -> Lease | None:
+        """Return a segment of at least `size` bytes, None if there is no room."""
+        grant = self._pool.acquire(size)
+        if grant is None:
+            return None
+        self._discard(grant.closed)
+        if grant.is_new:
+            try:
+                self._segments[grant.id] = Segment(grant.size)
+            except OSError:  # no memory, or no descriptor
+                self._pool.abandon(grant.id, 0.0)
+                return None
+        return Lease(self, grant.id, self._segments[grant.id])
+
+    def hold(self, number: int, link: Forgetful | None) -> bool:
+        """Note that a segment is sent; return whether it was sent on this link before.
+
+        Args:
+            number: The segment.
+            link: The link if its peer keeps the mapping, else None.
+        """
+        self._pool.hold(number)
+        if link is None:
+            return False
+        users = self._users.setdefault(number, set())
+        is_known = link in users
+        users.add(link)
+        return is_known
+
+    def release(self, number: int) -> None:
+        """Note that a receiver, or the sender, no longer holds a segment."""
+        if number in self._segments:  # else the store was closed
+            self._after(number, self._pool.release(number, time.monotonic()))
+
+    def abandon(self, number: int) -> None:
+        """Note that a segment was sent on a link that has ended."""
+        if number in self._segments:
+            self._after(number, self._pool.abandon(number, time.monotonic()))
+
+    def _after(self, number: int, is_closed: bool) -> None:
+        if is_closed:
+            self._discard((number,))
+        elif self._trimmer is None and self._pool.has_free:
+            self._trim_in(IDLE_SECONDS)
+
+    def _discard(self, numbers: "list[int] | tuple[int, ...]") -> None:
+        for number in numbers:
+            del self._segments[number]
+            for link in self._users.pop(number, ()):
+                link.forget(number)
+
+    def _trim_in(self, seconds: float) -> None:
+        if (loop := self._loop()) is not None and not loop.is_closed():
+            self._trimmer = loop.call_later(seconds, self._trim)
+
+    def _trim(self) -> None:
+        self._trimmer = None
+        now = time.monotonic()
+        self._discard(self._pool.trim(now - IDLE_SECONDS))
+        if (oldest := self._pool.oldest()) is not None:
+            self._trim_in(oldest + IDLE_SECONDS - now + 0.01)
+
+    # ── writing ─────────────────────────────────────────────────────────────────────────────────
+
+    def write(self, block: Block) -> bool:
+        """Write a block, unless it is or is being written; return False if there is no room.
+
+        The block has a lease then. `Lease.waiters` are called once it is written.
+        """
+        if block.lease is not None:
+            return block.lease.error is None
+        lease = block.lease = self.lease(block.size)
+        if lease is None:
+            return False
+        if block.size <= COPY_ON_LOOP:
+            block.write(lease.segment.write)
+            _end(block)
+        else:
+            self._copies.append((block, lease))
+            self._start_copies()
+        return True
+
+    def _start_copies(self) -> None:
+        while self._copies and self._copying < MAX_COPIES:
+            block, lease = self._copies.popleft()
+            self._copying += 1
+            try:
+                _copy_threads(partial(self._copy, block, lease))
+            except RuntimeError:  # no thread could be started
+                self._copy(block, lease)
+
+    def _copy(self, block: Block, lease: Lease) -> None:
+        """Write a block, in a thread."""
+        try:
+            block.write(lease.segment.write)
+        except BaseException as exc:
+            lease.error = exc
+        if (loop := self._loop()) is not None:
+            call_soon(loop, self._on_copied, block)
+
+    def _on_copied(self, block: Block) -> None:
+        self._copying -= 1
+        self._start_copies()
+        _end(block)
+
+
+Lease_ = tuple[Block, Lease]
+
+
+def _end(block: Block) -> None:
+    """Note that a block is written."""
+    block.sources.clear()
+    lease: Lease = block.lease
+    lease.is_written = True
+    waiters, lease.waiters = lease.waiters, []
+    for waiter in waiters:
+        waiter()
+
+
+_stores: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, SegmentStore]" = (
+    weakref.WeakKeyDictionary()
+)
+
+
+def store_of(loop: asyncio.AbstractEventLoop) -> SegmentStore:
+    """Return the store of a loop, a new one if it has none.
+
+    Raises:
+        OSError: if this process cannot make segments.
+    """
+    if (found := _stores.get(loop)) is None:
+        found = _stores[loop] = SegmentStore(loop)
+    return found
+
+
+def segment_counts() -> tuple[int, int]:
+    """Return the number of segments of this process, and their bytes. In any thread."""
+    sizes = [store.size for store in [*_stores.values()]]
+    return sum(count for count, _ in sizes), sum(size for _, size in sizes)
