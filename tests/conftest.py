@@ -10,6 +10,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and se
 import pytest
 from hypothesis import Phase, settings
 
+from aiorpc_torch._aio import segments
 from aiorpc_torch.testing import leaks
 from tests.support.gated_batches import gated as gated, skip as skip
 
@@ -70,3 +71,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 @pytest.fixture(autouse=True)
 def _no_leaks(no_leaks: None) -> None:
     """No test leaves anything behind."""
+
+
+@pytest.fixture
+def over_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors travel by torch RPC, as between hosts. Request it before the world."""
+    monkeypatch.setenv(segments.SWITCH, "0")

@@ -51,6 +51,43 @@ def is_supported() -> bool:
     return bool(_SEALS) and hasattr(os, "memfd_create") and os.environ.get(SWITCH) != "0"
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
+_libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_FAILED = ctypes.c_void_p(-1).value
+
+Buffer = ctypes.Array[ctypes.c_ubyte]
+
+
+class Mapping:
+    """A mapping of a file into memory, until the object and its buffers are gone.
+
+    Python's `mmap` keeps a descriptor for each mapping; a receiver would soon have none left.
+
+    Raises:
+        OSError: if there is no address space.
+    """
+
+    __slots__ = ("__weakref__", "address", "size")
+
+    def __init__(self, descriptor: int, size: int, flags: int) -> None:
+        access = mmap.PROT_READ | mmap.PROT_WRITE
+        address = _libc.mmap(None, size, access, flags, descriptor, 0)
+        if address in (None, _FAILED):
+            number = ctypes.get_errno()
+            raise OSError(number, os.strerror(number))
+        self.address: int = address
+        self.size = size
+        weakref.finalize(self, _libc.munmap, address, size).atexit = False
+
+    def buffer(self) -> Buffer:
+        """Return the memory as a new object, which weak references can refer to."""
+        found = (ctypes.c_ubyte * self.size).from_address(self.address)
+        found.mapping = self  # type: ignore[attr-defined]
+        return found
+
+
 class Segment:
     """A segment of this process. Its descriptor is closed with the object.
 
@@ -61,15 +98,14 @@ class Segment:
         OSError: if there is no memory or no descriptor for it.
     """
 
-    __slots__ = ("__weakref__", "_memory", "address", "name")
+    __slots__ = ("__weakref__", "_mapping", "name")
 
     def __init__(self, size: int) -> None:
         descriptor = os.memfd_create("aiorpc", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         weakref.finalize(self, os.close, descriptor).atexit = False
         os.ftruncate(descriptor, size)
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, _SEALS)  # no receiver gets a SIGBUS
-        self._memory = _as_array(mmap.mmap(descriptor, size), size)
-        self.address = ctypes.addressof(self._memory)
+        self._mapping = Mapping(descriptor, size, mmap.MAP_SHARED)
         self.name = SegmentName(os.getpid(), descriptor, os.fstat(descriptor).st_ino, size)
 
     def __repr__(self) -> str:
@@ -83,10 +119,10 @@ class Segment:
         """
         if not 0 <= offset <= self.name.size - size:
             raise ValueError(f"{size} bytes at {offset} exceed a segment of {self.name.size}")
-        ctypes.memmove(self.address + offset, address, size)
+        ctypes.memmove(self._mapping.address + offset, address, size)
 
 
-def map_segment(name: SegmentName, *, private: bool) -> mmap.mmap:
+def map_segment(name: SegmentName, *, private: bool) -> Mapping:
     """Map a segment of another process, or of this one, for reading and writing.
 
     Args:
@@ -99,19 +135,9 @@ def map_segment(name: SegmentName, *, private: bool) -> mmap.mmap:
     """
     descriptor = _open(name)
     try:
-        flags = mmap.MAP_PRIVATE if private else mmap.MAP_SHARED
-        return mmap.mmap(descriptor, name.size, flags, mmap.PROT_READ | mmap.PROT_WRITE)
+        return Mapping(descriptor, name.size, mmap.MAP_PRIVATE if private else mmap.MAP_SHARED)
     finally:
         os.close(descriptor)
-
-
-def as_buffer(mapping: mmap.mmap) -> "ctypes.Array[ctypes.c_ubyte]":
-    """Return the bytes of a mapping as an object that weak references can refer to."""
-    return _as_array(mapping, len(mapping))
-
-
-def _as_array(mapping: mmap.mmap, size: int) -> "ctypes.Array[ctypes.c_ubyte]":
-    return (ctypes.c_ubyte * size).from_buffer(mapping)
 
 
 def _open(name: SegmentName) -> int:
@@ -160,7 +186,6 @@ def read_probe(name: SegmentName) -> bytes:
     if not is_supported():
         return b""
     try:
-        with map_segment(name, private=False) as mapping:
-            return mapping[:_SECRET]
+        return bytes(map_segment(name, private=False).buffer()[:_SECRET])
     except (OSError, SegmentError, ValueError, OverflowError):
         return b""

@@ -133,6 +133,7 @@ class Connection(Channel):
         self._methods: dict[str, _Method] = {}  # of lone calls, by name
         self._slot_keys: dict[int, Any] = {}  # objects of calls whose payloads go by torch
         self._wake: list[InlineFuture] = []  # resolved by the current read
+        self._still_woken = 0  # callers that the read before woke, if this one brings no reply
         self._opening: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
@@ -487,6 +488,7 @@ class Connection(Channel):
         return len(outcomes)
 
     def _on_segments(self, data: bytes) -> None:
+        self._still_woken = self._state.woken  # this frame wakes none, and the next call is alone
         could_send = self._segments.can_send
         self._segments.on_frame(data)
         if self._segments.can_send and not could_send:  # results come in segments, too
@@ -508,7 +510,8 @@ class Connection(Channel):
         if observer.lost_peers:
             observer.on_message(name)
         wake, self._wake = self._wake, []
-        self._state.woken = len(wake)
+        self._state.woken = len(wake) or self._still_woken
+        self._still_woken = 0
         if self._state.queue:
             self.flush()
         if len(wake) == 1:

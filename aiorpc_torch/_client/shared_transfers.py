@@ -4,6 +4,7 @@ A payload fills the slot of its call. An item of a stream that is still being co
 is announced first, so that items stay in order. (tests/loopback/test_shared_memory.py)
 """
 
+import logging
 import time
 from collections.abc import Sequence
 from functools import partial
@@ -15,6 +16,8 @@ from .._protocol.segment_link import SegmentLink
 from .._protocol.tensors import TensorTable
 from .pending import ReplyReceiver
 from .stream_reader import Item, StreamReader
+
+log = logging.getLogger("aiorpc_torch")
 
 
 class Owner(Protocol):
@@ -51,8 +54,12 @@ class SharedTransfers:
         if not self._link.can_send or call.recorded is not None:
             return False
         tensors = TensorTable()
-        data = dump_plain(tuple(encode_calls((call,), time.monotonic(), tensors)))
-        return self._link.send(data, tensors, partial(self._on_written, call))
+        try:
+            data = dump_plain(tuple(encode_calls((call,), time.monotonic(), tensors)))
+            return self._link.send(data, tensors, partial(self._on_written, call))
+        except Exception as exc:  # no memory, for one; its slot is open, so the call must be sent
+            log.debug("a payload cannot be written to shared memory: %r", exc)
+            return False
 
     def _on_written(self, call: EncodedCall, data: bytes | None) -> None:
         # Also for a cancelled call: the callee drops the payload and releases its memory.

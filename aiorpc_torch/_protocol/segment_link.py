@@ -6,7 +6,6 @@ segments. Released segments are told on the connection. (tests/loopback/test_sha
 
 import asyncio
 import hmac
-import mmap
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
@@ -15,8 +14,8 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from .._aio.entry_queue import EntryQueue
-from .._aio.segments import SegmentName, as_buffer, is_supported, map_segment, read_probe
-from .frames import MAX_FRAME, SEGMENTS, SHARED, ProtocolError, frame
+from .._aio.segments import Mapping, SegmentName, is_supported, map_segment, read_probe
+from .frames import SEGMENTS, SHARED, ProtocolError, frame
 from .messages import dump_plain
 from .payloads import attach_data, detach_data
 from .pickling import load_plain
@@ -67,7 +66,7 @@ class SegmentLink:
         self._unopened: Counter[int] = Counter()  # those that it has not mapped yet
         self._copying = 0  # messages whose tensors are being written
         self._peer = 0  # its process id
-        self._mappings: dict[int, mmap.mmap] = {}  # of the peer's segments, by number
+        self._mappings: dict[int, Mapping] = {}  # of the peer's segments, by number
         self._buffers: dict[int, weakref.ref[Any]] = {}  # that tensors here lie in
         self._last_buffer = 0
         self._freed: EntryQueue[tuple[int, int]] = EntryQueue(loop, self._on_freed)
@@ -169,24 +168,28 @@ class SegmentLink:
                 lease.waiters.append(lambda: self._finish(blocks, body, then))
                 return
         self._copying -= 1
-        names = [
-            (each.number, *each.segment.name[1:], block.is_shared)
-            for block, each in zip(blocks, leases, strict=True)
-        ]
-        data = dump_plain((names, *body))
-        is_sendable = self._wire.is_open and len(data) <= MAX_FRAME
-        if any(each.error is not None for each in leases) or not is_sendable:
-            then(None)
-        else:
+        is_written = self._wire.is_open and all(each.error is None for each in leases)
+        data = self._encode(blocks, body) if is_written else None
+        if data is not None:
             self._hold(blocks)
-            self.sent += 1
-            then(frame(SHARED, data))
+        then(data)
         for block in blocks:
             if not block.is_shared:
                 block.lease.close()
 
+    def _encode(self, blocks: Iterable[Block], body: tuple[Any, ...]) -> bytes | None:
+        """Return the frame of a message, None if a frame cannot hold it."""
+        names = [
+            (each.lease.number, *each.lease.segment.name[1:], each.is_shared) for each in blocks
+        ]
+        try:
+            return frame(SHARED, dump_plain((names, *body)))
+        except (ValueError, MemoryError):  # too many tensors, for one
+            return None
+
     def _hold(self, blocks: Iterable[Block]) -> None:
         assert self._store is not None
+        self.sent += 1
         for block in blocks:
             number = block.lease.number
             if not self._store.hold(number, None if block.is_shared else self):
@@ -220,9 +223,9 @@ class SegmentLink:
             self._tell(2, number)
             if not private:
                 self._mappings[number] = mapping
-        if len(mapping) != size:
-            raise ProtocolError(f"segment {number} has {len(mapping)} bytes, not {size}")
-        buffer = as_buffer(mapping)
+        if mapping.size != size:
+            raise ProtocolError(f"segment {number} has {mapping.size} bytes, not {size}")
+        buffer = mapping.buffer()
         key = self._last_buffer = self._last_buffer + 1
         freed = self._freed
         self._buffers[key] = weakref.ref(buffer, lambda _: freed.put((key, number)))

@@ -22,7 +22,7 @@ class Grant(NamedTuple):
         id: Number of the segment; numbers are never used again.
         size: Bytes of the segment.
         is_new: True if the segment has to be made.
-        closed: Numbers of free segments that have to be closed to make room.
+        closed: Numbers of free segments that have to be closed for it.
     """
 
     id: int
@@ -77,7 +77,7 @@ class SegmentPool:
         return bool(self._free)
 
     def acquire(self, size: int) -> Grant | None:
-        """Return a segment for `size` bytes, None if there is no room within the limit."""
+        """Return a segment for `size` bytes, None if the limit excludes it."""
         size = segment_size(size)
         if free := self._free.get(size):
             found = free.pop()

@@ -86,7 +86,7 @@ class SegmentStore:
         self._segments: dict[int, Segment] = {}
         self._users: dict[int, set[Forgetful]] = {}  # links that a segment was sent on
         self._links: set[Forgetful] = set()
-        self._copies: deque[Lease_] = deque()
+        self._copies: deque[Block] = deque()
         self._copying = 0
         self._trimmer: asyncio.TimerHandle | None = None
 
@@ -117,6 +117,7 @@ class SegmentStore:
             del _stores[loop]
         if self._trimmer is not None:
             self._trimmer.cancel()
+        del self.probe
         self._pool = SegmentPool(0)
         self._segments.clear()
         self._users.clear()
@@ -124,7 +125,7 @@ class SegmentStore:
     # ── segments ────────────────────────────────────────────────────────────────────────────────
 
     def lease(self, size: int) -> Lease | None:
-        """Return a segment of at least `size` bytes, None if there is no room."""
+        """Return a segment of at least `size` bytes, None if no memory is left."""
         grant = self._pool.acquire(size)
         if grant is None:
             return None
@@ -188,7 +189,7 @@ class SegmentStore:
     # ── writing ─────────────────────────────────────────────────────────────────────────────────
 
     def write(self, block: Block) -> bool:
-        """Write a block, unless it is or is being written; return False if there is no room.
+        """Write a block, unless it is or is being written; return False if no memory is left.
 
         The block has a lease then. `Lease.waiters` are called once it is written.
         """
@@ -201,21 +202,23 @@ class SegmentStore:
             block.write(lease.segment.write)
             _end(block)
         else:
-            self._copies.append((block, lease))
+            self._copies.append(block)
             self._start_copies()
         return True
 
     def _start_copies(self) -> None:
         while self._copies and self._copying < MAX_COPIES:
-            block, lease = self._copies.popleft()
+            job = [self._copies.popleft()]
             self._copying += 1
             try:
-                _copy_threads(partial(self._copy, block, lease))
+                _copy_threads(partial(self._copy, job))
             except RuntimeError:  # no thread could be started
-                self._copy(block, lease)
+                self._copy(job)
 
-    def _copy(self, block: Block, lease: Lease) -> None:
-        """Write a block, in a thread."""
+    def _copy(self, job: list[Block]) -> None:
+        """Write a block, in a thread. An idle thread keeps `job` alive, so it is emptied."""
+        block = job.pop()
+        lease: Lease = block.lease
         try:
             block.write(lease.segment.write)
         except BaseException as exc:
@@ -227,9 +230,6 @@ class SegmentStore:
         self._copying -= 1
         self._start_copies()
         _end(block)
-
-
-Lease_ = tuple[Block, Lease]
 
 
 def _end(block: Block) -> None:

@@ -289,17 +289,18 @@ class Session(Channel):
         """Send a large result in shared memory; return False if it has to be held."""
         if not self._segments.can_send:
             return False
-        try:
-            data, tensors = encode_reply((result,))
-        except Exception:  # the one who collects it is told
-            return False
+        is_item = type(result[0]) is tuple
+        if is_item:
+            self._queue((result[0], COMING, size), 0)  # its place in the stream
         written = functools.partial(self._on_written, result, size)
-        if type(result[0]) is int:
-            return self._segments.send(data, tensors, written)
-        self._queue((result[0], COMING, size), 0)  # the item's place in its stream
-        if not self._segments.send(data, tensors, written):
+        try:
+            is_sent = self._segments.send(*encode_reply((result,)), written)
+        except Exception as exc:  # no memory, for one: torch's reply says so
+            log.debug("a result cannot be written to shared memory: %r", exc)
+            is_sent = False
+        if is_item and not is_sent:
             written(None)
-        return True
+        return is_item or is_sent
 
     def _on_written(self, result: EncodedResult, size: int, data: bytes | None) -> None:
         """Send the frame of a result in shared memory; hold the result if there is none."""

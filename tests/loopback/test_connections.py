@@ -258,6 +258,7 @@ def fail_once(
     return failing
 
 
+@pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("transport.memory")
 @pytest.mark.parametrize("size", [0, LARGE])
 async def test_no_memory_for_a_frame_loses_no_call(
@@ -330,6 +331,7 @@ class Sending:
             self.gated.pop(0)()
 
 
+@pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("transport.large_results")
 async def test_a_large_result_is_held_and_collected_then_goes_by_torch(tap: Tap) -> None:
     """Later calls of the method are a slot each, until a result of it is small again."""
@@ -382,6 +384,7 @@ async def test_a_held_result_is_released_when_its_caller_leaves(
     assert stats().in_flight == 0
 
 
+@pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("order.payload")
 async def test_a_payload_on_its_way_delays_its_own_object_only(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
@@ -404,6 +407,7 @@ async def test_a_payload_on_its_way_delays_its_own_object_only(
     assert own.order == [0, bytes(LARGE), 2]
 
 
+@pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("order.payload_released")
 async def test_a_cancelled_payload_releases_later_calls(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
@@ -429,6 +433,7 @@ def server_session() -> session.Session:
     return server()._sessions[own_connection()._key]
 
 
+@pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("order.payload_released")
 async def test_a_payload_that_torch_refuses_withdraws_its_slot(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch

@@ -383,6 +383,7 @@ def test_frames_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
     hit()
 
 
+@pytest.mark.usefixtures("over_torch")
 def test_slots_and_controls_that_are_not_as_they_were(victim: Victim) -> None:
     """Among real frames; and with payloads that belong to none of them."""
 
@@ -801,6 +802,7 @@ ANSWERS = {
 }
 
 
+@pytest.mark.usefixtures("over_torch")
 @pytest.mark.parametrize("what", ANSWERS)
 @pytest.mark.parametrize("endpoint", ["payload", "collect"])
 def test_answers_of_torchs_that_make_no_sense(liar: Liar, endpoint: str, what: str) -> None:

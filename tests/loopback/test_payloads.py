@@ -302,7 +302,7 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0)
 
 
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("over_torch", "world")
 async def test_a_cancelled_payload_leaves_the_window(monkeypatch: pytest.MonkeyPatch) -> None:
     """A call that is cancelled before its payload is there does not fill the window for ever."""
     notes = remote(RRef(Notes()))
@@ -321,7 +321,7 @@ async def test_a_cancelled_payload_leaves_the_window(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.promise("deadlines.cancelled_slot")
-@pytest.mark.usefixtures("world")
+@pytest.mark.usefixtures("over_torch", "world")
 async def test_a_cancelled_call_does_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its payload is there and waits behind another's when it is cancelled."""
     notes = Notes()

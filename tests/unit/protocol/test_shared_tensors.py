@@ -1,0 +1,222 @@
+"""Tensors in blocks: they arrive as they were, or the message is refused before memory is read."""
+
+import ctypes
+import math
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, strategies as st
+from torch import Tensor
+
+from aiorpc_torch._protocol.shared_tensors import (
+    ALIGNMENT,
+    Block,
+    Place,
+    can_share,
+    place,
+    read_places,
+    share,
+    tensors_at,
+)
+from aiorpc_torch._protocol.tensors import _DTYPES, INLINE_BYTES
+
+LARGE = INLINE_BYTES // 4 + 1  # elements of float32
+
+SHAPES = st.lists(st.integers(0, 5), max_size=4)
+
+
+class Spec(NamedTuple):
+    """How to make a tensor: torch cannot print those of some dtypes."""
+
+    dtype: str
+    shape: list[int]
+    data: bytes
+    way: str
+
+    def make(self) -> Tensor:
+        """One that is dense, transposed or expanded."""
+        dtype, elements = _DTYPES[self.dtype], math.prod(self.shape)
+        if not elements:
+            return torch.empty(self.shape, dtype=dtype)
+        size = elements * dtype.itemsize
+        content = (self.data * (size // len(self.data) + 1))[:size]
+        found = torch.frombuffer(bytearray(content), dtype=dtype).reshape(self.shape)
+        if self.way == "transposed" and len(self.shape) > 1:
+            return found.transpose(0, -1)
+        return found.expand(3, *self.shape) if self.way == "expanded" else found
+
+
+SPECS = st.builds(
+    Spec,
+    st.sampled_from(sorted(_DTYPES)),
+    SHAPES,
+    st.binary(min_size=1, max_size=8),
+    st.sampled_from(["dense", "transposed", "expanded"]),
+)
+
+
+def received(sent: list[Tensor]) -> list[Tensor]:
+    """What a receiver gets, from copies of the blocks."""
+    found = place(sent)
+    assert found is not None
+    blocks, places = found
+    buffers = []
+    for block in blocks:
+        buffer = (ctypes.c_ubyte * max(1, block.size))()
+        block.write(
+            lambda start, address, size, to=buffer: ctypes.memmove(
+                ctypes.addressof(to) + start, address, size
+            )
+        )
+        buffers.append(buffer)
+    return tensors_at(read_places(map(tuple, places), [*map(len, buffers)]), buffers)
+
+
+def content(tensor: Tensor) -> bytes:
+    """The bytes of its storage."""
+    storage = tensor.untyped_storage()
+    return ctypes.string_at(storage.data_ptr(), storage.nbytes()) if tensor.numel() else b""
+
+
+@pytest.mark.filterwarnings("ignore:.*support is experimental")
+@given(st.lists(SPECS, max_size=4))
+def test_tensors_arrive_as_they_were(specs: list[Spec]) -> None:
+    """Bit by bit, with dtype, shape and strides."""
+    sent = [each.make() for each in specs]
+    for one, other in zip(sent, received(sent), strict=True):
+        assert (one.dtype, one.shape, one.stride()) == (other.dtype, other.shape, other.stride())
+        assert content(one) == content(other)
+        assert not one.numel() or other.data_ptr() != one.data_ptr()
+
+
+def test_views_of_one_storage_share_it() -> None:
+    """As in a message of torch."""
+    x = torch.arange(12.0).reshape(3, 4)
+    one, other, third = received([x, x.t(), x.clone()])
+    one.zero_()
+    assert not other.any()
+    assert third.any()
+
+
+@pytest.mark.parametrize("needs", [False, True])
+def test_requires_grad_travels(needs: bool) -> None:
+    (found,) = received([torch.ones(3, requires_grad=needs)])
+    assert found.requires_grad is needs
+    assert found.is_leaf
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize")
+def test_what_torch_has_to_send() -> None:
+    """Anything whose storage is not all of it, or not in this process's memory."""
+    freed = torch.ones(10)
+    freed.untyped_storage().resize_(0)
+    for each in (
+        torch.ones(3).to_sparse(),
+        torch.ones(3, dtype=torch.complex64).conj(),
+        torch._neg_view(torch.ones(3)),
+        torch.empty(3, device="meta"),
+        torch.quantize_per_tensor(torch.ones(3), 0.1, 0, torch.qint8),
+        freed,
+    ):
+        assert place([torch.ones(2), each]) is None
+    with torch.inference_mode():
+        assert can_share(torch.ones(3))
+
+
+# ── what many receivers get ─────────────────────────────────────────────────────────────────────
+
+
+def test_shared_tensors_have_one_block() -> None:
+    """Every message finds the same block, and a block of its own for other tensors."""
+    x, own = torch.ones(LARGE), torch.zeros(3)
+    shared = share([x, x.view(1, -1)])
+    blocks = [place([*shared, own]) for _ in range(2)]
+    assert blocks[0] is not None and blocks[1] is not None
+    (one, rest), (other, further) = blocks[0][0], blocks[1][0]
+    assert one is other
+    assert one.is_shared
+    assert rest is not further
+    assert one.size < 2 * x.nbytes  # one storage
+    assert [each.block for each in blocks[0][1]] == [0, 0, 1]
+
+
+def test_what_is_shared_is_not_taken_for_what_is_sent_later() -> None:
+    """The same tensor may be changed before it is sent again."""
+    x = torch.ones(LARGE)
+    (shared,) = share([x])
+    assert shared is not x
+    assert shared.data_ptr() == x.data_ptr()
+    for other in (x, share([x])[0]):
+        first, second = place([shared]), place([other])
+        assert first is not None and second is not None
+        assert first[0][0] is not second[0][0]
+
+
+def test_small_tensors_and_those_with_gradients_are_not_shared() -> None:
+    """The one would gain nothing; the other could not be recorded."""
+    small, graded = torch.ones(3), torch.ones(LARGE, requires_grad=True)
+    assert share([small])[0] is small
+    assert share([graded])[0] is graded
+
+
+# ── malformed places ────────────────────────────────────────────────────────────────────────────
+
+GOOD = Place(0, 0, 48, "float32", 0, (3, 4), (4, 1), False)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"block": 1},
+        {"block": -1},
+        {"block": True},
+        {"start": 64},
+        {"start": -64},
+        {"size": 47},
+        {"size": 1 << 62},
+        {"dtype": "qint8"},
+        {"dtype": "float33"},
+        {"dtype": 5},
+        {"offset": 1},
+        {"offset": -1},
+        {"shape": (3, 5)},
+        {"shape": (3,)},
+        {"shape": (-3, -4)},
+        {"shape": (1 << 40, 1 << 40), "strides": (0, 0)},
+        {"shape": (3.0, 4)},
+        {"shape": [3, 4]},
+        {"strides": (5, 1)},
+        {"strides": (-4, 1)},
+        {"strides": (1 << 62, 1)},
+        {"requires_grad": 1},
+    ],
+    ids=str,
+)
+def test_a_malformed_place_is_refused(change: dict[str, Any]) -> None:
+    """Before any memory is read."""
+    read_places([GOOD], [64])
+    with pytest.raises((TypeError, ValueError)):
+        read_places([GOOD._replace(**change)], [64])
+
+
+@given(st.tuples(*[st.integers(-3, 100)] * 3), SHAPES, SHAPES, st.integers(-1, 50))
+def test_an_accepted_place_lies_in_its_segment(
+    numbers: tuple[int, int, int], shape: list[int], strides: list[int], offset: int
+) -> None:
+    """Torch finds every element of it in the segment's bytes."""
+    block, start, size = numbers
+    given = Place(block, start, size, "int16", offset, (*shape,), (*strides,), False)
+    try:
+        places = read_places([given], [128])
+    except (TypeError, ValueError):
+        return
+    buffer = (ctypes.c_ubyte * 128)(*[7] * 128)
+    (found,) = tensors_at(places, [buffer])
+    assert found.tolist() == torch.full(shape, 0x0707, dtype=torch.int16).tolist()
+
+
+def test_a_block_knows_a_storage_once() -> None:
+    block, x = Block(), torch.ones(10)
+    assert block.add(x.untyped_storage()) == block.add(x[2:].untyped_storage()) == 0
+    assert block.add(torch.ones(1).untyped_storage()) == ALIGNMENT
