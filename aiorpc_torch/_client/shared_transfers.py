@@ -86,8 +86,9 @@ class SharedTransfers:
             if (awaited := self._coming.pop(key, None)) is None:
                 results.append((key, value))
             elif type(value) is HeldResult:
-                self._owner.collect(key, *awaited)
+                receiver, awaited_item = awaited
+                awaited_item.value = value
+                self._owner.collect(key, receiver, awaited_item)
             else:
-                receiver, item = awaited
-                receiver.fill(item, value)
+                awaited[0].fill(awaited[1], value)
         return results

@@ -199,12 +199,12 @@ class SegmentStore:
         if lease is None:
             return False
         if block.size <= COPY_ON_LOOP:
-            block.write(lease.segment.write)
+            _copy(block)
             _end(block)
         else:
             self._copies.append(block)
             self._start_copies()
-        return True
+        return lease.error is None
 
     def _start_copies(self) -> None:
         while self._copies and self._copying < MAX_COPIES:
@@ -217,12 +217,7 @@ class SegmentStore:
 
     def _copy(self, job: list[Block]) -> None:
         """Write a block, in a thread. An idle thread keeps `job` alive, so it is emptied."""
-        block = job.pop()
-        lease: Lease = block.lease
-        try:
-            block.write(lease.segment.write)
-        except BaseException as exc:
-            lease.error = exc
+        _copy(block := job.pop())
         if (loop := self._loop()) is not None:
             call_soon(loop, self._on_copied, block)
 
@@ -230,6 +225,15 @@ class SegmentStore:
         self._copying -= 1
         self._start_copies()
         _end(block)
+
+
+def _copy(block: Block) -> None:
+    """Write a block to its segment."""
+    lease: Lease = block.lease
+    try:
+        block.write(lease.segment.write)
+    except BaseException as exc:
+        lease.error = exc
 
 
 def _end(block: Block) -> None:

@@ -74,6 +74,7 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
 
 @pytest.mark.promise("autograd.gradients")
+@pytest.mark.usefixtures("over_torch")
 async def test_gradients_through_calls(sent: Sent) -> None:
     """Those of calls in the context are right at both ends; other calls are no part of it."""
     x, scale = torch.randn(4, 3), torch.randn(4, 2)

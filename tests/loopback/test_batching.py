@@ -97,7 +97,8 @@ async def test_a_function_that_waits_has_a_task_of_its_own() -> None:
     async with aiorpc.local_world(0):
         turns = Turns()
         far = remote(RRef(turns))
-        await far.note(-1)
+        await far.note(-1)  # the connection is open
+        await asyncio.sleep(0)
         turns.seen.clear()
         for n in range(3):
             assert await far.wait(n) == n

@@ -1,0 +1,188 @@
+"""Tensors in shared memory between processes: values, losses, and what is left behind."""
+
+import asyncio
+import gc
+import os
+import signal
+from collections.abc import Awaitable, Callable
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import WorkerLost, call, create, create_all, remote, stats
+from aiorpc_torch._client import pool
+from aiorpc_torch._protocol.segment_store import COPY_ON_LOOP
+from aiorpc_torch.testing import Workers
+from tests.support.segment_files import mapped_segments, open_segments
+from tests.support.tensor_shelf import TensorShelf, memory_files
+
+SOON = 30.0
+LARGE, HUGE = 50_000, COPY_ON_LOOP // 4 + 1  # elements of float32: copied on the loop, in a thread
+
+
+async def until(condition: Callable[[], Awaitable[bool]]) -> None:
+    async with asyncio.timeout(SOON):
+        while not await condition():
+            await asyncio.sleep(0.01)
+
+
+async def connected(worker: str) -> None:
+    """Wait until tensors travel to that worker in shared memory."""
+
+    async def is_agreed() -> bool:
+        await call(worker, int)
+        return pool.current().connection(worker)._segments.can_send
+
+    await until(is_agreed)
+
+
+def test_tensors_arrive_as_they_were() -> None:
+    """Of any dtype, shape and strides, many at once, there and back."""
+    dtypes = st.sampled_from(["float32", "float64", "bfloat16", "int8", "int64", "bool"])
+    shapes = st.lists(st.sampled_from([3, 16, 20]), min_size=2, max_size=2)
+    ways = st.sampled_from(["dense", "transposed", "part", "expanded"])
+
+    async def main() -> None:
+        async with aiorpc.testing.world(["a"]):
+            shelf = remote(await create("a", TensorShelf))
+            await connected("a")
+            loop = asyncio.get_running_loop()
+
+            @settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow])
+            @given(st.lists(st.tuples(dtypes, shapes, ways), min_size=1, max_size=4))
+            def check(specs: list[tuple[str, list[int], str]]) -> None:
+                sent = [make(*each) for each in specs]
+                echo = asyncio.run_coroutine_threadsafe(echoes(sent), loop)
+                for one, other in zip(sent, echo.result(SOON), strict=True):
+                    assert one.dtype == other.dtype
+                    assert torch.equal(one, other)
+
+            async def echoes(sent: list[torch.Tensor]) -> list[torch.Tensor]:
+                return await asyncio.gather(*(shelf.echo(each) for each in sent))
+
+            await asyncio.to_thread(check)
+            assert stats().shared_messages > 0
+
+    asyncio.run(main())
+
+
+def make(name: str, shape: list[int], way: str) -> torch.Tensor:
+    """A tensor of over 128 KiB."""
+    found = torch.randint(0, 100, (2000, *shape)).to(getattr(torch, name))
+    if way == "transposed":
+        return found.transpose(0, -1)
+    if way == "part":
+        return found[10:-10]
+    return found.expand(2, *found.shape) if way == "expanded" else found
+
+
+@pytest.mark.promise("shared.own", "shared.once")
+async def test_each_receiver_has_its_own(workers: Workers) -> None:
+    """What one of a group writes is seen by no other, nor by the sender, nor by a later message."""
+    await workers(["a", "b"])
+    members = await create_all(["a", "b", "a", "main"], TensorShelf)
+    for name in ("a", "b", "main"):
+        await connected(name)
+    before = stats().segments
+    for size in (LARGE, HUGE):
+        x = torch.ones(size)
+        for number in range(3):
+            sums = await remote(members).grow(x)
+            assert sums == [size * (1.0 + number)] * 4
+        assert float(x.sum()) == size
+        assert await remote(members).sums() == [[size * (1.0 + n) for n in range(3)]] * 4
+        await remote(members).drop()
+    assert stats().segments - before <= 6  # one for each of six calls, not for each member
+
+
+@pytest.mark.promise("shared.bounds")
+async def test_nothing_is_left_of_a_killed_receiver(workers: Workers) -> None:
+    """Its segments are closed here: descriptors and mappings are as before. No file was made."""
+    files = {*os.listdir("/dev/shm")}
+    await workers(["a"])
+    await connected("main")
+    gc.collect()
+    before = open_segments(), mapped_segments()
+    await connected("a")
+    shelf = remote(await create("a", TensorShelf))
+    for size in (LARGE, HUGE):
+        for _ in range(3):
+            await shelf.keep(torch.ones(size))
+    kept = await shelf.echo(torch.full((HUGE,), 3.0))
+    assert open_segments() >= before[0] + 6
+    assert not {*os.listdir("/dev/shm")} - files
+    os.kill(await shelf.pid(), signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        await shelf.echo(torch.ones(HUGE))
+
+    async def is_as_before() -> bool:
+        gc.collect()
+        return (open_segments(), mapped_segments()) == (before[0], before[1] + 1)
+
+    await until(is_as_before)  # but for the tensor that is kept
+    assert float(kept.sum()) == 3.0 * HUGE
+
+
+@pytest.mark.promise("shared.bounds")
+async def test_nothing_is_left_of_a_killed_sender(workers: Workers) -> None:
+    """A worker that it has called keeps none of its memory."""
+    await workers(["a", "b"])
+    await call("b", int)
+
+    async def counts() -> tuple[int, int]:
+        return await call("b", memory_files)
+
+    before = await counts()
+    shelf = remote(await create("a", TensorShelf))
+    assert await shelf.give("b", HUGE, 5) == 5
+    assert (await counts())[1] > before[1]
+    pid = await shelf.pid()
+    calling = asyncio.ensure_future(shelf.give("b", HUGE, 10_000))
+    await asyncio.sleep(0)
+    os.kill(pid, signal.SIGKILL)
+    with pytest.raises(WorkerLost):
+        await calling
+
+    async def is_as_before() -> bool:
+        return await counts() == before
+
+    await until(is_as_before)
+
+
+async def test_the_last_result_of_a_worker_that_leaves(workers: Workers) -> None:
+    """It is mapped before the worker's process ends."""
+    await workers(["a"])
+    await connected("a")
+    shelf = remote(await create("a", TensorShelf))
+    x = torch.rand(8 * HUGE)
+    calling = [asyncio.ensure_future(shelf.echo(x)) for _ in range(3)]
+    found = await asyncio.gather(*calling)
+    assert all(torch.equal(each, x) for each in found)
+
+
+async def test_memory_is_flat(workers: Workers) -> None:
+    """Of many messages of random sizes, some of which are cancelled."""
+    await workers(["a"])
+    await connected("a")
+    shelf = remote(await create("a", TensorShelf))
+    generator = torch.Generator().manual_seed(1)
+
+    async def some(count: int) -> None:
+        for number in range(count):
+            size = int(torch.randint(30_000, 400_000, (1,), generator=generator))
+            task = asyncio.ensure_future(shelf.echo(torch.full((size,), float(number))))
+            if number % 5 == 0:
+                await asyncio.sleep(0)
+                task.cancel()
+                await asyncio.wait((task,))
+            else:
+                assert float((await task)[-1]) == number
+
+    await some(60)
+    first = stats().segments, open_segments()
+    await some(200)
+    assert stats().segments <= first[0] + 6
+    assert open_segments() <= first[1] + 6
+    assert stats().in_flight == 0

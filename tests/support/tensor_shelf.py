@@ -1,0 +1,61 @@
+"""An actor that keeps tensors, on workers in other processes."""
+
+import os
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from aiorpc_torch import call
+
+from .segment_files import mapped_segments, open_segments
+
+
+class TensorShelf:
+    """Keeps tensors, and tells of them."""
+
+    def __init__(self) -> None:
+        self.kept: list[Any] = []
+
+    async def echo(self, x: Any) -> Any:
+        """The argument."""
+        return x
+
+    async def keep(self, x: Any) -> int:
+        """Keep the argument."""
+        self.kept.append(x)
+        return len(self.kept)
+
+    async def grow(self, x: Tensor) -> float:
+        """Add the number of kept tensors to each element, and keep it."""
+        x.add_(len(self.kept))
+        self.kept.append(x)
+        return float(x.sum())
+
+    async def sums(self) -> list[float]:
+        """Those of the kept tensors."""
+        return [float(each.sum()) for each in self.kept]
+
+    async def drop(self) -> None:
+        """Keep none."""
+        self.kept.clear()
+
+    async def give(self, worker: str, size: int, count: int) -> int:
+        """Call another worker with large tensors."""
+        for number in range(count):
+            await call(worker, count_elements, torch.full((size,), float(number)))
+        return count
+
+    def pid(self) -> int:
+        """This process's."""
+        return os.getpid()
+
+
+def count_elements(x: Tensor) -> int:
+    """How many it has."""
+    return len(x)
+
+
+def memory_files() -> tuple[int, int]:
+    """Descriptors and mappings of segments in this process."""
+    return open_segments(), mapped_segments()
