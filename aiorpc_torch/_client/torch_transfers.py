@@ -115,10 +115,13 @@ class TorchTransfers:
             self._owner.on_payload_failed(number, error)
             return
         receiver = self._pending.get(number)
-        if self.large_results and receiver is not None:
-            if is_inline(answer.wait()) or self._owner.takes_shared(answer.wait()):
-                self.large_results.discard(receiver.target)
+        if self.large_results and receiver is not None and self._travels_otherwise(answer.wait()):
+            self.large_results.discard(receiver.target)
         self._owner.on_payload_reply(number, own)
+
+    def _travels_otherwise(self, results: Any) -> bool:
+        """Return whether the next results like these need no message of torch RPC."""
+        return is_inline(results) or self._owner.takes_shared(results)
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
 

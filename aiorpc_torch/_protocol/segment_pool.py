@@ -12,6 +12,9 @@ from typing import NamedTuple
 MIN_SEGMENT = 256 * 1024
 """Bytes of the smallest segment."""
 
+MAX_SEGMENTS = 256
+"""Segments of one pool; each has a descriptor of the process."""
+
 _STEPS = 4  # classes between a power of two and the next: at most a fifth of a segment is unused
 
 
@@ -52,14 +55,16 @@ class SegmentPool:
 
     Args:
         limit: Maximum bytes of all segments together.
+        count: Maximum number of segments.
 
     Attributes:
         total: Bytes of all segments, free ones included.
     """
 
-    def __init__(self, limit: int) -> None:
+    def __init__(self, limit: int, count: int = MAX_SEGMENTS) -> None:
         self.total = 0
         self._limit = limit
+        self._count = count
         self._last = 0
         self._segments: dict[int, _Segment] = {}
         self._free: dict[int, list[int]] = {}  # by size; the last one was used last
@@ -85,9 +90,9 @@ class SegmentPool:
                 del self._free[size]
             self._segments[found].holders = 1
             return Grant(found, size, False, [])
-        if self._held_bytes() + size > self._limit:
+        if self._held_bytes() + size > self._limit or self._held_count() >= self._count:
             return None
-        closed = self._make_room(size)
+        closed = self._make_space(size)
         self._last += 1
         self._segments[self._last] = _Segment(size)
         self.total += size
@@ -136,12 +141,15 @@ class SegmentPool:
     def _held_bytes(self) -> int:
         return self.total - sum(size * len(free) for size, free in self._free.items())
 
-    def _make_room(self, size: int) -> list[int]:
+    def _held_count(self) -> int:
+        return len(self._segments) - sum(map(len, self._free.values()))
+
+    def _make_space(self, size: int) -> list[int]:
         """Forget free segments, the longest unused first, until `size` bytes fit."""
         closed: list[int] = []
         excess = self.total + size - self._limit
         for number in sorted(self._all_free(), key=lambda each: self._segments[each].free_since):
-            if excess <= 0:
+            if excess <= 0 and len(self._segments) - len(closed) < self._count:
                 break
             excess -= self._segments[number].size
             closed.append(number)

@@ -90,10 +90,7 @@ class Block:
 
 def can_share(tensor: Tensor) -> bool:
     """Return whether the bytes of a tensor's storage are all of it: dense, on the CPU."""
-    return (
-        is_plain(dispatch_keys(tensor).raw_repr())
-        and name_of_dtype(tensor.dtype) is not None
-    )
+    return is_plain(dispatch_keys(tensor).raw_repr()) and name_of_dtype(tensor.dtype) is not None
 
 
 def share(tensors: Sequence[Tensor]) -> list[Tensor]:

@@ -24,7 +24,7 @@ LARGE, HUGE = 50_000, COPY_ON_LOOP // 4 + 1  # elements of float32: copied on th
 
 async def until(condition: Callable[[], Awaitable[bool]]) -> None:
     async with asyncio.timeout(SOON):
-        while not await condition():
+        while not await condition():  # noqa: ASYNC110 - other processes
             await asyncio.sleep(0.01)
 
 

@@ -4,6 +4,7 @@ import asyncio
 import gc
 import os
 import pickle
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -162,9 +163,7 @@ def tensors_in(value: Any) -> list[Tensor]:
         return [value]
     values = value.values() if isinstance(value, dict) else value
     return (
-        []
-        if isinstance(value, bytes)
-        else [found for each in values for found in tensors_in(each)]
+        [] if isinstance(value, bytes) else [found for each in values for found in tensors_in(each)]
     )
 
 
@@ -255,9 +254,7 @@ async def test_a_part_keeps_its_message(shelf: Shelf) -> None:
 
 
 @pytest.mark.promise("shared.bounds")
-async def test_free_segments_are_closed(
-    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
-) -> None:
+async def test_free_segments_are_closed(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Idle for long enough, at both ends; no timer is left."""
     monkeypatch.setattr(segment_store, "IDLE_SECONDS", 0.01)
     gc.collect()
@@ -270,9 +267,7 @@ async def test_free_segments_are_closed(
 
 
 @pytest.mark.promise("shared.bounds")
-async def test_no_room_is_no_failure(
-    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
-) -> None:
+async def test_no_room_is_no_failure(monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker) -> None:
     """Torch carries what does not fit; there is room again once tensors are freed."""
     monkeypatch.setattr(segment_store, "memory_limit", lambda: 3 * 4 * HUGE)
     shelf = await new_shelf()
@@ -614,7 +609,7 @@ async def test_a_malformed_frame_ends_its_connection(world: aiorpc.Worker, name:
 async def test_a_segment_that_is_another_file(world: aiorpc.Worker, what: str) -> None:
     """No memory is read that the caller did not offer."""
     stranger = await Stranger.proven()
-    with open(__file__, "rb") as file:
+    with tempfile.TemporaryFile() as file:
         inode = os.fstat(file.fileno()).st_ino
         offer = (os.getpid(), file.fileno(), inode, 4096)
         stranger.writer.write(frame(SEGMENTS, pickle.dumps((offer, None, *NEWS))))

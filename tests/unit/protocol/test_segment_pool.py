@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from aiorpc_torch._protocol.segment_pool import MIN_SEGMENT, SegmentPool, segment_size
 
 LIMIT = 16 * MIN_SEGMENT
+COUNT = 5
 WHICH = st.integers(0, 1000)
 
 
@@ -26,7 +27,7 @@ class Pools(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.pool = SegmentPool(LIMIT)
+        self.pool = SegmentPool(LIMIT, COUNT)
         self.now = 0.0
         self.sizes: dict[int, int] = {}
         self.holders: Counter[int] = Counter()
@@ -46,7 +47,8 @@ class Pools(RuleBasedStateMachine):
         of_size = [each for each in self.free if self.sizes[each] == needed]
         held = sum(self.sizes[each] for each in self.holders)
         if found is None:
-            assert not of_size and held + needed > LIMIT
+            assert not of_size
+            assert held + needed > LIMIT or len(self.holders) == COUNT
             return
         self.gone(found.closed)
         assert found.size == needed
@@ -55,7 +57,8 @@ class Pools(RuleBasedStateMachine):
             assert found.id not in self.sizes
             self.sizes[found.id] = needed
         else:
-            assert found.id in of_size and not found.closed
+            assert found.id in of_size
+            assert not found.closed
             del self.free[found.id]
         self.holders[found.id] = 1
 
@@ -105,6 +108,7 @@ class Pools(RuleBasedStateMachine):
     @invariant()
     def it_knows_its_bytes(self) -> None:
         assert len(self.pool) == len(self.sizes)
+        assert len(self.pool) <= COUNT
         assert self.pool.total == sum(self.sizes.values()) <= LIMIT
         assert self.pool.has_free is bool(self.free)
         assert self.pool.oldest() == min(self.free.values(), default=None)
@@ -130,7 +134,8 @@ def test_what_was_used_last_is_used_again() -> None:
     """Its memory may still be in the processor's cache."""
     pool = SegmentPool(LIMIT)
     first, second = pool.acquire(1), pool.acquire(1)
-    assert first is not None and second is not None
+    assert first is not None
+    assert second is not None
     pool.release(second.id, 1.0)
     pool.release(first.id, 2.0)
     again = pool.acquire(1)

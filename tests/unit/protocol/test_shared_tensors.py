@@ -132,7 +132,8 @@ def test_shared_tensors_have_one_block() -> None:
     x, own = torch.ones(LARGE), torch.zeros(3)
     shared = share([x, x.view(1, -1)])
     blocks = [place([*shared, own]) for _ in range(2)]
-    assert blocks[0] is not None and blocks[1] is not None
+    assert blocks[0] is not None
+    assert blocks[1] is not None
     (one, rest), (other, further) = blocks[0][0], blocks[1][0]
     assert one is other
     assert one.is_shared
@@ -149,7 +150,8 @@ def test_what_is_shared_is_not_taken_for_what_is_sent_later() -> None:
     assert shared.data_ptr() == x.data_ptr()
     for other in (x, share([x])[0]):
         first, second = place([shared]), place([other])
-        assert first is not None and second is not None
+        assert first is not None
+        assert second is not None
         assert first[0][0] is not second[0][0]
 
 
