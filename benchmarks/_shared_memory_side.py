@@ -98,6 +98,9 @@ async def there_and_back(repeat: int, sizes: Sequence[int]) -> Figures:
 # ── plain torch ─────────────────────────────────────────────────────────────────────────────────
 
 
+init_rpc: Any = rpc.init_rpc  # without annotations in torch
+
+
 def options(side: str, path: str) -> rpc.TensorPipeRpcBackendOptions:
     transports = ["uv"] if side == "uv" else None
     return rpc.TensorPipeRpcBackendOptions(
@@ -108,7 +111,7 @@ def options(side: str, path: str) -> rpc.TensorPipeRpcBackendOptions:
 def serve(side: str, path: str, rank: int, count: int) -> None:
     torch.set_num_threads(1)
     name, given = f"w{rank - 1}", options(side, path)
-    rpc.init_rpc(name, rank=rank, world_size=count + 1, rpc_backend_options=given)
+    init_rpc(name, rank=rank, world_size=count + 1, rpc_backend_options=given)
     rpc.shutdown()
 
 
@@ -123,7 +126,7 @@ def with_torch(side: str, count: int, measure: Callable[[Figures], None], found:
         ]
         for each in others:
             each.start()
-        rpc.init_rpc("main", rank=0, world_size=count + 1, rpc_backend_options=options(side, path))
+        init_rpc("main", rank=0, world_size=count + 1, rpc_backend_options=options(side, path))
         measure(found)
         rpc.shutdown()
         for each in others:

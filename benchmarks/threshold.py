@@ -1,8 +1,9 @@
-"""Up to which size should a tensor travel on our own connection, and from where by torch RPC?
+"""Up to which size should a tensor travel on our own connection, and from where otherwise?
 
-By torch RPC a tensor is not copied, but its cost is the same at any size. On the connection it is
-copied at both ends. Both ways are the library's own, there and back. The benchmark moves the
-library's threshold (`tensors.INLINE_BYTES`) in both processes, and the bound of a frame with it.
+By torch RPC a tensor is not copied, but its cost is the same at any size. In shared memory it is
+copied once. On the connection it is copied at both ends. All ways are the library's own, there and
+back. The benchmark moves the library's threshold (`tensors.INLINE_BYTES`) in both processes, and
+the bound of a frame with it.
 
     python -m benchmarks.threshold [--quick] [--repeat N] [--plot PATH]
 """
@@ -10,6 +11,7 @@ library's threshold (`tensors.INLINE_BYTES`) in both processes, and the bound of
 import argparse
 import asyncio
 import math
+import os
 import sys
 from collections.abc import Awaitable, Callable, Sequence
 from functools import partial
@@ -23,6 +25,7 @@ from torch.distributed.rpc import RRef
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, remote
+from aiorpc_torch._aio import segments
 from aiorpc_torch._protocol import tensors
 
 from ._compare import Row, Runs, arguments, number, settle, show
@@ -151,8 +154,13 @@ def say_crossing(panel: Panel) -> None:
 
 if __name__ == "__main__":
     given = arguments("The size up to which a tensor should travel on the connection.")
+    os.environ[segments.SWITCH] = "0"
     rows, drawn = asyncio.run(main(given))
     show(rows, ours="connection", other="torch RPC")
+    print()
+    os.environ.pop(segments.SWITCH)
+    shared, _ = asyncio.run(main(given))
+    show(shared, ours="connection", other="shared memory")
     print()
     for each in drawn:
         say_crossing(each)

@@ -131,13 +131,14 @@ def place(tensors: Iterable[Tensor]) -> tuple[list[Block], list[Place]] | None:
         name = name_of_dtype(tensor.dtype)
         assert name is not None
         shape, strides = tuple(tensor.shape), tensor.stride()
-        offset, needs = tensor.storage_offset(), tensor.requires_grad
+        offset, needs = int(tensor.storage_offset()), tensor.requires_grad
         places.append(Place(index, start, size, name, offset, shape, strides, needs))
     return blocks, places
 
 
 def _fits(tensor: Tensor, size: int) -> bool:
-    return _end(tensor.storage_offset(), tensor.shape, tensor.stride()) <= size // tensor.itemsize
+    end = _end(int(tensor.storage_offset()), tensor.shape, tensor.stride())
+    return end <= size // tensor.itemsize
 
 
 def _end(offset: int, shape: Sequence[int], strides: Sequence[int]) -> int:
