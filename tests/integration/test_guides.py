@@ -7,7 +7,8 @@ import pytest
 from tests.support import pages
 
 GUIDES = [
-    pages.read(path) for path in (pages.DOCS / "migrate.md", *sorted((pages.DOCS / "guides").glob("*.md")))
+    pages.read(path)
+    for path in (pages.DOCS / "migrate.md", *sorted((pages.DOCS / "guides").glob("*.md")))
 ]
 pytestmark = pytest.mark.slow
 

@@ -1,8 +1,9 @@
 """Pages of the documentation as folders of files, with commands and the output that they show.
 
 A block of Python is a file if its first line names it (`# serve.py`), or a cell of a notebook
-(`# cell 1`). A line of a `sh` block that runs one of these files is a command. The next `text` block
-is what each of the commands since the last one prints, or what the cells print together.
+(`# cell 1`). A line of a `sh` block that runs one of these files is a command. The next `text`
+block is what each of the commands since the last one prints. On a page with cells, all `text`
+blocks together are what the cells print.
 """
 
 import os
@@ -48,7 +49,7 @@ class Page:
 
 def read(path: Path) -> Page:
     """Return the page in that file."""
-    page, commands, cells = Page(path), [], []
+    page, commands, cells, printed = Page(path), [], [], ""
     for _, language, indented in BLOCK.findall(path.read_text()):
         text = textwrap.dedent(indented)
         if language == "python":
@@ -62,10 +63,12 @@ def read(path: Path) -> Page:
         elif language == "sh":
             commands += [line for line in text.splitlines() if _runs(line, page)]
         elif language == "text" and cells:
-            page.steps.append((f"CELLS = {cells!r}\n{CELLS}", text))
+            printed += text
         elif language == "text":
             page.steps += [(command, text) for command in commands]
             commands = []
+    if cells:
+        page.steps.append((f"CELLS = {cells!r}\n{CELLS}", printed))
     page.unnamed += [f"a command without its output: {command}" for command in commands]
     return page
 

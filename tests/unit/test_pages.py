@@ -22,7 +22,7 @@ GUIDES = [pages.DOCS / "migrate.md", *sorted((pages.DOCS / "guides").glob("*.md"
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_every_program_of_a_guide_is_run(path: Path) -> None:
-    """Every block of Python is a file or a cell, and every file with a main program has a command."""
+    """Every block of Python is a file or a cell; every main program has a command."""
     page = pages.read(path)
     assert not page.unnamed
     for name, text in page.files.items():
@@ -85,7 +85,9 @@ def texts() -> Iterator[str]:
     for path in sorted(pages.ROOT.joinpath("aiorpc_torch").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
-                parts = [each.value if isinstance(each, ast.Constant) else "_" for each in node.values]
+                parts = [
+                    each.value if isinstance(each, ast.Constant) else "_" for each in node.values
+                ]
                 yield "".join(map(str, parts))
             elif isinstance(node, ast.Constant) and isinstance(node.value, str):
                 yield node.value
