@@ -13,7 +13,7 @@ from torch.distributed import rpc
 import aiorpc_torch as aiorpc
 from aiorpc_torch import create
 from aiorpc_torch.testing import Workers, kill
-from tests.support import page_objects as objects, pages
+from tests.support import guides, page_objects as objects
 
 WORKERS = ["ps", "a", "b", "env0", "env1"]
 PAGES = ["calls", "groups", "batching", "autograd"]
@@ -47,7 +47,7 @@ async def names_for(fragment: str) -> dict[str, Any]:
 async def test_fragments_run(name: str, workers: Workers) -> None:
     await workers(WORKERS, name="server")
     fragments = [
-        each for each in pages.read(pages.DOCS / f"{name}.md").unnamed if "__main__" not in each
+        each for each in guides.read(guides.DOCS / f"{name}.md").unnamed if "__main__" not in each
     ]
     assert fragments
     for fragment in fragments:
@@ -63,6 +63,6 @@ async def test_fragments_run(name: str, workers: Workers) -> None:
 def test_every_fragment_is_on_a_page_that_is_run() -> None:
     """No other page of the reference has a block of Python that is no file."""
     others = [
-        each for each in pages.DOCS.glob("*.md") if each.stem not in {*PAGES, "index", "testing"}
+        each for each in guides.DOCS.glob("*.md") if each.stem not in {*PAGES, "index", "testing"}
     ]
-    assert not [each.name for each in others if pages.read(each).unnamed]
+    assert not [each.name for each in others if guides.read(each).unnamed]

@@ -11,19 +11,19 @@ from pathlib import Path
 import pytest
 
 import aiorpc_torch
-from tests.support import pages
+from tests.support import guides
 
-REFERENCE = pages.DOCS / "reference"
+REFERENCE = guides.DOCS / "reference"
 WAYS_IN = ["worker", "local_world", "run_local", "attach"]
 
 
-GUIDES = [pages.DOCS / "migrate.md", *sorted((pages.DOCS / "guides").glob("*.md"))]
+GUIDES = [guides.DOCS / "migrate.md", *sorted((guides.DOCS / "guides").glob("*.md"))]
 
 
 @pytest.mark.parametrize("path", GUIDES, ids=lambda path: path.stem)
 def test_every_program_of_a_guide_is_run(path: Path) -> None:
     """Every block of Python is a file or a cell; every main program has a command."""
-    page = pages.read(path)
+    page = guides.read(path)
     assert not page.unnamed
     for name, text in page.files.items():
         assert "__main__" not in text or any(name in command for command, _ in page.steps), name
@@ -82,7 +82,7 @@ WORDS = 3  # in a row, which a text of the page has in common with one of the pa
 
 def texts() -> Iterator[str]:
     """Yield every text of the package, with its inserted values as one word."""
-    for path in sorted(pages.ROOT.joinpath("aiorpc_torch").rglob("*.py")):
+    for path in sorted(guides.ROOT.joinpath("aiorpc_torch").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.JoinedStr):
                 parts = [
@@ -101,7 +101,7 @@ def windows(text: str) -> set[tuple[str, ...]]:
 def test_troubleshooting_quotes_errors_that_exist() -> None:
     """Each text in its first column has words in a row from a text of the package."""
     known = {window for text in texts() for window in windows(text)}
-    page = pages.DOCS / "troubleshooting.md"
+    page = guides.DOCS / "troubleshooting.md"
     shown = [
         quoted
         for heading in ("The world does not start", "A call fails", "Batches and objects")
@@ -111,3 +111,21 @@ def test_troubleshooting_quotes_errors_that_exist() -> None:
     ]
     assert len(shown) > 25
     assert not [each for each in shown if not windows(each) & known]
+
+
+# ── excerpts of programs ────────────────────────────────────────────────────────────────────────
+
+PROGRAMS = sorted((guides.DOCS / "programs").glob("*.md"))
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda path: path.stem)
+def test_excerpts_use_the_names_of_their_programs(path: Path) -> None:
+    """A block of Python compiles, and what it names exists in examples/, whose tests run it."""
+    sources = guides.ROOT.joinpath("examples").rglob("*.py")
+    known = {name for each in sources for name in re.findall(r"\w+", each.read_text())}
+    for excerpt in guides.read(path).unnamed:
+        flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
+        nodes = [*ast.walk(compile(excerpt, path.name, "exec", flags))]
+        named = {each.id for each in nodes if isinstance(each, ast.Name)}
+        named |= {each.attr for each in nodes if isinstance(each, ast.Attribute)}
+        assert not named - known
