@@ -43,6 +43,7 @@ async def names_for(fragment: str) -> dict[str, Any]:
     return names
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 async def test_fragments_run(name: str, workers: Workers) -> None:
     await workers(WORKERS, name="server")

@@ -28,7 +28,7 @@ async def run():
         code = compile(cell, "<cell>", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
         result = eval(code, globals())
         if inspect.isawaitable(result):
-            await result
+            await asyncio.create_task(result)  # each cell is a task of its own
 asyncio.run(run())
 """
 
