@@ -105,7 +105,8 @@ def _as_cells(
         if None in column:
             return None
         columns.append(column)
-    _share_tensors(columns, values)
+    if count > 1:
+        _share_tensors(columns, values)
     names, differs = tuple(kwargs), any(type(value) is EachValue for value in values)
     rows = []
     for index in range(count if differs else 1):
