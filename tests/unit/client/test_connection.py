@@ -100,7 +100,7 @@ async def error_of(future: InlineFuture) -> BaseException:
 
 
 @pytest.fixture
-async def pair() -> AsyncIterator[Pair]:
+async def pair(over_torch: None) -> AsyncIterator[Pair]:
     pair = Pair()
     yield pair
     await pair.close()
