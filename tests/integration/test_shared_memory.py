@@ -151,15 +151,14 @@ async def test_nothing_is_left_of_a_killed_sender(workers: Workers) -> None:
     await until(is_as_before)
 
 
-async def test_the_last_result_of_a_worker_that_leaves(workers: Workers) -> None:
-    """It is mapped before the worker's process ends."""
+async def test_large_results_at_once(workers: Workers) -> None:
+    """Each has a segment of its own."""
     await workers(["a"])
     await connected("a")
     shelf = remote(await create("a", TensorShelf))
-    x = torch.rand(8 * HUGE)
-    calling = [asyncio.ensure_future(shelf.echo(x)) for _ in range(3)]
-    found = await asyncio.gather(*calling)
-    assert all(torch.equal(each, x) for each in found)
+    sent = [torch.rand(4 * HUGE) for _ in range(5)]
+    found = await asyncio.gather(*map(shelf.echo, sent))
+    assert all(map(torch.equal, found, sent))
 
 
 async def test_memory_is_flat(workers: Workers) -> None:

@@ -419,6 +419,23 @@ async def test_a_result_that_is_cancelled_while_it_is_copied(
     await until(is_given_back)
 
 
+async def test_a_worker_that_leaves_waits_for_its_results(
+    shelf: Shelf, copies: list[Callable[[], None]]
+) -> None:
+    """Until they are copied and the caller has mapped them: its descriptors end with it."""
+    call = asyncio.ensure_future(remote(RRef(shelf)).echo([torch.ones(HUGE)]))
+    await until(lambda: bool(copies))
+    assert not own_session().calls
+    copies.pop()()
+    await until(lambda: bool(copies))
+    assert not own_session().calls
+    assert own_session().has_work()
+    copies.pop()()
+    (found,) = await call
+    await until(lambda: not own_session().has_work())
+    assert float(found.sum()) == HUGE
+
+
 @pytest.mark.promise("shared.deadlines")
 async def test_a_call_that_times_out_while_it_is_copied(
     shelf: Shelf, copies: list[Callable[[], None]]
