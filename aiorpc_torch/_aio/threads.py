@@ -5,7 +5,6 @@ that never returns would keep the process alive.
 """
 
 import asyncio
-import contextlib
 import enum
 import functools
 import queue
@@ -50,10 +49,6 @@ class DaemonThreadPool:
         self._busy = 0
         self._is_watched = False
         self._last_start = 0.0
-
-    def __repr__(self) -> str:
-        waiting = len(self._tasks)
-        return f"<DaemonThreadPool {self._busy} busy of {self._size}, {waiting} tasks waiting>"
 
     def submit(self, tasks: Iterable[Task]) -> None:
         """Run tasks, which must not raise, each in one of the threads. Callable from any thread.
@@ -137,13 +132,16 @@ class DaemonThreadPool:
                     return
 
 
-def daemon_thread_starter(name: str) -> Callable[[Task], None]:
-    """Return a function that runs one task in a new daemon thread called `name`."""
-    return lambda task: threading.Thread(target=task, name=name, daemon=True).start()
+async def run_in_thread(
+    function: Callable[[], T], name: str, start: Callable[[Task], None] | None = None
+) -> T:
+    """Await a blocking function in a daemon thread. A cancelled one runs on.
 
-
-async def run_in_thread(start: Callable[[Task], None], function: Callable[[], T]) -> T:
-    """Await a blocking function in the thread that `start` gives it. A cancelled one runs on."""
+    Args:
+        function: the function.
+        name: name of the new thread.
+        start: gives the function a thread of a pool instead of a new one.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -162,48 +160,8 @@ async def run_in_thread(start: Callable[[Task], None], function: Callable[[], T]
             outcome = functools.partial(done.set_result, value)
         call_soon(loop, complete, outcome)
 
-    start(work)
+    if start is not None:
+        start(work)
+    else:
+        threading.Thread(target=work, name=name, daemon=True).start()
     return await done
-
-
-class ThreadCache:
-    """Daemon threads for tasks that may block for ever: one for each task, without a limit.
-
-    An idle thread waits `idle_timeout` seconds for the next task. A new thread, with what libraries
-    keep for each, would cost more than most tasks.
-    """
-
-    def __init__(self, name: str, idle_timeout: float = 0.2) -> None:
-        self._name = name
-        self._idle_timeout = idle_timeout
-        self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[Task]] = []
-
-    def __repr__(self) -> str:
-        return f"<ThreadCache {self._name}, {len(self._idle)} idle>"
-
-    def __call__(self, task: Task) -> None:
-        """Run a task, which must not raise, at once. Callable from any thread."""
-        with self._lock:
-            if self._idle:
-                self._idle.pop().put(task)
-                return
-        threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True).start()
-
-    def _run(self, task: Task | None) -> None:
-        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        while task is not None:
-            task()
-            task = None  # an idle thread must not keep its last arguments alive
-            with self._lock:
-                self._idle.append(tasks)
-            task = self._next(tasks)
-
-    def _next(self, tasks: "queue.SimpleQueue[Task]") -> Task | None:
-        with contextlib.suppress(queue.Empty):
-            return tasks.get(timeout=self._idle_timeout)
-        with self._lock:
-            if tasks in self._idle:
-                self._idle.remove(tasks)
-                return None
-        return tasks.get()  # it was put after the timeout

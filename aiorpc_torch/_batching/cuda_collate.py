@@ -28,9 +28,6 @@ class CudaCollator:
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         self.device: torch.device = self._stream.device  # with its index
 
-    def __repr__(self) -> str:
-        return f"<CudaCollator on {self.device}>"
-
     def record_event(self) -> torch.cuda.Event:
         """Return an event after the work queued on this thread's current stream."""
         event: torch.cuda.Event = torch.cuda.current_stream(self.device).record_event()

@@ -144,9 +144,6 @@ class BatchQueue:
         counters.queues.add(self)
         _queues.add(self)
 
-    def __repr__(self) -> str:
-        return f"<BatchQueue {self._function.name}: {self._scheduler}>"
-
     def __len__(self) -> int:
         return len(self._scheduler)
 

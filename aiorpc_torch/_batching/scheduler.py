@@ -18,7 +18,7 @@ from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from .policies import Fill, Policy
+from .policies import Fill
 
 T = TypeVar("T")
 
@@ -67,13 +67,9 @@ class Scheduler(abc.ABC, Generic[T]):
     Items are told apart by hash and equality: use objects that compare by identity.
     """
 
-    def __init__(self, policy: Policy, slots: int) -> None:
-        self._name = repr(policy)
+    def __init__(self, slots: int) -> None:
         self._slots = slots
         self._running = 0
-
-    def __repr__(self) -> str:
-        return f"<{self._name}: {len(self)} waiting, {self._running} running>"
 
     @property
     def is_idle(self) -> bool:
@@ -134,7 +130,7 @@ class FillScheduler(Scheduler[T]):
     """A scheduler for `Fill`: any callers share a batch if their keys are equal."""
 
     def __init__(self, policy: Fill) -> None:
-        super().__init__(policy, policy.max_concurrency)
+        super().__init__(policy.max_concurrency)
         self._policy = policy
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
         self._keys: dict[T, Hashable] = {}  # unless the key is None

@@ -63,10 +63,6 @@ class MapSchedule:
         self._outcomes: dict[int, Outcome] = {}
         self._is_exhausted = False
 
-    def __repr__(self) -> str:
-        state = f"{self._taken} taken, {self._yielded} yielded, loads {self._loads}"
-        return f"<MapSchedule {state}>"
-
     @property
     def is_over(self) -> bool:
         """Return whether every item has been yielded, and there are no more."""

@@ -75,9 +75,6 @@ class Introductions:
         self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
 
-    def __repr__(self) -> str:
-        return f"<Introductions of {self._me.name} to {[name for name, _ in self._known]}>"
-
     async def connect(self, peer: WorkerInfo, number: int, start: Start) -> None:
         """Open a connection to `peer`; call `start` when its handshake is done.
 

@@ -67,9 +67,6 @@ class ConnectionPool:
         self._finished: Counter[str] = Counter()  # counters of finished connections
         self._watches: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
 
-    def __repr__(self) -> str:
-        return f"<ConnectionPool of {self.name}: {[each for _, each in self._connections()]}>"
-
     def find(self, worker: WorkerRef) -> str:
         """Return the name of a worker of this world.
 

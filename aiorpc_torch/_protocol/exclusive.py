@@ -33,9 +33,6 @@ class Turn:
         self.begin = begin
         self._turns = turns
 
-    def __repr__(self) -> str:
-        return f"<Turn {self.id[1]}, {'held' if self.is_held() else 'not held'}>"
-
     def is_held(self) -> bool:
         """Return whether this turn's call may run."""
         return self._turns.holder is self
@@ -60,9 +57,6 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: TurnQueue[Turn] = TurnQueue()
-
-    def __repr__(self) -> str:
-        return f"<Turns {self._queue}>"
 
     @property
     def holder(self) -> Turn | None:

@@ -26,9 +26,6 @@ class NameTable:
         self._rrefs: dict[str, RRef[Any]] = {}
         self._watchers: set[Callable[[], None]] = set()
 
-    def __repr__(self) -> str:
-        return f"<NameTable: {', '.join(self.names())}>"
-
     def names(self) -> tuple[str, ...]:
         """Return the names, sorted."""
         with self._lock:

@@ -53,10 +53,6 @@ class ContextRecord:
         self._settled: list[Callable[[], None]] = []
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        state = "open" if self.is_open else "closed"
-        return f"<ContextRecord of context {self.id}, {state}, {len(self._pending)} calls pending>"
-
     @property
     def recv_edges(self) -> list[Tensor]:
         """Return the receive edges: further roots of the backward pass."""
@@ -165,9 +161,6 @@ class RecordedCall:
         self._carries = False
         self._among = among
         among.add(self)
-
-    def __repr__(self) -> str:
-        return f"<RecordedCall {self._label} in {self._record!r}>"
 
     @property
     def context(self) -> int:

@@ -40,9 +40,6 @@ class Executor:
         self._threads = DaemonThreadPool(threads, settings)
         self._has_cancelled = False  # whether cancelled coroutines have not run since
 
-    def __repr__(self) -> str:
-        return f"<Executor {self._steps}, {self._threads}>"
-
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the calls to this method. In any thread."""
         self._steps.put(step)

@@ -62,10 +62,6 @@ class ExportPolicy:
         for module in self._modules:
             importlib.import_module(module)  # raises ImportError
 
-    def __repr__(self) -> str:
-        names = [*(each.__qualname__ for each in self._objects), *self._modules]
-        return f"<ExportPolicy {', '.join(names)}>"
-
     def load_target(self, data: bytes, tensors: Sequence[Tensor]) -> Target:
         """Return the target that was pickled.
 

@@ -130,9 +130,6 @@ class Agent:
         init_rpc_states(self._agent)
         self.address: str = self._store.get(f"addrs/{name}").decode()
 
-    def __repr__(self) -> str:
-        return f"<Agent {self._name}, peers: {', '.join(self._peers)}>"
-
     def add_peer(self, peer: PeerInfo) -> None:
         """Add a peer to torch's table. Callable from any thread."""
         if peer.name == self._name:

@@ -46,10 +46,6 @@ class PeerState:
         self.changed: Future[None] = Future()
         self._lock = threading.Lock()
 
-    def __repr__(self) -> str:
-        state = "attached" if self.is_attached else "left" if self.epoch else "not attached"
-        return f"<PeerState {state}, epoch {self.epoch}>"
-
     @property
     def has_left(self) -> bool:
         """True if the peer was attached and is not now, or cannot attach."""
@@ -97,9 +93,6 @@ class Attachments:
         self._maps = next(each.device_maps for each in members if each.name == me.name)
         self._infos = {each.name: each.info for each in members if each.name != me.name}
         self._states = {name: PeerState() for name in self._infos}
-
-    def __repr__(self) -> str:
-        return f"<Attachments of {self._me.name}: {self._states}>"
 
     def left(self) -> dict[str, str]:
         """Return the peers that have left or cannot attach, as leave messages."""

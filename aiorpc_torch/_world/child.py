@@ -70,9 +70,6 @@ class ChildProcess:
         _running.add(self)
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
 
-    def __repr__(self) -> str:
-        return f"<ChildProcess {self.name}, {'ended' if self.ended.done() else 'running'}>"
-
     def send(self, command: ParentCommand) -> None:
         """Send a command to the child, which may have ended."""
         with contextlib.suppress(OSError):

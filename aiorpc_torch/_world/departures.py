@@ -6,13 +6,11 @@ waited for.
 
 import asyncio
 import contextlib
-import functools
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping
-from typing import TypeVar
 
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.threads import run_in_thread
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._protocol.messages import dump_plain
@@ -24,14 +22,14 @@ from .rendezvous import Rendezvous
 
 log = logging.getLogger("aiorpc_torch")
 
-T = TypeVar("T")
-
 # All in seconds.
 _MIN_POLL = 0.005  # between two reads of which peers have left
 LEAVING_POLL, SERVING_POLL = 0.05, 0.25  # the longest of these intervals
 PROBE_INTERVAL = 1.0  # between two probes of peers that have not left
 LOG_INTERVAL = 10.0  # between two log lines about the peers that are awaited
 MESSAGE_TIMEOUT = 0.3  # for peers to take a leave message
+
+_THREAD = "aiorpc-leave"
 
 
 class Departures:
@@ -61,9 +59,6 @@ class Departures:
         self._is_leaving = False  # this worker's own block has ended
         self.probe: Callable[[str], None] = detector.probe
 
-    def __repr__(self) -> str:
-        return f"<Departures of {self._pool.name}, inside: {', '.join(self.missing())}>"
-
     def left(self) -> set[str]:
         """Return the peers that have left."""
         return self._marked | self._told().keys()
@@ -80,7 +75,7 @@ class Departures:
             await self._tell_peers()
             return
         try:
-            await _in_thread(self._rendezvous.mark_left)
+            await run_in_thread(self._rendezvous.mark_left, _THREAD)
         except WorldTimeout:
             await self._on_store_lost()
 
@@ -137,7 +132,7 @@ class Departures:
             return
         ranks = [self._peers[peer].rank for peer in peers]
         try:
-            left = await _in_thread(functools.partial(rendezvous.left_ranks, ranks))
+            left = await run_in_thread(lambda: rendezvous.left_ranks(ranks), _THREAD)
         except WorldTimeout:
             await self._on_store_lost()
         else:
@@ -167,7 +162,3 @@ class Departures:
             await asyncio.wait(answers, timeout=MESSAGE_TIMEOUT)
             for answer in answers:
                 answer.cancel()
-
-
-async def _in_thread(step: Callable[[], T]) -> T:
-    return await run_in_thread(daemon_thread_starter("aiorpc-leave"), step)

@@ -26,9 +26,6 @@ class HeartbeatTracker:
         self._pinged: dict[str, float] = {}
         self._last_check = float("-inf")
 
-    def __repr__(self) -> str:
-        return f"<HeartbeatTracker of {sorted(self._watched)}, pinged: {sorted(self._pinged)}>"
-
     def record(self, peer: str, now: float) -> None:
         """Record a sign of life. Thread-safe, also during `check`."""
         self._last_heard[peer] = now

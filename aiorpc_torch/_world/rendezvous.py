@@ -56,16 +56,12 @@ class Rendezvous:
     def __init__(self, init_method: str, registration: Registration, timeout: float) -> None:
         self.registration = registration
         self._rank = registration.rank
-        self._init_method = init_method
         self._timeout = timeout
         self._end = time.monotonic() + timeout
         self._cancelled = threading.Event()
         self._predecessor = ""  # the registration that this worker's replaced
         # Kept for the life of the world: rank 0's is the server.
         self._store = StoreClient(init_method, registration, timeout)
-
-    def __repr__(self) -> str:
-        return f"<Rendezvous of {self.registration} at {self._init_method}>"
 
     # ── start ───────────────────────────────────────────────────────────────────────────────────
 

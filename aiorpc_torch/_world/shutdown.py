@@ -4,7 +4,6 @@ Every wait here has a timeout. The log names the peers that were not waited for.
 """
 
 import asyncio
-import contextlib
 import logging
 import traceback
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from typing import Any
 
 import anyio
 
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
@@ -107,13 +106,12 @@ class Shutdown:
     # ── waiting for peers ───────────────────────────────────────────────────────────────────────
 
     async def _wait_for_peers(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout):
-                if self._failure:
-                    await self._send_failure()
-                elif self._rendezvous is not None:
-                    await self._departures.mark_left()
-                    await self._departures.wait()
+        with anyio.move_on_after(self._timeout):
+            if self._failure:
+                await self._send_failure()
+            elif self._rendezvous is not None:
+                await self._departures.mark_left()
+                await self._departures.wait()
 
     async def _send_failure(self) -> None:
         """Tell the peers without a connection to this worker; the others see the connection end."""
@@ -182,11 +180,9 @@ class Shutdown:
 
     async def _in_thread(self, seconds: float, step: Callable[[], Any]) -> bool:
         """Run `step` in a thread; return whether it ended in time."""
-        try:
-            async with asyncio.timeout(seconds):
-                await run_in_thread(daemon_thread_starter("aiorpc-stop"), step)
-        except TimeoutError:
-            return False
-        except Exception as exc:
-            log.debug("shutdown: %r", exc)
-        return True
+        with anyio.move_on_after(seconds) as limit:
+            try:
+                await run_in_thread(step, "aiorpc-stop")
+            except Exception as exc:
+                log.debug("shutdown: %r", exc)
+        return not limit.cancelled_caught

@@ -33,9 +33,6 @@ class StoreClient:
         self._epoch = 0
         self._has_failed = self._has_written = False
 
-    def __repr__(self) -> str:
-        return f"<StoreClient of {self._init_method}, epoch {self._epoch}>"
-
     @property
     def is_server(self) -> bool:
         """Return whether the store ends with this process."""

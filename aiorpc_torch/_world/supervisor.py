@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
 from .._aio.interruption import InterruptibleBlock
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.threads import run_in_thread
 from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
 
@@ -42,9 +42,6 @@ class Supervisor:
         # Set once the world is complete: before, no child can rejoin.
         self._give_up: Callable[[str, BaseException], None] | None = None
         self._interruption: InterruptibleBlock | None = None
-
-    def __repr__(self) -> str:
-        return f"<Supervisor {self._children}>"
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -118,7 +115,7 @@ class Supervisor:
             await asyncio.wait(ends, timeout=timeout)
         for child in self._children:
             child.stop_watching()
-        await run_in_thread(daemon_thread_starter("aiorpc-reaper"), self._reap)
+        await run_in_thread(self._reap, "aiorpc-reaper")
 
     def _reap(self) -> None:
         for child in self._children:

@@ -1,7 +1,7 @@
 """Contexts of torch's distributed autograd that follow the tasks of their opener.
 
-Blocking calls run in cached threads: a backward that another worker never answers blocks its thread
-only. `_protocol.recording` records the calls.
+A backward has a daemon thread of its own, so one that another worker never answers blocks nothing
+else. `_protocol.recording` records the calls.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._aio.deadlines import deadline_in, time_left
 from .._aio.interruption import InterruptibleBlock
-from .._aio.threads import ThreadCache, run_in_thread
+from .._aio.threads import run_in_thread
 from .._client.pool import current as current_pool
 from .._protocol.recording import ContextRecord, current_record, enter_record, wait_until_settled
 from .._torch.compat import backward, get_gradients, new_context, release_context
@@ -22,8 +22,6 @@ from .._torch.transport import enter_context_id
 from ..errors import CallTimeout, RpcError, WorkerLost
 
 __all__ = ("Context", "context")
-
-_threads = ThreadCache("aiorpc-autograd")
 
 RELEASE_DELAY = 2.0  # seconds that an abandoned backward has to end before its context is released
 
@@ -43,7 +41,8 @@ class Context:
         self._failure = ""  # of an earlier backward
 
     def __repr__(self) -> str:
-        return f"<autograd context {self._recording or 'not opened'}>"
+        recording = self._recording
+        return f"<autograd context {'not opened' if recording is None else recording.id}>"
 
     @property
     def id(self) -> int:
@@ -155,7 +154,7 @@ class Context:
         try:
             async with InterruptibleBlock() as block:
                 with current_pool().watching_peers(recording.peers, block.interrupt):
-                    await _await_peer_loss(run_in_thread(_threads, run))
+                    await _await_peer_loss(run_in_thread(run, "aiorpc-autograd"))
         except (asyncio.CancelledError, WorkerLost):
             asyncio.get_running_loop().call_later(RELEASE_DELAY, recording.release, key)
             raise

@@ -316,8 +316,7 @@ async def test_reprs() -> None:
     await remote(gate).entered()
     connection = pool.current().connection("main")
     assert repr(connection).startswith("<Connection to main, open: 3 waiting, <SendState open, 0 ")
-    assert repr(pool.current()) == f"<ConnectionPool of main: [{connection!r}]>"
-    assert repr(endpoints.serving()).startswith("<Server main: 3 running, <Executor ")
+    assert repr(endpoints.serving()) == "<Server main: 3 running>"
     assert repr(stats()).startswith("Stats(calls=4, in_flight=3, unsent=0, messages=")
     stream = aiter(call("main", actors.count, 1))
     assert repr(stream) == "<stream of count>"
