@@ -9,6 +9,7 @@ import contextvars
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
+from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
 from .._protocol.ancestry import (
     BatchScope,
@@ -27,7 +28,7 @@ from .policies import Fill, Policy, Round
 from .results import failure_per_caller
 from .rounds import RoundScheduler
 from .scheduler import Batch, FillScheduler, Scheduler, TimedOutRound
-from .stats import BatchCounters, WeakRegistry
+from .stats import BatchCounters
 from .traits import CallArgs, TraitsFunction
 
 CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when its worker stops
@@ -141,8 +142,8 @@ class BatchQueue:
         self._running: dict[Batch[QueuedCall], RunningBatch] = {}
         self._dispatcher: asyncio.Task[None] | None = None  # begins in the next loop iteration
         self._timer: asyncio.TimerHandle | None = None  # at the scheduler's deadline
-        counters.queues.add(self)
-        _queues.add(self)
+        counters.queues.set(self, None)
+        _queues.set(self, None)
 
     def __len__(self) -> int:
         return len(self._scheduler)
@@ -350,13 +351,13 @@ class BatchQueue:
             call.resolve(result)
 
 
-_queues: WeakRegistry[BatchQueue] = WeakRegistry()
+_queues: WeakIdentityDict[BatchQueue, None] = WeakIdentityDict()
 
 
 async def close_queues() -> None:
     """Close every queue of the running loop."""
     loop = asyncio.get_running_loop()
-    await asyncio.gather(*(queue.close() for queue in _queues.all() if queue.loop is loop))
+    await asyncio.gather(*(queue.close() for queue in _queues.owners() if queue.loop is loop))
 
 
 def _new_scheduler(policy: Policy) -> Scheduler[QueuedCall]:

@@ -7,10 +7,10 @@ makes carry it, so a call that would wait for itself is found (`ancestry`).
 import asyncio
 import contextlib
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
+from .._aio.identity import WeakIdentityDict
 from .ancestry import BatchId, BatchScope, add_scope, ancestor_batches, new_batch
 from .turns import TurnQueue
 
@@ -124,20 +124,15 @@ def is_exclusive(found: object) -> bool:
     return getattr(type(found), EXCLUSIVE, False) is True
 
 
-# By identity, since an instance may be unhashable; weakly, since a queue must not keep it alive.
-_turns: dict[int, tuple[weakref.ref[Any], Turns]] = {}
+_turns: WeakIdentityDict[Any, Turns] = WeakIdentityDict()
 _lock = threading.Lock()
 
 
 def turns_of(found: Any) -> Turns:
     """Return the turns on an exclusive object."""
-    key = id(found)
     with _lock:
-        known = _turns.get(key)
-        if known is not None and known[0]() is found:
-            return known[1]
-        turns = Turns()
-        _turns[key] = weakref.ref(found, lambda _: _turns.pop(key, None)), turns
+        if (turns := _turns.get(found)) is None:
+            _turns.set(found, turns := Turns())
         return turns
 
 

@@ -12,7 +12,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
@@ -366,13 +366,4 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
 
 
 def _in_thread(me: Worker, loop: asyncio.AbstractEventLoop) -> AttachedThread:
-    return AttachedThread(
-        me.name,
-        me.rank,
-        me.world_size,
-        me.peers,
-        0,
-        me._failure_detector,
-        me._departures,
-        loop,
-    )
+    return AttachedThread(*(getattr(me, each.name) for each in fields(me)), loop)

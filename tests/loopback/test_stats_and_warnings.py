@@ -151,7 +151,7 @@ def count_queue(kept: list[Any]) -> None:
     if not kept:
         kept.append(new_counters("test_stats_and_warnings.waits", 2))
     kept.append(Waiting())
-    kept[0].queues.add(kept[-1])
+    kept[0].queues.set(kept[-1], None)
 
 
 numbers = itertools.count()
