@@ -44,11 +44,9 @@ class Collator(Protocol):
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
         """Return one tensor with a new first dimension, on the device."""
-        ...
 
     def to_device(self, tensor: Tensor) -> Tensor:
         """Return the tensor on the device."""
-        ...
 
 
 class DefaultCollator:

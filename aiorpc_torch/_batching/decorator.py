@@ -23,8 +23,6 @@ from .queue import BatchQueue, ResultCallback
 from .stats import new_counters
 from .traits import traits_function
 
-__all__ = ("batched",)
-
 
 @overload
 def batched(

@@ -7,8 +7,6 @@ from statistics import quantiles
 
 from .._aio.identity import WeakIdentityDict
 
-__all__ = ("BatchStats",)
-
 RECENT = 1024  # waiting times kept per function
 
 

@@ -22,8 +22,6 @@ from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
 from .group_call import GroupCall
 from .pool import WorkerRef
 
-__all__ = ("call", "create", "fetch", "proxy", "remote")
-
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")

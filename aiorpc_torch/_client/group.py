@@ -17,8 +17,6 @@ from .group_map import MapResults
 from .group_schedule import Turns
 from .pool import WorkerRef, current
 
-__all__ = ("Group", "create_all", "each")
-
 T = TypeVar("T")
 A = TypeVar("A")
 B = TypeVar("B")

@@ -38,14 +38,7 @@ Member = tuple[Any, Target]
 
 
 class GroupCall(LazyCall[list[R]], Generic[T, R]):
-    """A call of all members of a group. Awaited it gives a list; iterated, pairs as they complete.
-
-    Args:
-        members: the members, and what to call there.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
-    """
+    """A call of all members of a group. It gives a list, or if iterated pairs as they complete."""
 
     __slots__ = ("_args", "_kwargs", "_members", "_timeout")
 

@@ -33,15 +33,7 @@ Source = Iterator[Any] | AsyncIterator[Any]
 
 
 class MapResults(AsyncIterator[R]):
-    """The results of a map, in the order of the items. An early end cancels the running calls.
-
-    Args:
-        members: RRefs of the objects.
-        method: method or function.
-        iterables: iterables of its arguments.
-        in_flight: maximum number of unanswered calls of each member.
-        retries: how often an item is given to another member.
-    """
+    """The results of a map, in the order of the items. An early end cancels the running calls."""
 
     def __init__(
         self,

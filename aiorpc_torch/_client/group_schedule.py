@@ -18,8 +18,7 @@ class Turns:
     def choose(self, loads: Sequence[int | None]) -> int | None:
         """Return the position of a member with the smallest load, None if all are lost.
 
-        Args:
-            loads: load of each member, None for a lost one.
+        The load of a lost member is None.
         """
         count = len(loads)
         best = least = None
@@ -43,12 +42,8 @@ class Outcome(NamedTuple):
 class MapSchedule:
     """The items of one `map`: which may be taken, which member gets each, which result is next.
 
-    Items are numbered in the order in which they were taken.
-
-    Args:
-        members: number of members.
-        in_flight: maximum number of unanswered items of each member.
-        retries: how often an item may be given to another member after a loss.
+    Items are numbered in the order in which they were taken. Each member has at most `in_flight`
+    unanswered ones. After losses an item is given to another member at most `retries` times.
     """
 
     def __init__(self, members: int, in_flight: int, retries: int) -> None:

@@ -34,11 +34,7 @@ _LoopConnections = tuple[
 class ConnectionPool:
     """The connections of process `me` to the peers of its world.
 
-    Args:
-        me: this process.
-        members: all workers of the world, in rank order.
-        observer: is told what the connections see of the peers.
-        introductions: introductions to the peers (default: to peers that serve from the start).
+    The observer is told what the connections see of the peers.
     """
 
     def __init__(
@@ -190,11 +186,7 @@ class ConnectionPool:
         return [found for found in self._connections() if found[1].peer.name == peer]
 
     def load(self, owner: str) -> int | None:
-        """Return the unanswered calls of this process to a worker, None if it is lost.
-
-        Args:
-            owner: name of the worker as that of an RRef's owner.
-        """
+        """Return the unanswered calls of this process to an owner of RRefs, None if it is lost."""
         if owner in self._replaced or (penalty := self._observer.penalty(owner)) is None:
             return None
         found = (by_peer.get(owner) for _, by_peer in self._loops())
@@ -238,9 +230,7 @@ class ConnectionPool:
     def replace(self, member: PeerInfo, past: str) -> None:
         """Connect to the replacement process of a peer from now on. Thread-safe.
 
-        Args:
-            member: the replacement process.
-            past: name of the owner of the old process's objects.
+        The objects of the old process have an owner called `past`.
         """
         self._members[member.name] = self._members[member.rank] = member
         self._replaced[past] = member.name
@@ -258,9 +248,7 @@ class ConnectionPool:
     async def close(self, what: str = "left", text: str = "") -> None:
         """Close all connections, since this process leaves its world: pending calls fail.
 
-        Args:
-            what: "left" or "failed", for the peers.
-            text: reason of the failure.
+        The peers are told "left", "detached", or "failed" and the reason.
         """
         for _, on_loss in [*self._watches.values()]:
             on_loss(NotServing("this worker has left its world"))

@@ -6,6 +6,7 @@ The connection delivers the items and sends the credit. Confined to its event lo
 import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 from .._protocol.columns import STREAM_END, HeldResult
@@ -15,23 +16,16 @@ from .._protocol.window import INITIAL_CREDIT
 from .answers import raise_aborted
 
 
+@dataclass(slots=True, eq=False)
 class Item:
     """An item of a stream: its value, `HeldResult` until collected, and its price in credit."""
 
-    __slots__ = ("price", "value")
-
-    def __init__(self, value: Any, price: int) -> None:
-        self.value = value
-        self.price = price
+    value: Any
+    price: int
 
 
 class StreamReader:
-    """The items of one stream that the consumer has not taken.
-
-    Args:
-        name: name of the remote generator, for errors.
-        grant: sends credit for items that the consumer took.
-    """
+    """The items of one stream that the consumer has not taken. `grant` sends credit for others."""
 
     def __init__(self, name: str, grant: Callable[[int], None]) -> None:
         self._name = name
@@ -90,9 +84,7 @@ class StreamReader:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
         item = self._items.popleft()
-        if (
-            type(item.value) is RemoteFailure or type(item.value) is CallAborted
-        ):  # it could not be collected
+        if type(item.value) in (RemoteFailure, CallAborted):  # it could not be collected
             self.close()
             self._raise(item.value)
         self._consumed += item.price

@@ -21,9 +21,7 @@ EXCLUSIVE = "__aiorpc_exclusive__"
 class Turn:
     """A place in the queue of one object. `begin` is called when a waiting one may run.
 
-    Args:
-        turns: the queue.
-        begin: is called at most once, in the thread of the call that has left.
+    It is called at most once, in the thread of the call that has left.
     """
 
     __slots__ = ("_turns", "begin", "id")

@@ -13,8 +13,6 @@ from .._torch.compat import RRefBase
 from ..errors import NotServing
 from . import endpoints
 
-__all__ = ("register", "unregister")
-
 T = TypeVar("T")
 
 

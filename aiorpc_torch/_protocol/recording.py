@@ -31,11 +31,8 @@ RecordedReply = Any
 class ContextRecord:
     """Calls in context `number`, made by its opener or by one call in it. Thread-safe.
 
-    The record is settled when all these calls are answered.
-
-    Args:
-        number: Id of the autograd context.
-        recv_edge: Receive edge of the call that this record belongs to, None for an opener.
+    The record is settled when all these calls are answered. The record of a call, unlike that of an
+    opener, begins with the call's own receive edge.
     """
 
     def __init__(self, number: int, recv_edge: Tensor | None = None) -> None:

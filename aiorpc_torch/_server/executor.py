@@ -178,12 +178,8 @@ _NOT_CALLED = object()
 async def _run(call: ServerCall, name: str, value: Any = _NOT_CALLED) -> None:
     """Run a call to its end.
 
-    Each waiting call keeps one such frame, so it stays small: there may be 100,000.
-
-    Args:
-        call: the call.
-        name: name for the warning about a slow step.
-        value: awaitable that the function has returned in a thread, if it ran there.
+    Each waiting call keeps one such frame, so it stays small: there may be 100,000. If the function
+    ran in a thread, `value` is the awaitable that it has returned.
     """
     call.has_started = True
     if call.is_cancelled and value is _NOT_CALLED:

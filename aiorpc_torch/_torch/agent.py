@@ -82,14 +82,8 @@ class PeerInfo:
 class Agent:
     """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 
-    Args:
-        name: name of this worker.
-        number: torch's worker id.
-        threads: number of torch's threads.
-        transports: torch's transports (default: `DEFAULT_TRANSPORTS`).
-        channels: torch's channels (default: all that work here, the fastest first).
-        device_maps: device maps of every worker, by name.
-        first_world: every worker is in its first world, so that torch counts references to RRefs.
+    The number is torch's worker id. If every worker is in its `first_world`, torch counts the
+    references to RRefs.
     """
 
     def __init__(

@@ -39,8 +39,6 @@ from .failure_detector import FailureDetector
 from .shutdown import run_to_end
 from .worker import Worker
 
-__all__ = ("AttachedThread", "attach", "attach_in_thread")
-
 log = logging.getLogger("aiorpc_torch")
 
 T = TypeVar("T")

@@ -35,11 +35,7 @@ _THREAD = "aiorpc-leave"
 class Departures:
     """The departures of one worker's peers.
 
-    Args:
-        pool, detector: parts of the worker.
-        peers: the other workers by name.
-        told: returns the leave messages of peers: "" or a failure.
-        rendezvous: that of its world; None if there is none.
+    `told` returns the leave messages of peers: "" or a failure.
     """
 
     def __init__(

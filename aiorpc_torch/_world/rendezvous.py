@@ -128,12 +128,8 @@ class Rendezvous:
     def confirm_reachable(self, unreachable: Sequence[int], text: str) -> None:
         """Confirm that this worker reaches all others, and wait until all have confirmed.
 
-        Args:
-            unreachable: ranks that this worker does not reach.
-            text: for the error, if there are any.
-
         Raises:
-            WorldTimeout: if a worker does not reach all others, or does not confirm in time.
+            WorldTimeout: with `text` if ranks are unreachable; if a worker does not confirm.
         """
         if unreachable:
             notice = {"text": f"{self.registration}: {text}", "missing": [*unreachable]}
@@ -267,10 +263,7 @@ class Rendezvous:
     ) -> None:
         """Wait until every rank has written `key`; call `arrived` with each.
 
-        Args:
-            key: of the store, followed by the rank.
-            action: for texts: what the missing ranks have to do.
-            arrived: called with each rank once its key is there.
+        Texts say which action the missing ranks have to take.
         """
         missing, poll = self._ranks(), _MIN_POLL
         next_keepalive, next_log = 0.0, time.monotonic() + _LOG_INTERVAL

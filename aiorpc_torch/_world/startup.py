@@ -39,10 +39,7 @@ async def start_worker(
 ) -> tuple[Agent, list[PeerInfo]]:
     """Start torch's RPC, and return its agent and the members of the world in rank order.
 
-    Args:
-        config: of this worker.
-        rendezvous: of this worker; None in a world of one.
-        use_routes: called before torch's RPC starts.
+    A world of one has no rendezvous. `use_routes` is called before torch's RPC starts.
 
     Raises:
         WorldTimeout, ValueError: as `worker`.

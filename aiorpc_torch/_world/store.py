@@ -117,10 +117,6 @@ class StoreClient:
     def open(self, cancelled: threading.Event, timeout: float) -> None:
         """Connect to the store; rank 0 creates it, unless torchrun did.
 
-        Args:
-            cancelled: ends the wait for the store.
-            timeout: seconds to wait for the store.
-
         Raises:
             WorldTimeout: if there is no store in time.
         """

@@ -60,8 +60,7 @@ class Supervisor:
     def allow_restarts(self, give_up: Callable[[str, BaseException], None]) -> None:
         """Restart children from now on: the world is complete.
 
-        Args:
-            give_up: called with the name and the failure of a child that is not restarted.
+        `give_up` is called with the name and the failure of a child that is not restarted.
         """
         self._give_up = give_up
 

@@ -28,8 +28,6 @@ from .rendezvous import Rendezvous
 from .shutdown import Shutdown, describe_failure
 from .startup import start_worker
 
-__all__ = ("Worker", "worker")
-
 log = logging.getLogger("aiorpc_torch")
 
 

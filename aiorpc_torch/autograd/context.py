@@ -21,8 +21,6 @@ from .._torch.compat import backward, get_gradients, new_context, release_contex
 from .._torch.transport import enter_context_id
 from ..errors import CallTimeout, RpcError, WorkerLost
 
-__all__ = ("Context", "context")
-
 RELEASE_DELAY = 2.0  # seconds that an abandoned backward has to end before its context is released
 
 PEER_LOSS_DELAY = 0.5  # seconds for the failure detector to name the worker that broke a backward
