@@ -1,7 +1,7 @@
 """Schedules of groups: which member gets the next call.
 
-State machines without an event loop, a clock or torch. `_client.group` drives `Turns` for `any()`;
-`_client.group_map` drives `MapSchedule`.
+State machines without an event loop, a clock or torch. `_client.group` drives
+`LeastBusy` for `any()`; `_client.group_map` drives `MapSchedule`.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class Turns:
+class LeastBusy:
     """Choice of the least busy member; of several, the one whose turn is next."""
 
     def __init__(self) -> None:
@@ -51,7 +51,7 @@ class MapSchedule:
         self._retries = retries
         self._capacity = 4 * in_flight * members
         self._loads: list[int | None] = [0] * members
-        self._turns = Turns()
+        self._least_busy = LeastBusy()
         self._taken = self._yielded = 0
         self._unassigned: deque[int] = deque()
         self._attempts: dict[int, int] = {}  # of items that were given to another member
@@ -89,7 +89,7 @@ class MapSchedule:
         """Return the next item to send and its member, None if there is none or no slot."""
         if not self._unassigned:
             return None
-        member = self._turns.choose([*map(self._load_with_slot, self._loads)])
+        member = self._least_busy.choose([*map(self._load_with_slot, self._loads)])
         if member is None:
             return None
         self._add_load(member, 1)

@@ -175,7 +175,7 @@ class _Attached:
         introductions = Introductions(self._party, self._attachments)
         self._pool = ConnectionPool(self._party, members, self._detector, introductions)
         self._departures = Departures(
-            self._pool, self._detector, self._peers, self._attachments.left
+            self._pool, self._detector, self._peers, self._attachments.left, self._probe
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
@@ -202,7 +202,6 @@ class _Attached:
         pool.set_current(self._pool)
         self._detector.only_linked = True
         self._detector.start(self._pool)
-        self._departures.probe = self._probe
         attachments.on_attached = self._on_attached
         await server.open(self._party, host)
         endpoints.handle_attach_messages(attachments.on_message)

@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from .._aio.interruption import InterruptibleBlock
+from .._aio.interruption import interruptible
 from .._aio.signals import graceful_signals
 from .._client import pool
 from .._client.pool import ConnectionPool
@@ -266,7 +266,12 @@ async def _running(
     detector.start(connections)
     peers = {each.name: each for each in members if each.name != config.name}
     departures = Departures(
-        connections, detector, peers, lambda: server.peers.leave_messages, rendezvous
+        connections,
+        detector,
+        peers,
+        lambda: server.peers.leave_messages,
+        detector.probe,
+        rendezvous,
     )
     detector.has_left = departures.has_left_in_order
     server.peers.set_rejoin_handler(
@@ -306,8 +311,7 @@ async def _interrupted_by_losses(
     if config.on_failure == "continue":
         yield
         return
-    async with InterruptibleBlock() as interruption:
-        detector.on_loss = interruption.interrupt
+    async with interruptible() as detector.on_loss:
         try:
             yield
         finally:

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from .._aio.deadlines import deadline_in, time_left
-from .._aio.interruption import InterruptibleBlock
+from .._aio.interruption import interruptible
 from .._aio.threads import run_in_thread
 from .._client.pool import current as current_pool
 from .._protocol.recording import ContextRecord, current_record, enter_record, wait_until_settled
@@ -150,8 +150,8 @@ class Context:
 
         self._failure = "did not finish"
         try:
-            async with InterruptibleBlock() as block:
-                with current_pool().watching_peers(recording.peers, block.interrupt):
+            async with interruptible() as interrupt:
+                with current_pool().watching_peers(recording.peers, interrupt):
                     await _await_peer_loss(run_in_thread(run, "aiorpc-autograd"))
         except (asyncio.CancelledError, WorkerLost):
             asyncio.get_running_loop().call_later(RELEASE_DELAY, recording.release, key)
