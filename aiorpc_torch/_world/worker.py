@@ -265,18 +265,11 @@ async def _running(
     pool.set_current(connections)
     detector.start(connections)
     peers = {each.name: each for each in members if each.name != config.name}
-    departures = Departures(
-        connections,
-        detector,
-        peers,
-        lambda: server.peers.leave_messages,
-        detector.probe,
-        rendezvous,
-    )
+    told = server.peers.leave_messages
+    departures = Departures(connections, detector, peers, lambda: told, detector.probe, rendezvous)
     detector.has_left = departures.has_left_in_order
-    server.peers.set_rejoin_handler(
-        RejoinHandler(agent, connections, server, detector, peers).handle
-    )
+    rejoins = RejoinHandler(agent, connections, server, detector, peers)
+    server.peers.set_rejoin_handler(rejoins.handle)
     failure = ""
     try:
         if comeback:
