@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
+import anyio
 import torch
 
 from .._aio.loops import call_soon
@@ -243,9 +244,8 @@ class _Attached:
     async def _drain(self, stop_timeout: float | None) -> None:
         self._server.retire()
         if self._attachments.has_agent():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TELL_TIMEOUT):
-                    await self._attachments.tell(False)
+            with anyio.move_on_after(TELL_TIMEOUT):
+                await self._attachments.tell(False)
             await self._server.drain(stop_timeout)
 
     async def _leave(self, draining: "asyncio.Task[None]") -> None:
