@@ -36,7 +36,8 @@ async def in_thread(function: Callable[[], T]) -> T:
     if (recording := current_record()) is not None:
         function = functools.partial(recording.run, function)
     run = functools.partial(contextvars.copy_context().run, function)
-    return await run_in_thread(run, "aiorpc-def", endpoint and endpoint.lend_thread)
+    start = None if endpoint is None else endpoint.lend_thread
+    return await run_in_thread(run, "aiorpc-def", start)
 
 
 def in_event_loop() -> bool:

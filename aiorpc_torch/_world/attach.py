@@ -363,4 +363,5 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
 
 
 def _in_thread(me: Worker, loop: asyncio.AbstractEventLoop) -> AttachedThread:
-    return AttachedThread(*(getattr(me, each.name) for each in fields(me)), loop)
+    parts = {each.name: getattr(me, each.name) for each in fields(me)}
+    return AttachedThread(**parts, _loop=loop)
