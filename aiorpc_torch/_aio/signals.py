@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 
 @contextlib.contextmanager
@@ -85,7 +85,7 @@ def _second_ctrl_c_exits(previous: Any) -> Iterator[None]:
             signal.signal(signal.SIGINT, previous)
 
 
-def force_exit(code: int) -> None:
+def force_exit(code: int) -> NoReturn:
     """End this process without cleanup; its children notice that their pipes close."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

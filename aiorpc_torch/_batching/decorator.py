@@ -127,7 +127,8 @@ class Batched:
         self._stack = stack
         self._device = device
         self._traits_of = traits_function(policy, self.__qualname__, stacked=stack)
-        self._counters = new_counters(self.__qualname__, _full_size(policy))
+        size = policy.max_size if isinstance(policy, Fill) else policy.size
+        self._counters = new_counters(self.__qualname__, size)
         self._is_method = False
         self._queues: WeakIdentityDict[Any, BatchQueue] = WeakIdentityDict()
         mark_runs_on_loop(self)
@@ -221,10 +222,6 @@ def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
     function, policy, stack, device, is_method = state
     new.__init__(function, policy, stack=stack, device=device)  # type: ignore[misc]
     new._is_method = is_method
-
-
-def _full_size(policy: Policy) -> int:
-    return policy.max_size if isinstance(policy, Fill) else policy.size
 
 
 def _check_signature(function: Callable[..., Any]) -> None:

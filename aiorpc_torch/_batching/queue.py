@@ -176,7 +176,9 @@ class BatchQueue:
         if self.loop is not loop:
             self._bind_loop(loop)
         if not self._scheduler.can_accept():
-            raise _queue_full(self._function.name, len(self))
+            name, limit = self._function.name, len(self)
+            text = f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending"
+            raise QueueFull(text)
         now = loop.time()
         call = QueuedCall(self, instance, args, on_result, now)
         traits = self._traits_of(args, caller)
@@ -362,10 +364,6 @@ async def close_queues() -> None:
 
 def _new_scheduler(policy: Policy) -> Scheduler[QueuedCall]:
     return FillScheduler(policy) if isinstance(policy, Fill) else RoundScheduler(policy)
-
-
-def _queue_full(name: str, limit: int) -> QueueFull:
-    return QueueFull(f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending")
 
 
 def _round_timeout(timed_out: TimedOutRound[Any], name: str) -> RoundTimeout:

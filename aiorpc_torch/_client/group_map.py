@@ -45,7 +45,9 @@ class MapResults(AsyncIterator[R]):
     ) -> None:
         _check(method, iterables, in_flight, retries)
         self._name = call_name(BoundTarget((0, 0), method))
-        sources = [*map(_source, iterables)]
+        sources = [
+            aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
+        ]
         schedule = MapSchedule(len(members), in_flight, retries)
         self._make = functools.partial(_MapRun, self._name, members, method, sources, schedule)
         self._run: _MapRun | None = None  # from the first step on
@@ -94,10 +96,6 @@ def _check(method: Any, iterables: Sequence[Any], in_flight: Any, retries: Any) 
         raise ValueError(f"retries must be an int of at least 0, got {retries!r}")
 
 
-def _source(iterable: Iterable[Any] | AsyncIterable[Any]) -> Source:
-    return aiter(iterable) if isinstance(iterable, AsyncIterable) else iter(iterable)
-
-
 class _MapRun:
     """One map, from its first step to its end. Confined to the running loop.
 
@@ -124,7 +122,7 @@ class _MapRun:
         self._context = contextvars.copy_context()  # of the calls
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
         self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
-        self._due = due = deadline_in(None)
+        due = deadline_in(None)
         self.bound = earlier(due, anyio_scope_deadline())
         self._timer = None
         if due is not None:

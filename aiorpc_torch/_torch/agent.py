@@ -11,18 +11,17 @@ tests/integration/test_worlds.py)
 """
 
 import atexit
-import contextlib
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed import rpc
 
+from .._aio.signals import force_exit
 from . import rrefs
 from .compat import (
     HashStore,
@@ -229,20 +228,13 @@ def _stop_at_exit() -> None:
     end = time.monotonic() + (_OTHERWISE if failure is None else _AFTER_FAILURE)
     while _first_id is not None and int(autograd_debug_info()["num_current_backward_passes"]):
         if time.monotonic() > end:
-            _exit_now(130 if isinstance(failure, KeyboardInterrupt) else 1)
+            force_exit(130 if isinstance(failure, KeyboardInterrupt) else 1)
         time.sleep(0.01)
 
 
 def _shut_down() -> None:
     with rrefs.leaving_world():
         rpc.shutdown(graceful=False)
-
-
-def _exit_now(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
 
 
 def is_running() -> bool:

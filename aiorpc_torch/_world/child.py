@@ -21,6 +21,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from .._aio.loops import call_soon
+from .._aio.signals import force_exit
 from .._protocol.by_value import is_main_without_file
 from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
@@ -212,17 +213,10 @@ def child_main(
     except BaseException as exc:
         parent.report(exc, config.name)  # raised, and its traceback printed once, in the parent
         code = 1
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
     # As multiprocessing ends a forked child: exit functions run and streams are flushed, but the
     # interpreter is not finalized. With torch that would take a second of every core.
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
+    force_exit(code)
 
 
 async def _run(

@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from .._aio.threads import run_in_thread
@@ -62,7 +62,7 @@ class Departures:
         """Tell the peers that this worker's block has ended in order; it still serves."""
         self._is_leaving = True
         if self.rendezvous is None:
-            await self._tell_peers()
+            await self.tell(self.missing())
             return
         try:
             await run_in_thread(self.rendezvous.mark_left, _THREAD)
@@ -134,16 +134,16 @@ class Departures:
         first = {peer for peer, each in self.peers.items() if each.rank == 0}
         if self._is_leaving:
             self._marked |= first
-            await self._tell_peers()
+            await self.tell(self.missing())
         else:
             for peer in first:
                 self.probe(peer)
 
-    async def _tell_peers(self) -> None:
-        """Tell by torch RPC, as far as the peers answer, that this worker leaves."""
-        data = dump_plain((self.pool.me.name, self.pool.me.number, ""))
+    async def tell(self, peers: Iterable[str], failure: str = "") -> None:
+        """Tell by torch RPC, as far as the peers answer, that this worker leaves or has failed."""
+        data = dump_plain((self.pool.me.name, self.pool.me.number, failure))
         answers = []
-        for peer in self.missing():
+        for peer in peers:
             with contextlib.suppress(Exception):  # torch does not reach it
                 answers.append(
                     wrap_future(send(self.peers[peer].info, endpoints.leave_message, data))

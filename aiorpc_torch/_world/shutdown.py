@@ -15,12 +15,9 @@ import anyio
 from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
 from .._client.pool import ConnectionPool
-from .._protocol import endpoints
-from .._protocol.messages import dump_plain
 from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.thread_state import free_dead_thread_states
-from .._torch.transport import send, wrap_future
 from .departures import Departures
 from .failure_detector import FailureDetector
 from .rendezvous import Rendezvous
@@ -34,7 +31,6 @@ BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipe
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
 STOP_TIMEOUT = 5.0  # for torch's threads to end
 OBJECTS_TIMEOUT = 10.0  # for the ends of created objects, if the wait for peers has no limit
-FAILURE_TIMEOUT = 0.3  # to tell the peers that an exception ends this worker
 
 
 def describe_failure(exc: BaseException) -> str:
@@ -87,22 +83,13 @@ class Shutdown:
     # ── waiting for peers ───────────────────────────────────────────────────────────────────────
 
     async def _wait_for_peers(self) -> None:
-        with anyio.move_on_after(FAILURE_TIMEOUT if self.failure else self.timeout):
-            if self.failure:
-                await self._send_failure()
-            elif self.rendezvous is not None:
+        if self.failure:  # peers with a connection see its end
+            connected = self.pool.connected() | self.server.connected()
+            await self.departures.tell(self.peers.keys() - connected, self.failure)
+        elif self.rendezvous is not None:
+            with anyio.move_on_after(self.timeout):
                 await self.departures.mark_left()
                 await self.departures.wait()
-
-    async def _send_failure(self) -> None:
-        """Tell the peers without a connection to this worker; the others see the connection end."""
-        connected = self.pool.connected() | self.server.connected()
-        rest = [peer for peer in self.peers.values() if peer.name not in connected]
-        await asyncio.gather(*map(self._send_failure_to, rest), return_exceptions=True)
-
-    async def _send_failure_to(self, peer: PeerInfo) -> None:
-        data = dump_plain((self.pool.me.name, self.pool.me.number, self.failure))
-        await wrap_future(send(peer.info, endpoints.leave_message, data))
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
