@@ -116,8 +116,15 @@ async def attach(
     with _only_one():
         host = _host(interface)
         name, members = adopt_agent()
-        async with _attached(replace(config, name=name), members, host) as me:
-            yield me
+        attached = _Attached(replace(config, name=name), members)
+        try:
+            await attached.enter(host)
+            yield attached.worker()
+        except BaseException:
+            await attached.leave(0.0)
+            raise
+        else:
+            await attached.leave(stop_timeout)
 
 
 @contextlib.contextmanager
@@ -141,21 +148,6 @@ def _host(interface: str | None) -> str | None:
     names = [name for value in found.values() for name in value.split(",")]
     hosts = [host for name in names for host in network.addresses().get(name, ())]
     return next((host for host in hosts if not network.is_loopback_host(host)), None)
-
-
-@contextlib.asynccontextmanager
-async def _attached(
-    config: WorkerConfig, members: list[PeerInfo], host: str | None
-) -> AsyncIterator[Worker]:
-    attached = _Attached(config, members)
-    try:
-        await attached.enter(host)
-        yield attached.worker()
-    except BaseException:
-        await attached.leave(0.0)
-        raise
-    else:
-        await attached.leave(config.stop_timeout)
 
 
 class _Attached:
