@@ -182,7 +182,7 @@ class ConnectionPool:
         """Return the unanswered calls of this process to an owner of RRefs, None if it is lost."""
         if owner in self._replaced or (penalty := self._observer.penalty(owner)) is None:
             return None
-        found = (each for _, by_peer in self._loops() for each in [*by_peer.get(owner, ())])
+        found = (each for _, by_peer in self._loops() for each in [*by_peer.get(owner, [])])
         return penalty + sum(each.waiting for each in found)
 
     def worker_of(self, owner: str) -> str:

@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -144,20 +145,18 @@ class ContextRecord:
             return function()
 
 
+@dataclass(slots=True, eq=False)
 class RecordedCall:
     """A call in a context, at the caller."""
 
-    __slots__ = ("_among", "_carries", "_label", "_peer", "_record")
+    _record: ContextRecord
+    _label: str
+    _peer: str
+    _among: "set[RecordedCall]"
+    _carries: bool = False
 
-    def __init__(
-        self, record: ContextRecord, label: str, peer: str, among: "set[RecordedCall]"
-    ) -> None:
-        self._record = record
-        self._label = label
-        self._peer = peer
-        self._carries = False
-        self._among = among
-        among.add(self)
+    def __post_init__(self) -> None:
+        self._among.add(self)
 
     @property
     def context(self) -> int:
