@@ -5,6 +5,7 @@ that never returns would keep the process alive.
 """
 
 import asyncio
+import contextlib
 import functools
 import queue
 import threading
@@ -155,3 +156,43 @@ async def run_in_thread(
     else:
         threading.Thread(target=work, name=name, daemon=True).start()
     return await done
+
+
+class ThreadCache:
+    """Daemon threads for tasks that may block for ever: one for each task, without a limit.
+
+    An idle thread waits `idle_timeout` seconds for the next task. With a new thread for each
+    backward a small step of training took longer. (`python -m benchmarks.autograd`)
+    """
+
+    def __init__(self, name: str, idle_timeout: float = 0.2) -> None:
+        self._name = name
+        self._idle_timeout = idle_timeout
+        self._lock = threading.Lock()
+        self._idle: list[queue.SimpleQueue[Task]] = []
+
+    def __call__(self, task: Task) -> None:
+        """Run a task, which must not raise, at once. Callable from any thread."""
+        with self._lock:
+            if self._idle:
+                self._idle.pop().put(task)
+                return
+        threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True).start()
+
+    def _run(self, task: Task | None) -> None:
+        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        while task is not None:
+            task()
+            task = None  # an idle thread must not keep its last arguments alive
+            with self._lock:
+                self._idle.append(tasks)
+            task = self._next(tasks)
+
+    def _next(self, tasks: "queue.SimpleQueue[Task]") -> Task | None:
+        with contextlib.suppress(queue.Empty):
+            return tasks.get(timeout=self._idle_timeout)
+        with self._lock:
+            if tasks in self._idle:
+                self._idle.remove(tasks)
+                return None
+        return tasks.get()  # it was put after the timeout

@@ -1,6 +1,6 @@
 """Contexts of torch's distributed autograd that follow the tasks of their opener.
 
-A backward has a daemon thread of its own, so one that another worker never answers blocks nothing
+A backward has a cached thread of its own, so one that another worker never answers blocks nothing
 else. `_protocol.recording` records the calls.
 """
 
@@ -14,12 +14,14 @@ from torch import Tensor
 
 from .._aio.deadlines import deadline_in, time_left
 from .._aio.interruption import interruptible
-from .._aio.threads import run_in_thread
+from .._aio.threads import ThreadCache, run_in_thread
 from .._client.pool import current as current_pool
 from .._protocol.recording import ContextRecord, current_record, enter_record, wait_until_settled
 from .._torch.compat import backward, get_gradients, new_context, release_context
 from .._torch.transport import enter_context_id
 from ..errors import CallTimeout, RpcError, WorkerLost
+
+_threads = ThreadCache("aiorpc-autograd")
 
 RELEASE_DELAY = 2.0  # seconds that an abandoned backward has to end before its context is released
 
@@ -152,7 +154,7 @@ class Context:
         try:
             async with interruptible() as interrupt:
                 with current_pool().watching_peers(recording.peers, interrupt):
-                    await _await_peer_loss(run_in_thread(run, "aiorpc-autograd"))
+                    await _await_peer_loss(run_in_thread(run, "aiorpc-autograd", _threads))
         except (asyncio.CancelledError, WorkerLost):
             asyncio.get_running_loop().call_later(RELEASE_DELAY, recording.release, key)
             raise

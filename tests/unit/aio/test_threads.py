@@ -1,4 +1,4 @@
-"""`DaemonThreadPool` and `run_in_thread`: order, no task delayed, lost or leaked."""
+"""`DaemonThreadPool`, `ThreadCache` and `run_in_thread`: order, no task delayed, lost or leaked."""
 
 import asyncio
 import functools
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from aiorpc_torch._aio.threads import DaemonThreadPool, run_in_thread
+from aiorpc_torch._aio.threads import DaemonThreadPool, ThreadCache, run_in_thread
 from aiorpc_torch._torch.thread_state import set_intra_op_threads
 
 SOON = 30.0  # seconds after which something will never happen
@@ -314,3 +314,42 @@ async def test_a_cancelled_wait_lets_the_function_run() -> None:
     assert not ended.is_set()
     gate.set()
     assert await asyncio.to_thread(ended.wait, SOON)
+
+
+# ── spare threads ───────────────────────────────────────────────────────────────────────────────
+
+
+def test_cached_threads_do_not_wait_for_each_other() -> None:
+    """Each task starts at once, whatever others do; an idle thread takes the next, and ends."""
+    spare = ThreadCache("spare", idle_timeout=0.2)
+    gate, names = threading.Event(), queue.SimpleQueue[threading.Thread]()
+
+    def stuck() -> None:
+        names.put(threading.current_thread())
+        gate.wait(30.0)
+
+    for _ in range(3):
+        spare(stuck)
+    first = {names.get(timeout=30.0) for _ in range(3)}
+    assert len(first) == 3
+    gate.set()
+    while len(spare._idle) < 3:
+        time.sleep(0.001)
+    spare(stuck)
+    assert names.get(timeout=30.0) in first
+    for thread in first:
+        thread.join(5.0)
+        assert not thread.is_alive()
+    assert not spare._idle
+
+
+def test_a_spare_thread_that_ends_misses_no_task() -> None:
+    """Tasks arrive just as idle threads time out."""
+    spare = ThreadCache("spare", idle_timeout=0.001)
+    done = queue.SimpleQueue[int]()
+    for number in range(300):
+        spare(functools.partial(done.put, number))
+        time.sleep(0.0005 * (number % 5))
+    assert sorted(done.get(timeout=30.0) for _ in range(300)) == [*range(300)]
+    while any(thread.name == "spare" for thread in threading.enumerate()):
+        time.sleep(0.001)
