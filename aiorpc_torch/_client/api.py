@@ -87,10 +87,8 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
     Args:
         rref: RRef of any object, `Group` or `group.any()`. The classes of arguments and results
             must be importable on both sides, or else `cloudpickle` installed there.
-        more: nothing: `rpc.remote` of torch has more arguments.
         timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
             both applies.
-        others: nothing.
 
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.

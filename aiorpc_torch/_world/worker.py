@@ -36,8 +36,11 @@ class Worker:
     """This process as a member of a world: what `worker()` and `local_world()` yield."""
 
     name: str
+    """The name of this worker."""
     rank: int
+    """Its rank, from 0."""
     world_size: int
+    """Number of workers, this one included."""
     peers: tuple[str, ...]
     """The names of the other workers, in rank order."""
     comeback: int = 0

@@ -453,9 +453,10 @@ def serve_until(until: str | None) -> str:
 
 def test_serving_until_peers_have_left(players: Players) -> None:
     """The server needs no timeout: it leaves after its trainers."""
+    for name in ("t0", "t1"):  # first: a trainer of an earlier test has left
+        players[name].run(enter)
     players["ps"].start(serve_until, None)
     for name in ("t0", "t1"):
-        players[name].run(enter)
         assert players[name].run(call_error, "ps") == "no error, but 2"
     for name in ("t0", "t1"):
         players[name].run(leave)

@@ -1,25 +1,25 @@
 """The programs in the documentation, run as they stand."""
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.support.example_programs import ROOT, free_port
+from tests.support.pages import blocks, pages, run_together, saved
+
+CONCEPTS, STEPS = pages("docs/concepts"), pages("docs/tutorial")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/groups.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/groups.md", *CONCEPTS])
 def test_program_runs(page: str, tmp_path: Path) -> None:
     """A whole program in a page runs, says something, and warns of nothing."""
-    programs = [
-        code
-        for code in re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-        if "__main__" in code
-    ]
+    every = [code for _, code in blocks(page, "python")]
+    programs = [code for code in every if "__main__" in code]
     assert len(programs) == 1
+    assert page not in CONCEPTS or every == programs
     path = tmp_path / "program.py"
     path.write_text(programs[0])
     done = subprocess.run(
@@ -34,18 +34,28 @@ def test_program_runs(page: str, tmp_path: Path) -> None:
     said = [line for line in done.stderr.splitlines() if "waits for rank" not in line]
     assert (done.returncode, said) == (0, [])
     assert done.stdout
-    shown = re.search(r"```text\n(.*?)```", (ROOT / page).read_text(), re.DOTALL)
-    assert shown is None or done.stdout == shown[1]
+    assert [text for _, text in blocks(page, "text")] in ([], [done.stdout])
+
+
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow if "torchrun" in page else ()) for page in STEPS],
+)
+def test_a_step_of_the_tutorial(page: str, tmp_path: Path) -> None:
+    """A reader saves its file, runs its commands at once, and sees the texts in their order."""
+    port = str(free_port())  # another test may listen at the one in the page
+    commands = [[word.replace("29500", port) for word in line] for line in saved(page, tmp_path)]
+    assert run_together(commands, tmp_path) == [text for _, text in blocks(page, "text")]
 
 
 @pytest.mark.promise("testing.page")
 def test_the_tests_in_the_page_on_testing(tmp_path: Path) -> None:
     """Its blocks are files of one folder, named in their first lines; pytest runs them."""
-    page = (ROOT / "docs" / "testing.md").read_text()
-    blocks = re.findall(r"```(?:python|toml)\n# (\S+)\n(.*?)```", page, re.DOTALL)
-    assert len(blocks) == page.count("```") // 2
-    for name, text in blocks:
-        (tmp_path / name).write_text(text)
+    files = blocks("docs/testing.md", "python", "toml")
+    assert len(files) == (ROOT / "docs/testing.md").read_text().count("```") // 2
+    for block in files:
+        assert block.file
+        (tmp_path / block.file).write_text(block.text)
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "pytest", "-p", "pytest_aiorpc_torch"],
         cwd=tmp_path,
@@ -55,6 +65,6 @@ def test_the_tests_in_the_page_on_testing(tmp_path: Path) -> None:
         env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)},
         check=False,
     )
-    tests = sum(text.count("def test_") for _, text in blocks)
+    tests = sum(text.count("def test_") for _, text in files)
     assert done.returncode == 0, done.stdout
     assert f"{tests} passed" in done.stdout

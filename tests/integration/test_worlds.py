@@ -239,7 +239,10 @@ async def test_only_loopback_listens() -> None:
 
 @pytest.mark.promise("worlds.run_local")
 def test_run_local(tmp_path: Path) -> None:
-    """Every process runs main, the first one's result is returned, and nothing is printed by us."""
+    """Every process runs main, the first one's result is returned, and nothing is printed by us.
+
+    But on a busy machine, whom the first process waits for.
+    """
     path = program(
         tmp_path,
         """
@@ -252,7 +255,8 @@ def test_run_local(tmp_path: Path) -> None:
         """,
     )
     done = run(path)
-    assert (done.returncode, done.stderr) == (0, "")
+    said = [line for line in done.stderr.splitlines() if "waits for rank 1 to reg" not in line]
+    assert (done.returncode, said) == (0, [])
     assert done.stdout.strip() == "('hello', 'ps', 0, 2)"
 
 

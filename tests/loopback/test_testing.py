@@ -238,7 +238,7 @@ def test_every_name_is_described(name: str) -> None:
     """In its docstring, on the page, and in the API."""
     assert (inspect.getdoc(getattr(testing, name)) or "").strip()
     docs = Path(__file__).parents[2] / "docs"
-    assert f"::: aiorpc_torch.testing.{name}\n" in (docs / "api.md").read_text()
+    assert f"::: aiorpc_torch.testing.{name}\n" in (docs / "reference" / "testing.md").read_text()
     if name != "Options":
         assert name in (docs / "testing.md").read_text()
 

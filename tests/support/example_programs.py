@@ -42,11 +42,11 @@ def run_line(line: Sequence[str], timeout: float) -> str:
 
 
 @contextlib.contextmanager
-def started(line: list[str], **environment: str) -> Iterator[Process]:
+def started(line: list[str], *, cwd: Path = ROOT, **environment: str) -> Iterator[Process]:
     """A process, of whose descendants nothing is left after the block."""
     with subprocess.Popen(
         line,
-        cwd=ROOT,
+        cwd=cwd,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,

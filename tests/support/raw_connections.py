@@ -203,22 +203,28 @@ async def send_junk(to: str, frames: list[tuple[int, bytes]]) -> int:
     answered = 0
     for number, (kind, data) in enumerate(frames):
         peer = connections._members[to].info
-        transport = await connections._introductions.connect(peer, CONNECTION + number)
-        junk = Junk()
-        transport.set_protocol(junk)
-        transport.write(frame(kind, data))
+        junk = Junk(frame(kind, data))
+        await connections._introductions.connect(peer, CONNECTION + number, junk.start)
         async with asyncio.timeout(SOON):
             await junk.answered.wait()
         answered += 1
-        transport.abort()
+        junk.transport.abort()
     return answered
 
 
 class Junk(asyncio.Protocol):
-    """Waits for whatever comes."""
+    """Sends something after the handshake, and waits for whatever comes."""
 
-    def __init__(self) -> None:
+    transport: asyncio.Transport
+
+    def __init__(self, data: bytes) -> None:
         self.answered = asyncio.Event()
+        self._data = data
+
+    def start(self, transport: asyncio.Transport, _: bytes) -> None:
+        self.transport = transport
+        transport.set_protocol(self)
+        transport.write(self._data)
 
     def data_received(self, _: bytes) -> None:
         self.answered.set()

@@ -1,0 +1,52 @@
+"""The notebook runs from top to bottom, and each cell prints what it should."""
+
+import json
+import sys
+
+import pytest
+
+from tests.support.example_programs import PATIENCE, ROOT, run_line
+
+pytest.importorskip("nbclient")
+pytest.importorskip("ipykernel")
+pytest.importorskip("cloudpickle")
+
+NOTEBOOK = ROOT / "examples" / "notebook.ipynb"
+
+PRINTED = """\
+outputs: [3.0, 5.0, 7.0, 9.0]
+batches: [8, 8]
+sums: [11, 21]
+processes: 3
+a lambda: 3.0
+far: 7
+an exception: unsupported operand type(s) for +=: 'int' and 'str'
+the world has ended
+"""
+
+RUN = """
+import sys, nbclient, nbformat
+notebook = nbformat.read(sys.argv[1], as_version=4)
+nbclient.NotebookClient(notebook, timeout=None).execute()
+for cell in notebook.cells:
+    for output in cell.get("outputs", []):
+        assert output.output_type == "stream", output
+        # A busy machine may take so long to start that a world says for whom it waits.
+        if output.name == "stdout" or "waits for rank" not in output.text:
+            print(output.text, end="")
+"""
+
+
+@pytest.mark.slow
+def test_the_notebook_runs() -> None:
+    """A fresh kernel runs all cells; nothing is printed but these lines."""
+    line = [sys.executable, "-c", RUN, str(NOTEBOOK)]
+    assert run_line(line, PATIENCE) == PRINTED
+
+
+def test_the_notebook_is_stored_without_outputs() -> None:
+    """A difference in git is then a difference in the cells."""
+    cells = json.loads(NOTEBOOK.read_text())["cells"]
+    code = [cell for cell in cells if cell["cell_type"] == "code"]
+    assert code
+    assert not any(cell["outputs"] or cell["execution_count"] for cell in code)

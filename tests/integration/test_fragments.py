@@ -1,0 +1,69 @@
+"""Fragments of the reference pages, run in a world with the objects that they name."""
+
+import ast
+import asyncio
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import rpc
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import create
+from aiorpc_torch.testing import Workers, kill
+from tests.support import guides, page_objects as objects
+
+WORKERS = ["ps", "a", "b", "env0", "env1"]
+PAGES = ["calls", "groups", "batching", "autograd"]
+
+
+async def names_for(fragment: str) -> dict[str, Any]:
+    """Return the objects that a fragment of a page takes for granted."""
+    names: dict[str, Any] = {"torch": torch, "rpc": rpc, "aiorpc": aiorpc, "asyncio": asyncio}
+    names |= {name: getattr(aiorpc, name) for name in aiorpc.__all__}
+    names |= {name: thing for name, thing in vars(objects).items() if not name.startswith("_")}
+    names |= {"x": torch.ones(2), "y": torch.ones(2), "n": 3, "Grads": Tensor, "Parameters": Tensor}
+    if "rref.rpc_sync" in fragment:
+        server = await create("ps", objects.ParameterServer)
+        return names | {"rref": server, "grads": torch.ones(3), "a": 1, "b": 2}
+    net = await create("a", objects.Net)
+    names |= {"rref": net, "function": objects.double, "torch_future": objects.finished_future()}
+    names |= {"seeds": [1, 2], "agent": net, "xs": range(5), "weights": torch.ones(100_000)}
+    if "infer(x)" in fragment:
+        names["x"] = 1
+    names["a"], names["b"] = await create("a", objects.Pair), await create("b", objects.Pair)
+    names["ps"] = await create("ps", objects.ParameterServer)
+    names["grads"] = torch.ones(3 if "timeout" in fragment else 2)
+    names["models"] = await aiorpc.create_all(["a", "b"], objects.Model)
+    names["envs"] = await aiorpc.create_all(["env0", "env1"], objects.Env, net, 1)
+    names["encoder"], names["my_head"] = await create("a", nn.Linear, 2, 2), nn.Linear(2, 2)
+    names["loss_fn"] = nn.functional.mse_loss
+    return names
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PAGES)
+async def test_fragments_run(name: str, workers: Workers) -> None:
+    await workers(WORKERS, name="server")
+    fragments = [
+        each for each in guides.read(guides.DOCS / f"{name}.md").unnamed if "__main__" not in each
+    ]
+    assert fragments
+    for fragment in fragments:
+        names = await names_for(fragment)
+        if "WorkerLost as lost" in fragment:
+            kill("env1")
+        code = compile(fragment, name, "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        result = eval(code, names)
+        if inspect.isawaitable(result):
+            await result
+
+
+def test_every_fragment_is_on_a_page_that_is_run() -> None:
+    """No other page of the reference has a block of Python that is no file."""
+    others = [
+        each for each in guides.DOCS.glob("*.md") if each.stem not in {*PAGES, "index", "testing"}
+    ]
+    assert not [each.name for each in others if guides.read(each).unnamed]
