@@ -6,8 +6,6 @@ from ._batching.stats import BatchStats, batch_stats
 from ._client import pool
 from ._protocol import endpoints
 
-__all__ = ("Stats", "stats")
-
 
 @dataclass(frozen=True, slots=True)
 class Stats:
