@@ -7,8 +7,6 @@ from ._client import pool
 from ._protocol import endpoints
 from ._protocol.segment_store import segment_counts
 
-__all__ = ("Stats", "stats")
-
 
 @dataclass(frozen=True, slots=True)
 class Stats:

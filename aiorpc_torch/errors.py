@@ -8,21 +8,6 @@ import pickle
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any
 
-__all__ = (
-    "BatchContractError",
-    "CallTimeout",
-    "GroupError",
-    "NotExported",
-    "NotServing",
-    "QueueFull",
-    "RemoteError",
-    "RemoteTraceback",
-    "RoundTimeout",
-    "RpcError",
-    "WorkerLost",
-    "WorldTimeout",
-)
-
 
 class RpcError(Exception):
     """Base class: the call failed for a reason other than an exception in remote code."""

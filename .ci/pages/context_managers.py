@@ -1,4 +1,4 @@
-"""A griffe extension: functions of `contextlib` are shown as the context managers that they make."""
+"""A griffe extension: functions of `contextlib` are shown as the context managers they make."""
 
 from typing import Any
 

@@ -5,8 +5,6 @@ import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 
-__all__ = ("timeout",)
-
 _deadline: ContextVar[float | None] = ContextVar("aiorpc_deadline", default=None)
 
 current_deadline = _deadline.get

@@ -30,10 +30,6 @@ class EntryQueue(Generic[T]):
         self._items: deque[T] = deque()
         self._is_scheduled = False
 
-    def __repr__(self) -> str:
-        scheduled = ", scheduled" if self._is_scheduled else ""
-        return f"<EntryQueue {len(self._items)} waiting{scheduled}>"
-
     def put(self, item: T) -> None:
         """Add an item, from any thread. Drop the item if the loop is closed."""
         self._items.append(item)

@@ -2,40 +2,34 @@
 
 import asyncio
 import contextlib
-from types import TracebackType
+from collections.abc import AsyncIterator, Callable
+
+Interrupt = Callable[[BaseException], None]
+"""Ends a block with an exception, if it still runs; the first exception counts. On its loop."""
 
 
-class InterruptibleBlock:
-    """An `async with` block that `interrupt(exc)` ends early: the block then raises `exc`.
+@contextlib.asynccontextmanager
+async def interruptible() -> AsyncIterator[Interrupt]:
+    """Yield a function that ends the block early: the block then raises what it was given.
 
-    Inside, the interruption is one cancellation. Call `interrupt` on the loop of the block.
+    Inside, the interruption is one cancellation. (A scope of anyio would cancel each further await
+    too, also those with which a user's block cleans up.)
     """
+    failure: BaseException | None = None
 
-    def __init__(self) -> None:
-        self._failure: BaseException | None = None
-        # Never used for time: `asyncio.timeout` is the standard library's way to end a block.
-        self._block = asyncio.timeout(None)
-
-    def interrupt(self, failure: BaseException) -> None:
-        """End the block with `failure`, if it still runs; the first failure counts."""
-        if self._failure is None:
-            self._failure = failure
+    def interrupt(exc: BaseException) -> None:
+        nonlocal failure
+        if failure is None:
+            failure = exc
             with contextlib.suppress(RuntimeError):  # the block has ended
-                self._block.reschedule(0.0)
+                block.reschedule(0.0)
 
-    async def __aenter__(self) -> "InterruptibleBlock":
-        await self._block.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        try:
-            await self._block.__aexit__(kind, exc, traceback)
-        except TimeoutError:
-            if self._failure is None or not self._block.expired():
-                raise
-            raise self._failure  # noqa: B904 - its cause is not this timeout
+    # Never used for time: `asyncio.timeout` is the standard library's way to end a block.
+    block = asyncio.timeout(None)
+    try:
+        async with block:
+            yield interrupt
+    except TimeoutError:
+        if failure is None or not block.expired():
+            raise
+        raise failure  # noqa: B904 - its cause is not this timeout

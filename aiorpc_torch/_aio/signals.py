@@ -9,7 +9,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NoReturn
 
 
 @contextlib.contextmanager
@@ -30,7 +30,7 @@ def graceful_signals(wanted: bool = True) -> Iterator[None]:
         yield
         return
     ctrl_c = contextlib.nullcontext() if is_ignored else _second_ctrl_c_exits(previous)
-    with _SigtermCancels(), ctrl_c:
+    with _sigterm_cancels(), ctrl_c:
         yield
 
 
@@ -42,29 +42,28 @@ def _is_asyncios(handler: Any) -> bool:
     )
 
 
-class _SigtermCancels:
-    """A block in which SIGTERM cancels the task, and which then raises `SystemExit(143)`."""
+@contextlib.contextmanager
+def _sigterm_cancels() -> Iterator[None]:
+    """Let SIGTERM cancel the task in this block, which then raises `SystemExit(143)`."""
+    task, loop = asyncio.current_task(), asyncio.get_running_loop()
+    has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    was_received = False
 
-    def __init__(self) -> None:
-        self._task = asyncio.current_task()
-        self._loop = asyncio.get_running_loop()
-        self._has_default = signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-        self._was_received = False
+    def terminate() -> None:
+        nonlocal was_received
+        was_received = True
+        if task is not None:
+            task.cancel("SIGTERM")
 
-    def __enter__(self) -> None:
-        if self._has_default:
-            self._loop.add_signal_handler(signal.SIGTERM, self._terminate)
-
-    def _terminate(self) -> None:
-        self._was_received = True
-        if self._task is not None:
-            self._task.cancel("SIGTERM")
-
-    def __exit__(self, kind: Any, exc: BaseException | None, traceback: Any) -> None:
-        if self._has_default:
-            self._loop.remove_signal_handler(signal.SIGTERM)
-        if self._was_received:
-            raise SystemExit(128 + signal.SIGTERM) from exc
+    if has_default:
+        loop.add_signal_handler(signal.SIGTERM, terminate)
+    try:
+        yield
+    finally:
+        if has_default:
+            loop.remove_signal_handler(signal.SIGTERM)
+        if was_received:
+            raise SystemExit(128 + signal.SIGTERM) from sys.exc_info()[1]
 
 
 @contextlib.contextmanager
@@ -86,7 +85,7 @@ def _second_ctrl_c_exits(previous: Any) -> Iterator[None]:
             signal.signal(signal.SIGINT, previous)
 
 
-def force_exit(code: int) -> None:
+def force_exit(code: int) -> NoReturn:
     """End this process without cleanup; its children notice that their pipes close."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(Exception):

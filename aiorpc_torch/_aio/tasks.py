@@ -7,6 +7,7 @@ import sys
 import types
 from collections.abc import Callable, Coroutine, Generator
 from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
 
@@ -44,30 +45,28 @@ def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[
             step, value = coroutine.throw, exc
 
 
+@dataclass(eq=False)
 class StepContext(Generator[Any, Any, R]):
     """An awaitable that runs each step of `coroutine` inside `enter()`.
 
     It is for state of the thread, which other tasks must not see between the steps.
     """
 
-    def __init__(
-        self, enter: Callable[[], AbstractContextManager[None]], coroutine: Coroutine[Any, Any, R]
-    ) -> None:
-        self._enter = enter
-        self._coroutine = coroutine
+    enter: Callable[[], AbstractContextManager[None]]
+    coroutine: Coroutine[Any, Any, R]
 
     def __await__(self) -> Generator[Any, Any, R]:
         return self
 
     def send(self, value: Any) -> Any:
         """Run the next step."""
-        with self._enter():
-            return self._coroutine.send(value)
+        with self.enter():
+            return self.coroutine.send(value)
 
     def throw(self, *exc: Any) -> Any:
         """Run the next step with an exception."""
-        with self._enter():
-            return self._coroutine.throw(*exc)
+        with self.enter():
+            return self.coroutine.throw(*exc)
 
 
 def start_task(

@@ -6,7 +6,6 @@ that never returns would keep the process alive.
 
 import asyncio
 import contextlib
-import enum
 import functools
 import queue
 import threading
@@ -24,14 +23,6 @@ Task = Callable[[], None]
 STALL = 0.001  # seconds that a task waits for the busy threads before the pool adds a thread
 
 
-class _Wake(enum.Enum):
-    """The reason for which an idle thread is woken."""
-
-    WORK = enum.auto()
-    WATCH = enum.auto()
-    END = enum.auto()
-
-
 class DaemonThreadPool:
     """At most `size` daemon threads, started on demand. Tasks start in the order of `submit`.
 
@@ -44,16 +35,12 @@ class DaemonThreadPool:
         self._initializer = initializer  # runs once in each thread
         self._lock = threading.Lock()
         self._tasks: deque[Task] = deque()
-        self._wakes: queue.SimpleQueue[_Wake] = queue.SimpleQueue()
+        self._steps: queue.SimpleQueue[Task | None] = queue.SimpleQueue()  # None ends a thread
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._busy = 0
         self._is_watched = False
         self._last_start = 0.0
-
-    def __repr__(self) -> str:
-        waiting = len(self._tasks)
-        return f"<DaemonThreadPool {self._busy} busy of {self._size}, {waiting} tasks waiting>"
 
     def submit(self, tasks: Iterable[Task]) -> None:
         """Run tasks, which must not raise, each in one of the threads. Callable from any thread.
@@ -65,23 +52,23 @@ class DaemonThreadPool:
             self._tasks.extend(tasks)
             # Busy threads whose last task started long ago may not be free soon.
             is_stalled = not self._busy or time.monotonic() - self._last_start > STALL
-            woken = is_stalled and self._wake(_Wake.WORK)
+            woken = is_stalled and self._wake(self._run_tasks)
             if not self._is_watched and len(self._tasks) > woken:
-                self._is_watched = self._wake(_Wake.WATCH)
+                self._is_watched = self._wake(self._watch)
 
     def close(self, timeout: float) -> int:
         """End the threads; return how many still run a task after `timeout` seconds."""
         with self._lock:
             self._size = 0  # no thread starts from now on
             for _ in self._threads:
-                self._wakes.put(_Wake.END)
+                self._steps.put(None)
         end = time.monotonic() + timeout
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()))
         return sum(thread.is_alive() for thread in self._threads)
 
-    def _wake(self, reason: _Wake) -> bool:
-        """Wake an idle thread or start one, if the pool may. Called with the lock held."""
+    def _wake(self, step: Task) -> bool:
+        """Let an idle or a new thread run `step`, if the pool may. Called with the lock held."""
         if self._idle:
             self._idle -= 1
         elif len(self._threads) < self._size:
@@ -97,16 +84,14 @@ class DaemonThreadPool:
             self._threads.append(thread)
         else:
             return False
-        self._busy += reason is _Wake.WORK
-        self._wakes.put(reason)
+        self._busy += step == self._run_tasks
+        self._steps.put(step)
         return True
 
     def _run(self) -> None:
         self._initializer()
-        while (reason := self._wakes.get()) is not _Wake.END:
-            if reason is _Wake.WATCH:
-                self._watch()
-            self._run_tasks()
+        while (step := self._steps.get()) is not None:
+            step()
 
     def _run_tasks(self) -> None:
         while True:
@@ -124,26 +109,30 @@ class DaemonThreadPool:
             del task  # an idle thread must not keep its last arguments alive
 
     def _watch(self) -> None:
-        """Add threads while tasks wait too long; return when this thread is to run tasks itself."""
+        """Add threads while tasks wait too long, then run tasks."""
         while True:
             seen = self._last_start
             time.sleep(STALL)
             with self._lock:
                 has_stalled = seen == self._last_start
                 more = len(self._tasks) if has_stalled else min(1, len(self._tasks))
-                if not more or not all(self._wake(_Wake.WORK) for _ in range(more)):
+                if not more or not all(self._wake(self._run_tasks) for _ in range(more)):
                     self._is_watched = False  # no task waits, or this is the last thread
                     self._busy += 1
-                    return
+                    break
+        self._run_tasks()
 
 
-def daemon_thread_starter(name: str) -> Callable[[Task], None]:
-    """Return a function that runs one task in a new daemon thread called `name`."""
-    return lambda task: threading.Thread(target=task, name=name, daemon=True).start()
+async def run_in_thread(
+    function: Callable[[], T], name: str, start: Callable[[Task], None] | None = None
+) -> T:
+    """Await a blocking function in a daemon thread. A cancelled one runs on.
 
-
-async def run_in_thread(start: Callable[[Task], None], function: Callable[[], T]) -> T:
-    """Await a blocking function in the thread that `start` gives it. A cancelled one runs on."""
+    Args:
+        function: the function.
+        name: name of the new thread.
+        start: gives the function a thread of a pool instead of a new one.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -162,15 +151,18 @@ async def run_in_thread(start: Callable[[Task], None], function: Callable[[], T]
             outcome = functools.partial(done.set_result, value)
         call_soon(loop, complete, outcome)
 
-    start(work)
+    if start is not None:
+        start(work)
+    else:
+        threading.Thread(target=work, name=name, daemon=True).start()
     return await done
 
 
 class ThreadCache:
     """Daemon threads for tasks that may block for ever: one for each task, without a limit.
 
-    An idle thread waits `idle_timeout` seconds for the next task. A new thread, with what libraries
-    keep for each, would cost more than most tasks.
+    An idle thread waits `idle_timeout` seconds for the next task. With a new thread for each
+    backward a small step of training took longer. (`python -m benchmarks.autograd`)
     """
 
     def __init__(self, name: str, idle_timeout: float = 0.2) -> None:
@@ -178,9 +170,6 @@ class ThreadCache:
         self._idle_timeout = idle_timeout
         self._lock = threading.Lock()
         self._idle: list[queue.SimpleQueue[Task]] = []
-
-    def __repr__(self) -> str:
-        return f"<ThreadCache {self._name}, {len(self._idle)} idle>"
 
     def __call__(self, task: Task) -> None:
         """Run a task, which must not raise, at once. Callable from any thread."""

@@ -4,7 +4,7 @@ A tree consists of tensors, arrays and numbers in dicts, tuples, lists and datac
 """
 
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -39,19 +39,7 @@ def collate_key(value: Any) -> Hashable:
     return type(value), tuple(nodes), tuple(map(collate_key, nodes.values()))
 
 
-class Collator(Protocol):
-    """Stacks tensors on a device."""
-
-    def stack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return one tensor with a new first dimension, on the device."""
-        ...
-
-    def to_device(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device."""
-        ...
-
-
-class DefaultCollator:
+class Collator:
     """Stacks on `device`, by blocking copies; on None, where the tensors are."""
 
     def __init__(self, device: Device = None) -> None:

@@ -14,11 +14,12 @@ from torch import Tensor
 from .._aio.tasks import StepContext
 from .._torch.cuda import has, record_streams, stream_of_coroutine
 from .._torch.tree import map_tensors
+from .collate import Collator
 
 R = TypeVar("R")
 
 
-class CudaCollator:
+class CudaCollator(Collator):
     """Stacks on `device`, on a stream of its own. Call its methods inside `on_stream`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -27,9 +28,6 @@ class CudaCollator:
         priority = -1 if has("stream") else 0
         self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
         self.device: torch.device = self._stream.device  # with its index
-
-    def __repr__(self) -> str:
-        return f"<CudaCollator on {self.device}>"
 
     def record_event(self) -> torch.cuda.Event:
         """Return an event after the work queued on this thread's current stream."""
@@ -59,7 +57,6 @@ class CudaCollator:
             return await StepContext(self._behind_this_thread, coroutine)
 
     def stack(self, tensors: Sequence[Tensor]) -> Tensor:
-        """Return one tensor with a new first dimension, on the device."""
         first = tensors[0]
         if first.device.type == "cpu" and not first.requires_grad:
             # torch caches pinned memory, and reuses no part of it that a copy still reads.
@@ -70,7 +67,6 @@ class CudaCollator:
         return self.to_device(torch.stack([*tensors]))
 
     def to_device(self, tensor: Tensor) -> Tensor:
-        """Return the tensor on the device."""
         if tensor.device.type == "cpu" and not tensor.requires_grad:
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=True)

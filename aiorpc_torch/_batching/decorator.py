@@ -5,11 +5,11 @@ A call binds its arguments and joins the queue of its instance; the queue runs t
 
 import functools
 import inspect
-import weakref
 from collections.abc import Awaitable, Callable, Hashable
 from types import MethodType
 from typing import Any, Literal, overload
 
+from .._aio.identity import WeakIdentityDict
 from .._protocol.by_value import refuse_by_value
 from .._protocol.endpoints import serving
 from .._protocol.messages import Arguments
@@ -22,8 +22,6 @@ from .policies import Fill, Policy
 from .queue import BatchQueue, ResultCallback
 from .stats import new_counters
 from .traits import traits_function
-
-__all__ = ("batched",)
 
 
 @overload
@@ -129,9 +127,10 @@ class Batched:
         self._stack = stack
         self._device = device
         self._traits_of = traits_function(policy, self.__qualname__, stacked=stack)
-        self._counters = new_counters(self.__qualname__, _full_size(policy))
+        size = policy.max_size if isinstance(policy, Fill) else policy.size
+        self._counters = new_counters(self.__qualname__, size)
         self._is_method = False
-        self._queues: dict[int, tuple[weakref.ref[Any], BatchQueue]] = {}
+        self._queues: WeakIdentityDict[Any, BatchQueue] = WeakIdentityDict()
         mark_runs_on_loop(self)
         # torch waits for the returned Future if this attribute exists (rpc/functions.py).
         self._wrapped_async_rpc_function = function
@@ -206,13 +205,16 @@ class Batched:
     def _queue(self, instance: Any) -> BatchQueue:
         # A plain function has one queue, while the function itself is alive.
         owner = self if instance is None else instance
-        key = id(owner)
-        known = self._queues.get(key)
-        if known is not None and known[0]() is owner:
-            return known[1]
-        # By identity: the instance may be unhashable. Weakly: the queue must not keep it alive.
+        if (known := self._queues.get(owner)) is not None:
+            return known
         queue = BatchQueue(self._batch_function, self._policy, self._traits_of, self._counters)
-        self._queues[key] = (_weak(owner, self._queues, key), queue)
+        try:
+            self._queues.set(owner, queue)
+        except TypeError:
+            raise TypeError(
+                f"@batched needs weak references to its instances: add '__weakref__' to the "
+                f"__slots__ of {type(owner).__name__}"
+            ) from None
         return queue
 
 
@@ -220,20 +222,6 @@ def _set_batched_state(new: Batched, state: tuple[Any, ...]) -> None:
     function, policy, stack, device, is_method = state
     new.__init__(function, policy, stack=stack, device=device)  # type: ignore[misc]
     new._is_method = is_method
-
-
-def _full_size(policy: Policy) -> int:
-    return policy.max_size if isinstance(policy, Fill) else policy.size
-
-
-def _weak(owner: Any, queues: dict[int, Any], key: int) -> "weakref.ref[Any]":
-    try:
-        return weakref.ref(owner, lambda _: queues.pop(key, None))
-    except TypeError:
-        raise TypeError(
-            f"@batched needs weak references to its instances: add '__weakref__' to the "
-            f"__slots__ of {type(owner).__name__}"
-        ) from None
 
 
 def _check_signature(function: Callable[..., Any]) -> None:

@@ -9,7 +9,7 @@ import torch
 
 from .._protocol.runtime import in_thread
 from .._torch.cuda import fence_tree
-from .collate import Collator, DefaultCollator, Device, collate
+from .collate import Collator, Device, collate
 from .cuda_collate import CudaCollator
 from .results import split_results
 from .traits import CallArgs
@@ -26,7 +26,7 @@ class BatchFunction:
         self._is_async = inspect.iscoroutinefunction(function)
         self._is_method = is_method
         self._stacked = stacked
-        self._collator = DefaultCollator(device)
+        self._collator = Collator(device)
         target = None if device is None else torch.device(device)
         self._cuda = target if target is not None and target.type == "cuda" else None
         parameters = list(inspect.signature(function).parameters.values())[is_method:]
@@ -54,7 +54,8 @@ class BatchFunction:
         if self._cuda is not None:
             return await self._run_on_cuda(self._cuda_collator, instance, calls)
         if not self._is_async:
-            return await in_thread(functools.partial(self._run_in_thread, instance, calls))
+            call = functools.partial(self._call, instance, calls, self._collator)
+            return await in_thread(lambda: self._split(call(), len(calls)))
         result = await self._call(instance, calls, self._collator)
         fence = fence_tree(result) if self._stacked else None
         if fence is None:
@@ -62,9 +63,6 @@ class BatchFunction:
         # In a thread: the loop must not wait for a device.
         split = functools.partial(self._split_after, fence.wait, result, len(calls))
         return await in_thread(split)
-
-    def _run_in_thread(self, instance: Any, calls: Sequence[CallArgs]) -> list[Any]:
-        return self._split(self._call(instance, calls, self._collator), len(calls))
 
     @functools.cached_property
     def _cuda_collator(self) -> CudaCollator:

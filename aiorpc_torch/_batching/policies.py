@@ -4,8 +4,6 @@ from collections.abc import Callable, Hashable
 from dataclasses import dataclass, fields
 from typing import Any
 
-__all__ = ("Fill", "Policy", "Round")
-
 
 def _repr(policy: Any) -> str:
     """Return the constructor call without the arguments that have their default."""

@@ -9,6 +9,7 @@ import contextvars
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
+from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
 from .._protocol.ancestry import (
     BatchScope,
@@ -27,7 +28,7 @@ from .policies import Fill, Policy, Round
 from .results import failure_per_caller
 from .rounds import RoundScheduler
 from .scheduler import Batch, FillScheduler, Scheduler, TimedOutRound
-from .stats import BatchCounters, WeakRegistry
+from .stats import BatchCounters
 from .traits import CallArgs, TraitsFunction
 
 CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when its worker stops
@@ -141,11 +142,8 @@ class BatchQueue:
         self._running: dict[Batch[QueuedCall], RunningBatch] = {}
         self._dispatcher: asyncio.Task[None] | None = None  # begins in the next loop iteration
         self._timer: asyncio.TimerHandle | None = None  # at the scheduler's deadline
-        counters.queues.add(self)
-        _queues.add(self)
-
-    def __repr__(self) -> str:
-        return f"<BatchQueue {self._function.name}: {self._scheduler}>"
+        counters.queues.set(self, None)
+        _queues.set(self, None)
 
     def __len__(self) -> int:
         return len(self._scheduler)
@@ -178,7 +176,9 @@ class BatchQueue:
         if self.loop is not loop:
             self._bind_loop(loop)
         if not self._scheduler.can_accept():
-            raise _queue_full(self._function.name, len(self))
+            name, limit = self._function.name, len(self)
+            text = f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending"
+            raise QueueFull(text)
         now = loop.time()
         call = QueuedCall(self, instance, args, on_result, now)
         traits = self._traits_of(args, caller)
@@ -353,21 +353,17 @@ class BatchQueue:
             call.resolve(result)
 
 
-_queues: WeakRegistry[BatchQueue] = WeakRegistry()
+_queues: WeakIdentityDict[BatchQueue, None] = WeakIdentityDict()
 
 
 async def close_queues() -> None:
     """Close every queue of the running loop."""
     loop = asyncio.get_running_loop()
-    await asyncio.gather(*(queue.close() for queue in _queues.all() if queue.loop is loop))
+    await asyncio.gather(*(queue.close() for queue in _queues.owners() if queue.loop is loop))
 
 
 def _new_scheduler(policy: Policy) -> Scheduler[QueuedCall]:
     return FillScheduler(policy) if isinstance(policy, Fill) else RoundScheduler(policy)
-
-
-def _queue_full(name: str, limit: int) -> QueueFull:
-    return QueueFull(f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending")
 
 
 def _round_timeout(timed_out: TimedOutRound[Any], name: str) -> RoundTimeout:

@@ -12,8 +12,6 @@ from .._torch.tree import children
 from ..errors import BatchContractError
 from .collate import uncollate
 
-__all__ = ("Broadcast",)
-
 T = TypeVar("T")
 
 

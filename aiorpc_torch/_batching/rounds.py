@@ -17,7 +17,7 @@ class RoundScheduler(Scheduler[T]):
     """A scheduler for `Round`: one round at a time."""
 
     def __init__(self, policy: Round) -> None:
-        super().__init__(policy, slots=1)
+        super().__init__(slots=1)
         self._policy = policy
         self._waiting: dict[T, tuple[float, CallTraits]] = {}  # time of arrival; in that order
         self._last_end = float("-inf")  # of the previous round

@@ -14,11 +14,10 @@ import abc
 import enum
 from collections.abc import Hashable
 from dataclasses import dataclass
-from heapq import heapify, heappop, heappush
 from itertools import islice
 from typing import Generic, NamedTuple, TypeVar
 
-from .policies import Fill, Policy
+from .policies import Fill
 
 T = TypeVar("T")
 
@@ -67,13 +66,9 @@ class Scheduler(abc.ABC, Generic[T]):
     Items are told apart by hash and equality: use objects that compare by identity.
     """
 
-    def __init__(self, policy: Policy, slots: int) -> None:
-        self._name = repr(policy)
+    def __init__(self, slots: int) -> None:
         self._slots = slots
         self._running = 0
-
-    def __repr__(self) -> str:
-        return f"<{self._name}: {len(self)} waiting, {self._running} running>"
 
     @property
     def is_idle(self) -> bool:
@@ -126,32 +121,24 @@ class Scheduler(abc.ABC, Generic[T]):
 _KeyQueue = dict[T, tuple[int, float, float]]
 """Waiting items of one key in order of arrival: number and time of arrival, weight."""
 
-_Heap = list[tuple[int, Hashable]]
-_EMPTY = object()
-
 
 class FillScheduler(Scheduler[T]):
     """A scheduler for `Fill`: any callers share a batch if their keys are equal."""
 
     def __init__(self, policy: Fill) -> None:
-        super().__init__(policy, policy.max_concurrency)
+        super().__init__(policy.max_concurrency)
         self._policy = policy
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
-        self._keys: dict[T, Hashable] = {}  # unless the key is None
-        # Keys by the arrival number of their oldest item: all keys, and those with a full batch.
-        # An outdated entry stays until it reaches the top, or `_push` rebuilds the heap. Without
-        # a second key both are empty.
-        self._by_age: _Heap = []
-        self._full_by_age: _Heap = []
+        self._keys: dict[T, Hashable] = {}  # of every waiting item, in order of arrival
+        self._full: set[Hashable] = set()  # keys with a full batch, while there are several keys
         self._added = 0
-        self._count = 0
 
     def __len__(self) -> int:
-        return self._count
+        return len(self._keys)
 
     def can_accept(self) -> bool:
         limit = self._policy.max_pending
-        return limit is None or self._count < limit
+        return limit is None or len(self._keys) < limit
 
     def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
         key, weight, _ = traits
@@ -159,55 +146,43 @@ class FillScheduler(Scheduler[T]):
         if queue is None:
             queue = self._key_queues[key] = {}
         queue[item] = self._added, now, weight
-        if key is not None:
-            self._keys[item] = key
+        self._keys[item] = key
         self._added += 1
-        self._count += 1
-        if len(self._key_queues) == 1:  # the common case needs no heap
-            return
-        if len(self._key_queues) == 2 and not self._by_age:
-            for each in self._key_queues:
-                self._push_both(each)
-        elif len(queue) == 1:
-            self._push_both(key)
-        elif self._next_size(queue)[1]:
-            self._push(self._full_by_age, key)
+        if len(self._key_queues) > 1:
+            has_second_key = len(queue) == 1 and len(self._key_queues) == 2
+            for each in self._key_queues if has_second_key else (key,):
+                self._note_full(each)
 
     def discard(self, item: T) -> bool:
-        key = self._keys.get(item)
-        if item not in self._key_queues.get(key, ()):
+        if item not in self._keys:
             return False
-        self._remove(key, (item,))
+        self._remove(self._keys[item], (item,))
         return True
 
     def deadline(self) -> float | None:
-        if self._running >= self._slots or not self._count:
+        if self._running >= self._slots or not self._keys:
             return None
-        is_only = len(self._key_queues) == 1
-        key = next(iter(self._key_queues)) if is_only else self._peek(self._by_age)
-        return _oldest(self._key_queues[key])[1] + self._policy.max_wait
+        return _oldest(self._key_queues[self._oldest_key()])[1] + self._policy.max_wait
 
     def close(self) -> tuple[T, ...]:
-        waiting: _KeyQueue[T] = {}
-        for queue in self._key_queues.values():
-            waiting.update(queue)
-        for each in (self._key_queues, self._keys, self._by_age, self._full_by_age):
+        waiting = tuple(self._keys)
+        for each in (self._key_queues, self._keys, self._full):
             each.clear()
-        self._count = 0
-        return tuple(sorted(waiting, key=waiting.__getitem__))
+        return waiting
 
     def _select_batch(self, now: float) -> Batch[T] | None:
-        if len(self._key_queues) == 1:
-            return self._batch_of(next(iter(self._key_queues)), now)
+        if not self._keys:
+            return None
         # The key with the oldest item goes first: no key starves. If that item has not waited long
         # enough, no item has, and only a full batch may start.
-        for heap in (self._by_age, self._full_by_age):
-            key = self._peek(heap)
-            if key is _EMPTY:
-                return None
-            if (batch := self._batch_of(key, now)) is not None:
-                return batch
-        return None
+        batch = self._batch_of(self._oldest_key(), now)
+        if batch is not None or len(self._key_queues) == 1 or not self._full:
+            return batch
+        queues = self._key_queues
+        return self._batch_of(min(self._full, key=lambda key: _oldest(queues[key])), now)
+
+    def _oldest_key(self) -> Hashable:
+        return next(iter(self._keys.values()))
 
     def _batch_of(self, key: Hashable, now: float) -> Batch[T] | None:
         """Remove and return the next batch of `key`, None if it may not start yet."""
@@ -218,32 +193,6 @@ class FillScheduler(Scheduler[T]):
         items = tuple(islice(queue, size))
         self._remove(key, items)
         return Batch(items, reason)
-
-    def _push_both(self, key: Hashable) -> None:
-        self._push(self._by_age, key)
-        if self._next_size(self._key_queues[key])[1]:
-            self._push(self._full_by_age, key)
-
-    def _push(self, heap: _Heap, key: Hashable) -> None:
-        heappush(heap, (_oldest(self._key_queues[key])[0], key))
-        if len(heap) > 2 * len(self._key_queues) + 16:  # most entries are outdated
-            heap[:] = [
-                (_oldest(queue)[0], key)
-                for key, queue in self._key_queues.items()
-                if heap is self._by_age or self._next_size(queue)[1]
-            ]
-            heapify(heap)
-
-    def _peek(self, heap: _Heap) -> Hashable:
-        """Return the first key of a heap, or `_EMPTY`; drop outdated entries before it."""
-        while heap:
-            number, key = heap[0]
-            queue = self._key_queues.get(key)
-            is_valid = queue is not None and _oldest(queue)[0] == number
-            if is_valid and (heap is self._by_age or self._next_size(self._key_queues[key])[1]):
-                return key
-            heappop(heap)
-        return _EMPTY
 
     def _reason(self, queue: _KeyQueue[T], now: float, *, is_full: bool) -> Reason | None:
         if is_full:
@@ -267,24 +216,21 @@ class FillScheduler(Scheduler[T]):
                     return count + 1, True
         return size, len(queue) >= size
 
+    def _note_full(self, key: Hashable) -> None:
+        queue = self._key_queues.get(key)
+        if queue is not None and self._next_size(queue)[1]:
+            self._full.add(key)
+        else:
+            self._full.discard(key)
+
     def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
-        queue = self._key_queues[key]
-        is_only = len(self._key_queues) == 1
-        head = 0 if is_only else _oldest(queue)[0]
-        self._count -= len(items)
+        queue, keys = self._key_queues[key], self._keys
         for item in items:
-            del queue[item]
-            if key is not None:
-                del self._keys[item]
+            del queue[item], keys[item]
         if not queue:
             del self._key_queues[key]
-        if is_only:
-            return
-        if len(self._key_queues) == 1:
-            self._by_age.clear()
-            self._full_by_age.clear()
-        elif queue and _oldest(queue)[0] != head:
-            self._push_both(key)
+        if self._full or len(self._key_queues) > 1:
+            self._note_full(key)
 
 
 def _oldest(queue: _KeyQueue[T]) -> tuple[int, float, float]:

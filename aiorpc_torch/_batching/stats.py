@@ -1,15 +1,11 @@
 """Statistics of the batches of `@batched` functions: counted by the queues, read in any thread."""
 
-import weakref
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence, Sized
 from dataclasses import dataclass, field
 from statistics import quantiles
-from typing import Generic, TypeVar
 
-__all__ = ("BatchStats",)
-
-T = TypeVar("T")
+from .._aio.identity import WeakIdentityDict
 
 RECENT = 1024  # waiting times kept per function
 
@@ -47,37 +43,13 @@ class BatchStats:
         return self.mean / self.size
 
 
-class WeakRegistry(Generic[T]):
-    """A list of objects that does not keep them alive.
-
-    Not a `WeakSet`: its iteration fails if another thread adds an object meanwhile.
-    """
-
-    def __init__(self) -> None:
-        self._refs: dict[int, weakref.ref[T]] = {}  # by identity
-
-    def __len__(self) -> int:
-        return len(self._refs)
-
-    def add(self, item: T) -> None:
-        """List `item` while it is alive."""
-        refs, key = self._refs, id(item)
-        refs[key] = weakref.ref(item, lambda _: refs.pop(key, None))
-
-    def all(self) -> list[T]:
-        """Return the objects that are alive."""
-        # `[*values()]` of a dict is one step of the interpreter: no thread can interrupt it.
-        found = [ref() for ref in [*self._refs.values()]]
-        return [item for item in found if item is not None]
-
-
 @dataclass(eq=False)
 class BatchCounters:
     """Counters of the function `name`."""
 
     name: str
     size: int
-    queues: WeakRegistry[Sized] = field(default_factory=WeakRegistry)
+    queues: WeakIdentityDict[Sized, None] = field(default_factory=WeakIdentityDict)
     items: int = 0
     batches: int = 0
     reasons: Counter[str] = field(default_factory=Counter)
@@ -100,20 +72,20 @@ class BatchCounters:
         return bool(self.reasons or self.queues)
 
 
-_all_counters: WeakRegistry[BatchCounters] = WeakRegistry()
+_all_counters: WeakIdentityDict[BatchCounters, None] = WeakIdentityDict()
 
 
 def new_counters(name: str, size: int) -> BatchCounters:
     """Return new counters, listed in `batch_stats` while they are alive."""
     counters = BatchCounters(name, size)
-    _all_counters.add(counters)
+    _all_counters.set(counters, None)
     return counters
 
 
 def batch_stats() -> dict[str, BatchStats]:
     """Return the statistics of every function that was called, by name."""
     found: defaultdict[str, list[BatchCounters]] = defaultdict(list)
-    for counters in _all_counters.all():
+    for counters in _all_counters.owners():
         if counters.is_used:
             found[counters.name].append(counters)
     return {name: _snapshot(group) for name, group in found.items()}
@@ -133,7 +105,7 @@ def _snapshot(group: Sequence[BatchCounters]) -> BatchStats:
         items=sum(counters.items for counters in group),
         size=max(counters.size for counters in group),
         reasons=dict(reasons),
-        waiting=sum(len(queue) for counters in group for queue in counters.queues.all()),
+        waiting=sum(len(queue) for counters in group for queue in counters.queues.owners()),
         wait_p50=percentiles[49] if percentiles else None,
         wait_p99=percentiles[98] if percentiles else None,
     )

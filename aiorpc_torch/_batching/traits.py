@@ -31,11 +31,8 @@ def traits_function(policy: Policy, name: str, *, stacked: bool) -> TraitsFuncti
         weighs = 1.0 if weight is None else _check_weight(weight(*args), name)
         return CallTraits((group, _collate_keys(args)) if stacked else group, weighs)
 
-    return traits if stacked or key is not None or weight is not None else _default_traits
-
-
-def _default_traits(args: CallArgs, caller: str) -> CallTraits:
-    return DEFAULT_TRAITS
+    has_traits = stacked or key is not None or weight is not None
+    return traits if has_traits else lambda _, __: DEFAULT_TRAITS
 
 
 def _round_traits(policy: Round, stacked: bool) -> TraitsFunction:

@@ -8,6 +8,7 @@ from .._protocol.messages import decode_reply
 from .._protocol.payloads import detach_data
 from .._protocol.pickling import CallAborted
 from .._protocol.recording import without_gradient_parts
+from .._protocol.targets import Target, call_name
 from .._protocol.tensors import INLINE_BYTES
 from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
@@ -67,13 +68,13 @@ def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
     aborted.raise_()
 
 
-def exception_of(answer: Any, name: str) -> BaseException | None:
-    """Return the exception that the answer to a call of `name` stands for, None for a value."""
+def exception_of(answer: Any, target: Target) -> BaseException | None:
+    """Return the exception that the answer to a call of `target` stands for, None for a value."""
     if type(answer) is RemoteFailure:
         return answer.exception()
     if type(answer) is CallAborted:
         try:
-            raise_aborted(answer, name)
+            raise_aborted(answer, call_name(target))
         except BaseException as exc:
             return exc
     return None

@@ -22,8 +22,6 @@ from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
 from .group_call import GroupCall
 from .pool import WorkerRef
 
-__all__ = ("call", "create", "fetch", "proxy", "remote")
-
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
@@ -150,59 +148,44 @@ def proxy(rref: RRef[T], *, timeout: float | None = None) -> T:
     return remote(rref, timeout=timeout)  # type: ignore[return-value]
 
 
+_Object = RRef[T] | AnyMember[T]
+_Method = Callable[Concatenate[T, P], R]
+_Items = AsyncIterator[R] | Iterator[R]
+
+
 @overload
 def call(
-    to: Group[T],
-    function: Callable[Concatenate[T, P], Awaitable[R]],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
+    to: Group[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> GroupCall[T, R]: ...
 
 
 @overload
 def call(
-    to: Group[T], function: Callable[Concatenate[T, P], R], /, *args: P.args, **kwargs: P.kwargs
+    to: Group[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
 ) -> GroupCall[T, R]: ...
 
 
 @overload
 def call(  # type: ignore[overload-overlap]
-    to: RRef[T] | AnyMember[T],
-    function: Callable[Concatenate[T, P], AsyncIterator[R] | Iterator[R]],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
+    to: _Object[T], function: _Method[T, P, _Items[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> AsyncIterable[R]: ...
 
 
 @overload
 def call(
-    to: RRef[T] | AnyMember[T],
-    function: Callable[Concatenate[T, P], Awaitable[R]],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
+    to: _Object[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> Coroutine[Any, Any, R]: ...
 
 
 @overload
 def call(
-    to: RRef[T] | AnyMember[T],
-    function: Callable[Concatenate[T, P], R],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
+    to: _Object[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
 ) -> Coroutine[Any, Any, R]: ...
 
 
 @overload
 def call(  # type: ignore[overload-overlap]
-    to: WorkerRef,
-    function: Callable[P, AsyncIterator[R] | Iterator[R]],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
+    to: WorkerRef, function: Callable[P, _Items[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> AsyncIterable[R]: ...
 
 

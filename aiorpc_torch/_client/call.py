@@ -76,15 +76,7 @@ class LazyCall(Coroutine[Any, Any, R]):
 
 
 class RemoteCall(LazyCall[Any]):
-    """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef.
-
-    Args:
-        worker: the worker, or the RRef.
-        target: what to call.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
-    """
+    """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef."""
 
     __slots__ = ("_args", "_kwargs", "_target", "_timeout", "_worker")
 

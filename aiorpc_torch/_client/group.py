@@ -14,10 +14,8 @@ from ..errors import WorkerLost
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
 from .group_map import MapResults
-from .group_schedule import Turns
+from .group_schedule import LeastBusy
 from .pool import WorkerRef, current
-
-__all__ = ("Group", "create_all", "each")
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -64,7 +62,7 @@ class Group(Sequence[RRef[T]]):
         TypeError: if a member is not an RRef.
     """
 
-    __slots__ = ("__weakref__", "_key", "_members", "_turns")
+    __slots__ = ("__weakref__", "_key", "_least_busy", "_members")
 
     @overload
     def __init__(self, members: Iterable[RRef[T]]) -> None: ...
@@ -77,7 +75,7 @@ class Group(Sequence[RRef[T]]):
         for member in self._members:
             if not isinstance(member, RRefBase):
                 raise TypeError(f"members of a Group must be RRefs, got {member!r}")
-        self._turns = Turns()
+        self._least_busy = LeastBusy()
         self._key = tuple(map(identity, self._members))
 
     def __repr__(self) -> str:
@@ -330,7 +328,7 @@ class AnyMember(Generic[T]):
         """
         pool, group = current(), self._group
         owners = [member.owner_name() for member in group]
-        chosen = group._turns.choose([*map(pool.load, owners)])
+        chosen = group._least_busy.choose([*map(pool.load, owners)])
         if chosen is None:
             raise WorkerLost(pool.worker_of(owners[0]), "no member of the group is left")
         return group[chosen]

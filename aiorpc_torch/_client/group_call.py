@@ -22,7 +22,7 @@ from .._aio.wakeup import Wakeup
 from .._protocol.exceptions import try_add_note
 from .._protocol.messages import Arguments
 from .._protocol.shared_arguments import encode_for_members
-from .._protocol.targets import GENERATOR_HINT, Target, target_name
+from .._protocol.targets import GENERATOR_HINT, Target, call_name
 from .._torch.compat import RRefBase
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerLost
 from .answers import exception_of
@@ -38,14 +38,7 @@ Member = tuple[Any, Target]
 
 
 class GroupCall(LazyCall[list[R]], Generic[T, R]):
-    """A call of all members of a group. Awaited it gives a list; iterated, pairs as they complete.
-
-    Args:
-        members: the members, and what to call there.
-        args: positional arguments.
-        kwargs: keyword arguments.
-        timeout: seconds (default: no bound but `aiorpc.timeout`'s).
-    """
+    """A call of all members of a group. It gives a list, or if iterated pairs as they complete."""
 
     __slots__ = ("_args", "_kwargs", "_members", "_timeout")
 
@@ -97,7 +90,7 @@ class GroupCall(LazyCall[list[R]], Generic[T, R]):
 
 
 def _name_of(members: Sequence[Member]) -> str:
-    return target_name(members[0][1]) if members else "a call"
+    return call_name(members[0][1]) if members else "a call"
 
 
 def _resume_at_end(done: InlineFuture, running: "_Running", _: int) -> None:
@@ -109,7 +102,6 @@ class _Running:
     """The calls of a group, from their start to their end. Confined to the running loop.
 
     Attributes:
-        name: name of the method.
         left: number of members without an outcome.
         results: value or exception of each member with an outcome.
         failures: exceptions of members, by position.
@@ -121,7 +113,6 @@ class _Running:
         self._loop = asyncio.get_running_loop()
         self._pool = find_current()
         self.members = members
-        self.name = _name_of(members)
         self._context = contextvars.Context()  # of callbacks; they run no user code
         self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
         self._timer: asyncio.TimerHandle | None = None
@@ -130,6 +121,11 @@ class _Running:
         self.failures: dict[int, Exception] = {}
         self.bound: float | None = None
         self.on_outcome: Callable[[_Running, int], None] = _ignore
+
+    @property
+    def name(self) -> str:
+        """Return the name of the call, for errors."""
+        return _name_of(self.members)
 
     def start(self, arguments: Arguments, timeout: float | None) -> None:
         """Send the calls. If encoding fails, raise its exception before any call is sent."""
@@ -156,7 +152,8 @@ class _Running:
     def _bounds(self, timeout: float | None) -> float | None:
         """Set `bound`; return the calls' own deadline."""
         due = deadline_in(timeout)
-        check_deadline(due, self.name)
+        if has_passed(due):
+            raise late_call(self.name)
         self.bound = earlier(due, anyio_scope_deadline())
         return due
 
@@ -178,7 +175,7 @@ class _Running:
     def _on_answer(self, position: int, future: InlineFuture) -> None:
         if self._calls.pop(position, None) is not None:
             answer = future.result()
-            failure = exception_of(answer, target_name(self.members[position][1]))
+            failure = exception_of(answer, self.members[position][1])
             self._set_outcome(position, answer, failure)
 
     def _set_outcome(self, position: int, answer: Any, failure: BaseException | None) -> None:
@@ -282,8 +279,7 @@ def _add(completed: deque[int], wakeup: Wakeup, running: _Running, position: int
     wakeup.set()
 
 
-def check_deadline(due: float | None, name: str) -> None:
-    """Raise CallTimeout if the deadline of calls of a group has passed before they are sent."""
-    if has_passed(due):
-        text = f"{name} of a group timed out before the calls; they were not sent"
-        raise CallTimeout(text, method=name, may_have_run=False)
+def late_call(name: str) -> CallTimeout:
+    """Return the error of a call of a group whose deadline had passed before it was sent."""
+    text = f"{name} of a group timed out before the calls; they were not sent"
+    return CallTimeout(text, method=name, may_have_run=False)

@@ -18,12 +18,12 @@ from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
 from .._protocol.pickling import CallAborted
-from .._protocol.targets import BoundTarget, function_name
+from .._protocol.targets import BoundTarget, call_name
 from ..errors import CallTimeout, WorkerLost
 from .answers import exception_of
 from .call import has_passed
 from .connection import Connection
-from .group_call import check_deadline
+from .group_call import late_call
 from .group_schedule import MapSchedule, Outcome
 from .pool import connection_to, current
 
@@ -33,15 +33,7 @@ Source = Iterator[Any] | AsyncIterator[Any]
 
 
 class MapResults(AsyncIterator[R]):
-    """The results of a map, in the order of the items. An early end cancels the running calls.
-
-    Args:
-        members: RRefs of the objects.
-        method: method or function.
-        iterables: iterables of its arguments.
-        in_flight: maximum number of unanswered calls of each member.
-        retries: how often an item is given to another member.
-    """
+    """The results of a map, in the order of the items. An early end cancels the running calls."""
 
     def __init__(
         self,
@@ -52,10 +44,12 @@ class MapResults(AsyncIterator[R]):
         retries: int,
     ) -> None:
         _check(method, iterables, in_flight, retries)
-        self._name = function_name(method)
-        sources = [*map(_source, iterables)]
+        self._name = call_name(BoundTarget((0, 0), method))
+        sources = [
+            aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
+        ]
         schedule = MapSchedule(len(members), in_flight, retries)
-        self._make = functools.partial(_MapRun, members, method, sources, schedule)
+        self._make = functools.partial(_MapRun, self._name, members, method, sources, schedule)
         self._run: _MapRun | None = None  # from the first step on
         self._is_over = False
 
@@ -66,7 +60,8 @@ class MapResults(AsyncIterator[R]):
         if self._is_over:
             raise StopAsyncIteration
         if self._run is None:
-            check_deadline(deadline_in(None), self._name)
+            if has_passed(deadline_in(None)):
+                raise late_call(self._name)
             self._run = self._make()
         if self._run.results.is_awaited():  # as for an async generator
             raise RuntimeError("another task waits for the next result of this map")
@@ -101,10 +96,6 @@ def _check(method: Any, iterables: Sequence[Any], in_flight: Any, retries: Any) 
         raise ValueError(f"retries must be an int of at least 0, got {retries!r}")
 
 
-def _source(iterable: Iterable[Any] | AsyncIterable[Any]) -> Source:
-    return aiter(iterable) if isinstance(iterable, AsyncIterable) else iter(iterable)
-
-
 class _MapRun:
     """One map, from its first step to its end. Confined to the running loop.
 
@@ -115,6 +106,7 @@ class _MapRun:
 
     def __init__(
         self,
+        name: str,
         members: Sequence[RRef[Any]],
         method: Callable[..., Any],
         sources: Sequence[Source],
@@ -122,6 +114,7 @@ class _MapRun:
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.results = Wakeup()
+        self._name = name
         self._members = members
         self._method = method
         self._schedule = schedule
@@ -129,7 +122,7 @@ class _MapRun:
         self._context = contextvars.copy_context()  # of the calls
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
         self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
-        self._due = due = deadline_in(None)
+        due = deadline_in(None)
         self.bound = earlier(due, anyio_scope_deadline())
         self._timer = None
         if due is not None:
@@ -203,10 +196,10 @@ class _MapRun:
     # ── answers ─────────────────────────────────────────────────────────────────────────────────
 
     def _on_answer(self, number: int, member: int, future: InlineFuture) -> None:
-        if self._calls.pop(number, None) is None:  # the map has ended
+        if (call := self._calls.pop(number, None)) is None:  # the map has ended
             return
         answer = future.result()
-        failure = exception_of(answer, function_name(self._method))
+        failure = exception_of(answer, call[2])
         if type(answer) is CallAborted and isinstance(failure, WorkerLost):
             self._schedule.lose(number, member, failure)
             self.results.set()
@@ -222,8 +215,8 @@ class _MapRun:
 
     def _expire(self, seconds: float) -> None:
         """End the map with CallTimeout: at the items that run, and at those not taken."""
-        name = function_name(self._method)
-        late = CallTimeout(f"the map of {name} timed out after {seconds:.3g} s", method=name)
+        text = f"the map of {self._name} timed out after {seconds:.3g} s"
+        late = CallTimeout(text, method=self._name)
         self._schedule.fail_unassigned(late)
         self._schedule.exhaust(late)
         self._taking.cancel()

@@ -1,7 +1,7 @@
 """Schedules of groups: which member gets the next call.
 
-State machines without an event loop, a clock or torch. `_client.group` drives `Turns` for `any()`;
-`_client.group_map` drives `MapSchedule`.
+State machines without an event loop, a clock or torch. `_client.group` drives
+`LeastBusy` for `any()`; `_client.group_map` drives `MapSchedule`.
 """
 
 from collections import deque
@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 
-class Turns:
+class LeastBusy:
     """Choice of the least busy member; of several, the one whose turn is next."""
 
     def __init__(self) -> None:
@@ -18,8 +18,7 @@ class Turns:
     def choose(self, loads: Sequence[int | None]) -> int | None:
         """Return the position of a member with the smallest load, None if all are lost.
 
-        Args:
-            loads: load of each member, None for a lost one.
+        The load of a lost member is None.
         """
         count = len(loads)
         best = least = None
@@ -43,12 +42,8 @@ class Outcome(NamedTuple):
 class MapSchedule:
     """The items of one `map`: which may be taken, which member gets each, which result is next.
 
-    Items are numbered in the order in which they were taken.
-
-    Args:
-        members: number of members.
-        in_flight: maximum number of unanswered items of each member.
-        retries: how often an item may be given to another member after a loss.
+    Items are numbered in the order in which they were taken. Each member has at most `in_flight`
+    unanswered ones. After losses an item is given to another member at most `retries` times.
     """
 
     def __init__(self, members: int, in_flight: int, retries: int) -> None:
@@ -56,16 +51,12 @@ class MapSchedule:
         self._retries = retries
         self._capacity = 4 * in_flight * members
         self._loads: list[int | None] = [0] * members
-        self._turns = Turns()
+        self._least_busy = LeastBusy()
         self._taken = self._yielded = 0
         self._unassigned: deque[int] = deque()
         self._attempts: dict[int, int] = {}  # of items that were given to another member
         self._outcomes: dict[int, Outcome] = {}
         self._is_exhausted = False
-
-    def __repr__(self) -> str:
-        state = f"{self._taken} taken, {self._yielded} yielded, loads {self._loads}"
-        return f"<MapSchedule {state}>"
 
     @property
     def is_over(self) -> bool:
@@ -98,7 +89,7 @@ class MapSchedule:
         """Return the next item to send and its member, None if there is none or no slot."""
         if not self._unassigned:
             return None
-        member = self._turns.choose([*map(self._load_with_slot, self._loads)])
+        member = self._least_busy.choose([*map(self._load_with_slot, self._loads)])
         if member is None:
             return None
         self._add_load(member, 1)

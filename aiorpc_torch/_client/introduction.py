@@ -42,11 +42,9 @@ class Holding(Protocol):
     @property
     def timeout(self) -> float:
         """Seconds for which a call is held at most."""
-        ...
 
     def is_held(self, peer: str) -> bool:
         """Return whether calls to a peer are held."""
-        ...
 
     async def wait_until_serving(self, peer: WorkerInfo) -> int:
         """Wait until a peer serves, on any event loop; return how many times it has begun to.
@@ -54,19 +52,15 @@ class Holding(Protocol):
         Raises:
             RpcError: if it will not serve.
         """
-        ...
 
     def on_refused(self, peer: str, epoch: int) -> None:
         """Note that a peer, which had begun to serve `epoch` times, does not serve any more."""
-        ...
 
 
 class Introductions:
     """The introductions of one process to its peers, for all its event loops.
 
-    Args:
-        me: this process.
-        holding: holds calls for peers that do not serve yet (default: they fail).
+    Without `holding`, calls of peers that do not serve yet fail.
     """
 
     def __init__(self, me: Party, holding: Holding | None = None) -> None:
@@ -74,9 +68,6 @@ class Introductions:
         self._me = me
         self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
-
-    def __repr__(self) -> str:
-        return f"<Introductions of {self._me.name} to {[name for name, _ in self._known]}>"
 
     async def connect(self, peer: WorkerInfo, number: int, start: Start) -> None:
         """Open a connection to `peer`; call `start` when its handshake is done.

@@ -14,8 +14,6 @@ from ..errors import CallTimeout, RemoteError, WorkerLost
 from .call import RemoteCall
 from .pool import ConnectionPool, WorkerRef, current
 
-__all__ = ("lookup",)
-
 
 async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> RRef[Any]:
     """Return an RRef of the object that worker `on` has registered as `name`.

@@ -26,19 +26,17 @@ _owner_name = RRefBase.owner_name
 WorkerRef = str | int | WorkerInfo
 """A worker by name, by rank or as torch's `WorkerInfo`."""
 
-_LoopConnections = tuple[
-    Callable[[], asyncio.AbstractEventLoop | None], dict[str, Connection]
-]  # a weak reference to the loop, and its connections by peer
+_ByPeer = dict[str, list[Connection]]
+"""The connections of one loop to each peer. The last one takes calls; others have pending ones."""
+
+_LoopConnections = tuple[Callable[[], asyncio.AbstractEventLoop | None], _ByPeer]
+"""A weak reference to a loop, and its connections."""
 
 
 class ConnectionPool:
     """The connections of process `me` to the peers of its world.
 
-    Args:
-        me: this process.
-        members: all workers of the world, in rank order.
-        observer: is told what the connections see of the peers.
-        introductions: introductions to the peers (default: to peers that serve from the start).
+    The observer is told what the connections see of the peers.
     """
 
     def __init__(
@@ -67,9 +65,6 @@ class ConnectionPool:
         self._finished: Counter[str] = Counter()  # counters of finished connections
         self._watches: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
 
-    def __repr__(self) -> str:
-        return f"<ConnectionPool of {self.name}: {[each for _, each in self._connections()]}>"
-
     def find(self, worker: WorkerRef) -> str:
         """Return the name of a worker of this world.
 
@@ -91,26 +86,19 @@ class ConnectionPool:
         last, by_peer = self._last
         if last() is not loop:
             by_peer = self._connections_of(loop)
-        connection = by_peer.get(worker)
-        if connection is None or connection.is_finished:
-            connection = self._reconnect(by_peer, worker, connection)
-        return connection
+        if (known := by_peer.get(worker)) and not known[-1].is_finished:
+            return known[-1]
+        return self._connect(by_peer, worker)
 
-    def _reconnect(
-        self, by_peer: dict[str, Connection], worker: str, former: Connection | None
-    ) -> Connection:
-        peer = self._peer(worker)
-        for key in [key for key, each in by_peer.items() if each.ended.is_set()]:
-            self._finished.update(by_peer.pop(key).counters())
-        if worker in by_peer and former is not None:  # retired: its calls are pending
-            by_peer[f"{worker} {next(self._numbers)}"] = by_peer.pop(worker)
-        connection = by_peer[worker] = self._connect(peer, worker)
-        return connection
-
-    def _connect(self, peer: WorkerInfo, worker: str) -> Connection:
-        devices = self._sendable_devices.get(worker, ())
+    def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
+        peer, devices = self._peer(worker), self._sendable_devices.get(worker, ())
+        for each in _all(by_peer):
+            if each.ended.is_set():
+                by_peer[each.peer.name].remove(each)
+                self._finished.update(each.counters())
         connection = Connection(self.me, peer, next(self._numbers), self._observer, devices)
         connection.open(self._introductions)
+        by_peer.setdefault(worker, []).append(connection)
         return connection
 
     def _peer(self, worker: str) -> WorkerInfo:
@@ -119,7 +107,7 @@ class ConnectionPool:
             raise WorkerLost(name, reason)
         return self._members[worker].info
 
-    def _connections_of(self, loop: asyncio.AbstractEventLoop) -> dict[str, Connection]:
+    def _connections_of(self, loop: asyncio.AbstractEventLoop) -> _ByPeer:
         every, key = self._by_loop, id(loop)
         known = every.get(key)
         if known is None or known[0]() is not loop:
@@ -134,14 +122,12 @@ class ConnectionPool:
         self._last = known
         return known[1]
 
-    async def _close_with_loop(
-        self, key: int, by_peer: dict[str, Connection]
-    ) -> AsyncGenerator[None]:
+    async def _close_with_loop(self, key: int, by_peer: _ByPeer) -> AsyncGenerator[None]:
         """Close the running loop's connections when it ends, or when this worker leaves."""
         try:
             yield
         finally:
-            connections = [each for each in by_peer.values() if not each.ended.is_set()]
+            connections = [each for each in _all(by_peer) if not each.ended.is_set()]
             for each in connections:
                 each.leave("ended", "", NotServing("the event loop of this call has ended"))
             self._forget_loop(key)
@@ -151,10 +137,10 @@ class ConnectionPool:
         self._last = (lambda: None, {})
         _, by_peer = self._by_loop.pop(key, (None, {}))
         self._closers.pop(key, None)
-        for each in [*by_peer.values()]:  # no task waits on a loop that has ended
+        for each in _all(by_peer):  # no task waits on a loop that has ended
             self._finished.update(each.counters() | {"in_flight": 0, "unsent": 0})
 
-    def _loops(self) -> list[tuple[asyncio.AbstractEventLoop, dict[str, Connection]]]:
+    def _loops(self) -> list[tuple[asyncio.AbstractEventLoop, _ByPeer]]:
         found = [(loop(), by_peer) for loop, by_peer in [*self._by_loop.values()]]
         return [(loop, by_peer) for loop, by_peer in found if loop is not None]
 
@@ -174,7 +160,7 @@ class ConnectionPool:
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
         by_peer = self._connections_of(asyncio.get_running_loop())
-        return {each.peer.name for each in by_peer.values() if each.is_open}
+        return {each.peer.name for each in _all(by_peer) if each.is_open}
 
     def linked(self) -> set[str]:
         """Return the peers to which any event loop has an open connection."""
@@ -187,21 +173,17 @@ class ConnectionPool:
 
     def _connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
         """Return every connection with its event loop. In any thread."""
-        return [(loop, each) for loop, by_peer in self._loops() for each in [*by_peer.values()]]
+        return [(loop, each) for loop, by_peer in self._loops() for each in _all(by_peer)]
 
     def _connections_to(self, peer: str) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
         return [found for found in self._connections() if found[1].peer.name == peer]
 
     def load(self, owner: str) -> int | None:
-        """Return the unanswered calls of this process to a worker, None if it is lost.
-
-        Args:
-            owner: name of the worker as that of an RRef's owner.
-        """
+        """Return the unanswered calls of this process to an owner of RRefs, None if it is lost."""
         if owner in self._replaced or (penalty := self._observer.penalty(owner)) is None:
             return None
-        found = (by_peer.get(owner) for _, by_peer in self._loops())
-        return penalty + sum(each.waiting for each in found if each is not None)
+        found = (each for _, by_peer in self._loops() for each in [*by_peer.get(owner, [])])
+        return penalty + sum(each.waiting for each in found)
 
     def worker_of(self, owner: str) -> str:
         """Return the name of the worker that owns or, before a replacement, owned an RRef."""
@@ -241,9 +223,7 @@ class ConnectionPool:
     def replace(self, member: PeerInfo, past: str) -> None:
         """Connect to the replacement process of a peer from now on. Thread-safe.
 
-        Args:
-            member: the replacement process.
-            past: name of the owner of the old process's objects.
+        The objects of the old process have an owner called `past`.
         """
         self._members[member.name] = self._members[member.rank] = member
         self._replaced[past] = member.name
@@ -251,25 +231,22 @@ class ConnectionPool:
         for loop, by_peer in self._loops():
             call_soon(loop, self._forget, by_peer, member.name, error)
 
-    def _forget(self, by_peer: dict[str, Connection], peer: str, error: RpcError) -> None:
-        connection = by_peer.pop(peer, None)
-        if connection is not None:
-            connection.on_peer_lost(error)
-            connection.leave("ended", "", error)
-            self._finished.update(connection.counters())
+    def _forget(self, by_peer: _ByPeer, peer: str, error: RpcError) -> None:
+        for each in by_peer.pop(peer, ()):
+            each.on_peer_lost(error)
+            each.leave("ended", "", error)
+            self._finished.update(each.counters())
 
     async def close(self, what: str = "left", text: str = "") -> None:
         """Close all connections, since this process leaves its world: pending calls fail.
 
-        Args:
-            what: "left" or "failed", for the peers.
-            text: reason of the failure.
+        The peers are told "left", "detached", or "failed" and the reason.
         """
         for _, on_loss in [*self._watches.values()]:
             on_loss(NotServing("this worker has left its world"))
         running = asyncio.get_running_loop()
         for loop, by_peer in self._loops():
-            for each in [*by_peer.values()]:
+            for each in _all(by_peer):
                 error = NotServing(f"this worker left its world before {each.peer.name!r} answered")
                 if loop is running:
                     each.leave(what, text, error)
@@ -277,6 +254,11 @@ class ConnectionPool:
                     call_soon(loop, each.leave, what, text, error)
         if (closer := self._closers.get(id(running))) is not None:
             await closer.aclose()
+
+
+def _all(by_peer: _ByPeer) -> list[Connection]:
+    """Return the connections of a loop. In any thread."""
+    return [each for of_peer in [*by_peer.values()] for each in [*of_peer]]
 
 
 def _is_closed(loop: asyncio.AbstractEventLoop | None) -> bool:

@@ -3,11 +3,12 @@
 The connection delivers the items and sends the credit. Confined to its event loop.
 """
 
-import asyncio
 from collections import deque
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
+from .._aio.wakeup import Wakeup
 from .._protocol.columns import STREAM_END, HeldResult
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.pickling import CallAborted
@@ -15,23 +16,16 @@ from .._protocol.window import INITIAL_CREDIT
 from .answers import raise_aborted
 
 
+@dataclass(slots=True, eq=False)
 class Item:
     """An item of a stream: its value, `HeldResult` until collected, and its price in credit."""
 
-    __slots__ = ("price", "value")
-
-    def __init__(self, value: Any, price: int) -> None:
-        self.value = value
-        self.price = price
+    value: Any
+    price: int
 
 
 class StreamReader:
-    """The items of one stream that the consumer has not taken.
-
-    Args:
-        name: name of the remote generator, for errors.
-        grant: sends credit for items that the consumer took.
-    """
+    """The items of one stream that the consumer has not taken. `grant` sends credit for others."""
 
     def __init__(self, name: str, grant: Callable[[int], None]) -> None:
         self._name = name
@@ -39,7 +33,7 @@ class StreamReader:
         self._items: deque[Item] = deque()
         self._consumed = 0  # credit to grant
         self._end: Any = None  # STREAM_END, or a failure; nothing comes after it
-        self._waiter: asyncio.Future[None] | None = None
+        self._wakeup = Wakeup()
         self.target: Any = None  # of the call, as encoded
         self.source: Any = None  # the target as the caller named it
         self.event: Any = None  # of a profiler that records the call
@@ -54,13 +48,13 @@ class StreamReader:
             return None
         item = Item(value, price)
         self._items.append(item)
-        self._wake()
+        self._wakeup.set()
         return item if type(value) is HeldResult else None
 
     def fill(self, item: Item, value: Any) -> None:
         """Set the value of an item that was held."""
         item.value = value
-        self._wake()
+        self._wakeup.set()
 
     def fail(self, failure: CallAborted | RemoteFailure) -> None:
         """End the stream with a failure; items that were not collected are dropped."""
@@ -72,11 +66,11 @@ class StreamReader:
         """Drop all items: the consumer has left, and `next` finds the end."""
         self._items.clear()
         self._end = STREAM_END
-        self._wake()
+        self._wakeup.set()
 
     def is_awaited(self) -> bool:
         """Return whether a task waits for the next item."""
-        return self._waiter is not None and not self._waiter.done()
+        return self._wakeup.is_awaited()
 
     async def next(self) -> Any:
         """Return the next item. A failure is raised after the items that came before it.
@@ -87,12 +81,9 @@ class StreamReader:
         while not self._items or type(self._items[0].value) is HeldResult:
             if self._end is not None and not self._items:
                 self._raise_end()
-            self._waiter = asyncio.get_running_loop().create_future()
-            await self._waiter
+            await self._wakeup.wait()
         item = self._items.popleft()
-        if (
-            type(item.value) is RemoteFailure or type(item.value) is CallAborted
-        ):  # it could not be collected
+        if type(item.value) in (RemoteFailure, CallAborted):  # it could not be collected
             self.close()
             self._raise(item.value)
         self._consumed += item.price
@@ -115,8 +106,4 @@ class StreamReader:
     def _finish(self, end: Any) -> None:
         if self._end is None:
             self._end = end
-            self._wake()
-
-    def _wake(self) -> None:
-        if self._waiter is not None and self.is_awaited():
-            self._waiter.set_result(None)
+            self._wakeup.set()

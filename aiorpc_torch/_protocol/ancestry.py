@@ -8,6 +8,7 @@ import contextlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from contextvars import ContextVar
+from dataclasses import dataclass
 
 BatchId = tuple[str, int]
 """A batch: the worker that runs it and the batch's number on that worker."""
@@ -20,18 +21,12 @@ NO_BATCHES: frozenset[BatchId] = frozenset()
 _numbers = itertools.count()
 
 
+@dataclass(slots=True, eq=False)
 class BatchScope:
     """Work that `batches` wait for while it `is_open`."""
 
-    __slots__ = ("batches", "is_open")
-
-    def __init__(self, batches: frozenset[BatchId], is_open: Callable[[], bool]) -> None:
-        self.batches = batches
-        self.is_open = is_open
-
-    def __repr__(self) -> str:
-        state = "open" if self.is_open() else "closed"
-        return f"<BatchScope of {sorted(self.batches)}, {state}>"
+    batches: frozenset[BatchId]
+    is_open: Callable[[], bool]
 
 
 _scopes: ContextVar[frozenset[BatchScope]] = ContextVar("aiorpc_batch_scopes", default=frozenset())

@@ -55,10 +55,8 @@ def refuse_by_value(obj: Any, *, unless_unknown: bool = False) -> None:
 
     Without `cloudpickle` a name in `__main__` is not refused: this process itself resolves it.
 
-    Args:
-        obj: the function or class.
-        unless_unknown: True if one of `<locals>` has to have travelled before. Another process
-            could not catch an exception of any other.
+    With `unless_unknown`, one of `<locals>` has to have travelled before. Another process could not
+    catch an exception of any other.
     """
     if not is_by_value(obj):
         return
@@ -84,10 +82,7 @@ def _is_installed() -> bool:
 def dump_by_value(value: Any, reduce: Reduce, cause: NotByName) -> bytes:
     """Return the pickle of `value` with everything by value that has no name for a peer.
 
-    Args:
-        value: any value.
-        reduce: reduction that is asked first.
-        cause: error of the plain pickle.
+    `reduce` is asked first. `cause` is the error of the plain pickle.
 
     Raises:
         PicklingError: if `cloudpickle` is not installed; the message names the extra. And an

@@ -70,9 +70,7 @@ class SendState(Generic[C]):
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.
 
-        Args:
-            call: Call to queue.
-            is_idle: True if no other call of this connection is pending.
+        The connection is idle if no other call of it is pending.
         """
         self.queue.append(call)
         return (is_idle and self.woken == 1) or len(self.queue) >= MAX_CALLS
@@ -91,9 +89,25 @@ class SendState(Generic[C]):
 
     def take(self) -> list[C]:
         """Return the calls of the next frame; a call whose payload goes by torch is alone."""
-        if not self.queue or self.is_paused:
-            return []
-        return self._next_batch()
+        taken: list[C] = []
+        if self.is_paused:
+            return taken
+        size = 0
+        while self.queue and len(taken) < MAX_CALLS:
+            call = self.queue[0]
+            if call.number not in self._pending:
+                self._drop(self.queue.popleft())
+                continue
+            size += call.size
+            if taken and (call.by_torch or size > FRAME_BYTES):
+                break
+            if not self.window.admits(call.size):
+                break
+            self.window.sent(call.number, call.size)
+            taken.append(self.queue.popleft())
+            if call.by_torch:
+                break
+        return taken
 
     def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Return and forget the cancellations and credit to send, None if there are none."""
@@ -120,32 +134,9 @@ class SendState(Generic[C]):
         self.queue.clear()
         return self.window.release_all()
 
-    def _next_batch(self) -> list[C]:
-        taken: list[C] = []
-        size = 0
-        while self.queue and len(taken) < MAX_CALLS:
-            call = self.queue[0]
-            if call.number not in self._pending:
-                self._drop(self.queue.popleft())
-                continue
-            size += call.size
-            if taken and (call.by_torch or size > FRAME_BYTES):
-                break
-            if not self.window.admits(call.size):
-                break
-            self.window.sent(call.number, call.size)
-            taken.append(self.queue.popleft())
-            if call.by_torch:
-                break
-        return taken
-
 
 class ReplyState:
-    """Unsent results of a connection.
-
-    Attributes:
-        results: the unsent results.
-    """
+    """Unsent results of a connection."""
 
     def __init__(self) -> None:
         self.results: list[tuple[Any, Any, Any]] = []
@@ -155,12 +146,9 @@ class ReplyState:
         return f"<ReplyState {len(self.results)} unsent>"
 
     def add(self, result: tuple[Any, Any, Any], size: int, *, is_last: bool) -> bool:
-        """Queue a result of `size` bytes; return whether to send now.
+        """Queue a result of some `size` bytes; return whether to send now.
 
-        Args:
-            result: Result to queue.
-            size: Approximate bytes of the result.
-            is_last: True if no other call of this connection is running.
+        The last result is one while no other call of this connection is running.
         """
         self.results.append(result)
         self._sizes.append(size)

@@ -23,45 +23,35 @@ class Endpoint(Protocol):
     @property
     def name(self) -> str:
         """The worker's name."""
-        ...
 
     def introduce(self, data: bytes) -> "Future[Any]":
         """Return the credentials and addresses for a connection."""
-        ...
 
     def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take the payload of a call; return its result."""
-        ...
 
     def collect(self, data: bytes) -> "Future[Any]":
         """Return a result that is kept for its caller."""
-        ...
 
     def leave_message(self, data: bytes) -> "Future[Any]":
         """Note that a peer leaves, or has failed."""
-        ...
 
     def rejoin(self, data: bytes) -> "Future[Any]":
         """Return "" to accept a replacement process, or the reason for the rejection."""
-        ...
 
     def tally(self) -> tuple[int, int, int]:
         """Return the counts of received and of running calls, and the bytes of kept results."""
-        ...
 
     def running_calls(self) -> list[tuple[str, str, float]]:
         """Return method, caller and `time.monotonic()` of each unanswered call."""
-        ...
 
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> "Future[Any]":
         """Run a function on the event loop for a plain torch client."""
-        ...
 
     def lend_thread(self, task: Callable[[], None]) -> None:
         """Run `task`, which must not raise, in a thread for plain `def` methods."""
-        ...
 
 
 NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
@@ -143,11 +133,7 @@ def attach_message_of(
 ) -> bytes:
     """Return the message that tells a peer whether this process is attached.
 
-    Args:
-        me: this process.
-        epoch: how many times the process has attached; orders its messages.
-        is_attached: False after the process has left.
-        device_map: from own CUDA devices to the peer's.
+    The epoch, how many times the process has attached, orders its messages.
     """
     return dump_plain((VERSION, me.name, epoch, is_attached, {**(device_map or {})}))
 

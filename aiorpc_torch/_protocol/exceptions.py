@@ -12,6 +12,7 @@ import copyreg
 import io
 import pickle
 import traceback
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from ..errors import GroupError, RemoteError, RemoteTraceback
@@ -29,16 +30,14 @@ _NOT_TRANSFERABLE = (
 )
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class RemoteFailure:
     """An exception of another worker: always its text, and its pickle if there is one."""
 
-    __slots__ = ("pickled", "summary", "text", "worker")
-
-    def __init__(self, worker: str, summary: str, text: str, pickled: bytes | None) -> None:
-        self.worker = worker
-        self.summary = summary
-        self.text = text
-        self.pickled = pickled
+    worker: str
+    summary: str
+    text: str
+    pickled: bytes | None
 
     def __repr__(self) -> str:
         return f"<RemoteFailure on {self.worker}: {self.summary}>"

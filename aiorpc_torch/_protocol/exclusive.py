@@ -7,10 +7,10 @@ makes carry it, so a call that would wait for itself is found (`ancestry`).
 import asyncio
 import contextlib
 import threading
-import weakref
 from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
+from .._aio.identity import WeakIdentityDict
 from .ancestry import BatchId, BatchScope, add_scope, ancestor_batches, new_batch
 from .turns import TurnQueue
 
@@ -21,9 +21,7 @@ EXCLUSIVE = "__aiorpc_exclusive__"
 class Turn:
     """A place in the queue of one object. `begin` is called when a waiting one may run.
 
-    Args:
-        turns: the queue.
-        begin: is called at most once, in the thread of the call that has left.
+    It is called at most once, in the thread of the call that has left.
     """
 
     __slots__ = ("_turns", "begin", "id")
@@ -32,9 +30,6 @@ class Turn:
         self.id = new_batch()
         self.begin = begin
         self._turns = turns
-
-    def __repr__(self) -> str:
-        return f"<Turn {self.id[1]}, {'held' if self.is_held() else 'not held'}>"
 
     def is_held(self) -> bool:
         """Return whether this turn's call may run."""
@@ -60,9 +55,6 @@ class Turns:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._queue: TurnQueue[Turn] = TurnQueue()
-
-    def __repr__(self) -> str:
-        return f"<Turns {self._queue}>"
 
     @property
     def holder(self) -> Turn | None:
@@ -130,20 +122,15 @@ def is_exclusive(found: object) -> bool:
     return getattr(type(found), EXCLUSIVE, False) is True
 
 
-# By identity, since an instance may be unhashable; weakly, since a queue must not keep it alive.
-_turns: dict[int, tuple[weakref.ref[Any], Turns]] = {}
+_turns: WeakIdentityDict[Any, Turns] = WeakIdentityDict()
 _lock = threading.Lock()
 
 
 def turns_of(found: Any) -> Turns:
     """Return the turns on an exclusive object."""
-    key = id(found)
     with _lock:
-        known = _turns.get(key)
-        if known is not None and known[0]() is found:
-            return known[1]
-        turns = Turns()
-        _turns[key] = weakref.ref(found, lambda _: _turns.pop(key, None)), turns
+        if (turns := _turns.get(found)) is None:
+            _turns.set(found, turns := Turns())
         return turns
 
 

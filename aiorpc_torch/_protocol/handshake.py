@@ -83,11 +83,7 @@ def new_nonce() -> bytes:
 def encode_hello(credentials: Credentials, connection: int, theirs: bytes, mine: bytes) -> bytes:
     """Return the caller's hello: key of the introduction, connection, and proof of the secret.
 
-    Args:
-        credentials: Credentials of the introduction.
-        connection: Number of the connection in the caller's process.
-        theirs: The callee's nonce.
-        mine: The caller's nonce.
+    `theirs` is the nonce of the callee, `mine` the caller's.
     """
     proof = _prove(b"client", credentials, connection, theirs, mine)
     return _HELLO.pack(VERSION, credentials.key, mine, connection, proof)

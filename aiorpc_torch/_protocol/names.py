@@ -13,8 +13,6 @@ from .._torch.compat import RRefBase
 from ..errors import NotServing
 from . import endpoints
 
-__all__ = ("register", "unregister")
-
 T = TypeVar("T")
 
 
@@ -25,9 +23,6 @@ class NameTable:
         self._lock = threading.Lock()
         self._rrefs: dict[str, RRef[Any]] = {}
         self._watchers: set[Callable[[], None]] = set()
-
-    def __repr__(self) -> str:
-        return f"<NameTable: {', '.join(self.names())}>"
 
     def names(self) -> tuple[str, ...]:
         """Return the names, sorted."""

@@ -10,6 +10,7 @@ import functools
 import threading
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -31,11 +32,8 @@ RecordedReply = Any
 class ContextRecord:
     """Calls in context `number`, made by its opener or by one call in it. Thread-safe.
 
-    The record is settled when all these calls are answered.
-
-    Args:
-        number: Id of the autograd context.
-        recv_edge: Receive edge of the call that this record belongs to, None for an opener.
+    The record is settled when all these calls are answered. The record of a call, unlike that of an
+    opener, begins with the call's own receive edge.
     """
 
     def __init__(self, number: int, recv_edge: Tensor | None = None) -> None:
@@ -52,10 +50,6 @@ class ContextRecord:
         self._pending: dict[object, str] = {}
         self._settled: list[Callable[[], None]] = []
         self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        state = "open" if self.is_open else "closed"
-        return f"<ContextRecord of context {self.id}, {state}, {len(self._pending)} calls pending>"
 
     @property
     def recv_edges(self) -> list[Tensor]:
@@ -151,23 +145,18 @@ class ContextRecord:
             return function()
 
 
+@dataclass(slots=True, eq=False)
 class RecordedCall:
     """A call in a context, at the caller."""
 
-    __slots__ = ("_among", "_carries", "_label", "_peer", "_record")
+    _record: ContextRecord
+    _label: str
+    _peer: str
+    _among: "set[RecordedCall]"
+    _carries: bool = False
 
-    def __init__(
-        self, record: ContextRecord, label: str, peer: str, among: "set[RecordedCall]"
-    ) -> None:
-        self._record = record
-        self._label = label
-        self._peer = peer
-        self._carries = False
-        self._among = among
-        among.add(self)
-
-    def __repr__(self) -> str:
-        return f"<RecordedCall {self._label} in {self._record!r}>"
+    def __post_init__(self) -> None:
+        self._among.add(self)
 
     @property
     def context(self) -> int:

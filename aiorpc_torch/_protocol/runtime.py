@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from torch.futures import Future
 
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.threads import run_in_thread
 from ..errors import NotServing
 from . import endpoints
 from .recording import current_record
@@ -33,10 +33,11 @@ def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any
 async def in_thread(function: Callable[[], T]) -> T:
     """Run a plain function in a thread of the worker; without a worker, in a new thread."""
     endpoint = endpoints.serving()
-    start = daemon_thread_starter("aiorpc-def") if endpoint is None else endpoint.lend_thread
     if (recording := current_record()) is not None:
         function = functools.partial(recording.run, function)
-    return await run_in_thread(start, functools.partial(contextvars.copy_context().run, function))
+    run = functools.partial(contextvars.copy_context().run, function)
+    start = None if endpoint is None else endpoint.lend_thread
+    return await run_in_thread(run, "aiorpc-def", start)
 
 
 def in_event_loop() -> bool:

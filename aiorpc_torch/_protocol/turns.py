@@ -13,9 +13,6 @@ class TurnQueue(Generic[T]):
         self.holder: T | None = None
         self._waiting: dict[T, None] = {}
 
-    def __repr__(self) -> str:
-        return f"<TurnQueue of {self.holder}, {len(self)} waiting>"
-
     def __len__(self) -> int:
         return len(self._waiting)
 

@@ -66,9 +66,6 @@ class ServerCall:
         self.fence: StreamFence | None = None  # until its arguments are ready
         self.recording: ContextRecord | None = None  # set in an autograd context
 
-    def __repr__(self) -> str:
-        return f"<{type(self).__name__} {self.name}{', cancelled' if self.is_cancelled else ''}>"
-
     @property
     def name(self) -> str:
         """Return the function's name."""

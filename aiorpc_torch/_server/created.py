@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._aio.tasks import detach_task, warn_if_blocking
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.threads import run_in_thread
 from .._protocol.exclusive import is_exclusive, own_turn
 from .._protocol.runtime import runs_on_loop
 
@@ -38,9 +38,6 @@ class CreatedObjects:
         self._call_on_loop = call_on_loop
         self._alive: dict[int, weakref.ref[Any]] = {}
         self._ending: dict[asyncio.Task[None], str] = {}
-
-    def __repr__(self) -> str:
-        return f"<CreatedObjects {len(self._alive)} alive, {len(self._ending)} ending>"
 
     def add(self, found: Any) -> None:
         """End this object when it is released, or in `close`. In any thread."""
@@ -112,7 +109,7 @@ async def _call_end(found: Any, name: str) -> None:
     if runs_on_loop(end):
         result = end()
     else:
-        result = await run_in_thread(daemon_thread_starter("aiorpc-close"), end)
+        result = await run_in_thread(end, "aiorpc-close")
     if inspect.iscoroutine(result):
         await warn_if_blocking(result, name)
     elif inspect.isawaitable(result):

@@ -18,8 +18,6 @@ from .calls import RpcCall, ServerCall
 from .stream_writer import StreamCall
 from .torch_clients import COROUTINE, async_execution
 
-__all__ = ("exclusive",)
-
 T = TypeVar("T", bound=type)
 
 

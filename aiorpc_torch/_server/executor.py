@@ -40,9 +40,6 @@ class Executor:
         self._threads = DaemonThreadPool(threads, settings)
         self._has_cancelled = False  # whether cancelled coroutines have not run since
 
-    def __repr__(self) -> str:
-        return f"<Executor {self._steps}, {self._threads}>"
-
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the calls to this method. In any thread."""
         self._steps.put(step)
@@ -181,12 +178,8 @@ _NOT_CALLED = object()
 async def _run(call: ServerCall, name: str, value: Any = _NOT_CALLED) -> None:
     """Run a call to its end.
 
-    Each waiting call keeps one such frame, so it stays small: there may be 100,000.
-
-    Args:
-        call: the call.
-        name: name for the warning about a slow step.
-        value: awaitable that the function has returned in a thread, if it ran there.
+    Each waiting call keeps one such frame, so it stays small: there may be 100,000. If the function
+    ran in a thread, `value` is the awaitable that it has returned.
     """
     call.has_started = True
     if call.is_cancelled and value is _NOT_CALLED:

@@ -10,6 +10,7 @@ import pickle
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from io import BytesIO
 from typing import Any, NoReturn
 
@@ -61,10 +62,6 @@ class ExportPolicy:
                 )
         for module in self._modules:
             importlib.import_module(module)  # raises ImportError
-
-    def __repr__(self) -> str:
-        names = [*(each.__qualname__ for each in self._objects), *self._modules]
-        return f"<ExportPolicy {', '.join(names)}>"
 
     def load_target(self, data: bytes, tensors: Sequence[Tensor]) -> Target:
         """Return the target that was pickled.
@@ -192,14 +189,14 @@ def _refuse(name: str) -> NoReturn:
 # ── unpickling names ────────────────────────────────────────────────────────────────────────────
 
 
-class _Sealed(type):
-    # The BUILD opcode of a pickle could set attributes of any class that it names.
-    def __setattr__(cls, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a pickle must not set {name}")
+_TARGETS = {
+    (kind.__module__, kind.__name__): kind
+    for kind in (MethodTarget, BoundTarget, FunctionTarget, CreateTarget, FetchTarget)
+}
 
 
-class _TargetStub(tuple[Any, ...], metaclass=_Sealed):
-    """A stand-in for one of the target classes."""
+class _TargetStub(tuple[Any, ...]):
+    """A stand-in for a target class. Each pickle has its own subclass, which it may change."""
 
     __slots__ = ()
     kind: Any
@@ -208,32 +205,17 @@ class _TargetStub(tuple[Any, ...], metaclass=_Sealed):
         return super().__new__(cls, parts)
 
 
-_TARGET_STUBS = {
-    (kind.__module__, kind.__name__): _Sealed(
-        kind.__name__, (_TargetStub,), {"__slots__": (), "kind": kind}
-    )
-    for kind in (MethodTarget, BoundTarget, FunctionTarget, CreateTarget, FetchTarget)
-}
-
-
-class _Name(metaclass=_Sealed):
+@dataclass(slots=True)
+class _Name:
     """A stand-in for any other global: `module:qualified.name`."""
 
-    __slots__ = ("text",)
     text: str
-
-    def __init__(self, text: str) -> None:
-        object.__setattr__(self, "text", text)
-
-    def __setattr__(self, name: str, value: Any) -> NoReturn:
-        raise AttributeError(f"a pickle must not set {name}")
 
 
 class _NameUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        stub = _TARGET_STUBS.get((module, name))
-        if stub is not None:
-            return stub
+        if (kind := _TARGETS.get((module, name))) is not None:
+            return type(name, (_TargetStub,), {"__slots__": (), "kind": kind})
         if (module, name) == (read_rref.__module__, read_rref.__name__):
             return lambda *parts: read_rref(*parts)  # a new object, since BUILD could change it
         if (module, name) == ("builtins", "getattr"):  # class methods are pickled with it

@@ -50,9 +50,6 @@ class Listener:
         self._unproven: dict[_Unproven, None] = {}  # oldest first
         self.addresses = Addresses(network_namespace(), "")
 
-    def __repr__(self) -> str:
-        return f"<Listener {self.addresses.unix}, {len(self._unproven)} unproven>"
-
     @classmethod
     async def start(cls, me: Party, host: str | None, accept: Accept) -> "Listener":
         """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given."""
@@ -170,7 +167,7 @@ class _Unproven(asyncio.BufferedProtocol):
 
     def refuse(self, reason: str) -> None:
         """Close the connection, and log the reason."""
-        log.debug("%r refused a connection: %s", self._listener, reason)
+        log.debug("%s refused a connection: %s", self._listener.addresses.unix, reason)
         self._end_handshake()
         if self._transport is not None:
             self._transport.abort()

@@ -31,9 +31,6 @@ class PeerTable:
         self._on_rejoin: OnRejoin | None = None  # None until this worker knows its peers
         self._waiting_rejoins: list[tuple[bytes, Future[Any]]] = []
 
-    def __repr__(self) -> str:
-        return f"<PeerTable, left: {', '.join(self.leave_messages)}>"
-
     def set_members(self, process_numbers: Mapping[str, int]) -> None:
         """Set the members of this world, each with its process number."""
         self.process_numbers = {**process_numbers}

@@ -2,6 +2,7 @@
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from .._torch.cuda import StreamFence, fence_tensors
 log = logging.getLogger("aiorpc_torch")
 
 
+@dataclass(eq=False)
 class DeferredReply:
     """A stand-in for the future of a message, which it completes when nested calls are answered.
 
@@ -21,9 +23,8 @@ class DeferredReply:
     create the released context again.
     """
 
-    def __init__(self, future: Any, recording: ContextRecord) -> None:
-        self.recording = recording
-        self._future = future
+    future: Any
+    recording: ContextRecord
 
     def set_result(self, answer: Any) -> None:
         """Set the reply: bytes, or bytes and tensors. Call it on the streams of the tensors."""
@@ -49,7 +50,7 @@ class DeferredReply:
                 lost.append(f"autograd rejected a result: {exc!r}")
             answer = data, tensors, token, lost
             try:
-                self._future.set_result(answer if tensors or token is not None or lost else data)
+                self.future.set_result(answer if tensors or token is not None or lost else data)
             except Exception as exc:  # torch has stopped
                 log.debug("reply in autograd context %d not sent: %s", recording.id, exc)
 

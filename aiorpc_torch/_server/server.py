@@ -80,7 +80,7 @@ class Server:
 
     def __repr__(self) -> str:
         running = sum(len(session.calls) for session in self._sessions.values())
-        return f"<Server {self.name}: {running} running, {self._executor}>"
+        return f"<Server {self.name}: {running} running>"
 
     def set_device_routes(self, routes: DeviceRoutes) -> None:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""

@@ -68,27 +68,21 @@ class Handler(Protocol):
         self, session: "Session", number: int, target: bytes, args: tuple[Any, ...]
     ) -> None:
         """Start the call of a frame of one call."""
-        ...
 
     def start_calls(self, session: "Session", message: Calls) -> None:
         """Start the calls of a frame, in order."""
-        ...
 
     def start_payload_call(self, session: "Session", payload: Payload) -> None:
         """Start a call whose payload has arrived."""
-        ...
 
     def start_held_call(self, call: Any) -> None:
         """Start a call that waited for the payload of an earlier call."""
-        ...
 
     def cancel(self, call: Any) -> None:
         """Cancel a call."""
-        ...
 
     def on_created(self, created: Any) -> None:
         """Note that a caller has created an object. In any thread."""
-        ...
 
     last_heard: dict[str, float]
     """Time of the last message from each caller, written by the sessions."""
@@ -99,11 +93,9 @@ class Handler(Protocol):
     @property
     def on_message(self) -> Callable[[str], None]:
         """Return the callback for input from a lost caller."""
-        ...
 
     def on_session_end(self, session: "Session", what: str, text: str) -> None:
         """Handle the end of the connection; `what` is "lost" if no last frame came."""
-        ...
 
 
 class Session(Channel):

@@ -15,8 +15,6 @@ from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_
 from .._torch.compat import RemoteException
 from .calls import ServerCall
 
-__all__ = ("async_execution",)
-
 COROUTINE = "__aiorpc_coroutine__"
 """Attribute of a function of `async_execution`: the `async def` behind it."""
 

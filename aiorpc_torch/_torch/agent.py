@@ -11,18 +11,17 @@ tests/integration/test_worlds.py)
 """
 
 import atexit
-import contextlib
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch.distributed import rpc
 
+from .._aio.signals import force_exit
 from . import rrefs
 from .compat import (
     HashStore,
@@ -82,14 +81,8 @@ class PeerInfo:
 class Agent:
     """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 
-    Args:
-        name: name of this worker.
-        number: torch's worker id.
-        threads: number of torch's threads.
-        transports: torch's transports (default: `DEFAULT_TRANSPORTS`).
-        channels: torch's channels (default: all that work here, the fastest first).
-        device_maps: device maps of every worker, by name.
-        first_world: every worker is in its first world, so that torch counts references to RRefs.
+    The number is torch's worker id. If every worker is in its `first_world`, torch counts the
+    references to RRefs.
     """
 
     def __init__(
@@ -129,9 +122,6 @@ class Agent:
         _needs_stop = True
         init_rpc_states(self._agent)
         self.address: str = self._store.get(f"addrs/{name}").decode()
-
-    def __repr__(self) -> str:
-        return f"<Agent {self._name}, peers: {', '.join(self._peers)}>"
 
     def add_peer(self, peer: PeerInfo) -> None:
         """Add a peer to torch's table. Callable from any thread."""
@@ -238,20 +228,13 @@ def _stop_at_exit() -> None:
     end = time.monotonic() + (_OTHERWISE if failure is None else _AFTER_FAILURE)
     while _first_id is not None and int(autograd_debug_info()["num_current_backward_passes"]):
         if time.monotonic() > end:
-            _exit_now(130 if isinstance(failure, KeyboardInterrupt) else 1)
+            force_exit(130 if isinstance(failure, KeyboardInterrupt) else 1)
         time.sleep(0.01)
 
 
 def _shut_down() -> None:
     with rrefs.leaving_world():
         rpc.shutdown(graceful=False)
-
-
-def _exit_now(code: int) -> NoReturn:
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
 
 
 def is_running() -> bool:

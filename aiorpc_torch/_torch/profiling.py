@@ -10,10 +10,6 @@ __all__ = ("call_event", "profiler_enabled")
 def call_event(side: str, method: str, caller: str, callee: str) -> Any:
     """Begin an event; it ends when the returned object is released.
 
-    Args:
-        side: "call" at the caller, "serve" at the callee.
-        method: name of the method.
-        caller: name of the calling worker.
-        callee: name of the called worker.
+    The side is "call" at the caller, "serve" at the callee.
     """
     return begin_record(f"aiorpc_{side}#{method}({caller} -> {callee})", None)

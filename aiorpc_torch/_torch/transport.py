@@ -31,8 +31,6 @@ from .compat import (
 from .cuda import note_delivered
 from .thread_state import pin_thread_state
 
-__all__ = ("wrap_future",)
-
 # Texts of the errors with which `rpc.shutdown` ends messages of its own process: torch sets the
 # agent of the process to none only afterwards. (2.13, 2.15; tests/integration/test_attach.py)
 _OWN_END = (
@@ -77,12 +75,8 @@ def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
 def when_done(future: "Future[Any]", callback: _Callback, first: _Callback | None = None) -> None:
     """Call `callback(future)` on the thread of the running loop when the future is done.
 
-    It is never called before this returns, nor on a loop that is closed.
-
-    Args:
-        future: a torch future.
-        callback: function to call on the loop.
-        first: function to call before, on the thread that completes the future; must not raise.
+    It is never called before this returns, nor on a loop that is closed. `first`, which must not
+    raise, is called before, on the thread that completes the future.
     """
     queue = _queue_of(asyncio.get_running_loop())
 

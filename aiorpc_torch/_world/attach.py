@@ -12,10 +12,11 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
+import anyio
 import torch
 
 from .._aio.loops import call_soon
@@ -38,8 +39,6 @@ from .departures import Departures
 from .failure_detector import FailureDetector
 from .shutdown import run_to_end
 from .worker import Worker
-
-__all__ = ("AttachedThread", "attach", "attach_in_thread")
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -117,8 +116,15 @@ async def attach(
     with _only_one():
         host = _host(interface)
         name, members = adopt_agent()
-        async with _attached(replace(config, name=name), members, host) as me:
-            yield me
+        attached = _Attached(replace(config, name=name), members)
+        try:
+            await attached.enter(host)
+            yield attached.worker()
+        except BaseException:
+            await attached.leave(0.0)
+            raise
+        else:
+            await attached.leave(stop_timeout)
 
 
 @contextlib.contextmanager
@@ -144,21 +150,6 @@ def _host(interface: str | None) -> str | None:
     return next((host for host in hosts if not network.is_loopback_host(host)), None)
 
 
-@contextlib.asynccontextmanager
-async def _attached(
-    config: WorkerConfig, members: list[PeerInfo], host: str | None
-) -> AsyncIterator[Worker]:
-    attached = _Attached(config, members)
-    try:
-        await attached.enter(host)
-        yield attached.worker()
-    except BaseException:
-        await attached.leave(0.0)
-        raise
-    else:
-        await attached.leave(config.stop_timeout)
-
-
 class _Attached:
     """The parts of an attached worker, from its entry to its exit."""
 
@@ -177,7 +168,7 @@ class _Attached:
         introductions = Introductions(self._party, self._attachments)
         self._pool = ConnectionPool(self._party, members, self._detector, introductions)
         self._departures = Departures(
-            self._pool, self._detector, self._peers, self._attachments.left
+            self._pool, self._detector, self._peers, self._attachments.left, self._probe
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
@@ -204,7 +195,6 @@ class _Attached:
         pool.set_current(self._pool)
         self._detector.only_linked = True
         self._detector.start(self._pool)
-        self._departures.probe = self._probe
         attachments.on_attached = self._on_attached
         await server.open(self._party, host)
         endpoints.handle_attach_messages(attachments.on_message)
@@ -246,9 +236,8 @@ class _Attached:
     async def _drain(self, stop_timeout: float | None) -> None:
         self._server.retire()
         if self._attachments.has_agent():
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(TELL_TIMEOUT):
-                    await self._attachments.tell(False)
+            with anyio.move_on_after(TELL_TIMEOUT):
+                await self._attachments.tell(False)
             await self._server.drain(stop_timeout)
 
     async def _leave(self, draining: "asyncio.Task[None]") -> None:
@@ -366,13 +355,5 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
 
 
 def _in_thread(me: Worker, loop: asyncio.AbstractEventLoop) -> AttachedThread:
-    return AttachedThread(
-        me.name,
-        me.rank,
-        me.world_size,
-        me.peers,
-        0,
-        me._failure_detector,
-        me._departures,
-        loop,
-    )
+    parts = {each.name: getattr(me, each.name) for each in fields(me)}
+    return AttachedThread(**parts, _loop=loop)

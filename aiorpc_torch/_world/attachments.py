@@ -10,6 +10,7 @@ import functools
 import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.futures import Future
@@ -27,28 +28,20 @@ from ..errors import NotServing, RpcError, WorkerLost, safe_str
 log = logging.getLogger("aiorpc_torch")
 
 
+@dataclass(eq=False)
 class PeerState:
-    """The last that is known of one peer. Any thread may read it, and wait for a change.
+    """The last that is known of one peer. Any thread may read it, and wait for a change."""
 
-    Attributes:
-        epoch: how many times the peer has attached.
-        is_attached: whether it is attached now.
-        refusal: makes the error for calls to a peer that cannot attach.
-        is_known: whether the peer has answered.
-        changed: future that completes at the next change.
-    """
-
-    def __init__(self) -> None:
-        self.epoch = 0
-        self.is_attached = False
-        self.is_known = False
-        self.refusal: Callable[[], RpcError] | None = None
-        self.changed: Future[None] = Future()
-        self._lock = threading.Lock()
-
-    def __repr__(self) -> str:
-        state = "attached" if self.is_attached else "left" if self.epoch else "not attached"
-        return f"<PeerState {state}, epoch {self.epoch}>"
+    epoch: int = 0
+    """How many times the peer has attached."""
+    is_attached: bool = False
+    is_known: bool = False
+    """Whether the peer has answered."""
+    refusal: Callable[[], RpcError] | None = None
+    """Makes the error for calls to a peer that cannot attach."""
+    changed: "Future[None]" = field(default_factory=Future)
+    """Completes at the next change."""
+    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     @property
     def has_left(self) -> bool:
@@ -77,14 +70,7 @@ class PeerState:
 
 
 class Attachments:
-    """The attachments of one process's peers, and its own. `Holding` for its calls.
-
-    Args:
-        me: this process.
-        epoch: how many times this process has attached.
-        members: all workers of torch's world.
-        timeout: seconds for which a call to a peer that is not attached is held.
-    """
+    """The attachments of one process's peers, and its own. `Holding` for its calls."""
 
     def __init__(self, me: Party, epoch: int, members: Sequence[PeerInfo], timeout: float) -> None:
         self.timeout = timeout
@@ -97,9 +83,6 @@ class Attachments:
         self._maps = next(each.device_maps for each in members if each.name == me.name)
         self._infos = {each.name: each.info for each in members if each.name != me.name}
         self._states = {name: PeerState() for name in self._infos}
-
-    def __repr__(self) -> str:
-        return f"<Attachments of {self._me.name}: {self._states}>"
 
     def left(self) -> dict[str, str]:
         """Return the peers that have left or cannot attach, as leave messages."""

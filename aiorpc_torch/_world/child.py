@@ -8,6 +8,7 @@ import asyncio
 import atexit
 import contextlib
 import enum
+import functools
 import multiprocessing
 import os
 import signal
@@ -21,6 +22,7 @@ from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from .._aio.loops import call_soon
+from .._aio.signals import force_exit
 from .._protocol.by_value import is_main_without_file
 from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
@@ -69,9 +71,6 @@ class ChildProcess:
         theirs.close()
         _running.add(self)
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
-
-    def __repr__(self) -> str:
-        return f"<ChildProcess {self.name}, {'ended' if self.ended.done() else 'running'}>"
 
     def send(self, command: ParentCommand) -> None:
         """Send a command to the child, which may have ended."""
@@ -160,40 +159,13 @@ def _kill_all() -> None:
 # ── in the child ────────────────────────────────────────────────────────────────────────────────
 
 
-class _ParentPipe:
-    """The child's end of the pipe. Its thread ends the process when the parent dies."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-        self._command: ParentCommand | None = None
-        self._obey: Callable[[ParentCommand], None] | None = None
-        self._lock = threading.Lock()
-        threading.Thread(target=self._receive, name="aiorpc-parent", daemon=True).start()
-
-    def on_command(self, obey: Callable[[ParentCommand], None]) -> None:
-        """Call `obey` with each command, also with the last one before this call."""
-        with self._lock:
-            self._obey = obey
-            if self._command is not None:
-                obey(self._command)
-
-    def report(self, exc: BaseException, name: str) -> None:
-        """Send a failure to the parent."""
-        with contextlib.suppress(OSError):
-            self._pipe.send(RemoteFailure.of(exc, name))
-
-    def _receive(self) -> None:
-        try:
-            while True:
-                self._on_receive(self._pipe.recv())
-        except (EOFError, OSError):
-            os._exit(1)  # the parent is dead, perhaps by kill -9
-
-    def _on_receive(self, command: ParentCommand) -> None:
-        with self._lock:
-            self._command = command
-            if self._obey is not None:
-                self._obey(command)
+def _obey(pipe: Connection, obey: Callable[[ParentCommand], None]) -> None:
+    """Call `obey` with each command of the parent; end this process when the parent dies."""
+    try:
+        while True:
+            obey(pipe.recv())
+    except (EOFError, OSError):
+        os._exit(1)  # the parent is dead, perhaps by kill -9
 
 
 def child_main(
@@ -203,33 +175,27 @@ def child_main(
     # A handler, not SIG_IGN, which programs that the child starts would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-    parent = _ParentPipe(pipe)
     code = 0
     try:
-        asyncio.run(_run(parent, config, main, args))
+        asyncio.run(_run(pipe, config, main, args))
         # As at the end of any program: what was given to an executor is done. Not after a failure,
         # which the parent sees when this process ends.
         threading._shutdown()  # type: ignore[attr-defined]
     except asyncio.CancelledError:
         pass  # by the parent's command
     except BaseException as exc:
-        parent.report(exc, config.name)  # raised, and its traceback printed once, in the parent
+        with contextlib.suppress(OSError):
+            # Raised, and its traceback printed once, in the parent.
+            pipe.send(RemoteFailure.of(exc, config.name))
         code = 1
-    _exit(code)
-
-
-def _exit(code: int) -> NoReturn:
     # As multiprocessing ends a forked child: exit functions run and streams are flushed, but the
     # interpreter is not finalized. With torch that would take a second of every core.
     atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(Exception):
-            stream.flush()
-    os._exit(code)
+    force_exit(code)
 
 
 async def _run(
-    parent: _ParentPipe, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
+    pipe: Connection, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
 ) -> None:
     loop, task, leave = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
@@ -237,6 +203,7 @@ async def _run(
         ParentCommand.LEAVE: leave.set,
         ParentCommand.CANCEL: task.cancel,
     }
-    parent.on_command(lambda command: call_soon(loop, actions[command]))
+    obey = functools.partial(_obey, pipe, lambda command: call_soon(loop, actions[command]))
+    threading.Thread(target=obey, name="aiorpc-parent", daemon=True).start()
     async with run_worker(config) as me:
         await (leave.wait() if main is None else main(me, *args))

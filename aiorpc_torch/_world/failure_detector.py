@@ -55,10 +55,6 @@ class FailureDetector:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unanswered: set[tuple[str, int]] = set()  # processes with a ping by torch on its way
 
-    def __repr__(self) -> str:
-        lost = ", ".join(self.lost_peers)
-        return f"<FailureDetector of {self._name}: {self._tracker}, lost: {lost}>"
-
     def start(self, pool: ConnectionPool) -> None:
         """Start watching. When a peer is lost, the calls to it in `pool` fail."""
         self._pool, server = pool, self._server

@@ -10,24 +10,17 @@ from collections.abc import Iterable
 class HeartbeatTracker:
     """A tracker of signs of life: a peer is lost within `timeout` seconds, and pinged before.
 
-    Args:
-        timeout: seconds.
-        last_heard: time of the last sign of life of each peer, written by others too (default:
-            an empty dict).
+    The time of each peer's last sign of life is in `last_heard`, which any thread may write.
     """
 
-    def __init__(self, timeout: float, last_heard: dict[str, float] | None = None) -> None:
+    def __init__(self, timeout: float, last_heard: dict[str, float]) -> None:
         self.interval = timeout / 8
         self._silence = timeout / 4  # seconds without a sign of life before a ping
         self._answer_timeout = timeout / 2
-        # Written by any thread, so never iterated.
-        self._last_heard: dict[str, float] = {} if last_heard is None else last_heard
+        self._last_heard = last_heard  # never iterated
         self._watched: dict[str, float] = {}  # time at which something began to wait for the peer
         self._pinged: dict[str, float] = {}
         self._last_check = float("-inf")
-
-    def __repr__(self) -> str:
-        return f"<HeartbeatTracker of {sorted(self._watched)}, pinged: {sorted(self._pinged)}>"
 
     def record(self, peer: str, now: float) -> None:
         """Record a sign of life. Thread-safe, also during `check`."""

@@ -15,8 +15,6 @@ from .network import loopback_only
 from .supervisor import Supervisor
 from .worker import Worker, run_worker
 
-__all__ = ("local_world", "run_local")
-
 T = TypeVar("T")
 
 

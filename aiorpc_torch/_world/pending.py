@@ -6,8 +6,6 @@ from dataclasses import dataclass
 from .._client import pool
 from .._protocol import endpoints
 
-__all__ = ("PendingCall", "pending")
-
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:

@@ -10,7 +10,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from .._client.pool import ConnectionPool
@@ -61,23 +61,16 @@ async def _send(peer: PeerInfo, data: bytes) -> str:
     return str(answer.raise_() if isinstance(answer, RemoteFailure) else answer)
 
 
+@dataclass(eq=False)
 class RejoinHandler:
     """A handler of replacement processes: of their questions, then of their announcements."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        pool: ConnectionPool,
-        server: Server,
-        failure_detector: FailureDetector,
-        peers: dict[str, PeerInfo],
-    ) -> None:
-        self._agent = agent
-        self._pool = pool
-        self._server = server
-        self._failure_detector = failure_detector
-        self._peers = peers
-        self._tasks: set[asyncio.Task[None]] = set()
+    agent: Agent
+    pool: ConnectionPool
+    server: Server
+    failure_detector: FailureDetector
+    peers: dict[str, PeerInfo]
+    _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def handle(self, data: bytes, reply: Any) -> None:
         """Answer a message on the loop: complete the torch future `reply` with "" or a refusal."""
@@ -93,23 +86,23 @@ class RejoinHandler:
             reply.set_result(await step(member))
         except Exception as exc:
             log.warning("a worker could not rejoin: %r", exc)
-            reply.set_result(f"{self._pool.name} could not let it rejoin: {exc!r}")
+            reply.set_result(f"{self.pool.name} could not let it rejoin: {exc!r}")
 
     async def _check_predecessor_dead(self, member: PeerInfo) -> str:
-        if await self._is_alive(self._peers[member.name]):
+        if await self._is_alive(self.peers[member.name]):
             return f"two workers are called {member.name!r}: the first one is alive"
         return ""
 
     async def _replace(self, member: PeerInfo) -> str:
-        old = self._peers[member.name]
+        old = self.peers[member.name]
         if old.number == member.number:
             return ""
-        past = self._agent.replace_peer(member)
-        self._peers[member.name] = member
-        self._pool.replace(member, past)
-        self._server.set_device_routes(self._agent.routes)  # its maps may differ
-        self._server.replace_peer(Party(member.name, member.number))
-        self._failure_detector.replace(member)
+        past = self.agent.replace_peer(member)
+        self.peers[member.name] = member
+        self.pool.replace(member, past)
+        self.server.set_device_routes(self.agent.routes)  # its maps may differ
+        self.server.replace_peer(Party(member.name, member.number))
+        self.failure_detector.replace(member)
         return ""
 
     async def _is_alive(self, peer: PeerInfo) -> bool:

@@ -56,16 +56,12 @@ class Rendezvous:
     def __init__(self, init_method: str, registration: Registration, timeout: float) -> None:
         self.registration = registration
         self._rank = registration.rank
-        self._init_method = init_method
         self._timeout = timeout
         self._end = time.monotonic() + timeout
         self._cancelled = threading.Event()
         self._predecessor = ""  # the registration that this worker's replaced
         # Kept for the life of the world: rank 0's is the server.
         self._store = StoreClient(init_method, registration, timeout)
-
-    def __repr__(self) -> str:
-        return f"<Rendezvous of {self.registration} at {self._init_method}>"
 
     # ── start ───────────────────────────────────────────────────────────────────────────────────
 
@@ -132,12 +128,8 @@ class Rendezvous:
     def confirm_reachable(self, unreachable: Sequence[int], text: str) -> None:
         """Confirm that this worker reaches all others, and wait until all have confirmed.
 
-        Args:
-            unreachable: ranks that this worker does not reach.
-            text: for the error, if there are any.
-
         Raises:
-            WorldTimeout: if a worker does not reach all others, or does not confirm in time.
+            WorldTimeout: with `text` if ranks are unreachable; if a worker does not confirm.
         """
         if unreachable:
             notice = {"text": f"{self.registration}: {text}", "missing": [*unreachable]}
@@ -271,10 +263,7 @@ class Rendezvous:
     ) -> None:
         """Wait until every rank has written `key`; call `arrived` with each.
 
-        Args:
-            key: of the store, followed by the rank.
-            action: for texts: what the missing ranks have to do.
-            arrived: called with each rank once its key is there.
+        Texts say which action the missing ranks have to take.
         """
         missing, poll = self._ranks(), _MIN_POLL
         next_keepalive, next_log = 0.0, time.monotonic() + _LOG_INTERVAL

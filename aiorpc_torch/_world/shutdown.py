@@ -4,23 +4,20 @@ Every wait here has a timeout. The log names the peers that were not waited for.
 """
 
 import asyncio
-import contextlib
 import logging
 import traceback
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import anyio
 
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
 from .._client.pool import ConnectionPool
-from .._protocol import endpoints
-from .._protocol.messages import dump_plain
 from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.thread_state import free_dead_thread_states
-from .._torch.transport import send, wrap_future
 from .departures import Departures
 from .failure_detector import FailureDetector
 from .rendezvous import Rendezvous
@@ -34,7 +31,6 @@ BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipe
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
 STOP_TIMEOUT = 5.0  # for torch's threads to end
 OBJECTS_TIMEOUT = 10.0  # for the ends of created objects, if the wait for peers has no limit
-FAILURE_TIMEOUT = 0.3  # to tell the peers that an exception ends this worker
 
 
 def describe_failure(exc: BaseException) -> str:
@@ -61,43 +57,23 @@ async def run_to_end(waiting: "asyncio.Task[None]", closing: "asyncio.Task[None]
         raise asyncio.CancelledError
 
 
+@dataclass(eq=False)
 class Shutdown:
-    """The shutdown of one worker.
+    """The shutdown of one worker. After a failure the peers are told, and no wait takes long."""
 
-    Args:
-        pool, server, failure_detector, agent: parts of the worker.
-        rendezvous: that of its world; None in a world of one.
-        departures: knows which peers have left.
-        peers: the other workers by name.
-        timeout: seconds to wait for them, None for no limit.
-        failure: what ended the worker's block, "" if it ended in order. With a failure the peers
-            are told, and no wait takes long.
-    """
-
-    def __init__(
-        self,
-        pool: ConnectionPool,
-        server: Server,
-        failure_detector: FailureDetector,
-        agent: Agent,
-        rendezvous: Rendezvous | None,
-        departures: Departures,
-        *,
-        peers: dict[str, PeerInfo],
-        timeout: float | None,
-        failure: str,
-    ) -> None:
-        self._pool = pool
-        self._server = server
-        self._failure_detector = failure_detector
-        self._agent = agent
-        self._me = pool.me
-        self._rendezvous = rendezvous
-        self._departures = departures
-        self._peers = peers
-        self._timeout = FAILURE_TIMEOUT if failure else timeout
-        self._end_timeout = OBJECTS_TIMEOUT if timeout is None else timeout
-        self._failure = failure
+    pool: ConnectionPool
+    server: Server
+    failure_detector: FailureDetector
+    agent: Agent
+    rendezvous: Rendezvous | None
+    """None in a world of one."""
+    departures: Departures
+    peers: dict[str, PeerInfo]
+    """The other workers by name."""
+    timeout: float | None
+    """Seconds to wait for them, None for no limit."""
+    failure: str
+    """What ended the worker's block, "" if it ended in order."""
 
     async def run(self) -> None:
         """Shut down to the end; a cancellation only ends the wait for peers."""
@@ -107,86 +83,74 @@ class Shutdown:
     # ── waiting for peers ───────────────────────────────────────────────────────────────────────
 
     async def _wait_for_peers(self) -> None:
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(self._timeout):
-                if self._failure:
-                    await self._send_failure()
-                elif self._rendezvous is not None:
-                    await self._departures.mark_left()
-                    await self._departures.wait()
-
-    async def _send_failure(self) -> None:
-        """Tell the peers without a connection to this worker; the others see the connection end."""
-        connected = self._pool.connected() | self._server.connected()
-        rest = [peer for peer in self._peers.values() if peer.name not in connected]
-        await asyncio.gather(*map(self._send_failure_to, rest), return_exceptions=True)
-
-    async def _send_failure_to(self, peer: PeerInfo) -> None:
-        data = dump_plain((self._me.name, self._me.number, self._failure))
-        await wrap_future(send(peer.info, endpoints.leave_message, data))
+        if self.failure:  # peers with a connection see its end
+            connected = self.pool.connected() | self.server.connected()
+            await self.departures.tell(self.peers.keys() - connected, self.failure)
+        elif self.rendezvous is not None:
+            with anyio.move_on_after(self.timeout):
+                await self.departures.mark_left()
+                await self.departures.wait()
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
-        self._failure_detector.close()
+        self.failure_detector.close()
         leaving = self._ranks_leaving_too()
-        if not self._failure:  # else the server tells calls that wait for a batch why they fail
+        if not self.failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
         await self._close_connections()
-        await self._server.end_objects(self._end_timeout)
-        if self._failure:
+        await self.server.end_objects(OBJECTS_TIMEOUT if self.timeout is None else self.timeout)
+        if self.failure:
             await close_queues()
         else:
             await self._close_together(leaving)
-        if not await self._in_thread(STOP_TIMEOUT, self._agent.stop) and is_running():
-            log.error("torch's RPC of %s did not stop within %g s", self._me.name, STOP_TIMEOUT)
+        if not await self._in_thread(STOP_TIMEOUT, self.agent.stop) and is_running():
+            log.error("torch's RPC of %s did not stop within %g s", self.pool.me.name, STOP_TIMEOUT)
         await self._in_thread(STOP_TIMEOUT, free_dead_thread_states)
 
     async def _close_connections(self) -> None:
-        what = "failed" if self._failure else "left"
+        what = "failed" if self.failure else "left"
         ended = await asyncio.gather(
-            self._pool.close(what, self._failure),
-            self._server.close(0.5, self._failure.partition("\n")[0], self._failure),
+            self.pool.close(what, self.failure),
+            self.server.close(0.5, self.failure.partition("\n")[0], self.failure),
             return_exceptions=True,  # torch is stopped in any case
         )
         for exc in ended:
             if isinstance(exc, BaseException):
-                log.error("%s: a connection was not closed", self._me.name, exc_info=exc)
+                log.error("%s: a connection was not closed", self.pool.me.name, exc_info=exc)
 
     async def _close_together(self, ranks: list[int]) -> None:
         """Wait until those ranks are ready: torch logs a broken pipe at each that is not."""
-        is_full = len(ranks) == len(self._peers)
+        is_full = len(ranks) == len(self.peers)
         if is_full:
-            await self._in_thread(RELEASE_TIMEOUT, self._agent.release_rrefs)
-        await self._in_thread(DRAIN_TIMEOUT, self._agent.drain)
-        if (rendezvous := self._rendezvous) is not None and ranks:
+            await self._in_thread(RELEASE_TIMEOUT, self.agent.release_rrefs)
+        await self._in_thread(DRAIN_TIMEOUT, self.agent.drain)
+        if (rendezvous := self.rendezvous) is not None and ranks:
             timeout = FULL_BARRIER_TIMEOUT if is_full else BARRIER_TIMEOUT
             await self._in_thread(2 * timeout, lambda: rendezvous.exit_barrier(ranks, timeout))
 
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""
-        lost = self._failure_detector.lost_peers
-        messages = self._server.peers.leave_messages
-        left = {peer for peer in self._departures.left() if not messages.get(peer)}
-        leaving = [peer for peer in self._peers if peer in left and peer not in lost]
-        rest = [f"{peer} ({self._state_of(peer)})" for peer in self._peers if peer not in leaving]
-        if rest and not self._failure:
-            log.warning("%s did not wait for %s", self._me.name, ", ".join(rest))
-        return [self._peers[peer].rank for peer in leaving]
+        lost = self.failure_detector.lost_peers
+        messages = self.server.peers.leave_messages
+        left = {peer for peer in self.departures.left() if not messages.get(peer)}
+        leaving = [peer for peer in self.peers if peer in left and peer not in lost]
+        rest = [f"{peer} ({self._state_of(peer)})" for peer in self.peers if peer not in leaving]
+        if rest and not self.failure:
+            log.warning("%s did not wait for %s", self.pool.me.name, ", ".join(rest))
+        return [self.peers[peer].rank for peer in leaving]
 
     def _state_of(self, peer: str) -> str:
-        if self._server.peers.leave_messages.get(peer):
+        if self.server.peers.leave_messages.get(peer):
             return "failed"
-        return "lost" if peer in self._failure_detector.lost_peers else "has not left"
+        return "lost" if peer in self.failure_detector.lost_peers else "has not left"
 
     async def _in_thread(self, seconds: float, step: Callable[[], Any]) -> bool:
         """Run `step` in a thread; return whether it ended in time."""
-        try:
-            async with asyncio.timeout(seconds):
-                await run_in_thread(daemon_thread_starter("aiorpc-stop"), step)
-        except TimeoutError:
-            return False
-        except Exception as exc:
-            log.debug("shutdown: %r", exc)
-        return True
+        with anyio.move_on_after(seconds) as limit:
+            try:
+                await run_in_thread(step, "aiorpc-stop")
+            except Exception as exc:
+                log.debug("shutdown: %r", exc)
+        return not limit.cancelled_caught

@@ -9,7 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.threads import run_in_thread
 from .._protocol import endpoints
 from .._torch.agent import Agent, PeerInfo, process_worker_id
 from .._torch.devices import DeviceRoutes
@@ -39,10 +39,7 @@ async def start_worker(
 ) -> tuple[Agent, list[PeerInfo]]:
     """Start torch's RPC, and return its agent and the members of the world in rank order.
 
-    Args:
-        config: of this worker.
-        rendezvous: of this worker; None in a world of one.
-        use_routes: called before torch's RPC starts.
+    A world of one has no rendezvous. `use_routes` is called before torch's RPC starts.
 
     Raises:
         WorldTimeout, ValueError: as `worker`.
@@ -101,7 +98,7 @@ class _Startup:
         await asyncio.wait((step,), timeout=min(CANCEL_TIMEOUT, self._rendezvous.remaining()))
         step.cancel()
         if self._agent is not None:
-            await run_in_thread(daemon_thread_starter("aiorpc-stop"), self._agent.stop)
+            await run_in_thread(self._agent.stop, "aiorpc-stop")
 
     # ── registration, in a thread ───────────────────────────────────────────────────────────────
 
@@ -194,7 +191,7 @@ class _Startup:
 
 
 def _in_thread(step: Callable[[], T]) -> "asyncio.Future[T]":
-    return asyncio.ensure_future(run_in_thread(daemon_thread_starter("aiorpc-join"), step))
+    return asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
 
 
 def _start_agent(

@@ -33,9 +33,6 @@ class StoreClient:
         self._epoch = 0
         self._has_failed = self._has_written = False
 
-    def __repr__(self) -> str:
-        return f"<StoreClient of {self._init_method}, epoch {self._epoch}>"
-
     @property
     def is_server(self) -> bool:
         """Return whether the store ends with this process."""
@@ -119,10 +116,6 @@ class StoreClient:
 
     def open(self, cancelled: threading.Event, timeout: float) -> None:
         """Connect to the store; rank 0 creates it, unless torchrun did.
-
-        Args:
-            cancelled: ends the wait for the store.
-            timeout: seconds to wait for the store.
 
         Raises:
             WorldTimeout: if there is no store in time.

@@ -4,10 +4,11 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
-from .._aio.interruption import InterruptibleBlock
-from .._aio.threads import daemon_thread_starter, run_in_thread
+from .._aio.interruption import Interrupt, interruptible
+from .._aio.threads import run_in_thread
 from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
 
@@ -18,6 +19,7 @@ EXIT_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 0.7
 
 
+@dataclass(eq=False)
 class Supervisor:
     """A supervisor of one child for each of `configs`, which runs `main(me, *args)` or only serves.
 
@@ -25,33 +27,23 @@ class Supervisor:
     interrupts the block of `raising_failures`, unless its `on_failure` is "continue".
     """
 
-    def __init__(
-        self,
-        configs: Sequence[WorkerConfig],
-        main: Main | None,
-        args: tuple[Any, ...],
-        restarts: int,
-    ) -> None:
-        self.failures: list[BaseException] = []
-        self._configs = configs
-        self._main = main
-        self._args = args
-        self._restarts = restarts
-        self._children: list[ChildProcess] = []
-        self._command: ParentCommand | None = None  # the last one that was sent
-        # Set once the world is complete: before, no child can rejoin.
-        self._give_up: Callable[[str, BaseException], None] | None = None
-        self._interruption: InterruptibleBlock | None = None
-
-    def __repr__(self) -> str:
-        return f"<Supervisor {self._children}>"
+    configs: Sequence[WorkerConfig]
+    main: Main | None
+    args: tuple[Any, ...]
+    restarts: int
+    failures: list[BaseException] = field(default_factory=list)
+    _children: list[ChildProcess] = field(default_factory=list)
+    _command: ParentCommand | None = None  # the last one that was sent
+    # Set once the world is complete: before, no child can rejoin.
+    _give_up: Callable[[str, BaseException], None] | None = None
+    _interrupt: Interrupt | None = None
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""
         timeout = CANCEL_TIMEOUT
         try:
-            for config in self._configs:
+            for config in self.configs:
                 self._start(config)
             yield
             timeout = EXIT_TIMEOUT
@@ -63,8 +55,7 @@ class Supervisor:
     def allow_restarts(self, give_up: Callable[[str, BaseException], None]) -> None:
         """Restart children from now on: the world is complete.
 
-        Args:
-            give_up: called with the name and the failure of a child that is not restarted.
+        `give_up` is called with the name and the failure of a child that is not restarted.
         """
         self._give_up = give_up
 
@@ -84,29 +75,30 @@ class Supervisor:
         if on_failure == "continue":
             yield
             return
-        async with InterruptibleBlock() as self._interruption:
+        async with interruptible() as interrupt:
+            self._interrupt = interrupt
             for failure in self.failures:
-                self._interruption.interrupt(failure)
+                interrupt(failure)
             yield
 
     def _start(self, config: WorkerConfig) -> None:
-        child = ChildProcess(config, self._main, self._args)
+        child = ChildProcess(config, self.main, self.args)
         self._children.append(child)
         child.ended.add_done_callback(lambda ended: self._on_end(config, ended.result()))
 
     def _on_end(self, config: WorkerConfig, failure: BaseException | None) -> None:
         if failure is None or self._command is ParentCommand.CANCEL:
             return
-        if self._give_up is not None and self._restarts and self._command is None:
-            self._restarts -= 1
+        if self._give_up is not None and self.restarts and self._command is None:
+            self.restarts -= 1
             log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
             self._start(config)
             return
         self.failures.append(failure)
         if self._give_up is not None:
             self._give_up(config.name, failure)
-        if self._interruption is not None:
-            self._interruption.interrupt(failure)
+        if self._interrupt is not None:
+            self._interrupt(failure)
 
     def _send(self, command: ParentCommand) -> None:
         self._command = command
@@ -118,7 +110,7 @@ class Supervisor:
             await asyncio.wait(ends, timeout=timeout)
         for child in self._children:
             child.stop_watching()
-        await run_in_thread(daemon_thread_starter("aiorpc-reaper"), self._reap)
+        await run_in_thread(self._reap, "aiorpc-reaper")
 
     def _reap(self) -> None:
         for child in self._children:

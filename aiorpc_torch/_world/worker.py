@@ -7,7 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
-from .._aio.interruption import InterruptibleBlock
+from .._aio.interruption import interruptible
 from .._aio.signals import graceful_signals
 from .._client import pool
 from .._client.pool import ConnectionPool
@@ -27,8 +27,6 @@ from .rejoin import RejoinHandler, announce_rejoin
 from .rendezvous import Rendezvous
 from .shutdown import Shutdown, describe_failure
 from .startup import start_worker
-
-__all__ = ("Worker", "worker")
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -270,13 +268,11 @@ async def _running(
     pool.set_current(connections)
     detector.start(connections)
     peers = {each.name: each for each in members if each.name != config.name}
-    departures = Departures(
-        connections, detector, peers, lambda: server.peers.leave_messages, rendezvous
-    )
+    told = server.peers.leave_messages
+    departures = Departures(connections, detector, peers, lambda: told, detector.probe, rendezvous)
     detector.has_left = departures.has_left_in_order
-    server.peers.set_rejoin_handler(
-        RejoinHandler(agent, connections, server, detector, peers).handle
-    )
+    rejoins = RejoinHandler(agent, connections, server, detector, peers)
+    server.peers.set_rejoin_handler(rejoins.handle)
     failure = ""
     try:
         if comeback:
@@ -311,8 +307,7 @@ async def _interrupted_by_losses(
     if config.on_failure == "continue":
         yield
         return
-    async with InterruptibleBlock() as interruption:
-        detector.on_loss = interruption.interrupt
+    async with interruptible() as detector.on_loss:
         try:
             yield
         finally:

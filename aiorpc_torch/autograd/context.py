@@ -1,7 +1,7 @@
 """Contexts of torch's distributed autograd that follow the tasks of their opener.
 
-Blocking calls run in cached threads: a backward that another worker never answers blocks its thread
-only. `_protocol.recording` records the calls.
+A backward has a cached thread of its own, so one that another worker never answers blocks nothing
+else. `_protocol.recording` records the calls.
 """
 
 import asyncio
@@ -13,15 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from .._aio.deadlines import deadline_in, time_left
-from .._aio.interruption import InterruptibleBlock
+from .._aio.interruption import interruptible
 from .._aio.threads import ThreadCache, run_in_thread
 from .._client.pool import current as current_pool
 from .._protocol.recording import ContextRecord, current_record, enter_record, wait_until_settled
 from .._torch.compat import backward, get_gradients, new_context, release_context
 from .._torch.transport import enter_context_id
 from ..errors import CallTimeout, RpcError, WorkerLost
-
-__all__ = ("Context", "context")
 
 _threads = ThreadCache("aiorpc-autograd")
 
@@ -43,7 +41,8 @@ class Context:
         self._failure = ""  # of an earlier backward
 
     def __repr__(self) -> str:
-        return f"<autograd context {self._recording or 'not opened'}>"
+        recording = self._recording
+        return f"<autograd context {'not opened' if recording is None else recording.id}>"
 
     @property
     def id(self) -> int:
@@ -153,9 +152,9 @@ class Context:
 
         self._failure = "did not finish"
         try:
-            async with InterruptibleBlock() as block:
-                with current_pool().watching_peers(recording.peers, block.interrupt):
-                    await _await_peer_loss(run_in_thread(_threads, run))
+            async with interruptible() as interrupt:
+                with current_pool().watching_peers(recording.peers, interrupt):
+                    await _await_peer_loss(run_in_thread(run, "aiorpc-autograd", _threads))
         except (asyncio.CancelledError, WorkerLost):
             asyncio.get_running_loop().call_later(RELEASE_DELAY, recording.release, key)
             raise

@@ -19,9 +19,6 @@ from .._torch.compat import RRefBase, get_gradients
 from ..errors import safe_str
 from .context import Context, unrecorded
 
-__all__ = ("DistributedOptimizer", "parameter_rrefs")
-
-
 # ── on the owners ───────────────────────────────────────────────────────────────────────────────
 
 # One step at a time: a step sets `.grad`, and another step may be of the same parameters.

@@ -69,7 +69,6 @@ class Workers(Protocol):
 
     async def __call__(self, workers: int | Sequence[str], **options: Unpack[Options]) -> Worker:
         """Start a world of these workers and this process; it ends with the test."""
-        ...
 
 
 @contextlib.asynccontextmanager

@@ -5,8 +5,6 @@ import threading
 
 from .._aio.loops import call_soon
 
-__all__ = ("Gate",)
-
 
 class Gate:
     """A gate at which calls wait until a test opens it, in whatever process they run.

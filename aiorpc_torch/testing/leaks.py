@@ -19,8 +19,6 @@ from .._protocol.endpoints import Endpoint
 from .._stats import stats
 from .forkserver import helper_pids
 
-__all__ = ("no_leaks",)
-
 Process = tuple[int, str]  # pid and start time, since pids are reused
 
 # Seconds in which threads and processes that are ending may end.

@@ -238,3 +238,12 @@ class TestOneThread:
             release.touch()
             await blocked
             assert await remote(counter).add(0) == 0, "neither of the two ran"
+
+    async def test_a_scope_around_a_world(self) -> None:
+        """A scope cancels each further await; its world is left all the same, and torch stopped."""
+        with anyio.move_on_after(0.05) as scope:
+            async with aiorpc.local_world(0):
+                await asyncio.Event().wait()
+        assert scope.cancelled_caught
+        async with aiorpc.local_world(0) as me:
+            assert await call(me.name, int, "3") == 3

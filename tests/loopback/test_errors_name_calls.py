@@ -8,7 +8,17 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RRef, WorkerLost, call, create, fetch, proxy, remote
+from aiorpc_torch import (
+    CallTimeout,
+    GroupError,
+    RRef,
+    WorkerLost,
+    call,
+    create,
+    fetch,
+    proxy,
+    remote,
+)
 from aiorpc_torch._client import pool
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 from aiorpc_torch.testing import Gate
@@ -68,6 +78,28 @@ async def test_timeouts_of_calls_that_were_sent() -> None:
         assert (error.worker, error.method, error.may_have_run) == ("main", name, True), kind
         assert str(error).startswith(f"{name} on worker 'main' timed out after 0.0"), kind
         assert str(error).endswith("it may have run"), kind
+
+
+async def test_groups_name_their_calls_as_single_calls_are_named() -> None:
+    """With the class: in the text of GroupError, in each member's error and before the start."""
+    sleeper = await create("main", Sleeper)
+    group = aiorpc.Group([sleeper])
+    kinds: list[Callable[[], Any]] = [
+        lambda: remote(group).sleep(600),
+        lambda: call(group, Sleeper.sleep, 600),
+        lambda: iterate(remote(group).sleep(600)),
+    ]
+    for make in kinds:
+        with aiorpc.timeout(0.05), pytest.raises(GroupError) as raised:
+            await make()
+        assert str(raised.value).startswith("Sleeper.sleep: 1 of 1 members failed")
+        (error,) = raised.value.exceptions
+        assert isinstance(error, CallTimeout)
+        assert error.method == "Sleeper.sleep"
+    for make in [*kinds, lambda: iterate(group.map(Sleeper.sleep, [600]))]:
+        with aiorpc.timeout(0.0), pytest.raises(CallTimeout) as late:
+            await make()
+        assert (late.value.method, late.value.may_have_run) == ("Sleeper.sleep", False)
 
 
 async def test_timeouts_of_calls_that_were_not_sent() -> None:

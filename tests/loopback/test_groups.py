@@ -86,7 +86,7 @@ async def test_a_call_is_lazy_and_used_once() -> None:
 
 async def test_a_call_that_is_never_awaited_warns() -> None:
     group = await nodes()
-    with pytest.warns(RuntimeWarning, match="call of add by 3 members.* was never awaited"):
+    with pytest.warns(RuntimeWarning, match="call of Node.add by 3 members.* was never awaited"):
         remote(group).add(1)
 
 
@@ -281,7 +281,7 @@ async def test_results_as_they_complete() -> None:
 async def test_failures_come_after_the_successes() -> None:
     group = await nodes()
     found = []
-    with pytest.raises(GroupError, match=r"fail_if: 1 of 3 members failed") as raised:  # noqa: PT012
+    with pytest.raises(GroupError, match=r"^Node\.fail_if: 1 of 3 members failed") as raised:  # noqa: PT012
         async for member, result in remote(group).fail_if(1, LookupError, "here"):
             found.append((group.index(member), result))
     assert sorted(found) == [(0, 0), (2, 2)]
@@ -422,7 +422,7 @@ async def test_it_crosses_workers(way: str) -> None:
         error = copy.copy(own) if way == "copy" else pickle.loads(pickle.dumps(own))
         assert error.__notes__ == ["a note"]
     (exc,) = error.exceptions
-    assert error.message == "fail_if: 1 of 3 members failed"
+    assert error.message == "Node.fail_if: 1 of 3 members failed"
     assert error.results[:2] == [0, exc]
     assert "RRef" in str(error.results[2])
     assert repr(exc) == "LookupError('here')"

@@ -151,7 +151,7 @@ def count_queue(kept: list[Any]) -> None:
     if not kept:
         kept.append(new_counters("test_stats_and_warnings.waits", 2))
     kept.append(Waiting())
-    kept[0].queues.add(kept[-1])
+    kept[0].queues.set(kept[-1], None)
 
 
 numbers = itertools.count()
@@ -316,8 +316,7 @@ async def test_reprs() -> None:
     await remote(gate).entered()
     connection = pool.current().connection("main")
     assert repr(connection).startswith("<Connection to main, open: 3 waiting, <SendState open, 0 ")
-    assert repr(pool.current()) == f"<ConnectionPool of main: [{connection!r}]>"
-    assert repr(endpoints.serving()).startswith("<Server main: 3 running, <Executor ")
+    assert repr(endpoints.serving()) == "<Server main: 3 running>"
     assert repr(stats()).startswith("Stats(calls=4, in_flight=3, unsent=0, messages=")
     stream = aiter(call("main", actors.count, 1))
     assert repr(stream) == "<stream of count>"

@@ -12,12 +12,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from aiorpc_torch._aio.threads import (
-    DaemonThreadPool,
-    ThreadCache,
-    daemon_thread_starter,
-    run_in_thread,
-)
+from aiorpc_torch._aio.threads import DaemonThreadPool, ThreadCache, run_in_thread
 from aiorpc_torch._torch.thread_state import set_intra_op_threads
 
 SOON = 30.0  # seconds after which something will never happen
@@ -103,7 +98,6 @@ def test_all_threads_are_used_when_all_block(pool: GatedPool) -> None:
     """As many run at once as there may be, and not one more; the rest waits."""
     pool.threads.submit([pool.blocked(number) for number in range(12)])
     assert sorted(take(pool.started, 8)) == list(range(8))
-    assert repr(pool.threads) == "<DaemonThreadPool 8 busy of 8, 4 tasks waiting>"
     assert pool.started.empty()
     pool.gate.set()
     assert sorted(take(pool.ended, 12)) == list(range(12))
@@ -292,15 +286,14 @@ def test_tune_tells_a_thread_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 async def test_a_blocking_function_is_awaited() -> None:
     """It returns or raises as the function does; a StopIteration becomes a RuntimeError."""
-    start = daemon_thread_starter("aiorpc-test")
-    assert await run_in_thread(start, lambda: 7) == 7
-    assert await run_in_thread(start, lambda: threading.current_thread().name) == "aiorpc-test"
+    name = "aiorpc-test"
+    assert await run_in_thread(lambda: threading.current_thread().name, name) == name
     with pytest.raises(ZeroDivisionError):
-        await run_in_thread(start, lambda: 1 // 0)
+        await run_in_thread(lambda: 1 // 0, name)
     with pytest.raises(SystemExit):
-        await run_in_thread(start, lambda: sys.exit(3))
+        await run_in_thread(lambda: sys.exit(3), name)
     with pytest.raises(RuntimeError, match="StopIteration"):
-        await run_in_thread(start, lambda: next(iter(())))
+        await run_in_thread(lambda: next(iter(())), name)
 
 
 async def test_a_cancelled_wait_lets_the_function_run() -> None:
@@ -313,7 +306,7 @@ async def test_a_cancelled_wait_lets_the_function_run() -> None:
         assert gate.wait(SOON)
         ended.set()
 
-    waiting = asyncio.create_task(run_in_thread(daemon_thread_starter("aiorpc-test"), function))
+    waiting = asyncio.create_task(run_in_thread(function, "aiorpc-test"))
     await begun.wait()
     waiting.cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -347,7 +340,7 @@ def test_cached_threads_do_not_wait_for_each_other() -> None:
     for thread in first:
         thread.join(5.0)
         assert not thread.is_alive()
-    assert repr(spare) == "<ThreadCache spare, 0 idle>"
+    assert not spare._idle
 
 
 def test_a_spare_thread_that_ends_misses_no_task() -> None:

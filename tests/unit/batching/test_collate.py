@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._batching.collate import DefaultCollator, collate, collate_key, uncollate
+from aiorpc_torch._batching.collate import Collator, collate, collate_key, uncollate
 from aiorpc_torch._torch.tree import children
 
 
@@ -113,7 +113,7 @@ def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device
     """`uncollate(collate(values))` equals the values, structure and all."""
     values = [make(n) for n in range(size)]
     assert len({collate_key(value) for value in values}) == 1
-    stacked = collate(values, DefaultCollator(device))
+    stacked = collate(values, Collator(device))
     assert (children(stacked) is None) == (children(values[0]) is None)
     for tensor in tensors_in(stacked):
         assert len(tensor) == size
@@ -127,7 +127,7 @@ def test_rows_are_what_was_stacked(make: Callable[[int], Any], size: int, device
 @given(trees, st.integers(1, 5))
 def test_a_row_drags_nothing_along(make: Callable[[int], Any], size: int) -> None:
     """Its tensors own their storage, share none, and can be changed in place."""
-    stacked = collate([make(n) for n in range(size)], DefaultCollator())
+    stacked = collate([make(n) for n in range(size)], Collator())
     rows = uncollate(stacked) or []
     tensors = [tensor for row in rows for tensor in tensors_in(row)]
     assert all(map(owns, tensors))
@@ -144,7 +144,7 @@ def test_of_one_key_is_what_collates(a: Callable[[int], Any], b: Callable[[int],
     assert collate_key(first) == collate_key(a(3))
     assert hash(collate_key(first)) == hash(collate_key(a(3)))
     if collate_key(first) == collate_key(second):
-        rows = uncollate(collate([first, second], DefaultCollator())) or []
+        rows = uncollate(collate([first, second], Collator())) or []
         assert same(first, rows[0])
         assert same(second, rows[1])
 
@@ -222,7 +222,7 @@ def test_what_has_a_key_can_be_stacked(odd: Any, usual: Any) -> None:
     except TypeError:
         return
     if kind == collate_key(usual):
-        collate([usual, odd], DefaultCollator())
+        collate([usual, odd], Collator())
 
 
 def test_an_array_that_cannot_be_written() -> None:
@@ -232,7 +232,7 @@ def test_an_array_that_cannot_be_written() -> None:
     # reads it.
     torch.set_warn_always(True)
     try:
-        assert collate([array], DefaultCollator()).tolist() == [[1.0] * 3]
+        assert collate([array], Collator()).tolist() == [[1.0] * 3]
     finally:
         torch.set_warn_always(False)
 

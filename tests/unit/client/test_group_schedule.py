@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._client.group_schedule import MapSchedule, Outcome, Turns
+from aiorpc_torch._client.group_schedule import LeastBusy, MapSchedule, Outcome
 
 # ── any ─────────────────────────────────────────────────────────────────────────────────────────
 
@@ -17,7 +17,7 @@ LOADS = st.lists(st.one_of(st.none(), st.integers(0, 5)), min_size=1, max_size=8
 @given(st.lists(LOADS, max_size=20))
 def test_the_least_busy_member_is_chosen(rounds: list[list[int | None]]) -> None:
     """It has the smallest load; a lost member is never chosen; without any there is no choice."""
-    turns = Turns()
+    turns = LeastBusy()
     for loads in rounds:
         chosen = turns.choose(loads)
         live = [load for load in loads if load is not None]
@@ -31,7 +31,7 @@ def test_the_least_busy_member_is_chosen(rounds: list[list[int | None]]) -> None
 @given(st.lists(st.booleans(), min_size=1, max_size=8), st.integers(0, 20))
 def test_ties_take_turns(lost: list[bool], start: int) -> None:
     """As many choices as there are idle members choose each once, wherever the turn is."""
-    turns = Turns()
+    turns = LeastBusy()
     for _ in range(start):
         turns.choose([0] * len(lost))
     loads = [None if each else 0 for each in lost]

@@ -291,14 +291,14 @@ async def test_an_item_wakes_its_waiter() -> None:
 
 
 async def test_it_says_whether_somebody_waits() -> None:
-    """A reader is awaited from the first step of `next` until an item comes."""
+    """A reader is awaited from the first step of `next` until that has its item."""
     consumer = Consumer()
     assert not consumer.reader.is_awaited()
     task = await waiting(consumer)
     assert consumer.reader.is_awaited()
     consumer.reader.add("a", 1)
-    assert not consumer.reader.is_awaited()
     assert await task == "a"
+    assert not consumer.reader.is_awaited()
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_nothing_is_recorded_after_its_end() -> None:
     assert recording.begin("call", "b", set()) is not None
     recording.close()
     assert recording.begin("call", "b", set()) is None
-    assert "closed, 1 calls pending" in repr(recording)
+    assert (recording.is_open, recording.pending) == (False, ["call of worker 'b'"])
 
 
 def test_closed_as_soon_as_it_is_settled() -> None:

@@ -126,9 +126,3 @@ def test_what_is_read_is_what_was_packed(target: Any) -> None:
     exports = ExportPolicy([price, Shop])
     packed = pack(target)
     assert exports.load_target(packed.data, packed.tensors) == target
-
-
-def test_exports_say_what_they_are() -> None:
-    """The repr names classes, functions and modules."""
-    said = repr(ExportPolicy([Shop, price, SHOP]))
-    assert said == f"<ExportPolicy Shop, price, {SHOP}>"

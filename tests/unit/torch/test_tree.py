@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from aiorpc_torch._batching.collate import DefaultCollator, collate
+from aiorpc_torch._batching.collate import Collator, collate
 from aiorpc_torch._torch import cuda
 from aiorpc_torch._torch.tree import children, map_tensors, rebuild, tensors_in
 
@@ -61,7 +61,7 @@ def test_a_fence_holds_every_tensor_that_collate_stacks(
     """Also those in a dataclass that is not registered with torch's pytree."""
     stacked: list[Tensor] = []
 
-    class Noting(DefaultCollator):
+    class Noting(Collator):
         def stack(self, tensors: Any) -> Tensor:
             stacked.extend(tensors)
             return super().stack(tensors)

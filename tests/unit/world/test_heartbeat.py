@@ -17,7 +17,7 @@ peers = st.sampled_from(["a", "b", "c"])
 
 def test_the_interval() -> None:
     """The time between two checks is an eighth of the timeout."""
-    assert HeartbeatTracker(TIMEOUT).interval == INTERVAL
+    assert HeartbeatTracker(TIMEOUT, {}).interval == INTERVAL
 
 
 class Watch(RuleBasedStateMachine):
@@ -25,7 +25,7 @@ class Watch(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        self.tracker = HeartbeatTracker(TIMEOUT)
+        self.tracker = HeartbeatTracker(TIMEOUT, {})
         self.now = 0.0
         self.waited_for: set[str] = set()
         self.pinged: dict[str, float] = {}  # without a sign of life since
@@ -112,7 +112,7 @@ gaps = st.lists(st.sampled_from([0.5, 1.0, 1.5, 2.5, 4.0, 100.0]), max_size=40)
 @given(gaps, st.floats(0, TIMEOUT / 2, exclude_max=True))
 def test_an_answering_peer_is_never_lost(gaps: list[float], delay: float) -> None:
     """However late this process checks, and however late within its time the peer answers."""
-    tracker, now, answers = HeartbeatTracker(TIMEOUT), 0.0, []
+    tracker, now, answers = HeartbeatTracker(TIMEOUT, {}), 0.0, []
     for gap in gaps:
         now += gap
         for at in [at for at in answers if at <= now]:
@@ -127,7 +127,7 @@ def test_an_answering_peer_is_never_lost(gaps: list[float], delay: float) -> Non
 @given(st.integers(0, 7).map(lambda eighths: eighths / 8), st.integers(0, 20))
 def test_a_silent_peer_is_lost_in_time(phase: float, spoke: int) -> None:
     """It is pinged once and lost within the timeout, whenever its last sign came."""
-    tracker, pinged, now = HeartbeatTracker(TIMEOUT), [], 0.0
+    tracker, pinged, now = HeartbeatTracker(TIMEOUT, {}), [], 0.0
     last = max(0.0, spoke - 1 + phase)
     for now in map(float, range(100)):
         to_ping, lost = tracker.check(now, ["peer"])
@@ -147,7 +147,7 @@ def test_a_silent_peer_is_lost_in_time(phase: float, spoke: int) -> None:
 
 def test_unwatched_peers_are_not_pinged() -> None:
     """An idle peer may be silent for any time."""
-    tracker = HeartbeatTracker(TIMEOUT)
+    tracker = HeartbeatTracker(TIMEOUT, {})
     for now in range(100):
         tracker.record("talks", now)
         assert tracker.check(now, []) == ([], [])
@@ -158,7 +158,7 @@ def test_unwatched_peers_are_not_pinged() -> None:
 
 def test_a_peer_that_is_watched_again_starts_anew() -> None:
     """Earlier silence and pings do not count."""
-    tracker = HeartbeatTracker(TIMEOUT)
+    tracker = HeartbeatTracker(TIMEOUT, {})
     checks = [tracker.check(now, ["peer"]) for now in range(5)]
     assert checks[2] == (["peer"], [])
     tracker.check(5, [])
@@ -172,7 +172,7 @@ def test_a_peer_that_is_watched_again_starts_anew() -> None:
 @pytest.mark.promise("lost.own_stall")
 def test_an_own_stall_loses_no_peer() -> None:
     """Answers may be here unread: there is time to read them first."""
-    tracker = HeartbeatTracker(TIMEOUT)
+    tracker = HeartbeatTracker(TIMEOUT, {})
     for now in range(3):
         to_ping, _ = tracker.check(now, ["peer"])
     assert to_ping == ["peer"]
@@ -187,7 +187,7 @@ def test_an_own_stall_loses_no_peer() -> None:
 
 def test_a_loss_is_reported_once() -> None:
     """A lost peer that is still watched is pinged again."""
-    tracker = HeartbeatTracker(TIMEOUT)
+    tracker = HeartbeatTracker(TIMEOUT, {})
     checks = [tracker.check(now, ["peer"]) for now in range(14)]
     assert [now for now, (_, lost) in enumerate(checks) if lost] == [6, 13]
     assert [now for now, (to_ping, _) in enumerate(checks) if to_ping] == [2, 9]
@@ -208,7 +208,7 @@ def test_a_sign_of_life_in_the_middle_of_a_check(speaker: str) -> None:
     """Messages arrive in other threads: the check goes on, and the sign counts."""
     silent = [other for other in "ab" if other != speaker]
     for moment in itertools.count():
-        tracker, names = HeartbeatTracker(TIMEOUT), [Name("a"), Name("b")]
+        tracker, names = HeartbeatTracker(TIMEOUT, {}), [Name("a"), Name("b")]
         moments: list[int] = []
 
         def before(tracker: HeartbeatTracker = tracker, moments: list[int] = moments) -> None:

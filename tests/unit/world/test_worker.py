@@ -15,7 +15,7 @@ def worker(told: dict[str, str]) -> Worker:
     detector: Any = SimpleNamespace(lost_peers={}, probe=lambda _: None)
     pool: Any = SimpleNamespace(name="a", watching_peers=lambda *_: contextlib.nullcontext())
     peers: Any = {"b": None}
-    departures = Departures(pool, detector, peers, lambda: told)
+    departures = Departures(pool, detector, peers, lambda: told, detector.probe)
     return Worker("a", 0, 2, ("b",), 0, detector, departures)
 
 
