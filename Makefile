@@ -6,7 +6,7 @@ TORCH ?= torch
 EXTRAS ?= examples,test,bench,check,docs
 BIN := $(VENV)/bin
 comma := ,
-PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 
 .PHONY: demo test test-rest test-all test-long mutation package promises install lint types docs bench soak faults figures clean
