@@ -199,6 +199,7 @@ def test_quick(tmp_path: Path) -> None:
     assert float(right[1]) > 60.0  # a tenth is what chance would give
 
 
+@pytest.mark.slow
 def test_a_killed_trainer_comes_back(tmp_path: Path) -> None:
     """The other goes on without it; it begins where the model is by then, and all end well."""
     # Alone, the other takes a second a step, so it is not done before the first is back.

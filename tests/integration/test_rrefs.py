@@ -70,6 +70,7 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
 
 @KINDS
+@pytest.mark.usefixtures("over_torch")
 async def test_a_call_that_arrives_too_late(
     kind: type[Slotted], late: threading.Event, caplog: pytest.LogCaptureFixture
 ) -> None:
