@@ -24,7 +24,7 @@ from tests.support.slack import SLACK
 
 # What torch itself leaves of each world (2.13 and 2.15) is 1.9 blocks of Python's and 0.6 to 3 KB.
 BLOCKS = 10  # a world
-MEMORY = 20  # KB a world
+MEMORY = 40  # KB a world: torch keeps 18 to 31
 STATES = 16  # of the last world's threads, which Linux may list for a moment after they are joined
 
 ROW = """
