@@ -84,11 +84,12 @@ class SegmentStore:
         self._loop = weakref.ref(loop)
         self._pool = SegmentPool(memory_limit())
         self._segments: dict[int, Segment] = {}
-        self._users: dict[int, set[Forgetful]] = {}  # links that a segment was sent on
-        self._links: set[Forgetful] = set()
+        # Weakly, as links keep their loop alive, and the loop its store.
+        self._users: dict[int, weakref.WeakSet[Forgetful]] = {}  # links a segment was sent on
+        self._links: weakref.WeakSet[Forgetful] = weakref.WeakSet()
         self._copies: deque[Block] = deque()
         self._copying = 0
-        self._trimmer: asyncio.TimerHandle | None = None
+        self._trimmer: weakref.ref[asyncio.TimerHandle] | None = None  # it refers to the loop
 
     def __repr__(self) -> str:
         return f"<SegmentStore {self._pool}, {len(self._links)} links>"
@@ -115,8 +116,8 @@ class SegmentStore:
     def _close(self) -> None:
         if (loop := self._loop()) is not None and _stores.get(loop) is self:
             del _stores[loop]
-        if self._trimmer is not None:
-            self._trimmer.cancel()
+        if self._trimmer is not None and (timer := self._trimmer()) is not None:
+            timer.cancel()
         del self.probe
         self._pool = SegmentPool(0)
         self._segments.clear()
@@ -148,7 +149,7 @@ class SegmentStore:
         self._pool.hold(number)
         if link is None:
             return False
-        users = self._users.setdefault(number, set())
+        users = self._users.setdefault(number, weakref.WeakSet())
         is_known = link in users
         users.add(link)
         return is_known
@@ -177,7 +178,7 @@ class SegmentStore:
 
     def _trim_in(self, seconds: float) -> None:
         if (loop := self._loop()) is not None and not loop.is_closed():
-            self._trimmer = loop.call_later(seconds, self._trim)
+            self._trimmer = weakref.ref(loop.call_later(seconds, self._trim))
 
     def _trim(self) -> None:
         self._trimmer = None

@@ -22,9 +22,9 @@ from tests.support.example_programs import free_port
 from tests.support.scripts import ROOT, program, run
 from tests.support.slack import SLACK
 
-# What torch itself leaves of each world (2.13 and 2.15) is 1.9 blocks of Python's and 0.6 to 3 KB.
+# What stays of each world with torch 2.15: 2 blocks of Python's, and 18 to 31 KB outside of Python.
 BLOCKS = 10  # a world
-MEMORY = 40  # KB a world: torch keeps 18 to 31
+MEMORY = 40  # KB a world
 STATES = 16  # of the last world's threads, which Linux may list for a moment after they are joined
 
 ROW = """

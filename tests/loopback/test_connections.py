@@ -8,6 +8,7 @@ import secrets
 import socket
 import threading
 import warnings
+import weakref
 from collections.abc import AsyncIterator, Callable
 from dataclasses import replace
 from typing import Any
@@ -799,9 +800,11 @@ async def echo(index: int, number: int, data: bytes) -> bytes:
 async def test_a_loop_that_is_closed_while_a_call_waits(world: aiorpc.Worker) -> None:
     """Its calls are in no count any more, though the loop has not said that it ends."""
     gate = RRef(Gate())
+    closed: list[weakref.ref[asyncio.AbstractEventLoop]] = []
 
     def run() -> None:
         loop = asyncio.new_event_loop()
+        closed.append(weakref.ref(loop))
         waiting = loop.create_task(remote(gate).passed())  # type: ignore[arg-type]
         loop.run_until_complete(remote(gate).entered())
         del waiting
@@ -813,6 +816,7 @@ async def test_a_loop_that_is_closed_while_a_call_waits(world: aiorpc.Worker) ->
         await asyncio.to_thread(lambda: asyncio.run(_entered(gate)))  # a loop that sees it closed
         assert stats().in_flight == 0
         gc.collect()
+    assert closed[0]() is None
 
 
 async def _entered(gate: "aiorpc.RRef[Gate]") -> None:
