@@ -19,6 +19,7 @@ import torch
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
+from tests.support.example_programs import free_port
 
 Sizes = dict[str, Any]
 
@@ -70,8 +71,6 @@ def run_attached(rank: int, program: str, where: Any, options: Namespace) -> Non
 
 def main(program: str) -> None:
     """Run all processes of a program."""
-    from examples._reference.parameter_server import free_port
-
     with tempfile.TemporaryDirectory() as folder:
         options = Namespace(**OPTIONS[program])
         where: Any = f"{folder}/store"
