@@ -24,33 +24,22 @@ from aiorpc_torch._protocol.segment_store import COPY_ON_LOOP, SegmentStore
 from aiorpc_torch._protocol.tensors import INLINE_BYTES
 from tests.support.raw_connections import Stranger, Tap, server
 from tests.support.segment_files import mapped_segments, open_segments
+from tests.support.tensor_shelf import TensorShelf
 
 LARGE = INLINE_BYTES // 4 + 1  # elements of float32
 HUGE = COPY_ON_LOOP // 4 + 1  # those that a thread copies
 SOON = 30.0
 
 
-class Shelf:
-    """Keeps tensors, and gives them back."""
-
-    def __init__(self) -> None:
-        self.kept: list[Any] = []
-
-    async def echo(self, x: Any) -> Any:
-        """The argument."""
-        return x
-
-    async def keep(self, x: Any) -> float:
-        """Keep the argument."""
-        self.kept.append(x)
-        return len(self.kept)
+class Shelf(TensorShelf):
+    """Also changes tensors, and gives them back in batches and streams."""
 
     async def add(self, x: Tensor, y: Tensor) -> float:
         """Change the first argument; return a sum of the second."""
         x.add_(1)
         return float(y.sum())
 
-    async def grow(self, x: Tensor) -> float:
+    async def keep_changed(self, x: Tensor) -> float:
         """Change the argument and keep it."""
         x.add_(1)
         self.kept.append(x)
@@ -316,7 +305,7 @@ async def test_a_group_argument_is_written_once(shelf: Shelf, size: int, nested:
             found = await remote(members).echo({"x": x, "y": x[:2]})
             assert [float(each["x"].max()) for each in found] == [number] * 3
             continue
-        assert await remote(members).grow(x) == [size * (number + 1)] * 3
+        assert await remote(members).keep_changed(x) == [size * (number + 1)] * 3
         assert float(x.max()) == number
     if not nested:
         assert stats().shared_messages == 9

@@ -1,4 +1,4 @@
-"""An actor that keeps tensors, on workers in other processes."""
+"""An actor that keeps tensors, in this process or on workers in others."""
 
 import os
 from typing import Any
