@@ -129,7 +129,7 @@ class Connection(Channel):
         self._trickle_timer: asyncio.TimerHandle | None = None
         self._transfers = TorchTransfers(peer, self._key, self._pending, self)
         self._segments = SegmentLink(self, self._loop)
-        self._shared = SharedTransfers(self._segments, self)
+        self._shared = SharedTransfers(self._segments, self._pending, self)
         self._methods: dict[str, _Method] = {}  # of lone calls, by name
         self._slot_keys: dict[int, Any] = {}  # objects of calls whose payloads go by torch
         self._wake: list[InlineFuture] = []  # resolved by the current read

@@ -14,7 +14,7 @@ from .._protocol.columns import HeldResult
 from .._protocol.messages import EncodedCall, decode_reply, dump_plain, encode_calls
 from .._protocol.segment_link import SegmentLink
 from .._protocol.tensors import TensorTable
-from .pending import ReplyReceiver
+from .pending import PendingCalls, ReplyReceiver
 from .stream_reader import Item, StreamReader
 
 log = logging.getLogger("aiorpc_torch")
@@ -41,11 +41,13 @@ class SharedTransfers:
 
     Args:
         link: shared memory of the connection.
+        pending: the calls of the connection that wait for a reply.
         owner: is told what came of each transfer.
     """
 
-    def __init__(self, link: SegmentLink, owner: Owner) -> None:
+    def __init__(self, link: SegmentLink, pending: PendingCalls, owner: Owner) -> None:
         self._link = link
+        self._pending = pending
         self._owner = owner
         self._coming: dict[Any, tuple[StreamReader, Item]] = {}  # announced items, by key
 
@@ -56,7 +58,8 @@ class SharedTransfers:
         tensors = TensorTable()
         try:
             data = dump_plain(tuple(encode_calls((call,), time.monotonic(), tensors)))
-            return self._link.send(data, tensors, partial(self._on_written, call))
+            is_pending = partial(self._pending.__contains__, call.number)
+            return self._link.send(data, tensors, partial(self._on_written, call), is_pending)
         except Exception as exc:  # no memory, for one; its slot is open, so the call must be sent
             log.debug("a payload cannot be written to shared memory: %r", exc)
             return False
