@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -149,6 +150,19 @@ async def test_nothing_is_left_of_a_killed_sender(workers: Workers) -> None:
         return await counts() == before
 
     await until(is_as_before)
+
+
+async def test_a_result_in_the_memory_of_a_killed_worker(workers: Workers) -> None:
+    """It arrives after its sender has ended, so nothing can map it: the sender is lost."""
+    await workers(["a"])
+    await connected("a")
+    shelf = remote(await create("a", TensorShelf))
+    (process,) = multiprocessing.active_children()
+    calling = asyncio.ensure_future(shelf.last(LARGE))
+    await asyncio.sleep(0)
+    process.join()  # this loop reads nothing meanwhile
+    with pytest.raises(WorkerLost):
+        await calling
 
 
 async def test_large_results_at_once(workers: Workers) -> None:

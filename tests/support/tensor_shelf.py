@@ -1,6 +1,8 @@
 """An actor that keeps tensors, in this process or on workers in others."""
 
+import asyncio
 import os
+import signal
 from typing import Any
 
 import torch
@@ -45,6 +47,11 @@ class TensorShelf:
         for number in range(count):
             await call(worker, count_elements, torch.full((size,), float(number)))
         return count
+
+    async def last(self, size: int) -> Tensor:
+        """The result of a process that is killed once it has sent it."""
+        asyncio.get_running_loop().call_later(0.2, os.kill, os.getpid(), signal.SIGKILL)
+        return torch.ones(size)
 
     def pid(self) -> int:
         """This process's."""
