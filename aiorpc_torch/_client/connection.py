@@ -583,6 +583,7 @@ class Connection(Channel):
         self._fail_recorded(error)
 
     def _fail_calls(self, error: RpcError) -> None:
+        self._shared.fail(error)
         sent = self._state.clear()
         self._state.cancels += sent
         self._pending.fail(sent, error)
