@@ -4,16 +4,18 @@ A tensor is filled with its number. Who keeps one checks it again later, and who
 must be the only one that sees it.
 """
 
+import asyncio
 import math
 import random
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import rpc
 
-from aiorpc_torch import Group, GroupError, WorkerLost, remote
+from aiorpc_torch import Group, GroupError, WorkerLost, call, remote
 
 SMALLEST, LARGEST = 1 << 10, 2 << 20  # bytes of a tensor
 KEPT = 4  # tensors that each keeps
@@ -57,8 +59,12 @@ class Shelf:
         self.kept: Kept = deque()
         self.others: Group[Shelf] = Group([])
 
-    async def meet(self, others: "Group[Shelf]") -> None:
+    async def meet(self, others: "Group[Shelf]", workers: Iterable[str]) -> None:
+        """Know the others; connect to their workers, also by torch, which does so when it must."""
         self.others = others
+        for worker in workers:
+            await call(worker, int)
+            await asyncio.to_thread(rpc.rpc_sync, worker, int)
 
     async def drop(self) -> None:
         self.kept.clear()

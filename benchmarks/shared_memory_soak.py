@@ -126,7 +126,7 @@ class Soak:
                 await self._me.wait_for(worker)
 
     async def _meet(self, shelves: Group[Shelf]) -> None:
-        await remote(shelves).meet(shelves)
+        await remote(shelves).meet(shelves, WORKERS)
         self._shelves = shelves
 
     async def start(self) -> None:
@@ -137,7 +137,7 @@ class Soak:
 
     async def end(self) -> None:
         """Have the shelves forget each other: in a cycle none would be freed."""
-        await remote(self._shelves).meet(Group[Shelf]([]))
+        await remote(self._shelves).meet(Group[Shelf]([]), ())
 
     async def rest(self) -> list[Sample]:
         """Drop every tensor; sample every process once all segments are closed, or much later."""
@@ -217,8 +217,8 @@ def show_rest(before: Sequence[Sample], after: Sequence[Sample]) -> None:
 
 async def main(given: argparse.Namespace) -> list[str]:
     """Run the soak; return its problems."""
-    restarts = given.kills + len(VICTIMS)
-    async with aiorpc.local_world(WORKERS[1:], restart=restarts) as me:
+    world = testing.world if given.quick else aiorpc.local_world  # children start sooner
+    async with world(WORKERS[1:], restart=given.kills + len(VICTIMS)) as me:
         soak = Soak(me, given.seed)
         try:
             return await run(soak, given.messages, given.kills)
