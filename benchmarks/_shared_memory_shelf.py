@@ -37,8 +37,8 @@ def draw(generator: random.Random) -> tuple[int, float]:
 
 def check(x: Tensor, size: int, number: float) -> Tensor:
     """Return the tensor, whose first, middle and last elements must be its number."""
-    found: tuple[float, ...] = len(x), *(float(x[at]) for at in (0, size // 2, -1))
-    if found != (size, number, number, number):
+    found = [len(x), *(float(x[at]) for at in (0, size // 2, -1))]
+    if found != [size, number, number, number]:
         raise Wrong(f"{size} times {number} became {found}")
     return x
 
