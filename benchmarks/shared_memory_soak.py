@@ -30,7 +30,7 @@ WARM_UP = 1_000  # messages
 PATIENCE = 120.0  # seconds that a round may take at least
 SLOWEST = 50  # messages a second
 REST = 30.0  # seconds until which segments have to be closed
-GROWTH = 8_000_000  # bytes that the second half may add to a process
+GROWTH = 4_000_000  # bytes that the second half may add to a process
 ENOUGH = 20  # rounds from which on growth exceeds noise
 MB = 1_000_000
 

@@ -58,7 +58,7 @@ def test_memory_that_grows(size: int, grows: bool) -> None:
     """In the second half, more than it may; in few rounds nothing is concluded."""
     grown = AT_REST._replace(memory=AT_REST.memory + size)
     rounds = [[AT_REST, AT_REST]] * soak.ENOUGH + [[AT_REST, grown]] * soak.ENOUGH
-    assert [*soak.grown(rounds)] == ([f"{SURVIVORS[1]}: the second half added 9.0 MB"] * grows)
+    assert [*soak.grown(rounds)] == ([f"{SURVIVORS[1]}: the second half added 5.0 MB"] * grows)
     assert not [*soak.grown(rounds[-3:])]
 
 
