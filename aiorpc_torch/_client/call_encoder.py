@@ -74,7 +74,7 @@ class CallEncoder:
         return call
 
     def member_target(self, target: Target, arguments: MemberArguments) -> EncodedTarget:
-        """Encode the target of a group's call, and check its arguments as `call` does."""
+        """Encode the target of a member's call, and check its arguments as `call` does."""
         if arguments.packed is not None:
             arguments.packed.check_sendable(self._devices, self._peer)
         return encode_target(target, _rref_id(target))
@@ -82,7 +82,7 @@ class CallEncoder:
     def member_call(
         self, number: int, target: EncodedTarget, arguments: MemberArguments, due: float | None
     ) -> EncodedCall:
-        """Encode a group's call."""
+        """Encode a member's call."""
         return arguments.call(number, target, due, to_wire(self._caller))
 
     def _find_method(self, target: MethodTarget) -> _Method:

@@ -70,6 +70,7 @@ class Connection(Channel):
         sendable_devices: devices that tensors for the peer may be on, beside the CPU.
 
     Attributes:
+        encoder: encodes the calls.
         is_finished: whether the next call needs another connection.
     """
 
@@ -86,7 +87,7 @@ class Connection(Channel):
         self._me = me
         self._key = (me.name, me.number, number)
         self._observer = observer
-        self._encoder = CallEncoder(me.name, peer.name, sendable_devices)
+        self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
         self._calls = self._messages = self._bytes = 0
         self._pending = PendingCalls()
         self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
@@ -138,7 +139,7 @@ class Connection(Channel):
         is_plain = due is None and not args[1] and not self._pending
         if is_plain and self._send_lone(target, args[0], future):
             return self._calls - 1, future
-        call = self._encoder.call(self._calls, target, False, args, due)
+        call = self.encoder.call(self._calls, target, False, args, due)
         self._submit(call, future, target)
         return call.number, future
 
@@ -146,7 +147,7 @@ class Connection(Channel):
         """Send a lone call at once, without the queue; return False if the queue has to."""
         if not self._state.may_send_alone():
             return False
-        encoded = self._encoder.lone(self._calls, target, args)
+        encoded = self.encoder.lone(self._calls, target, args)
         if encoded is None or encoded[0] in self._transfers.large_results:
             return False
         key, data = encoded
@@ -159,19 +160,15 @@ class Connection(Channel):
         self.write(data)
         return True
 
-    def prepare(self, target: Target, arguments: MemberArguments) -> EncodedTarget:
-        """Encode the target of a group's call, and check its arguments. Sends nothing."""
-        return self._encoder.member_target(target, arguments)
-
     def call_prepared(
         self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None
     ) -> tuple[int, InlineFuture]:
-        """Send a call of a group after `prepare`. Returns the same as `call`."""
+        """Send a call of a group, whose target is encoded. Returns the same as `call`."""
         future = InlineFuture(self._loop)
         alone = None if due is not None or self._pending else args.alone
         if alone is not None and self._send_lone(target, alone, future):
             return self._calls - 1, future
-        call = self._encoder.member_call(self._calls, encoded, args, due)
+        call = self.encoder.member_call(self._calls, encoded, args, due)
         self._submit(call, future, target)
         return call.number, future
 
@@ -179,7 +176,7 @@ class Connection(Channel):
         self, target: Target, args: Arguments, due: float | None
     ) -> tuple[int, StreamReader]:
         """Send a call of a generator; return its number and the reader of its items."""
-        call = self._encoder.call(self._calls, target, True, args, due)
+        call = self.encoder.call(self._calls, target, True, args, due)
         number = call.number  # the closure must not keep the arguments of the call
         reader = StreamReader(call_name(target), lambda credit: self._grant(number, credit))
         self._submit(call, reader, target)
@@ -311,11 +308,9 @@ class Connection(Channel):
         if len(data) <= MAX_FRAME:
             self._messages += 1
             self._write(CALLS, data)
-        elif len(calls) == 1:
-            self._send([first._replace(by_torch=True)])
-        else:
-            for call in calls:
-                self._send([call])
+            return
+        for call in calls if len(calls) > 1 else [first._replace(by_torch=True)]:
+            self._send([call])
 
     def on_payload_sent(self, size: int) -> None:
         """Count a message that is not of this connection's frames."""
@@ -425,9 +420,7 @@ class Connection(Channel):
 
     def leave(self, what: str, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""
-        self._fail_calls(error)
-        if what != "ended":  # after the loop's end torch still answers recorded calls
-            self._fail_recorded(error)
+        self._fail_calls(error, recorded=what != "ended")  # torch answers them after a loop's end
         self._error = self._error or error
         self.is_finished = True
         if self._transport is not None:
@@ -437,19 +430,16 @@ class Connection(Channel):
 
     def on_peer_lost(self, error: RpcError) -> None:
         """Fail all pending calls; a peer that was only unreachable gets their cancellations."""
-        self._fail_calls(error)
-        self._fail_recorded(error)
+        self._fail_calls(error, recorded=True)
 
-    def _fail_calls(self, error: RpcError) -> None:
+    def _fail_calls(self, error: RpcError, *, recorded: bool) -> None:
         sent = self._state.clear()
         self._state.cancels += sent
         self._pending.fail(sent, error)
         self._pending.fail([*self._pending], error, were_sent=False)
         self.flush_soon()
-
-    def _fail_recorded(self, error: RpcError) -> None:
-        for recorded in [*self._recorded_calls]:
-            recorded.failed(error)
+        for each in [*self._recorded_calls] if recorded else ():
+            each.failed(error)
 
     def _finish(self, error: RpcError) -> None:
         if self._error is None:

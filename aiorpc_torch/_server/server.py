@@ -41,6 +41,7 @@ from .methods import LoneMethod
 from .peers import PeerTable, replaced_text
 from .reply import reply_for
 from .session import Key, Payload, Session
+from .sessions import SessionTable
 from .torch_clients import TorchCall
 
 MAX_METHODS = 1024  # that a session remembers
@@ -59,6 +60,7 @@ class Server:
     def __init__(self, name: str, threads: int, exports: ExportPolicy | None = None) -> None:
         self.name = name
         self.peers = PeerTable()
+        self.sessions = SessionTable(name)
         self.last_heard: dict[str, float] = {}
         self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
@@ -68,9 +70,6 @@ class Server:
         self._executor = Executor(threads)
         self._created = CreatedObjects(self._executor.call_on_loop)
         self._listener: Listener | None = None
-        self._sessions: dict[Key, Session] = {}
-        self._ended_sessions: list[Session] = []  # those with calls that still run
-        self._served = 0  # calls of ended sessions
         self._closed = False
         self._is_leaving = False
         self._failure = ""  # the error that ended this worker's block
@@ -79,8 +78,7 @@ class Server:
         self._early_introductions: list[tuple[bytes, Future[Any]]] | None = []
 
     def __repr__(self) -> str:
-        running = sum(len(session.calls) for session in self._sessions.values())
-        return f"<Server {self.name}: {running} running>"
+        return f"<Server {self.name}: {len(self.sessions.open_calls())} running>"
 
     def set_device_routes(self, routes: DeviceRoutes) -> None:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""
@@ -102,9 +100,7 @@ class Server:
         """Return the session of an authenticated connection."""
         mapped = self._routes.answers.get(caller.name, ())
         session = Session(self, caller, connection, self._executor.call_on_loop, mapped)
-        if (former := self._sessions.get(session.key)) is not None:  # given up by the caller
-            former.abort()
-        self._sessions[session.key] = session
+        self.sessions.add(session)
         return session
 
     # ── on threads of torch ────────────────────────────────────────────────────────────────────
@@ -136,7 +132,7 @@ class Server:
         session = None
         try:
             key, number = load_plain(data)
-            session = self._sessions.get(key)
+            session = self.sessions.get(key)
         except Exception as exc:
             log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
         if session is None:
@@ -276,13 +272,6 @@ class Server:
         if self._closed:
             self._refuse(calls)
             return
-        if len(calls) == 1:
-            call = calls[0]
-            if call.on_loop:
-                self._executor.start_on_loop(call)
-            else:
-                self._start_in_threads(calls)
-            return
         for on_loop, group in itertools.groupby(calls, attrgetter("on_loop")):
             if on_loop:
                 for call in group:
@@ -291,7 +280,7 @@ class Server:
                 self._start_in_threads([*group])
 
     def _on_payload(self, key: Key, payload: Payload) -> None:
-        session = self._sessions.get(key)
+        session = self.sessions.get(key)
         if session is None:
             payload.reply.set_result(NO_RESULTS)
         else:
@@ -312,69 +301,32 @@ class Server:
 
     def on_session_end(self, session: Session, what: str, text: str) -> None:
         """Cancel the calls of a session that has ended, and report why it has."""
-        if self._sessions.get(session.key) is session:
-            del self._sessions[session.key]
-        self._served += session.served
-        self._cancel_calls(session)
-        self._ended_sessions = [each for each in (*self._ended_sessions, session) if each.calls]
+        self.sessions.end(session)
         name, number, _ = session.key
         if what == "lost":
             self.on_disconnect(name, number)
         else:
             self.peers.on_leave_message(name, number, what, text)
 
-    def _cancel_calls(self, session: Session) -> None:
-        for call in [*session.calls.values()]:
-            call.cancel()
-            if call.task is None:  # in a thread, or waits for a payload
-                call.abandon(asyncio.CancelledError())
-
-    # ── callers ─────────────────────────────────────────────────────────────────────────────────
-
-    def callers(self) -> set[str]:
-        """Return the workers that have calls running here."""
-        return {each.caller for each in [*self._sessions.values()] if each.calls}
-
-    def connected(self) -> set[str]:
-        """Return the workers that have a connection to this one."""
-        return {each.caller for each in [*self._sessions.values()]}
-
-    def linked(self) -> set[str]:
-        """Return the workers that have an open connection to this one."""
-        return {each.caller for each in [*self._sessions.values()] if each.is_open}
-
-    def ping(self, caller: str) -> None:
-        """Ask the event loops of a worker for a sign of life, on each connection. On the loop."""
-        for session in [*self._sessions.values()]:
-            if session.caller == caller:
-                session.ping()
-
     def tally(self) -> tuple[int, int, int]:
-        """Return the calls served, those that run, and the bytes of held results."""
-        sessions = [*self._sessions.values()]
-        served = self._served + sum(each.served for each in sessions)
-        running = sum(len(each.calls) for each in (*sessions, *self._ended_sessions))
-        return served, running, sum(each.held_bytes for each in sessions)
+        """Return the calls served, those that run, and the bytes of held results. In any thread."""
+        return self.sessions.tally()
 
     def running_calls(self) -> list[tuple[str, str, float]]:
         """Return method, caller and `time.monotonic()` of each unanswered call. In any thread."""
         return [(call.name, call.caller, call.started) for call in self._open_calls()]
 
-    def cancel_calls_of(self, caller: str) -> None:
-        """Cancel the calls of a worker."""
-        for session in [*self._sessions.values()]:
-            if session.caller == caller:
-                self._cancel_calls(session)
+    def _open_calls(self) -> list[ServerCall]:
+        return [*self.sessions.open_calls(), *self._torch_calls]
 
     def replace_peer(self, caller: Party) -> None:
         """Replace a member's process by the one that rejoins; close the old one's sessions."""
-        self.cancel_calls_of(caller.name)
+        self.sessions.cancel_calls_of(caller.name)
         self.peers.replace(caller)
         if self._listener is not None:
             self._listener.revoke(caller.name)
-        for session in [*self._sessions.values()]:
-            if session.caller == caller.name:
-                session.close("replaced", replaced_text(caller.name))
+        for session in self.sessions.of(caller.name):
+            session.close("replaced", replaced_text(caller.name))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -387,11 +339,6 @@ class Server:
             return WorkerLost(self.name, self._failure)
         return NotServing(f"worker {self.name!r} has stopped")
 
-    def _open_calls(self) -> list[ServerCall]:
-        sessions = [*self._sessions.values(), *self._ended_sessions]
-        calls = [call for each in sessions for call in [*each.calls.values()]]
-        return [*calls, *self._torch_calls]
-
     def retire(self) -> None:
         """Refuse new connections, and ask the callers for no further calls on those that are open.
 
@@ -400,7 +347,7 @@ class Server:
         self._is_leaving = True
         if self._listener is not None:
             self._listener.close()
-        for session in self._sessions_of_peers():
+        for session in self.sessions.of_peers():
             session.retire()
 
     async def drain(self, timeout: float | None) -> None:
@@ -408,21 +355,16 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._wait_until_retired()
-                while self._has_work():  # noqa: ASYNC110 - calls end in any thread
+                # Calls end in any thread.
+                while self._torch_calls or self.sessions.has_work():  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL)
 
     async def _wait_until_retired(self) -> None:
         """Wait for the callers' answers; an event loop that does not answer sends no calls."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETIRE_TIMEOUT):
-                for session in self._sessions_of_peers():
+                for session in self.sessions.of_peers():
                     await session.retired.wait()
-
-    def _sessions_of_peers(self) -> list[Session]:
-        return [each for each in self._sessions.values() if each.caller != self.name]
-
-    def _has_work(self) -> bool:
-        return bool(self._open_calls()) or any(each.has_work() for each in self._sessions.values())
 
     async def close(
         self, timeout: float, failure: str = "", text: str = "", what: str = ""
@@ -441,7 +383,7 @@ class Server:
         self._refuse(calls := self._open_calls())
         for call in calls:
             call.cancel()
-        sessions = [*self._sessions.values()]
+        sessions = [*self.sessions.values()]
         for session in sessions:
             session.close(what or ("failed" if failure else "left"), text)
         if self._listener is not None:
