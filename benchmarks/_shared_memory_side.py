@@ -71,7 +71,12 @@ async def ours(repeat: int, sizes: Sequence[int], members: Sequence[int], argume
                 start = perf_counter()
                 await remote(group).take(x)
                 times.append(perf_counter() - start)
-            found[f"group {count}"] = times[WARM_UP:]
+            found[f"group {count}"], times = times[WARM_UP:], []
+            for _ in range(WARM_UP + repeat):
+                start = perf_counter()
+                await asyncio.gather(*(remote(member).take(x) for member in group))
+                times.append(perf_counter() - start)
+            found[f"calls {count}"] = times[WARM_UP:]
     return found
 
 

@@ -1,7 +1,8 @@
 """How fast do large CPU tensors travel between processes of one host?
 
 Each side runs in processes of its own, since plain torch's shared memory polls. The sides take
-turns. A group's argument is compared with `rpc_async` in a loop.
+turns. An argument of a group, and one of a call to each worker, are compared with `rpc_async` in a
+loop.
 
     python -m benchmarks.shared_memory [--quick] [--repeat N]
 """
@@ -50,9 +51,11 @@ def main(given: argparse.Namespace) -> tuple[list[Row], list[Row]]:
             runs[side].append(found)
     both = [*tables(runs, "torch", sizes)]
     for count in members:
-        pair = seconds(runs, "ours", f"group {count}"), seconds(runs, "torch", f"group {count}")
-        what = f"{argument >> 20} MB to {count} workers"
-        both.append(Row(what, "ms", Runs(*([1e3 * each for each in side] for side in pair))))
+        plain = seconds(runs, "torch", f"group {count}")
+        for form, way in ("group", ""), ("calls", ", a call each"):
+            pair = seconds(runs, "ours", f"{form} {count}"), plain
+            what = f"{argument >> 20} MB to {count} workers{way}"
+            both.append(Row(what, "ms", Runs(*([1e3 * each for each in side] for side in pair))))
     both.append(Row("peak memory of the caller", "MB", Runs(*(peaks(runs, s) for s in SIDES[:2]))))
     return both, tables(runs, "uv", sizes)
 

@@ -94,7 +94,7 @@ class Connection(Channel):
         self._trickle_timer: asyncio.TimerHandle | None = None
         self._segments = SegmentLink(self, self._loop)
         self._transfers = TorchTransfers(peer, self._key, self._pending, self._segments, self)
-        self._shared = SharedTransfers(self._segments, self._transfers, self)
+        self._shared = SharedTransfers(self._segments, self._pending, self._transfers, self)
         self._wake: list[InlineFuture] = []  # resolved by the current read
         self._still_woken = 0  # callers that the read before woke, if this one brings no reply
         self._opening: asyncio.Task[None] | None = None

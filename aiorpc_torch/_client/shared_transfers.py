@@ -14,7 +14,7 @@ from .._protocol.columns import HeldResult
 from .._protocol.messages import EncodedCall, decode_reply, dump_plain, encode_calls
 from .._protocol.segment_link import SegmentLink
 from .._protocol.tensors import TensorTable
-from .pending import ReplyReceiver
+from .pending import PendingCalls, ReplyReceiver
 from .stream_reader import Item, StreamReader
 from .torch_transfers import TorchTransfers
 
@@ -40,12 +40,16 @@ class SharedTransfers:
 
     Args:
         link: shared memory of the connection.
+        pending: the calls of the connection that wait for a reply.
         by_torch: sends and collects what shared memory does not take.
         owner: is told what came of each transfer.
     """
 
-    def __init__(self, link: SegmentLink, by_torch: TorchTransfers, owner: Owner) -> None:
+    def __init__(
+        self, link: SegmentLink, pending: PendingCalls, by_torch: TorchTransfers, owner: Owner
+    ) -> None:
         self._link = link
+        self._pending = pending
         self._by_torch = by_torch
         self._owner = owner
         self._coming: dict[Any, tuple[StreamReader, Item]] = {}  # announced items, by key
@@ -60,7 +64,8 @@ class SharedTransfers:
         tensors = TensorTable()
         try:
             data = dump_plain(tuple(encode_calls((call,), time.monotonic(), tensors)))
-            return self._link.send(data, tensors, partial(self._on_written, call))
+            is_pending = partial(self._pending.__contains__, call.number)
+            return self._link.send(data, tensors, partial(self._on_written, call), is_pending)
         except Exception as exc:  # no memory, for one; its slot is open, so the call must be sent
             log.debug("a payload cannot be written to shared memory: %r", exc)
             return False

@@ -19,7 +19,7 @@ from .._protocol.messages import (
     dump_plain,
     encode_calls,
 )
-from .._protocol.payloads import attach_data
+from .._protocol.payloads import message_for_torch
 from .._protocol.pickling import CallAborted
 from .._protocol.recording import RecordedCall
 from .._protocol.segment_link import SegmentLink
@@ -101,7 +101,7 @@ class TorchTransfers:
         context = -1 if recorded is None else recorded.context
         table = TensorTable()
         calls = encode_calls((call,), time.monotonic(), table)
-        data, tensors = attach_data(dump_payload(self._key, context, calls), table)
+        data, tensors = message_for_torch(dump_payload(self._key, context, calls), table)
         self._owner.on_payload_sent(len(data) + sum(map(size_of, tensors)))
         if recorded is None:
             return send(self._peer, endpoints.payload, data, tensors)

@@ -18,7 +18,7 @@ from .tensors import (
     INLINE_BYTES,
     TensorKind,
     TensorTable,
-    compact_storage,
+    compact_at_call,
     from_bytes,
     read_kind,
     size_of,
@@ -49,7 +49,7 @@ def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
         data = small_bytes(value)
         if data is not None:
             return (value.dtype, value.shape), data
-        return None if value.is_cuda else (TENSOR, compact_storage(value))
+        return None if value.is_cuda else (TENSOR, compact_at_call(value))
     if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= INLINE_BYTES):
         return PLAIN, value
     return None

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._torch.cuda import sendable
+from .shared_tensors import compact
 
 T = TypeVar("T")
 
@@ -135,17 +136,23 @@ class Slots(Generic[T]):
         return ready  # type: ignore[return-value]
 
 
-def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """Return data and tensors for torch; long data becomes b"" and one more tensor.
+def message_for_torch(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """Return data and tensors as torch sends them, to be read by `detach_data`.
 
     Call it on the streams from which the tensors are sent: some may have to be copied.
 
     Raises:
         ValueError: if torch cannot send these tensors together.
     """
+    data, tensors = attach_data(data, tensors)
+    return data, sendable([*map(compact, tensors)])
+
+
+def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
+    """Return data and tensors; long data becomes b"" and one more tensor."""
     if len(data) <= _ATTACHED:
-        return data, sendable(tensors)
-    return b"", sendable([*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)])
+        return data, tensors
+    return b"", [*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
 
 
 def detach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:

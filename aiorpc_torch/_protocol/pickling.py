@@ -20,7 +20,7 @@ from ..errors import RpcError
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
-from .tensors import TensorKind, compact_storage, from_bytes, size_of, small_bytes
+from .tensors import TensorKind, compact_at_call, from_bytes, size_of, small_bytes
 
 
 class PickledValue:
@@ -178,7 +178,7 @@ class _ValuePickler(pickle.Pickler):
         if type(obj) is Tensor:  # subclasses reduce themselves to plain tensors
             if (data := small_bytes(obj)) is not None:
                 return read_small, ((obj.dtype, tuple(obj.shape)), data)
-            self.tensors.append(compact_storage(obj))
+            self.tensors.append(compact_at_call(obj))
             return _tensor_slot, (len(self.tensors) - 1,)
         if isinstance(obj, RRefBase):
             if id(obj) not in self._rrefs:

@@ -137,7 +137,13 @@ class SegmentLink:
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
-    def send(self, data: bytes, tensors: Sequence[Tensor], then: Sent) -> bool:
+    def send(
+        self,
+        data: bytes,
+        tensors: Sequence[Tensor],
+        then: Sent,
+        is_current: Callable[[], bool] = lambda: True,
+    ) -> bool:
         """Send a message with its tensors in segments, if they can be.
 
         Args:
@@ -145,6 +151,8 @@ class SegmentLink:
             tensors: Its tensors.
             then: Is called with the frame to write, now or when large tensors are copied. It is
                 called with None if the copy has failed.
+            is_current: Returns whether nobody may change the tensors yet. Meanwhile, messages
+                with the same tensors share a copy that is being made.
 
         Returns:
             False if the message has to be sent otherwise; `then` is not called.
@@ -153,8 +161,12 @@ class SegmentLink:
             return False
         data, tensors = attach_data(data, tensors)
         found = place(tensors)
-        if found is None or not all(map(self._store.write, found[0])):
+        if found is None:
             return False
+        for block in found[0]:
+            block.is_current = is_current
+            if not self._store.write(block):
+                return False
         self._copying += 1
         body = [tuple(each) for each in found[1]], data
         self._finish(found[0], body, then)

@@ -9,7 +9,7 @@ import os
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Protocol
 
@@ -89,6 +89,7 @@ class SegmentStore:
         self._links: weakref.WeakSet[Forgetful] = weakref.WeakSet()
         self._copies: deque[Block] = deque()
         self._copying = 0
+        self._unwritten: dict[Hashable, Block] = {}  # large blocks, by content
         self._trimmer: weakref.ref[asyncio.TimerHandle] | None = None  # it refers to the loop
 
     def __repr__(self) -> str:
@@ -192,20 +193,32 @@ class SegmentStore:
     def write(self, block: Block) -> bool:
         """Write a block, unless it is or is being written; return False if no memory is left.
 
-        The block has a lease then. `Lease.waiters` are called once it is written.
+        The block has a lease then. `Lease.waiters` are called once it is written. It shares the
+        lease of an earlier block if the same tensors are being copied, and may not be changed yet.
         """
-        if block.lease is not None:
-            return block.lease.error is None
+        if block.lease is None:
+            found = self._unwritten.get(block.content) if self._unwritten else None
+            if found is None or not found.is_current():
+                self._start(block)
+            else:
+                block.lease = found.lease
+                block.is_shared = found.is_shared = True
+                found.is_current = block.is_current
+                block.sources.clear()
+        return block.lease is not None and block.lease.error is None
+
+    def _start(self, block: Block) -> None:
+        """Copy a block now, or in a thread, if there is memory."""
         lease = block.lease = self.lease(block.size)
         if lease is None:
-            return False
+            return
         if block.size <= COPY_ON_LOOP:
             _copy(block)
             _end(block)
         else:
+            self._unwritten[block.content] = block
             self._copies.append(block)
             self._start_copies()
-        return lease.error is None
 
     def _start_copies(self) -> None:
         while self._copies and self._copying < MAX_COPIES:
@@ -224,6 +237,8 @@ class SegmentStore:
 
     def _on_copied(self, block: Block) -> None:
         self._copying -= 1
+        if self._unwritten.get(content := block.content) is block:
+            del self._unwritten[content]
         self._start_copies()
         _end(block)
 

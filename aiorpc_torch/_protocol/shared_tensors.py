@@ -6,14 +6,21 @@ for them. (tests/unit/protocol/test_shared_tensors.py)
 """
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .._torch.compat import dispatch_keys
-from .tensors import INLINE_BYTES, dtype_named, is_plain, name_of_dtype
+from .tensors import (
+    INLINE_BYTES,
+    compact_storage,
+    dtype_named,
+    is_contiguous_part,
+    is_plain,
+    name_of_dtype,
+)
 
 ALIGNMENT = 64
 """Bytes to which the tensors of a block are aligned."""
@@ -26,10 +33,10 @@ class Place(NamedTuple):
 
     Attributes:
         block: Index of its block; -1 for a tensor without elements.
-        start: First byte of its storage in the block.
-        size: Bytes of its storage.
+        start: First byte of its storage, as it arrives, in the block.
+        size: Bytes of that storage.
         dtype: Name of its dtype.
-        offset: Elements of the storage before its first one.
+        offset: Elements of that storage before its first one.
         shape: Its shape.
         strides: Its strides.
         requires_grad: True if it requires a gradient.
@@ -45,15 +52,30 @@ class Place(NamedTuple):
     requires_grad: bool
 
 
-class Source(NamedTuple):
-    """A storage to write: its position in the block, and its memory."""
+class Extent(NamedTuple):
+    """Memory of a tensor that is written: bytes of its storage.
+
+    Attributes:
+        start: Their position in the block.
+        skip: Bytes of the storage before them.
+        size: Their number.
+    """
 
     start: int
+    skip: int
+    size: int
+
+
+class Source(NamedTuple):
+    """An extent of a storage to write, and torch's count of the storage's changes."""
+
+    extent: Extent
     storage: torch.UntypedStorage
+    version: int
 
 
 class Block:
-    """Storages that are written into one segment.
+    """Memory of tensors that is written into one segment.
 
     Args:
         is_shared: True if many receivers map the block.
@@ -61,6 +83,7 @@ class Block:
     Attributes:
         size: Bytes of the block.
         sources: What is to be written, empty once it is.
+        is_current: Returns whether nobody may change the tensors yet. On the event loop.
     """
 
     def __init__(self, *, is_shared: bool = False) -> None:
@@ -68,24 +91,49 @@ class Block:
         self.size = 0
         self.sources: list[Source] = []
         self.lease: Any = None  # the segment, set by its owner
-        self._starts: dict[int, int] = {}  # by address of the storage's object
+        self.is_current: Callable[[], bool] = lambda: False
+        self._extents: dict[Hashable, Extent] = {}
+        self._compact: dict[int, Tensor] = {}
 
     def __repr__(self) -> str:
         return f"<Block {self.size:,} bytes{', shared' if self.is_shared else ''}>"
 
-    def add(self, storage: torch.UntypedStorage) -> int:
-        """Add a storage, unless it is there; return its first byte."""
-        key = storage._cdata
-        if key not in self._starts:
-            self._starts[key] = self.size
-            self.sources.append(Source(self.size, storage))
-            self.size += -(-storage.nbytes() // ALIGNMENT) * ALIGNMENT
-        return self._starts[key]
+    @property
+    def content(self) -> Hashable:
+        """Return what is to be written; blocks with equal contents have equal bytes."""
+        return tuple(each._replace(storage=each.storage._cdata) for each in self.sources)
+
+    def add(self, tensor: Tensor) -> Extent:
+        """Add the storage of a tensor, or its part of a larger one, unless it is there."""
+        storage = tensor.untyped_storage()
+        key: Hashable = storage._cdata
+        skip, size = 0, storage.nbytes()
+        if is_contiguous_part(tensor):  # for the receiver, each part is a storage of its own
+            key = "part", id(tensor)
+            skip, size = int(tensor.storage_offset()) * tensor.itemsize, tensor.nbytes
+        if key not in self._extents:
+            self._extents[key] = extent = Extent(self.size, skip, size)
+            version = 0 if tensor.is_inference() else tensor._version
+            self.sources.append(Source(extent, storage, version))
+            self.size += -(-size // ALIGNMENT) * ALIGNMENT
+        return self._extents[key]
 
     def write(self, copy: Callable[[int, int, int], None]) -> None:
-        """Call `copy` with position, address and size of each storage. In any thread."""
-        for start, storage in self.sources:
-            copy(start, storage.data_ptr(), storage.nbytes())
+        """Call `copy` with position, address and size of each extent. In any thread."""
+        for (start, skip, size), storage, _ in self.sources:
+            copy(start, storage.data_ptr() + skip, size)
+
+    def compact(self, tensor: Tensor) -> Tensor:
+        """Return `compact_storage` of a tensor for all messages that share the block."""
+        if id(tensor) not in self._compact:
+            self._compact[id(tensor)] = compact_storage(tensor)
+        return self._compact[id(tensor)]
+
+
+def compact(tensor: Tensor) -> Tensor:
+    """Return the tensor for torch, or a copy of it if its storage is larger than the tensor."""
+    block = getattr(tensor, _MARK, None)
+    return compact_storage(tensor) if block is None else block.compact(tensor)
 
 
 def can_share(tensor: Tensor) -> bool:
@@ -109,7 +157,7 @@ def _marked(tensor: Tensor, block: Block) -> Tensor:
         return tensor
     alias = tensor.detach()
     setattr(alias, _MARK, block)
-    block.add(alias.untyped_storage())
+    block.add(alias)
     return alias
 
 
@@ -120,25 +168,26 @@ def place(tensors: Iterable[Tensor]) -> tuple[list[Block], list[Place]] | None:
         if not can_share(tensor):
             return None
         block = getattr(tensor, _MARK, own)
-        storage = tensor.untyped_storage()
-        index, start, size = -1, 0, 0
+        index, extent = -1, Extent(0, 0, 0)
         if tensor.numel():
+            if not _has_memory(tensor):
+                return None
             if block not in blocks:
                 blocks.append(block)
-            index, start, size = blocks.index(block), block.add(storage), storage.nbytes()
-            if not storage.data_ptr() or not _fits(tensor, size):  # it was freed or resized
-                return None
+            index, extent = blocks.index(block), block.add(tensor)
         name = name_of_dtype(tensor.dtype)
         assert name is not None
-        shape, strides = tuple(tensor.shape), tensor.stride()
-        offset, needs = int(tensor.storage_offset()), tensor.requires_grad
-        places.append(Place(index, start, size, name, offset, shape, strides, needs))
+        offset = int(tensor.storage_offset()) - extent.skip // tensor.itemsize
+        shape, strides, needs = tuple(tensor.shape), tensor.stride(), tensor.requires_grad
+        places.append(Place(index, extent.start, extent.size, name, offset, shape, strides, needs))
     return blocks, places
 
 
-def _fits(tensor: Tensor, size: int) -> bool:
+def _has_memory(tensor: Tensor) -> bool:
+    """Return whether all elements are in the storage: it may have been freed or resized."""
+    storage = tensor.untyped_storage()
     end = _end(int(tensor.storage_offset()), tensor.shape, tensor.stride())
-    return end <= size // tensor.itemsize
+    return bool(storage.data_ptr()) and end <= storage.nbytes() // tensor.itemsize
 
 
 def _end(offset: int, shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -155,6 +155,21 @@ def compact_storage(tensor: Tensor) -> Tensor:
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
 
+def is_contiguous_part(tensor: Tensor) -> bool:
+    """Return whether one run of bytes in a larger storage is all of a plain CPU tensor.
+
+    A tensor that requires a gradient is none: its copy belongs to the autograd graph.
+    """
+    if not is_plain(dispatch_keys(tensor).raw_repr()) or tensor.requires_grad:
+        return False
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.nbytes
+
+
+def compact_at_call(tensor: Tensor) -> Tensor:
+    """Return the tensor as a call holds it, copied now if it cannot be cut out when it is sent."""
+    return tensor if is_contiguous_part(tensor) else compact_storage(tensor)
+
+
 def size_of(tensor: Tensor) -> int:
     """Return the bytes of the tensor to send."""
     # A sparse tensor does not know its bytes; assume that they are many.

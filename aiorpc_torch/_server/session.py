@@ -35,7 +35,7 @@ from .._protocol.frames import (
 from .._protocol.handshake import Party
 from .._protocol.lone import decode_call, encode_result
 from .._protocol.messages import Calls, EncodedResult, encode_reply, load_calls
-from .._protocol.payloads import Slots, attach_data
+from .._protocol.payloads import Slots, message_for_torch
 from .._protocol.pickling import load_plain
 from .._protocol.segment_link import SegmentLink, unshared_frame
 from .._protocol.tensors import INLINE_BYTES
@@ -396,7 +396,7 @@ def _complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:
         return
     try:
         data, tensors = encode_reply(results)
-        answer: Any = attach_data(data, tensors) if tensors or results else data
+        answer: Any = message_for_torch(data, tensors) if tensors or results else data
     except Exception as exc:  # e.g. no memory; the caller would wait for ever
         log.warning("a result cannot be encoded: %r", exc)
         answer = b""

@@ -13,7 +13,7 @@ from torch import Tensor
 from aiorpc_torch import RRef, remote, stats
 from aiorpc_torch._client import connection, pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT, Slots, attach_data, detach_data
+from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT, Slots, detach_data, message_for_torch
 from tests.support.actors import Notes
 from tests.support.raw_connections import server
 
@@ -227,7 +227,7 @@ TENSORS = st.lists(st.integers(0, 5).map(lambda size: torch.arange(float(size)))
 @given(st.binary(min_size=1, max_size=100) | st.integers(ATTACHED - 1, ATTACHED + 2).map(bytes))
 def test_data_arrives_without_tensors(data: bytes) -> None:
     """Small or attached, it comes out as it was."""
-    assert detach_data(*attach_data(data, [])) == (data, [])
+    assert detach_data(*message_for_torch(data, [])) == (data, [])
 
 
 @given(st.sampled_from([1, 100, ATTACHED, ATTACHED + 1, 1 << 20]), INDICES, TENSORS)
@@ -235,7 +235,7 @@ def test_data_and_tensors_arrive(size: int, first: int, tensors: list[Tensor]) -
     """The tensors are the same objects, in their order; the list itself is not changed."""
     data = bytes((first + index) % 256 for index in range(min(size, 1000))).ljust(size, b"x")
     before = [*tensors]
-    sent, table = attach_data(data, tensors)
+    sent, table = message_for_torch(data, tensors)
     assert tensors == before
     assert len(table) - len(tensors) == (size > ATTACHED)
     assert len(sent) == (0 if size > ATTACHED else size)
@@ -248,7 +248,7 @@ def test_data_and_tensors_arrive(size: int, first: int, tensors: list[Tensor]) -
 def test_attached_data_is_a_copy() -> None:
     """Changes of the received tensor do not change the bytes that were read."""
     data = bytes(ATTACHED + 1)
-    sent, table = attach_data(data, [])
+    sent, table = message_for_torch(data, [])
     found, _ = detach_data(sent, table)
     table[0].fill_(1)
     assert found == data

@@ -39,6 +39,10 @@ class Shelf(TensorShelf):
         x.add_(1)
         return float(y.sum())
 
+    async def get(self, index: int) -> Any:
+        """What is kept."""
+        return self.kept[index]
+
     async def keep_changed(self, x: Tensor) -> float:
         """Change the argument and keep it."""
         x.add_(1)
@@ -332,6 +336,89 @@ async def test_a_broadcast_result_is_written_once(shelf: Shelf) -> None:
     assert [float(each.max()) for each in found] == [9, 3, 3]
     del found
     await until(is_given_back)
+
+
+@pytest.mark.promise("shared.once")
+async def test_a_tensor_of_several_calls_is_copied_once(
+    shelf: Shelf, copies: list[Callable[[], None]]
+) -> None:
+    """Calls that are made while it is copied map that copy; each has a tensor of its own."""
+    proxies, x = [remote(RRef(shelf)), remote(RRef(other := Shelf()))], torch.zeros(HUGE)
+    calls = [asyncio.ensure_future(proxies[number % 2].keep(x)) for number in range(4)]
+    await until(lambda: bool(copies) and len(own_connection()._pending) == 4)
+    (copy,) = copies
+    copies.clear()
+    copy()
+    assert sorted(await asyncio.gather(*calls)) == [1, 1, 2, 2]
+    assert stats().segments == 1
+    found = [*shelf.kept, *other.kept]
+    found[0].fill_(5)
+    assert [float(each.max()) for each in (*found, x)] == [5, 0, 0, 0, 0]
+    later = asyncio.ensure_future(proxies[0].keep(x))  # nothing of it is being copied
+    await until(lambda: bool(copies))
+    copies.pop()()
+    await later
+    assert stats().segments == 2
+
+
+@pytest.mark.promise("shared.once")
+@pytest.mark.parametrize("ends", ["cancelled", "late", "changed", "another part"])
+async def test_a_copy_is_not_shared_with_a_changed_tensor(
+    shelf: Shelf, copies: list[Callable[[], None]], ends: str
+) -> None:
+    """A call that has ended lets its caller change the tensor, although it is being copied."""
+    proxy, x = remote(RRef(shelf)), torch.zeros(HUGE + 1)
+    deadline = 0.01 if ends == "late" else None
+    first = asyncio.ensure_future(remote(RRef(shelf), timeout=deadline).keep(x))
+    await until(lambda: bool(copies))
+    if ends == "cancelled":
+        first.cancel()
+    if ends in ("cancelled", "late"):
+        await asyncio.gather(first, return_exceptions=True)
+        x.numpy().fill(3)  # torch does not count this change
+    elif ends == "changed":
+        x.fill_(3)
+    second = asyncio.ensure_future(proxy.keep(x[1:] if ends == "another part" else x))
+    await until(lambda: len(copies) == 2)
+    for copy in [*copies]:
+        copy()
+    await asyncio.gather(first, second, return_exceptions=True)
+    assert float(shelf.kept[-1].max()) == (0 if ends == "another part" else 3)
+
+
+@pytest.mark.promise("shared.once")
+async def test_a_result_of_several_calls_is_copied_once(
+    shelf: Shelf, copies: list[Callable[[], None]]
+) -> None:
+    """Such as the weights that many trainers ask for."""
+    shelf.kept.append(torch.ones(HUGE))
+    proxy = remote(RRef(shelf))
+    calls = [asyncio.ensure_future(proxy.get(0)) for _ in range(3)]
+    await until(lambda: bool(copies) and not own_session().calls)
+    copies.pop()()
+    found = await asyncio.gather(*calls)
+    assert not copies
+    found[0].fill_(2)
+    assert [float(each.max()) for each in (*found, *shelf.kept)] == [2, 1, 1, 1]
+
+
+@pytest.mark.promise("shared.values")
+@pytest.mark.parametrize("way", ["shared", "torch"])
+async def test_a_part_is_cut_out_when_it_is_sent(
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker, way: str
+) -> None:
+    """Not on the event loop when the call is made; the rest of its storage does not travel."""
+    if way == "torch":
+        monkeypatch.setenv(segments.SWITCH, "0")
+    shelf = Shelf() if way == "torch" else await new_shelf()
+    proxy, whole = remote(RRef(shelf)), torch.arange(6.0 * HUGE).reshape(6, HUGE)
+    await proxy.keep(whole[2])
+    await proxy.keep({"part": whole[4]})
+    kept = [shelf.kept[0], shelf.kept[1]["part"]]
+    assert [each.untyped_storage().nbytes() for each in kept] == [4 * HUGE] * 2
+    assert torch.equal(kept[0], whole[2])
+    assert torch.equal(kept[1], whole[4])
+    assert stats().shared_messages == (2 if way == "shared" else 0)
 
 
 # ── order, streams, cancellation ────────────────────────────────────────────────────────────────

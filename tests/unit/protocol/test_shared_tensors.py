@@ -14,6 +14,7 @@ from aiorpc_torch._protocol.shared_tensors import (
     Block,
     Place,
     can_share,
+    compact,
     place,
     read_places,
     share,
@@ -220,5 +221,69 @@ def test_an_accepted_place_lies_in_its_segment(
 
 def test_a_block_knows_a_storage_once() -> None:
     block, x = Block(), torch.ones(10)
-    assert block.add(x.untyped_storage()) == block.add(x[2:].untyped_storage()) == 0
-    assert block.add(torch.ones(1).untyped_storage()) == ALIGNMENT
+    assert block.add(x) == block.add(x.view(2, 5)) == (0, 0, 40)
+    assert block.add(torch.ones(1)).start == ALIGNMENT
+
+
+# ── parts of larger storages ────────────────────────────────────────────────────────────────────
+
+
+@given(st.integers(0, 8), st.integers(0, 8), st.sampled_from(["float32", "int8", "complex128"]))
+def test_a_part_travels_without_the_rest(start: int, count: int, dtype: str) -> None:
+    """Only its bytes are written, and each part is a storage of its own."""
+    whole = torch.arange(48).to(_DTYPES[dtype]).reshape(16, 3)
+    part = whole[start : start + count]
+    found = place([part, part, part[:]])
+    assert found is not None
+    parts = 2 if count else 0  # the same object, and another one
+    assert sum(block.size for block in found[0]) <= parts * (part.nbytes + ALIGNMENT)
+    one, same, other = received([part, part, part[:]])
+    assert torch.equal(one, part)
+    assert one.untyped_storage().nbytes() == part.nbytes
+    one.zero_()
+    assert not same.any()
+    assert torch.equal(other, part)
+
+
+def test_parts_with_gaps_travel_with_their_storage() -> None:
+    x = torch.arange(12.0).reshape(3, 4)
+    (found,) = received([x[:, 1:3]])
+    assert torch.equal(found, x[:, 1:3])
+    assert found.untyped_storage().nbytes() == x.nbytes
+
+
+def test_a_part_of_a_freed_storage_is_left_to_torch() -> None:
+    part = torch.ones(10)[2:5]
+    part.untyped_storage().resize_(16)
+    assert place([part]) is None
+
+
+def test_equal_contents_have_equal_bytes() -> None:
+    """The same extents of the same storages, unchanged: other objects, but the same memory."""
+    x, y = torch.zeros(20), torch.zeros(20)
+
+    def content(*tensors: Tensor) -> Any:
+        found = place(tensors)
+        assert found is not None
+        return found[0][0].content
+
+    assert content(x, x[2:5]) == content(x.view(4, 5), x[2:5])
+    others = [content(x), content(y), content(x, y), content(x[2:5]), content(x[3:6])]
+    assert len({content(x, x[2:5]), *others}) == 6
+    before = content(x)
+    x.add_(1)
+    assert content(x) != before
+    with torch.inference_mode():  # no changes are counted
+        z = torch.zeros(3)
+        assert content(z) == content(z.view(3, 1))
+
+
+def test_what_many_receivers_get_is_cut_out_once_for_torch() -> None:
+    """A part of a larger storage; anything else is the tensor."""
+    part = torch.zeros(2, LARGE)[0]
+    (alike,) = share([part])
+    assert compact(alike) is compact(alike)
+    assert compact(alike).untyped_storage().nbytes() == part.nbytes
+    assert compact(part) is not compact(part)
+    whole = torch.zeros(3)
+    assert compact(whole) is whole
