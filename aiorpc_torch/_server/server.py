@@ -168,7 +168,7 @@ class Server:
         if self._routes.used:
             call.fence = fence_tree((args, kwargs), "arguments")
         call.recording = record_of_torch_context()
-        self._executor.call_on_loop(functools.partial(self._executor.start_on_loop, call))
+        self._executor.call_on_loop(functools.partial(self._start_torch_call, call))
         return reply
 
     def on_created(self, created: Any) -> None:
@@ -267,6 +267,12 @@ class Server:
             for call in calls:
                 call.record()
         return calls
+
+    def _start_torch_call(self, call: TorchCall) -> None:
+        if self._closed:
+            self._refuse((call,))
+        else:
+            self._executor.start_on_loop(call)
 
     def _start(self, calls: Sequence[RpcCall]) -> None:
         if self._closed:
@@ -395,6 +401,12 @@ class Server:
         for data, reply in self._early_introductions or []:
             reply.set_result(self._introduction(data))
         self._executor.close(0.1, self.name)
+
+    async def handle_last_messages(self) -> None:
+        """Wait until the messages that torch has delivered so far are handled."""
+        is_handled = asyncio.Event()
+        self._executor.call_on_loop(is_handled.set)
+        await is_handled.wait()
 
     async def end_objects(self, timeout: float) -> None:
         """End the objects that callers have created here, each in at most `timeout` seconds."""

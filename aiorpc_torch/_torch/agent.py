@@ -163,10 +163,20 @@ class Agent:
         self._agent.join()
 
     def stop(self) -> None:
-        """Close the pipes and end the threads. Waits for running threads, and for no peer."""
+        """Close the pipes and take no further messages. Waits for running threads, not for peers.
+
+        Replies to messages that were taken may still be completed, to no effect.
+        """
         global _needs_stop
         _needs_stop = False  # once: a blocked thread of the agent would block the exit as well
         _shut_down()
+
+    def release(self) -> None:
+        """Free the stopped agent and its threads.
+
+        Completing a reply after that reads freed memory: torch's callback refers to the agent
+        without a reference. (2.15; tests/integration/test_rrefs.py)
+        """
         # torch's threads end with this object, not with the next run of the garbage collector.
         del self._agent
 

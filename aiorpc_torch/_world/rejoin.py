@@ -18,7 +18,7 @@ from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party
 from .._server.server import Server
-from .._torch.agent import Agent, PeerInfo
+from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.transport import send, wrap_future
 from .failure_detector import FailureDetector
 
@@ -83,10 +83,17 @@ class RejoinHandler:
             message = json.loads(data)
             member = PeerInfo(**message["member"])
             step = self._check_predecessor_dead if message["ask"] else self._replace
-            reply.set_result(await step(member))
+            answer = await step(member)
         except Exception as exc:
             log.warning("a worker could not rejoin: %r", exc)
-            reply.set_result(f"{self.pool.name} could not let it rejoin: {exc!r}")
+            answer = f"{self.pool.name} could not let it rejoin: {exc!r}"
+        if is_running():  # see `Agent.release`
+            reply.set_result(answer)
+
+    def close(self) -> None:
+        """Give up the workers that wait for an answer, after torch has stopped."""
+        for task in self._tasks:
+            task.cancel()
 
     async def _check_predecessor_dead(self, member: PeerInfo) -> str:
         if await self._is_alive(self.peers[member.name]):

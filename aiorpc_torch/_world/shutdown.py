@@ -105,9 +105,15 @@ class Shutdown:
             await close_queues()
         else:
             await self._close_together(leaving)
-        if not await self._in_thread(STOP_TIMEOUT, self.agent.stop) and is_running():
-            log.error("torch's RPC of %s did not stop within %g s", self.pool.me.name, STOP_TIMEOUT)
+        await self._stop_torch()
         await self._in_thread(STOP_TIMEOUT, free_dead_thread_states)
+
+    async def _stop_torch(self) -> None:
+        if await self._in_thread(STOP_TIMEOUT, self.agent.stop):
+            await self.server.handle_last_messages()  # while the agent exists
+            await self._in_thread(STOP_TIMEOUT, self.agent.release)
+        elif is_running():
+            log.error("torch's RPC of %s did not stop within %g s", self.pool.me.name, STOP_TIMEOUT)
 
     async def _close_connections(self) -> None:
         what = "failed" if self.failure else "left"

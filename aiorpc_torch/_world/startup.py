@@ -99,6 +99,7 @@ class _Startup:
         step.cancel()
         if self._agent is not None:
             await run_in_thread(self._agent.stop, "aiorpc-stop")
+            await run_in_thread(self._agent.release, "aiorpc-stop")
 
     # ── registration, in a thread ───────────────────────────────────────────────────────────────
 

@@ -291,6 +291,7 @@ async def _running(
         parts = connections, server, detector, agent, rendezvous, departures
         shutdown = Shutdown(*parts, peers=peers, timeout=config.stop_timeout, failure=failure)
         await shutdown.run()
+        rejoins.close()
 
 
 def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:

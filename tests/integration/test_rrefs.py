@@ -14,7 +14,7 @@ from torch.distributed.rpc import api
 
 from aiorpc_torch import NotServing, RRef, create, remote
 from aiorpc_torch._server.server import Server
-from aiorpc_torch._torch.agent import is_running
+from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch.testing import world
 from tests.support.actors import Counter, Holder
 from tests.support.scripts import program, started
@@ -86,6 +86,39 @@ async def test_a_call_that_arrives_too_late(
         await call
     assert not caplog.records
     assert not is_running()
+
+
+@pytest.mark.usefixtures("over_torch")
+async def test_the_last_messages_are_answered_while_torch_exists(
+    monkeypatch: pytest.MonkeyPatch, late: threading.Event
+) -> None:
+    """A reply that is completed later makes torch read freed memory."""
+    loop, agents, stopped = asyncio.get_running_loop(), list[Agent](), threading.Event()
+    stop, on_payload = Agent.stop, Server._on_payload
+    existed = []
+
+    def stop_while_loop_waits(self: Agent) -> None:
+        agents.append(self)
+        loop.call_soon_threadsafe(stopped.wait, 30.0)
+        stop(self)
+        stopped.set()
+
+    def record(self: Server, *payload: Any) -> None:
+        existed.append(hasattr(agents[0], "_agent"))
+        on_payload(self, *payload)
+
+    monkeypatch.setattr(Agent, "stop", stop_while_loop_waits)
+    monkeypatch.setattr(Server, "_on_payload", record)
+    with pytest.raises(LookupError):  # noqa: PT012
+        async with world():
+            rref = await create("main", Plain)
+            late.set()
+            call = asyncio.create_task(remote(rref).add(torch.zeros(1_000_000)))
+            await asyncio.sleep(0)
+            raise LookupError("ends the world without waiting for anybody")
+    with pytest.raises(NotServing):
+        await call
+    assert existed == [True]
 
 
 # ── in this process, which has been in many ─────────────────────────────────────────────────────

@@ -91,6 +91,7 @@ def main() -> None:
         agent = scenario()
         found[scenario.__name__] = log[:]
         agent.stop()
+        agent.release()
     print(found)
 
 
