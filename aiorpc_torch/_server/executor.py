@@ -4,8 +4,10 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from operator import attrgetter
 from types import CoroutineType
 from typing import Any
 
@@ -18,7 +20,7 @@ from .._protocol.recording import enter_record
 from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
 from ..errors import CallTimeout
-from .calls import Joiner, ServerCall
+from .calls import Joiner, RpcCall, ServerCall
 from .exclusive import CallInTurn
 from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
 
@@ -49,6 +51,15 @@ class Executor:
         self._threads.submit(tasks)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
+
+    def start(self, calls: Iterable[RpcCall]) -> None:
+        """Start calls in order; those of plain functions that follow each other, together."""
+        for on_loop, group in itertools.groupby(calls, attrgetter("on_loop")):
+            if on_loop:
+                for call in group:
+                    self.start_on_loop(call)
+            else:
+                self._start_in_threads([*group])
 
     def start_on_loop(self, call: ServerCall) -> None:
         """Start a call whose function runs on the loop."""
@@ -86,11 +97,8 @@ class Executor:
             return
         if runs_on_loop:
             self._start_task(call)
-            return
-        try:
-            self.submit_to_threads((functools.partial(self.run_plain, call),))
-        except RuntimeError as exc:  # no thread could be started
-            call.fail(exc)
+        else:
+            self._start_in_threads((call,))
 
     def cancel(self, call: ServerCall) -> None:
         """Cancel a call. Its coroutine is resumed before later calls start."""
@@ -107,10 +115,16 @@ class Executor:
             _run(call, call.name, value), name=call.name, context=context
         )
 
+    def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
+        try:
+            self.submit_to_threads([functools.partial(self._run_in_thread, each) for each in calls])
+        except RuntimeError as exc:  # no thread could be started
+            for call in calls:
+                call.fail(exc)
+
     # ── in a thread ─────────────────────────────────────────────────────────────────────────────
 
-    def run_plain(self, call: ServerCall) -> None:
-        """Run a call of a plain function in this thread."""
+    def _run_in_thread(self, call: ServerCall) -> None:
         if not _fail_if_expired(call):
             self._context.copy().run(self._run_plain, call)
 

@@ -7,11 +7,9 @@ to the loop.
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -223,7 +221,7 @@ class Server:
 
     def start_calls(self, session: Session, message: Calls) -> None:
         """Start the calls of a frame, in order."""
-        calls = self._calls_of(session, message, (), None)
+        calls = self._calls_of(session, message)
         if session.slots:
             calls = [call for call in calls if session.admit(call)]
         self._start(calls)
@@ -237,7 +235,7 @@ class Server:
             return
         if payload.fence is not None:  # before user code that unpickles the arguments
             payload.fence.wait()
-        calls = self._calls_of(session, payload.message, payload.tensors, payload)
+        calls = self._calls_of(session, payload.message, payload)
         for call in calls:
             call.fence = payload.fence
         self._start(calls)
@@ -247,17 +245,13 @@ class Server:
         self._start([call])
 
     def _calls_of(
-        self,
-        session: Session,
-        message: Calls,
-        tensors: Sequence[Tensor],
-        payload: Payload | None,
+        self, session: Session, message: Calls, payload: Payload | None = None
     ) -> list[RpcCall]:
         session.served += len(message.numbers)
         session.read_at = time.monotonic()
         if not session.calls.keys().isdisjoint(message.numbers):
             raise ValueError("a message has the number of a call that is already running")
-        reply = None if payload is None else payload.reply
+        tensors, reply = ((), None) if payload is None else (payload.tensors, payload.reply)
         try:
             calls = calls_of(message, tensors, session, reply, self.name, self._exports)
         except BaseException as exc:  # later calls of the session must still be served
@@ -277,13 +271,8 @@ class Server:
     def _start(self, calls: Sequence[RpcCall]) -> None:
         if self._closed:
             self._refuse(calls)
-            return
-        for on_loop, group in itertools.groupby(calls, attrgetter("on_loop")):
-            if on_loop:
-                for call in group:
-                    self._executor.start_on_loop(call)
-            else:
-                self._start_in_threads([*group])
+        else:
+            self._executor.start(calls)
 
     def _on_payload(self, key: Key, payload: Payload) -> None:
         session = self.sessions.get(key)
@@ -291,15 +280,6 @@ class Server:
             payload.reply.set_result(NO_RESULTS)
         else:
             session.on_payload(payload.message.numbers[0], payload)
-
-    def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
-        try:
-            self._executor.submit_to_threads(
-                [functools.partial(self._executor.run_plain, call) for call in calls]
-            )
-        except RuntimeError as exc:  # no thread could be started
-            for call in calls:
-                call.fail(exc)
 
     def cancel(self, call: RpcCall) -> None:
         """Cancel a call."""
