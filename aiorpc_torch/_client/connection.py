@@ -156,7 +156,10 @@ class Connection(Channel):
         self._messages += 1
         self._bytes += len(data)
         self._state.window.sent(number, len(data))
-        self._expect(number, future, key, target)
+        self._pending[number] = future
+        future.target, future.source, future.started = key, target, time.monotonic()
+        if profiler_enabled():
+            self._record(future, target)
         self.write(data)
         return True
 
@@ -221,7 +224,11 @@ class Connection(Channel):
         if self._transfers.large_results and call.header[0] in self._transfers.large_results:
             call = call._replace(by_torch=True)
         is_idle = not self._pending
-        self._expect(call.number, receiver, call.header[0], target)
+        self._pending[call.number] = receiver
+        receiver.target, receiver.source = call.header[0], target
+        receiver.started = time.monotonic()
+        if profiler_enabled():
+            self._record(receiver, target)
         if self._holding is not None:
             seconds = self._holding.timeout
             self._loop.call_later(seconds, self._give_up, call.number, seconds)
@@ -230,15 +237,9 @@ class Connection(Channel):
         else:
             self.flush_soon()
 
-    def _expect(
-        self, number: int, receiver: ReplyReceiver, key: EncodedTarget, target: Target
-    ) -> None:
-        """Await the reply to a call; a profiler records it until its receiver is released."""
-        self._pending[number] = receiver
-        receiver.target, receiver.source, receiver.started = key, target, time.monotonic()
-        if profiler_enabled():
-            name = target_name(target)
-            receiver.event = call_event("call", name, self._me.name, self.peer.name)
+    def _record(self, receiver: ReplyReceiver, target: Target) -> None:
+        """Record a call in the trace of a profiler, until its receiver is released."""
+        receiver.event = call_event("call", target_name(target), self._me.name, self.peer.name)
 
     def _give_up(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""

@@ -4,10 +4,8 @@ import asyncio
 import contextvars
 import functools
 import inspect
-import itertools
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from operator import attrgetter
 from types import CoroutineType
 from typing import Any
 
@@ -19,8 +17,8 @@ from .._protocol.ancestry import enter_scopes
 from .._protocol.recording import enter_record
 from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
-from ..errors import CallTimeout
-from .calls import Joiner, RpcCall, ServerCall
+from ..errors import CallTimeout, RpcError
+from .calls import Joiner, ServerCall
 from .exclusive import CallInTurn
 from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
 
@@ -28,9 +26,14 @@ log = logging.getLogger("aiorpc_torch")
 
 
 class Executor:
-    """The executor of one worker's calls: on the running loop and in up to `threads` threads."""
+    """The executor of one worker's calls: on the running loop and in up to `threads` threads.
+
+    Attributes:
+        refusal: makes the error of calls that may not start any more, None while they may.
+    """
 
     def __init__(self, threads: int) -> None:
+        self.refusal: Callable[[], RpcError] | None = None
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # of every call
         self._context.run(set_deadline, None)
@@ -52,17 +55,25 @@ class Executor:
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    def start(self, calls: Iterable[RpcCall]) -> None:
+    def start(self, calls: Iterable[ServerCall]) -> None:
         """Start calls in order; those of plain functions that follow each other, together."""
-        for on_loop, group in itertools.groupby(calls, attrgetter("on_loop")):
-            if on_loop:
-                for call in group:
-                    self.start_on_loop(call)
-            else:
-                self._start_in_threads([*group])
+        if self.refusal is not None:
+            for call in calls:
+                call.abandon(self.refusal())
+            return
+        plain: list[ServerCall] = []
+        for call in calls:
+            if not call.on_loop:
+                plain.append(call)
+                continue
+            if plain:
+                self._start_in_threads(plain)
+                plain = []
+            self._start_on_loop(call)
+        if plain:
+            self._start_in_threads(plain)
 
-    def start_on_loop(self, call: ServerCall) -> None:
-        """Start a call whose function runs on the loop."""
+    def _start_on_loop(self, call: ServerCall) -> None:
         if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
             return
         if call.joiner is None:

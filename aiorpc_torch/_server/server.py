@@ -68,7 +68,6 @@ class Server:
         self._executor = Executor(threads)
         self._created = CreatedObjects(self._executor.call_on_loop)
         self._listener: Listener | None = None
-        self._closed = False
         self._is_leaving = False
         self._failure = ""  # the error that ended this worker's block
         self._torch_calls: set[TorchCall] = set()
@@ -166,7 +165,7 @@ class Server:
         if self._routes.used:
             call.fence = fence_tree((args, kwargs), "arguments")
         call.recording = record_of_torch_context()
-        self._executor.call_on_loop(functools.partial(self._start_torch_call, call))
+        self._executor.call_on_loop(functools.partial(self._executor.start, (call,)))
         return reply
 
     def on_created(self, created: Any) -> None:
@@ -189,7 +188,7 @@ class Server:
         try:
             caller = Party(*load_plain(data))
             self.peers.check_member(caller)
-            if self._closed or self._is_leaving or self._listener is None:
+            if self._is_leaving or self._listener is None:
                 raise self._not_serving_error()
             return dump_introduction(*self._listener.introduce(caller))
         except RpcError as exc:
@@ -217,14 +216,14 @@ class Server:
         if profiler_enabled():
             call.record()
         if session.admit(call):
-            self._start((call,))
+            self._executor.start((call,))
 
     def start_calls(self, session: Session, message: Calls) -> None:
         """Start the calls of a frame, in order."""
         calls = self._calls_of(session, message)
         if session.slots:
             calls = [call for call in calls if session.admit(call)]
-        self._start(calls)
+        self._executor.start(calls)
 
     def start_payload_call(self, session: Session, payload: Payload) -> None:
         """Start a call whose payload has arrived."""
@@ -238,11 +237,11 @@ class Server:
         calls = self._calls_of(session, payload.message, payload)
         for call in calls:
             call.fence = payload.fence
-        self._start(calls)
+        self._executor.start(calls)
 
     def start_held_call(self, call: RpcCall) -> None:
         """Start a call that waited for the payload of an earlier call."""
-        self._start([call])
+        self._executor.start([call])
 
     def _calls_of(
         self, session: Session, message: Calls, payload: Payload | None = None
@@ -261,18 +260,6 @@ class Server:
             for call in calls:
                 call.record()
         return calls
-
-    def _start_torch_call(self, call: TorchCall) -> None:
-        if self._closed:
-            self._refuse((call,))
-        else:
-            self._executor.start_on_loop(call)
-
-    def _start(self, calls: Sequence[RpcCall]) -> None:
-        if self._closed:
-            self._refuse(calls)
-        else:
-            self._executor.start(calls)
 
     def _on_payload(self, key: Key, payload: Payload) -> None:
         session = self.sessions.get(key)
@@ -315,10 +302,6 @@ class Server:
             session.close("replaced", replaced_text(caller.name))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
-
-    def _refuse(self, calls: Sequence[ServerCall]) -> None:
-        for call in calls:
-            call.abandon(self._not_serving_error())
 
     def _not_serving_error(self) -> RpcError:
         if self._failure:
@@ -363,10 +346,12 @@ class Server:
             text: the same error with its traceback.
             what: reason for the peers (default: "failed" with a failure, else "left").
         """
-        self._closed = True
-        self._failure = failure
+        self._is_leaving, self._failure = True, failure
+        self._executor.refusal = self._not_serving_error
         names.clear()
-        self._refuse(calls := self._open_calls())
+        calls = self._open_calls()
+        for call in calls:
+            call.abandon(self._not_serving_error())
         for call in calls:
             call.cancel()
         sessions = [*self.sessions.values()]
