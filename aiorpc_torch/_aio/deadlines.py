@@ -52,3 +52,8 @@ def deadline_after(seconds: float | None) -> float | None:
 def set_deadline(deadline: float | None) -> None:
     """Set the deadline of the current context, on the callee: the caller's."""
     _deadline.set(deadline)
+
+
+def in_seconds(seconds: float) -> str:
+    """Return a time limit as text for errors."""
+    return f"{round(seconds, 2) or seconds:.3g} s"

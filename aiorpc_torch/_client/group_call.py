@@ -138,7 +138,7 @@ class _Running:
             except WorkerLost as exc:  # its process was replaced
                 self._loop.call_soon(self._set_outcome, position, None, exc)
             else:
-                encoded = connection.prepare(target, row)
+                encoded = connection.encoder.member_target(target, row)
                 prepared.append((position, connection, target, encoded, row))
         for position, connection, target, encoded, row in prepared:
             number, future = connection.call_prepared(target, encoded, row, self.bound)

@@ -7,6 +7,7 @@ import socket
 from collections.abc import Callable
 from typing import Any, Protocol, cast
 
+from .._aio.deadlines import in_seconds
 from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import (
@@ -55,6 +56,17 @@ class Holding(Protocol):
 
     def on_refused(self, peer: str, epoch: int) -> None:
         """Note that a peer, which had begun to serve `epoch` times, does not serve any more."""
+
+
+def held_too_long(holding: Holding, peer: str, seconds: float) -> NotServing:
+    """Return the error of a call that was held for `seconds`."""
+    is_held = holding.is_held(peer)
+    reason = "is not attached" if is_held else "has not answered an introduction"
+    remedy = ". Enter attach() there" if is_held else ""
+    waited = in_seconds(seconds)
+    return NotServing(
+        f"worker {peer!r} {reason} after {waited}: the call failed; it has not run{remedy}"
+    )
 
 
 class Introductions:

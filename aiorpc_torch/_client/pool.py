@@ -17,8 +17,9 @@ from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._torch.transport import is_own_end
 from ..errors import NotServing, RpcError, WorkerLost
-from .connection import Connection, PeerObserver
+from .connection import Connection
 from .introduction import Introductions
+from .peer_observer import PeerObserver
 
 # Quicker than the method of rpc.RRef, which torch wraps in Python.
 _owner_name = RRefBase.owner_name

@@ -18,6 +18,7 @@ from .._protocol.tensors import TensorTable
 from ..errors import RpcError
 from .pending import PendingCalls, ReplyReceiver
 from .stream_reader import Item, StreamReader
+from .torch_transfers import TorchTransfers
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -25,17 +26,15 @@ log = logging.getLogger("aiorpc_torch")
 class Owner(Protocol):
     """The connection, which is told what came of a transfer. On its loop."""
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether frames can be written."""
+
     def on_payload_sent(self, size: int) -> None:
         """Count a message with `size` bytes."""
 
     def write(self, data: bytes) -> None:
         """Write frames."""
-
-    def send_by_torch(self, call: EncodedCall) -> None:
-        """Send the payload of a slot by torch RPC."""
-
-    def collect(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> None:
-        """Request a result that the callee holds."""
 
 
 class SharedTransfers:
@@ -44,19 +43,26 @@ class SharedTransfers:
     Args:
         link: shared memory of the connection.
         pending: the calls of the connection that wait for a reply.
+        by_torch: sends and collects what shared memory does not take.
         owner: is told what came of each transfer.
     """
 
-    def __init__(self, link: SegmentLink, pending: PendingCalls, owner: Owner) -> None:
+    def __init__(
+        self, link: SegmentLink, pending: PendingCalls, by_torch: TorchTransfers, owner: Owner
+    ) -> None:
         self._link = link
         self._pending = pending
+        self._by_torch = by_torch
         self._owner = owner
         self._coming: dict[Any, tuple[StreamReader, Item]] = {}  # announced items, by key
 
-    def send_payload(self, call: EncodedCall) -> bool:
-        """Send the payload of a slot; return False if torch RPC has to."""
-        if not self._link.can_send or call.recorded is not None:
-            return False
+    def send_payload(self, call: EncodedCall) -> None:
+        """Send the payload of a slot: in shared memory if possible, else by torch RPC."""
+        by_torch = call.recorded is not None or call.header[0] in self._by_torch.large_results
+        if by_torch or not self._link.can_send or not self._send(call):
+            self._by_torch.send_payload(call)
+
+    def _send(self, call: EncodedCall) -> bool:
         tensors = TensorTable()
         try:
             data = dump_plain(tuple(encode_calls((call,), time.monotonic(), tensors)))
@@ -68,18 +74,27 @@ class SharedTransfers:
 
     def _on_written(self, call: EncodedCall, data: bytes | None) -> None:
         # Also for a cancelled call: the callee drops the payload and releases its memory.
+        if not self._owner.is_open:
+            return
         if data is None:
-            self._owner.send_by_torch(call)
+            self._by_torch.send_payload(call)
         else:
             self._owner.on_payload_sent(len(data) + call.size)
             self._owner.write(data)
 
-    def announce(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> bool:
-        """Await an announced item of a stream; return False if it is held by the callee."""
-        if item is None or not item.value.is_coming or not isinstance(receiver, StreamReader):
-            return False
-        self._coming[key] = receiver, item
-        return True
+    def collect(self, key: Any, receiver: ReplyReceiver, item: Item | None) -> None:
+        """Await a result that is announced, or collect one that the callee holds."""
+        if item is not None and item.value.is_coming and isinstance(receiver, StreamReader):
+            self._coming[key] = receiver, item
+        else:
+            self._by_torch.collect(key, receiver, item)
+
+    def on_segments(self, data: bytes) -> None:
+        """Handle a SEGMENTS frame; from the first offer on, results come in segments, too."""
+        could_send = self._link.can_send
+        self._link.on_frame(data)
+        if self._link.can_send and not could_send:
+            self._by_torch.large_results.clear()
 
     def fail(self, error: RpcError) -> None:
         """Give the announced items an error: they will not come. Their streams may have ended."""
@@ -99,7 +114,7 @@ class SharedTransfers:
             elif type(value) is HeldResult:
                 receiver, awaited_item = awaited
                 awaited_item.value = value
-                self._owner.collect(key, receiver, awaited_item)
+                self._by_torch.collect(key, receiver, awaited_item)
             else:
                 awaited[0].fill(awaited[1], value)
         return results

@@ -22,6 +22,8 @@ from .._protocol.messages import (
 from .._protocol.payloads import message_for_torch
 from .._protocol.pickling import CallAborted
 from .._protocol.recording import RecordedCall
+from .._protocol.segment_link import SegmentLink
+from .._protocol.shared_tensors import can_share
 from .._protocol.tensors import TensorTable, size_of
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done
@@ -48,10 +50,6 @@ class Owner(Protocol):
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results."""
 
-    def takes_shared(self, results: Any) -> bool:
-        """Return whether the results in a reply of torch could have come in shared memory."""
-        ...
-
 
 class TorchTransfers:
     """The values that one connection sends and receives by torch RPC.
@@ -60,15 +58,22 @@ class TorchTransfers:
         peer: the process that runs the calls.
         key: the key of the connection's session at the peer.
         pending: the calls of the connection that wait for a reply.
+        link: shared memory of the connection, which may take what torch RPC has carried.
         owner: is told what came of each transfer.
     """
 
     def __init__(
-        self, peer: WorkerInfo, key: tuple[str, int, int], pending: PendingCalls, owner: Owner
+        self,
+        peer: WorkerInfo,
+        key: tuple[str, int, int],
+        pending: PendingCalls,
+        link: SegmentLink,
+        owner: Owner,
     ) -> None:
         self._peer = peer
         self._key = key
         self._pending = pending
+        self._link = link
         self._owner = owner
         self.large_results: set[EncodedTarget] = set()
         """Targets whose last result was large: the next call goes by torch both ways."""
@@ -121,7 +126,8 @@ class TorchTransfers:
 
     def _travels_otherwise(self, results: Any) -> bool:
         """Return whether the next results like these need no message of torch RPC."""
-        return is_inline(results) or self._owner.takes_shared(results)
+        is_shared = self._link.can_send and all(map(can_share, results[1]))
+        return is_inline(results) or is_shared
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
 

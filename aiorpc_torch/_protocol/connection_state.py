@@ -46,6 +46,7 @@ class SendState(Generic[C]):
 
     Attributes:
         queue: the unsent calls.
+        must_admit: whether the next frame has a call even if the window is full.
     """
 
     def __init__(
@@ -53,6 +54,7 @@ class SendState(Generic[C]):
     ) -> None:
         self.window = window
         self.woken = 0  # callers that the last read woke
+        self.must_admit = False
         self.is_paused = True  # before the connection opens, and while its socket is full
         self.cancels: list[int] = []
         self.credits: list[tuple[int, int]] = []
@@ -90,6 +92,7 @@ class SendState(Generic[C]):
     def take(self) -> list[C]:
         """Return the calls of the next frame; a call whose payload goes by torch is alone."""
         taken: list[C] = []
+        must_admit, self.must_admit = self.must_admit, False
         if self.is_paused:
             return taken
         size = 0
@@ -101,7 +104,7 @@ class SendState(Generic[C]):
             size += call.size
             if taken and (call.by_torch or size > FRAME_BYTES):
                 break
-            if not self.window.admits(call.size):
+            if not (self.window.admits(call.size) or (must_admit and not taken)):
                 break
             self.window.sent(call.number, call.size)
             taken.append(self.queue.popleft())
@@ -116,16 +119,6 @@ class SendState(Generic[C]):
         found = self.cancels, self.credits
         self.cancels, self.credits = [], []
         return found
-
-    def force(self) -> list[C]:
-        """Return the next call even if the window is full; an empty list if there is none."""
-        while self.queue:
-            call = self.queue.popleft()
-            if call.number in self._pending:
-                self.window.sent(call.number, call.size)
-                return [call]
-            self._drop(call)
-        return []
 
     def clear(self) -> list[int]:
         """Drop the unsent calls; return the numbers of the sent and unanswered ones."""

@@ -48,6 +48,7 @@ class ServerCall:
         "task",
     )
 
+    on_loop: bool  # whether its function starts on the loop, set by each subclass
     worker: str  # name of this worker, set by each subclass
     started: float  # `time.monotonic()` of its arrival, set by each subclass
 

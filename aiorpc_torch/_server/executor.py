@@ -5,7 +5,7 @@ import contextvars
 import functools
 import inspect
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from types import CoroutineType
 from typing import Any
 
@@ -17,7 +17,7 @@ from .._protocol.ancestry import enter_scopes
 from .._protocol.recording import enter_record
 from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
-from ..errors import CallTimeout
+from ..errors import CallTimeout, RpcError
 from .calls import Joiner, ServerCall
 from .exclusive import CallInTurn
 from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
@@ -26,9 +26,14 @@ log = logging.getLogger("aiorpc_torch")
 
 
 class Executor:
-    """The executor of one worker's calls: on the running loop and in up to `threads` threads."""
+    """The executor of one worker's calls: on the running loop and in up to `threads` threads.
+
+    Attributes:
+        refusal: makes the error of calls that may not start any more, None while they may.
+    """
 
     def __init__(self, threads: int) -> None:
+        self.refusal: Callable[[], RpcError] | None = None
         self._loop = asyncio.get_running_loop()
         self._context = contextvars.copy_context()  # of every call
         self._context.run(set_deadline, None)
@@ -50,8 +55,25 @@ class Executor:
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    def start_on_loop(self, call: ServerCall) -> None:
-        """Start a call whose function runs on the loop."""
+    def start(self, calls: Iterable[ServerCall]) -> None:
+        """Start calls in order; those of plain functions that follow each other, together."""
+        if self.refusal is not None:
+            for call in calls:
+                call.abandon(self.refusal())
+            return
+        plain: list[ServerCall] = []
+        for call in calls:
+            if not call.on_loop:
+                plain.append(call)
+                continue
+            if plain:
+                self._start_in_threads(plain)
+                plain = []
+            self._start_on_loop(call)
+        if plain:
+            self._start_in_threads(plain)
+
+    def _start_on_loop(self, call: ServerCall) -> None:
         if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
             return
         if call.joiner is None:
@@ -86,11 +108,8 @@ class Executor:
             return
         if runs_on_loop:
             self._start_task(call)
-            return
-        try:
-            self.submit_to_threads((functools.partial(self.run_plain, call),))
-        except RuntimeError as exc:  # no thread could be started
-            call.fail(exc)
+        else:
+            self._start_in_threads((call,))
 
     def cancel(self, call: ServerCall) -> None:
         """Cancel a call. Its coroutine is resumed before later calls start."""
@@ -107,10 +126,16 @@ class Executor:
             _run(call, call.name, value), name=call.name, context=context
         )
 
+    def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
+        try:
+            self.submit_to_threads([functools.partial(self._run_in_thread, each) for each in calls])
+        except RuntimeError as exc:  # no thread could be started
+            for call in calls:
+                call.fail(exc)
+
     # ── in a thread ─────────────────────────────────────────────────────────────────────────────
 
-    def run_plain(self, call: ServerCall) -> None:
-        """Run a call of a plain function in this thread."""
+    def _run_in_thread(self, call: ServerCall) -> None:
         if not _fail_if_expired(call):
             self._context.copy().run(self._run_plain, call)
 

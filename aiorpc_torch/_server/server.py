@@ -7,11 +7,9 @@ to the loop.
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -41,6 +39,7 @@ from .methods import LoneMethod
 from .peers import PeerTable, replaced_text
 from .reply import reply_for
 from .session import Key, Payload, Session
+from .sessions import SessionTable
 from .torch_clients import TorchCall
 
 MAX_METHODS = 1024  # that a session remembers
@@ -59,6 +58,7 @@ class Server:
     def __init__(self, name: str, threads: int, exports: ExportPolicy | None = None) -> None:
         self.name = name
         self.peers = PeerTable()
+        self.sessions = SessionTable(name)
         self.last_heard: dict[str, float] = {}
         self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
@@ -68,10 +68,6 @@ class Server:
         self._executor = Executor(threads)
         self._created = CreatedObjects(self._executor.call_on_loop)
         self._listener: Listener | None = None
-        self._sessions: dict[Key, Session] = {}
-        self._ended_sessions: list[Session] = []  # those with calls that still run
-        self._served = 0  # calls of ended sessions
-        self._closed = False
         self._is_leaving = False
         self._failure = ""  # the error that ended this worker's block
         self._torch_calls: set[TorchCall] = set()
@@ -79,8 +75,7 @@ class Server:
         self._early_introductions: list[tuple[bytes, Future[Any]]] | None = []
 
     def __repr__(self) -> str:
-        running = sum(len(session.calls) for session in self._sessions.values())
-        return f"<Server {self.name}: {running} running>"
+        return f"<Server {self.name}: {len(self.sessions.open_calls())} running>"
 
     def set_device_routes(self, routes: DeviceRoutes) -> None:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""
@@ -102,9 +97,7 @@ class Server:
         """Return the session of an authenticated connection."""
         mapped = self._routes.answers.get(caller.name, ())
         session = Session(self, caller, connection, self._executor.call_on_loop, mapped)
-        if (former := self._sessions.get(session.key)) is not None:  # given up by the caller
-            former.abort()
-        self._sessions[session.key] = session
+        self.sessions.add(session)
         return session
 
     # ── on threads of torch ────────────────────────────────────────────────────────────────────
@@ -136,7 +129,7 @@ class Server:
         session = None
         try:
             key, number = load_plain(data)
-            session = self._sessions.get(key)
+            session = self.sessions.get(key)
         except Exception as exc:
             log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
         if session is None:
@@ -172,7 +165,7 @@ class Server:
         if self._routes.used:
             call.fence = fence_tree((args, kwargs), "arguments")
         call.recording = record_of_torch_context()
-        self._executor.call_on_loop(functools.partial(self._start_torch_call, call))
+        self._executor.call_on_loop(functools.partial(self._executor.start, (call,)))
         return reply
 
     def on_created(self, created: Any) -> None:
@@ -195,7 +188,7 @@ class Server:
         try:
             caller = Party(*load_plain(data))
             self.peers.check_member(caller)
-            if self._closed or self._is_leaving or self._listener is None:
+            if self._is_leaving or self._listener is None:
                 raise self._not_serving_error()
             return dump_introduction(*self._listener.introduce(caller))
         except RpcError as exc:
@@ -223,14 +216,14 @@ class Server:
         if profiler_enabled():
             call.record()
         if session.admit(call):
-            self._start((call,))
+            self._executor.start((call,))
 
     def start_calls(self, session: Session, message: Calls) -> None:
         """Start the calls of a frame, in order."""
-        calls = self._calls_of(session, message, (), None)
+        calls = self._calls_of(session, message)
         if session.slots:
             calls = [call for call in calls if session.admit(call)]
-        self._start(calls)
+        self._executor.start(calls)
 
     def start_payload_call(self, session: Session, payload: Payload) -> None:
         """Start a call whose payload has arrived."""
@@ -241,27 +234,23 @@ class Server:
             return
         if payload.fence is not None:  # before user code that unpickles the arguments
             payload.fence.wait()
-        calls = self._calls_of(session, payload.message, payload.tensors, payload)
+        calls = self._calls_of(session, payload.message, payload)
         for call in calls:
             call.fence = payload.fence
-        self._start(calls)
+        self._executor.start(calls)
 
     def start_held_call(self, call: RpcCall) -> None:
         """Start a call that waited for the payload of an earlier call."""
-        self._start([call])
+        self._executor.start([call])
 
     def _calls_of(
-        self,
-        session: Session,
-        message: Calls,
-        tensors: Sequence[Tensor],
-        payload: Payload | None,
+        self, session: Session, message: Calls, payload: Payload | None = None
     ) -> list[RpcCall]:
         session.served += len(message.numbers)
         session.read_at = time.monotonic()
         if not session.calls.keys().isdisjoint(message.numbers):
             raise ValueError("a message has the number of a call that is already running")
-        reply = None if payload is None else payload.reply
+        tensors, reply = ((), None) if payload is None else (payload.tensors, payload.reply)
         try:
             calls = calls_of(message, tensors, session, reply, self.name, self._exports)
         except BaseException as exc:  # later calls of the session must still be served
@@ -272,45 +261,12 @@ class Server:
                 call.record()
         return calls
 
-    def _start_torch_call(self, call: TorchCall) -> None:
-        if self._closed:
-            self._refuse((call,))
-        else:
-            self._executor.start_on_loop(call)
-
-    def _start(self, calls: Sequence[RpcCall]) -> None:
-        if self._closed:
-            self._refuse(calls)
-            return
-        if len(calls) == 1:
-            call = calls[0]
-            if call.on_loop:
-                self._executor.start_on_loop(call)
-            else:
-                self._start_in_threads(calls)
-            return
-        for on_loop, group in itertools.groupby(calls, attrgetter("on_loop")):
-            if on_loop:
-                for call in group:
-                    self._executor.start_on_loop(call)
-            else:
-                self._start_in_threads([*group])
-
     def _on_payload(self, key: Key, payload: Payload) -> None:
-        session = self._sessions.get(key)
+        session = self.sessions.get(key)
         if session is None:
             payload.reply.set_result(NO_RESULTS)
         else:
             session.on_payload(payload.message.numbers[0], payload)
-
-    def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
-        try:
-            self._executor.submit_to_threads(
-                [functools.partial(self._executor.run_plain, call) for call in calls]
-            )
-        except RuntimeError as exc:  # no thread could be started
-            for call in calls:
-                call.fail(exc)
 
     def cancel(self, call: RpcCall) -> None:
         """Cancel a call."""
@@ -318,85 +274,39 @@ class Server:
 
     def on_session_end(self, session: Session, what: str, text: str) -> None:
         """Cancel the calls of a session that has ended, and report why it has."""
-        if self._sessions.get(session.key) is session:
-            del self._sessions[session.key]
-        self._served += session.served
-        self._cancel_calls(session)
-        self._ended_sessions = [each for each in (*self._ended_sessions, session) if each.calls]
+        self.sessions.end(session)
         name, number, _ = session.key
         if what == "lost":
             self.on_disconnect(name, number)
         else:
             self.peers.on_leave_message(name, number, what, text)
 
-    def _cancel_calls(self, session: Session) -> None:
-        for call in [*session.calls.values()]:
-            call.cancel()
-            if call.task is None:  # in a thread, or waits for a payload
-                call.abandon(asyncio.CancelledError())
-
-    # ── callers ─────────────────────────────────────────────────────────────────────────────────
-
-    def callers(self) -> set[str]:
-        """Return the workers that have calls running here."""
-        return {each.caller for each in [*self._sessions.values()] if each.calls}
-
-    def connected(self) -> set[str]:
-        """Return the workers that have a connection to this one."""
-        return {each.caller for each in [*self._sessions.values()]}
-
-    def linked(self) -> set[str]:
-        """Return the workers that have an open connection to this one."""
-        return {each.caller for each in [*self._sessions.values()] if each.is_open}
-
-    def ping(self, caller: str) -> None:
-        """Ask the event loops of a worker for a sign of life, on each connection. On the loop."""
-        for session in [*self._sessions.values()]:
-            if session.caller == caller:
-                session.ping()
-
     def tally(self) -> tuple[int, int, int]:
-        """Return the calls served, those that run, and the bytes of held results."""
-        sessions = [*self._sessions.values()]
-        served = self._served + sum(each.served for each in sessions)
-        running = sum(len(each.calls) for each in (*sessions, *self._ended_sessions))
-        return served, running, sum(each.held_bytes for each in sessions)
+        """Return the calls served, those that run, and the bytes of held results. In any thread."""
+        return self.sessions.tally()
 
     def running_calls(self) -> list[tuple[str, str, float]]:
         """Return method, caller and `time.monotonic()` of each unanswered call. In any thread."""
         return [(call.name, call.caller, call.started) for call in self._open_calls()]
 
-    def cancel_calls_of(self, caller: str) -> None:
-        """Cancel the calls of a worker."""
-        for session in [*self._sessions.values()]:
-            if session.caller == caller:
-                self._cancel_calls(session)
+    def _open_calls(self) -> list[ServerCall]:
+        return [*self.sessions.open_calls(), *self._torch_calls]
 
     def replace_peer(self, caller: Party) -> None:
         """Replace a member's process by the one that rejoins; close the old one's sessions."""
-        self.cancel_calls_of(caller.name)
+        self.sessions.cancel_calls_of(caller.name)
         self.peers.replace(caller)
         if self._listener is not None:
             self._listener.revoke(caller.name)
-        for session in [*self._sessions.values()]:
-            if session.caller == caller.name:
-                session.close("replaced", replaced_text(caller.name))
+        for session in self.sessions.of(caller.name):
+            session.close("replaced", replaced_text(caller.name))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
-
-    def _refuse(self, calls: Sequence[ServerCall]) -> None:
-        for call in calls:
-            call.abandon(self._not_serving_error())
 
     def _not_serving_error(self) -> RpcError:
         if self._failure:
             return WorkerLost(self.name, self._failure)
         return NotServing(f"worker {self.name!r} has stopped")
-
-    def _open_calls(self) -> list[ServerCall]:
-        sessions = [*self._sessions.values(), *self._ended_sessions]
-        calls = [call for each in sessions for call in [*each.calls.values()]]
-        return [*calls, *self._torch_calls]
 
     def retire(self) -> None:
         """Refuse new connections, and ask the callers for no further calls on those that are open.
@@ -406,7 +316,7 @@ class Server:
         self._is_leaving = True
         if self._listener is not None:
             self._listener.close()
-        for session in self._sessions_of_peers():
+        for session in self.sessions.of_peers():
             session.retire()
 
     async def drain(self, timeout: float | None) -> None:
@@ -414,21 +324,16 @@ class Server:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout):
                 await self._wait_until_retired()
-                while self._has_work():  # noqa: ASYNC110 - calls end in any thread
+                # Calls end in any thread.
+                while self._torch_calls or self.sessions.has_work():  # noqa: ASYNC110
                     await asyncio.sleep(DRAIN_POLL)
 
     async def _wait_until_retired(self) -> None:
         """Wait for the callers' answers; an event loop that does not answer sends no calls."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(RETIRE_TIMEOUT):
-                for session in self._sessions_of_peers():
+                for session in self.sessions.of_peers():
                     await session.retired.wait()
-
-    def _sessions_of_peers(self) -> list[Session]:
-        return [each for each in self._sessions.values() if each.caller != self.name]
-
-    def _has_work(self) -> bool:
-        return bool(self._open_calls()) or any(each.has_work() for each in self._sessions.values())
 
     async def close(
         self, timeout: float, failure: str = "", text: str = "", what: str = ""
@@ -441,13 +346,15 @@ class Server:
             text: the same error with its traceback.
             what: reason for the peers (default: "failed" with a failure, else "left").
         """
-        self._closed = True
-        self._failure = failure
+        self._is_leaving, self._failure = True, failure
+        self._executor.refusal = self._not_serving_error
         names.clear()
-        self._refuse(calls := self._open_calls())
+        calls = self._open_calls()
+        for call in calls:
+            call.abandon(self._not_serving_error())
         for call in calls:
             call.cancel()
-        sessions = [*self._sessions.values()]
+        sessions = [*self.sessions.values()]
         for session in sessions:
             session.close(what or ("failed" if failure else "left"), text)
         if self._listener is not None:

@@ -58,6 +58,8 @@ class TorchCall(ServerCall):
     # (tests/loopback/test_torch_clients.py)
     __slots__ = ("_open_calls", "reply", "started", "worker")
 
+    on_loop = True
+
     def __init__(
         self,
         open_calls: "set[TorchCall]",

@@ -62,7 +62,7 @@ class FailureDetector:
         server.lost_peers, server.on_message = self.lost_peers, self.on_message
         server.on_disconnect = self.on_disconnect
         server.peers.on_failure = self._on_peer_failed
-        for caller in server.callers():  # peers that called before this worker's start was over
+        for caller in server.sessions.callers():  # before this worker's start was over
             self.on_message(caller)
 
     def close(self) -> None:
@@ -141,9 +141,9 @@ class FailureDetector:
             self._ping(peer)
 
     def _check(self) -> None:
-        waited_for = self._pool.awaited_peers() | self._server.callers()
+        waited_for = self._pool.awaited_peers() | self._server.sessions.callers()
         if self.only_linked:
-            waited_for &= self._pool.linked() | self._server.linked()
+            waited_for &= self._pool.linked() | self._server.sessions.linked()
         silent, lost = self._tracker.check(time.monotonic(), waited_for & self._peers.keys())
         for peer in silent:
             self._ping(peer)
@@ -157,7 +157,7 @@ class FailureDetector:
             return
         info = self._peers[peer]
         self._pool.ping(peer)
-        self._server.ping(peer)
+        self._server.sessions.ping(peer)
         if (peer, info.id) in self._unanswered:
             return
         try:
@@ -196,7 +196,7 @@ class FailureDetector:
         self.lost_peers[peer] = error
         self._probed[peer].set()
         self._pool.on_peer_lost(peer, error)
-        self._server.cancel_calls_of(peer)
+        self._server.sessions.cancel_calls_of(peer)
         if self.on_loss is not None and peer not in self._server.peers.leave_messages:
             task = self._loop.create_task(self._report_unless_left(peer, error))
             self._tasks.add(task)

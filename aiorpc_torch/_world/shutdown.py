@@ -84,7 +84,7 @@ class Shutdown:
 
     async def _wait_for_peers(self) -> None:
         if self.failure:  # peers with a connection see its end
-            connected = self.pool.connected() | self.server.connected()
+            connected = self.pool.connected() | self.server.sessions.connected()
             await self.departures.tell(self.peers.keys() - connected, self.failure)
         elif self.rendezvous is not None:
             with anyio.move_on_after(self.timeout):

@@ -275,7 +275,6 @@ async def test_no_memory_for_a_frame_loses_no_call(
     assert await notes.note(1) is None
     assert await notes.noted() == [0, 0, 1]
     assert len(own_connection()._state.window) == stats().in_flight == stats().unsent == 0
-    assert not own_connection()._slot_keys
 
 
 @pytest.mark.promise("transport.memory")
@@ -431,7 +430,7 @@ async def test_a_cancelled_payload_releases_later_calls(
 
 def server_session() -> session.Session:
     """Of the connection of this loop."""
-    return server()._sessions[own_connection()._key]
+    return server().sessions[own_connection()._key]
 
 
 @pytest.mark.usefixtures("over_torch")
@@ -466,7 +465,6 @@ async def test_a_large_call_that_never_left_is_forgotten(world: aiorpc.Worker) -
     own_connection().resume_writing()
     await notes.note(1)
     assert await notes.noted() == [0, 1]
-    assert not own_connection()._slot_keys
 
 
 async def test_a_call_in_a_context_keeps_its_place(tap: Tap) -> None:
@@ -540,11 +538,11 @@ async def test_wrong_proofs_are_refused(listening: aiorpc.Worker, kind: str, wha
     for stranger in strangers:
         await lie(stranger, what)
     await work()
-    sessions = {*server()._sessions}
+    sessions = {*server().sessions}
     for stranger in strangers:
         await stranger.is_refused()
     assert not unproven()
-    assert {*server()._sessions} == sessions == {own_connection()._key}
+    assert {*server().sessions} == sessions == {own_connection()._key}
     await work()
 
 
@@ -561,7 +559,7 @@ async def test_a_hello_is_good_once(listening: aiorpc.Worker, kind: str) -> None
     await thief.is_refused()
     honest.writer.write(said)
     await honest.reader.readexactly(PROOF)
-    assert [*server()._sessions] == [("stranger", credentials.caller.number, CONNECTION)]
+    assert [*server().sessions] == [("stranger", credentials.caller.number, CONNECTION)]
     await honest.leave()
     assert not unproven()
 
@@ -616,7 +614,7 @@ async def test_a_frame_that_is_too_long(
     assert len(stranger.session._reader._view) <= MAX_FRAME + HEADER.size
     await stranger.leave()
     assert len([each for each in caplog.records if "unreadable frame" in each.message]) == 1
-    assert not server()._sessions
+    assert not server().sessions
     await work()
 
 
@@ -638,7 +636,7 @@ async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:
     second = await Stranger.proven()
     assert second.session is not first.session
     await first.is_refused()
-    assert second.session in server()._sessions.values()
+    assert second.session in server().sessions.values()
     second.send(CALLS, ((0,), (), [((pack(FunctionTarget(int)).data, 0), False, (), 1, [])], ()))
     assert await second.frame() == (RESULTS, [([0], ("plain", [0]))])
     await second.leave()
@@ -655,7 +653,7 @@ async def test_loops_of_threads_leave_nothing(tap: Tap) -> None:
     tap.frames.clear()
     for number in range(50):
         assert await asyncio.to_thread(call_on_a_loop, number) == number
-    assert server()._sessions.keys() == mine
+    assert server().sessions.keys() == mine
     assert len(connections._by_loop) == len(connections._closers) == 1
     ends_ = [data for end, kind, data in tap.frames if kind == CLOSE and end == "Connection"]
     assert len(ends_) == 50
@@ -702,7 +700,7 @@ async def test_an_aborted_connection(world: aiorpc.Worker) -> None:
         assert await gate.cancelled() == 1
     await work()
     assert own_connection() is not former
-    assert server()._sessions.keys() == {own_connection()._key}
+    assert server().sessions.keys() == {own_connection()._key}
 
 
 async def test_a_payload_whose_connection_has_ended(
@@ -716,7 +714,7 @@ async def test_a_payload_whose_connection_has_ended(
     own_connection().abort()
     (lost,) = await ends(large)
     assert isinstance(lost, WorkerLost)
-    await until(lambda: not server()._sessions)
+    await until(lambda: not server().sessions)
     sending.let()
     monkeypatch.setattr(torch_transfers, "send", sending._send)
     await work()

@@ -315,7 +315,7 @@ class Victim:
         assert await taken(self.target.plain_items(0, 3)) == [0, 1, 2]
         while server().tally()[1]:  # noqa: ASYNC110
             await asyncio.sleep(0)
-        assert len(server()._sessions) == 1
+        assert len(server().sessions) == 1
         tasks = {task for task in asyncio.all_tasks() if task.get_name() != "aiorpc-connect"}
         assert len(tasks) == 1, tasks
 

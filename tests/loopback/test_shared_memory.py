@@ -73,7 +73,7 @@ def own_connection() -> connection.Connection:
 
 def own_session() -> Any:
     """The other end of it."""
-    return server()._sessions[own_connection()._key]
+    return server().sessions[own_connection()._key]
 
 
 async def until(condition: Callable[[], bool]) -> None:

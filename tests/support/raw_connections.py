@@ -71,7 +71,7 @@ class Stranger:
         stranger.writer.write(encode_hello(credentials, number, theirs, mine))
         proof = await stranger.reader.readexactly(PROOF)
         assert is_callee_proven(credentials, number, theirs, mine, proof)
-        stranger.session = server()._sessions[(*astuple(credentials.caller), number)]
+        stranger.session = server().sessions[(*astuple(credentials.caller), number)]
         return stranger
 
     async def nonce(self) -> bytes:
@@ -189,7 +189,7 @@ def child() -> Iterator[None]:
 
 def sessions() -> list[str]:
     """Who has a connection to this worker."""
-    return [caller for caller, _, _ in server()._sessions]
+    return [caller for caller, _, _ in server().sessions]
 
 
 async def ask(worker: str, number: int) -> int:

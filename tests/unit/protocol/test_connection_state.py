@@ -164,16 +164,22 @@ class Sending(RuleBasedStateMachine):
             assert len(sizes) <= self.calls
             assert len(sizes) == 1 or sum(sizes) <= self.bytes
 
-    @rule()
-    def force(self) -> None:
-        """One call leaves though the window is full, the next in order."""
-        self.forced = True
+    @rule(is_paused=st.booleans())
+    def force(self, is_paused: bool) -> None:
+        """One call leaves though the window is full, the next in order; none if it is paused."""
+        self.state.must_admit, self.state.is_paused = True, is_paused
         live = self.live()
-        found = self.state.force()
-        assert found == live[:1]
-        if found:
+        is_full = bool(live) and not self.window.admits(live[0].size)
+        found = self.state.take()
+        assert not self.state.must_admit
+        if is_paused:
+            assert not found
+        elif found:
+            assert not is_full or found == live[:1]
+            self.forced = self.forced or is_full
             self.left(found)
         else:
+            assert not live
             self.drop(self.unsent)
             self.unsent = []
 
@@ -303,7 +309,12 @@ def test_what_is_forced_through_a_full_window() -> None:
     state: SendState[Call] = SendState({2, 3}, FlowWindow(1, 1), dropped.append)
     for number in (1, 2, 3):
         state.submit(Call(number), is_idle=False)
-    assert state.force() == [Call(2)]
+    state.window.sent(0, 1)
+    state.is_paused = False
+    assert state.take() == []
+    state.must_admit = True
+    assert state.take() == [Call(2)]
+    assert state.take() == []
     assert dropped == [Call(1)]
 
 

@@ -1,0 +1,32 @@
+"""The observer of peers, as the connections of a process see it."""
+
+from typing import Protocol
+
+from ..errors import RpcError
+
+
+class PeerObserver(Protocol):
+    """An observer of peers, told by each connection. Its methods are thread-safe.
+
+    Attributes:
+        last_heard: time of the last message from each peer, written by the connections.
+        lost_peers: peers whose next message `on_message` has to be told.
+    """
+
+    last_heard: dict[str, float]
+    lost_peers: dict[str, RpcError]
+
+    def on_message(self, peer: str) -> None:
+        """Record a message from `peer`."""
+
+    def on_disconnect(self, peer: str, number: int) -> None:
+        """Handle the end of a connection to process `number` of `peer` without a leave message."""
+
+    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+        """Handle the leave message of process `number` of `peer`: its kind and its reason."""
+
+    def penalty(self, peer: str) -> int | None:
+        """Return 0 for a live peer, None for a lost one; in between, a load to add."""
+
+    async def wait_until_alive(self, peer: str) -> None:
+        """Wait until a lost peer has rejoined. From any loop."""
