@@ -79,9 +79,10 @@ bench: install
 	$(BIN)/python -m benchmarks.memory
 	$(BIN)/python -m benchmarks.threshold
 
-# A million mixed calls, in about five minutes.
+# A million mixed calls, in about five minutes, and a million tensors in shared memory, in about ten.
 soak: install
 	$(BIN)/python -m benchmarks.soak
+	$(BIN)/python -m benchmarks.shared_memory_soak
 
 # Every fault in every state of a world, in about two minutes.
 faults: install

@@ -40,6 +40,16 @@ def resident_memory(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
+def open_descriptors() -> int:
+    """Return the number of open descriptors of this process."""
+    return len(os.listdir("/proc/self/fd")) - 1  # without that of the folder itself
+
+
+def mapped_segments() -> int:
+    """Return the number of mappings of shared-memory segments in this process."""
+    return Path("/proc/self/maps").read_text().count("memfd:aiorpc")
+
+
 def cpu_seconds(pids: Iterable[int]) -> float:
     """Return the CPU seconds of these processes, in all their threads.
 

@@ -30,6 +30,10 @@ class SegmentError(Exception):
     """A peer named a file that is not one of its segments."""
 
 
+class SegmentLost(SegmentError):
+    """The process that made a segment has ended before it was mapped here."""
+
+
 class SegmentName(NamedTuple):
     """The name of a segment for other processes.
 
@@ -130,6 +134,7 @@ def map_segment(name: SegmentName, *, private: bool) -> Mapping:
         private: True if what is written stays in this mapping.
 
     Raises:
+        SegmentLost: if the process that made it has ended.
         SegmentError: if there is no such segment, or a smaller one.
         OSError: if this process has no descriptor or no address space for it.
     """
@@ -147,7 +152,8 @@ def _open(name: SegmentName) -> int:
         _check(name, os.stat(path))  # before `open`, which may act on a device
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NONBLOCK)
     except (FileNotFoundError, PermissionError) as exc:
-        raise SegmentError(f"no segment {name}: {exc}") from exc
+        kind = SegmentLost if _has_ended(name.pid) else SegmentError
+        raise kind(f"no segment {name}: {exc}") from exc
     try:
         _check(name, os.fstat(descriptor))
         if not fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & fcntl.F_SEAL_SHRINK:
@@ -156,6 +162,14 @@ def _open(name: SegmentName) -> int:
         os.close(descriptor)
         raise
     return descriptor
+
+
+def _has_ended(pid: int) -> bool:
+    """Return whether a process has no descriptors, as one that ends or waits to be reaped."""
+    try:
+        return not os.listdir(f"/proc/{pid:d}/fd")
+    except (FileNotFoundError, PermissionError):  # it is the superuser's once the process has ended
+        return True
 
 
 def _check(name: SegmentName, found: os.stat_result) -> None:

@@ -434,6 +434,7 @@ class Connection(Channel):
         self._fail_calls(error, recorded=True)
 
     def _fail_calls(self, error: RpcError, *, recorded: bool) -> None:
+        self._shared.fail(error)
         sent = self._state.clear()
         self._state.cancels += sent
         self._pending.fail(sent, error)

@@ -12,8 +12,10 @@ from typing import Any, Protocol
 
 from .._protocol.columns import HeldResult
 from .._protocol.messages import EncodedCall, decode_reply, dump_plain, encode_calls
+from .._protocol.pickling import CallAborted
 from .._protocol.segment_link import SegmentLink
 from .._protocol.tensors import TensorTable
+from ..errors import RpcError
 from .pending import PendingCalls, ReplyReceiver
 from .stream_reader import Item, StreamReader
 from .torch_transfers import TorchTransfers
@@ -93,6 +95,12 @@ class SharedTransfers:
         self._link.on_frame(data)
         if self._link.can_send and not could_send:
             self._by_torch.large_results.clear()
+
+    def fail(self, error: RpcError) -> None:
+        """Give the announced items an error: they will not come. Their streams may have ended."""
+        coming, self._coming = self._coming, {}
+        for receiver, item in coming.values():
+            receiver.fill(item, CallAborted(error))
 
     def on_results(self, data: bytes) -> Sequence[Any]:
         """Deliver announced items of a SHARED frame; return its other results.

@@ -11,6 +11,7 @@ import socket
 from typing import Any
 
 from .._aio.fork import close_on_fork
+from .._aio.segments import SegmentLost
 from .connection_state import MAX_CALLS
 from .frames import CLOSE, PING, FrameReader, frame
 from .pickling import load_plain
@@ -135,6 +136,9 @@ class Channel(asyncio.BufferedProtocol):
                 if handled >= MAX_CALLS:
                     self._defer()
                     break
+        except SegmentLost:  # the peer has ended since it sent this frame
+            self._discards_input = True
+            self.abort()
         except Exception as exc:
             log.warning("%r rejected an unreadable frame: %r", self, exc)
             self._discards_input = True

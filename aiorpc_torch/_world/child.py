@@ -103,6 +103,14 @@ class ChildProcess:
         code = self._process.exitcode
         return None if code == 0 else WorkerLost(self.name, f"its process ended with code {code}")
 
+    def release(self) -> bool:
+        """Free what belongs to the process if it has ended; return whether it has."""
+        if self._process.exitcode is None:
+            return False
+        _running.discard(self)
+        self._pipe.close()  # the process's own descriptors are closed with its object
+        return True
+
     def kill(self) -> None:
         """Kill the process."""
         self._process.kill()

@@ -84,14 +84,18 @@ class Supervisor:
     def _start(self, config: WorkerConfig) -> None:
         child = ChildProcess(config, self.main, self.args)
         self._children.append(child)
-        child.ended.add_done_callback(lambda ended: self._on_end(config, ended.result()))
+        child.ended.add_done_callback(lambda ended: self._on_end(child, config, ended.result()))
 
-    def _on_end(self, config: WorkerConfig, failure: BaseException | None) -> None:
+    def _on_end(
+        self, child: ChildProcess, config: WorkerConfig, failure: BaseException | None
+    ) -> None:
         if failure is None or self._command is ParentCommand.CANCEL:
             return
         if self._give_up is not None and self.restarts and self._command is None:
             self.restarts -= 1
             log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
+            if child.release():
+                self._children.remove(child)
             self._start(config)
             return
         self.failures.append(failure)

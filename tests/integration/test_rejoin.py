@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
 import subprocess
@@ -80,6 +81,20 @@ async def test_restarts_are_limited() -> None:
         assert error.worker == "a"
         with pytest.raises(ValueError, match="peer must be one of a, got 'nobody'"):
             await me.wait_for("nobody")
+
+
+async def test_restarts_leave_no_descriptors() -> None:
+    """Each closes the pipes of the process that ended."""
+    async with world(["a"], restart=3) as me:
+        counts = []
+        for _ in range(3):
+            kill("a")
+            await lost(call("a", asyncio.sleep, 600))
+            async with asyncio.timeout(30.0):
+                await me.wait_for("a")
+            await call("a", actors.pid)
+            counts.append(len(os.listdir("/proc/self/fd")))
+        assert max(counts) == counts[0], counts
 
 
 async def wait_for(me: aiorpc.Worker, name: str) -> WorkerLost | None:

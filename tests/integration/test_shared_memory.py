@@ -2,6 +2,7 @@
 
 import asyncio
 import gc
+import multiprocessing
 import os
 import signal
 from collections.abc import Awaitable, Callable
@@ -14,7 +15,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, create_all, remote, stats
 from aiorpc_torch._client import pool
 from aiorpc_torch._protocol.segment_store import COPY_ON_LOOP
-from aiorpc_torch.testing import Workers
+from aiorpc_torch.testing import Workers, kill
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf, memory_files
 
@@ -149,6 +150,40 @@ async def test_nothing_is_left_of_a_killed_sender(workers: Workers) -> None:
         return await counts() == before
 
     await until(is_as_before)
+
+
+async def test_a_result_in_the_memory_of_a_killed_worker(workers: Workers) -> None:
+    """It arrives after its sender has ended, so nothing can map it: the sender is lost."""
+    await workers(["a"])
+    await connected("a")
+    shelf = remote(await create("a", TensorShelf))
+    (process,) = multiprocessing.active_children()
+    calling = asyncio.ensure_future(shelf.last(LARGE))
+    await asyncio.sleep(0)
+    process.join()  # this loop reads nothing meanwhile
+    with pytest.raises(WorkerLost):
+        await calling
+
+
+async def test_an_item_that_a_killed_worker_announced(workers: Workers) -> None:
+    """It was being copied while the end of its stream had come already: the consumer is told."""
+    await workers(["a"])
+    await connected("a")
+    shelf = remote(await create("a", TensorShelf))
+    assert len([x async for x in shelf.items(HUGE, 2)]) == 2
+    await shelf.stop_copying()
+    taking = asyncio.ensure_future(anext(aiter(shelf.items(HUGE, 1))))
+
+    async def is_all_there() -> bool:
+        return not stats().in_flight
+
+    await asyncio.sleep(0)
+    await until(is_all_there)
+    assert not taking.done()
+    kill("a")
+    with pytest.raises(WorkerLost):
+        async with asyncio.timeout(SOON):
+            await taking
 
 
 async def test_large_results_at_once(workers: Workers) -> None:

@@ -3,6 +3,8 @@
 import ctypes
 import mmap
 import os
+import subprocess
+import sys
 import tempfile
 
 import pytest
@@ -12,6 +14,7 @@ from aiorpc_torch._aio.segments import (
     Probe,
     Segment,
     SegmentError,
+    SegmentLost,
     SegmentName,
     map_segment,
     read_probe,
@@ -89,8 +92,27 @@ def test_what_is_no_segment() -> None:
             with pytest.raises((SegmentError, OSError)):
                 map_segment(wrong, private=False)
     del segment
-    with pytest.raises(SegmentError):
+    with pytest.raises(SegmentError) as raised:
         map_segment(name, private=False)
+    assert not isinstance(raised.value, SegmentLost)  # the process lives
+
+
+@pytest.mark.parametrize("is_reaped", [False, True])
+def test_a_segment_of_an_ended_process(is_reaped: bool) -> None:
+    """Its loss differs from a wrong name, also while the process waits to be reaped."""
+    making = (
+        "from aiorpc_torch._aio.segments import Segment\n"
+        f"print(*(segment := Segment({SIZE})).name, flush=True)\ninput()"
+    )
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", making], text=True, **pipes) as process:
+        assert process.stdout is not None
+        name = SegmentName(*map(int, process.stdout.readline().split()))
+        map_segment(name, private=False)
+        process.kill()
+        os.waitid(os.P_PID, process.pid, os.WEXITED | (0 if is_reaped else os.WNOWAIT))
+        with pytest.raises(SegmentLost):
+            map_segment(name, private=False)
 
 
 def test_a_pipe_is_not_opened() -> None:
