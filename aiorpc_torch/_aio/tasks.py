@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any, TypeVar
 
+import anyio
+
 R = TypeVar("R")
 
 log = logging.getLogger("aiorpc_torch")
@@ -92,6 +94,22 @@ def start_task(
         else:
             ready.append(handle)
     return task
+
+
+async def run_to_end(closing: "asyncio.Task[None]", on_cancel: Callable[[], object] = bool) -> None:
+    """Wait until `closing` has ended; a cancellation of this only calls `on_cancel`."""
+    interrupted = False
+    while not closing.done():
+        try:
+            # An anyio scope cancels again and again: once is enough.
+            with anyio.CancelScope(shield=interrupted):
+                await asyncio.wait((closing,))
+        except asyncio.CancelledError:
+            interrupted = True
+            on_cancel()
+    closing.result()
+    if interrupted:
+        raise asyncio.CancelledError
 
 
 def detach_task(task: "asyncio.Task[Any]", name: str) -> None:

@@ -20,6 +20,7 @@ import anyio
 import torch
 
 from .._aio.loops import call_soon
+from .._aio.tasks import run_to_end
 from .._batching.queue import close_queues
 from .._client import pool
 from .._client.introduction import Introductions
@@ -37,7 +38,6 @@ from .attachments import Attachments, answer_as_left
 from .config import WorkerConfig
 from .departures import Departures
 from .failure_detector import FailureDetector
-from .shutdown import run_to_end
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
@@ -231,7 +231,7 @@ class _Attached:
         """Let served calls end, close the connections, and leave torch's RPC running."""
         draining = asyncio.create_task(self._drain(stop_timeout))
         closing = asyncio.create_task(self._leave(draining))
-        await run_to_end(draining, closing)
+        await run_to_end(closing, draining.cancel)
 
     async def _drain(self, stop_timeout: float | None) -> None:
         self._server.retire()

@@ -12,6 +12,7 @@ from typing import Any
 
 import anyio
 
+from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
 from .._client.pool import ConnectionPool
@@ -41,22 +42,6 @@ def describe_failure(exc: BaseException) -> str:
     return "\n".join([f"its block raised {summary}", *traceback.format_exception(exc)])
 
 
-async def run_to_end(waiting: "asyncio.Task[None]", closing: "asyncio.Task[None]") -> None:
-    """Wait until `closing` has ended; a cancellation of this only cancels `waiting`."""
-    interrupted = False
-    while not closing.done():
-        try:
-            # An anyio scope cancels again and again: once is enough.
-            with anyio.CancelScope(shield=interrupted):
-                await asyncio.wait((closing,))
-        except asyncio.CancelledError:
-            interrupted = True
-            waiting.cancel()
-    closing.result()
-    if interrupted:
-        raise asyncio.CancelledError
-
-
 @dataclass(eq=False)
 class Shutdown:
     """The shutdown of one worker. After a failure the peers are told, and no wait takes long."""
@@ -78,7 +63,7 @@ class Shutdown:
     async def run(self) -> None:
         """Shut down to the end; a cancellation only ends the wait for peers."""
         waiting = asyncio.create_task(self._wait_for_peers())
-        await run_to_end(waiting, asyncio.create_task(self._close(waiting)))
+        await run_to_end(asyncio.create_task(self._close(waiting)), waiting.cancel)
 
     # ── waiting for peers ───────────────────────────────────────────────────────────────────────
 

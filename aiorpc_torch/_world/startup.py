@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._protocol import endpoints
 from .._torch.agent import Agent, PeerInfo, process_worker_id
@@ -53,9 +54,26 @@ async def _start_alone(config: WorkerConfig, use_routes: UseRoutes) -> tuple[Age
     own = config.registration()
     worker_id = process_worker_id() or 0
     start = functools.partial(_start_agent, config, worker_id, config.interfaces, [own], use_routes)
-    agent = await _in_thread(start)
+    step = _in_thread(start)
+    try:
+        await asyncio.wait((step,))
+    except asyncio.CancelledError:
+        await run_to_end(asyncio.create_task(_stop_started(step)))
+        raise
+    agent = step.result()
     (maps,) = resolve_device_maps([own])
     return agent, [PeerInfo(config.name, 0, worker_id, agent.address, maps, own.namespace)]
+
+
+async def _stop_started(step: "asyncio.Future[Agent]") -> None:
+    await asyncio.wait((step,))
+    if step.exception() is None:
+        await _stop(step.result())
+
+
+async def _stop(agent: Agent) -> None:
+    await run_in_thread(agent.stop, "aiorpc-stop")
+    await run_in_thread(agent.release, "aiorpc-stop")
 
 
 class _Startup:
@@ -83,7 +101,7 @@ class _Startup:
                 step = _in_thread(confirm)
                 await self._in_time(step)
         except BaseException:
-            await self._cancel(step)
+            await run_to_end(asyncio.create_task(self._cancel(step)))
             raise
         return self._agent, members
 
@@ -98,8 +116,7 @@ class _Startup:
         await asyncio.wait((step,), timeout=min(CANCEL_TIMEOUT, self._rendezvous.remaining()))
         step.cancel()
         if self._agent is not None:
-            await run_in_thread(self._agent.stop, "aiorpc-stop")
-            await run_in_thread(self._agent.release, "aiorpc-stop")
+            await _stop(self._agent)
 
     # ── registration, in a thread ───────────────────────────────────────────────────────────────
 

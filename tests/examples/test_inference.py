@@ -134,7 +134,7 @@ async def test_an_open_loop_does_not_wait(world: Worker) -> None:
     """Requests are as many while nobody answers; each is answered, late or shed."""
     model, net = slow_model()
     client = OpenLoop(RRef(model), 2, 0)
-    outcome = await client.load("infer", 400.0, 0.3, 0.2)
+    outcome = await client.load("infer", 400.0, 0.3, 2.0)
     net.open.set()
     sent = len(outcome.latencies) + outcome.late + outcome.shed
     assert 60 < sent < 200
