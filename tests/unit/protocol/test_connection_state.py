@@ -178,6 +178,10 @@ class Sending(RuleBasedStateMachine):
             assert not is_full or found == live[:1]
             self.forced = self.forced or is_full
             self.left(found)
+            gone = len(self.dropped)  # of those that follow, which were given up
+            assert gone <= self.first_live()
+            self.drop(self.unsent[:gone])
+            del self.unsent[:gone]
         else:
             assert not live
             self.drop(self.unsent)
