@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -48,14 +48,21 @@ KINDS = pytest.mark.parametrize("kind", [Plain, Slotted])
 # ── as a world ends ─────────────────────────────────────────────────────────────────────────────
 
 
+class Late(NamedTuple):
+    """Messages after `waiting` is set are accepted after torch has shut down RRefs."""
+
+    waiting: threading.Event
+    arrived: threading.Event
+
+
 @pytest.fixture
-def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
-    """An event; messages after it is set are accepted after torch has shut down RRefs."""
-    waiting, closed = threading.Event(), threading.Event()
+def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
+    waiting, arrived, closed = threading.Event(), threading.Event(), threading.Event()
     accept, destroy = Server.payload, api._destroy_rref_context  # type: ignore[attr-defined]
 
     def accept_late(self: Server, *message: Any) -> Any:
         if waiting.is_set():
+            arrived.set()
             assert closed.wait(30.0)
         return accept(self, *message)
 
@@ -65,22 +72,22 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
 
     monkeypatch.setattr(Server, "payload", accept_late)
     monkeypatch.setattr(api, "_destroy_rref_context", destroy_first)
-    yield waiting
+    yield Late(waiting, arrived)
     closed.set()
 
 
 @KINDS
 @pytest.mark.usefixtures("over_torch")
 async def test_a_call_that_arrives_too_late(
-    kind: type[Slotted], late: threading.Event, caplog: pytest.LogCaptureFixture
+    kind: type[Slotted], late: Late, caplog: pytest.LogCaptureFixture
 ) -> None:
     """torch would wait for its object without end, and so would this worker's end for torch."""
     with caplog.at_level(logging.ERROR, "aiorpc_torch"), pytest.raises(LookupError):  # noqa: PT012
         async with world():
             rref = await create("main", kind)
-            late.set()
+            late.waiting.set()
             call = asyncio.create_task(remote(rref).add(torch.zeros(1_000_000)))
-            await asyncio.sleep(0)
+            assert await asyncio.to_thread(late.arrived.wait, 30.0)
             raise LookupError("ends the world without waiting for anybody")
     with pytest.raises(NotServing):
         await call
@@ -90,7 +97,7 @@ async def test_a_call_that_arrives_too_late(
 
 @pytest.mark.usefixtures("over_torch")
 async def test_the_last_messages_are_answered_while_torch_exists(
-    monkeypatch: pytest.MonkeyPatch, late: threading.Event
+    monkeypatch: pytest.MonkeyPatch, late: Late
 ) -> None:
     """A reply that is completed later makes torch read freed memory."""
     loop, agents, stopped = asyncio.get_running_loop(), list[Agent](), threading.Event()
@@ -112,9 +119,9 @@ async def test_the_last_messages_are_answered_while_torch_exists(
     with pytest.raises(LookupError):  # noqa: PT012
         async with world():
             rref = await create("main", Plain)
-            late.set()
+            late.waiting.set()
             call = asyncio.create_task(remote(rref).add(torch.zeros(1_000_000)))
-            await asyncio.sleep(0)
+            assert await asyncio.to_thread(late.arrived.wait, 30.0)
             raise LookupError("ends the world without waiting for anybody")
     with pytest.raises(NotServing):
         await call
