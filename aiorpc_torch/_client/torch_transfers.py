@@ -126,8 +126,7 @@ class TorchTransfers:
 
     def _travels_otherwise(self, results: Any) -> bool:
         """Return whether the next results like these need no message of torch RPC."""
-        is_shared = self._link.can_send and all(map(can_share, results[1]))
-        return is_inline(results) or is_shared
+        return is_inline(results) or (self._link.can_send and all(map(can_share, results[1])))
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
 

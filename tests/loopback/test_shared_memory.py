@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, batched, create_all, remote, stats
+from aiorpc_torch import RRef, autograd, batched, create_all, remote, stats
 from aiorpc_torch._aio import segments
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch._protocol import segment_store
@@ -181,6 +181,20 @@ async def test_values_arrive_alike_by_either_way(
             assert one.requires_grad == other.requires_grad
             assert torch.equal(one.to_dense(), other.to_dense())
             assert other.is_leaf
+
+
+@pytest.mark.promise("shared.values")
+async def test_small_results_after_one_that_torch_carried(shelf: Shelf) -> None:
+    """Torch carries the next call of that method, too; its small result ends that."""
+    shelf.kept += [torch.eye(LARGE // 100).to_sparse(), 1, 2]
+    proxy, transfers = remote(RRef(shelf)), own_connection()._transfers
+    async with asyncio.timeout(SOON):
+        assert (await proxy.get(0)).is_sparse
+        assert transfers.large_results
+        async with autograd.context():  # whose replies may be bytes alone
+            assert await proxy.echo(3) == 3
+        assert [await proxy.get(1), await proxy.get(2)] == [1, 2]
+    assert not transfers.large_results
 
 
 @pytest.mark.promise("shared.values")
