@@ -96,7 +96,9 @@ def start_task(
     return task
 
 
-async def run_to_end(closing: "asyncio.Task[None]", on_cancel: Callable[[], object] = bool) -> None:
+async def run_to_end(
+    closing: "asyncio.Task[None]", on_cancel: Callable[[], object] = lambda: None
+) -> None:
     """Wait until `closing` has ended; a cancellation of this only calls `on_cancel`."""
     interrupted = False
     while not closing.done():

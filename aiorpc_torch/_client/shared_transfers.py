@@ -90,7 +90,7 @@ class SharedTransfers:
             self._by_torch.collect(key, receiver, item)
 
     def on_segments(self, data: bytes) -> None:
-        """Handle a SEGMENTS frame; from the first offer on, results come in segments, too."""
+        """Handle a SEGMENTS frame. Once the peer maps segments, results come in them, too."""
         could_send = self._link.can_send
         self._link.on_frame(data)
         if self._link.can_send and not could_send:

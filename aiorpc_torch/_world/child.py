@@ -120,9 +120,8 @@ class ChildProcess:
         if self._process.exitcode is None:
             self._process.kill()
             self._process.join()
-        _running.discard(self)
+        self.release()
         self._process.close()
-        self._pipe.close()
 
 
 @contextlib.contextmanager

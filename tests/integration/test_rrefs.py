@@ -76,13 +76,9 @@ def late(monkeypatch: pytest.MonkeyPatch) -> Iterator[Late]:
     closed.set()
 
 
-@KINDS
-@pytest.mark.usefixtures("over_torch")
-async def test_a_call_that_arrives_too_late(
-    kind: type[Slotted], late: Late, caplog: pytest.LogCaptureFixture
-) -> None:
-    """torch would wait for its object without end, and so would this worker's end for torch."""
-    with caplog.at_level(logging.ERROR, "aiorpc_torch"), pytest.raises(LookupError):  # noqa: PT012
+async def end_a_world_with_a_late_call(kind: type[Slotted], late: Late) -> None:
+    """A call arrives while torch stops, and its caller learns that the world is over."""
+    with pytest.raises(LookupError):  # noqa: PT012
         async with world():
             rref = await create("main", kind)
             late.waiting.set()
@@ -91,6 +87,16 @@ async def test_a_call_that_arrives_too_late(
             raise LookupError("ends the world without waiting for anybody")
     with pytest.raises(NotServing):
         await call
+
+
+@KINDS
+@pytest.mark.usefixtures("over_torch")
+async def test_a_call_that_arrives_too_late(
+    kind: type[Slotted], late: Late, caplog: pytest.LogCaptureFixture
+) -> None:
+    """torch would wait for its object without end, and so would this worker's end for torch."""
+    with caplog.at_level(logging.ERROR, "aiorpc_torch"):
+        await end_a_world_with_a_late_call(kind, late)
     assert not caplog.records
     assert not is_running()
 
@@ -116,15 +122,7 @@ async def test_the_last_messages_are_answered_while_torch_exists(
 
     monkeypatch.setattr(Agent, "stop", stop_while_loop_waits)
     monkeypatch.setattr(Server, "_on_payload", record)
-    with pytest.raises(LookupError):  # noqa: PT012
-        async with world():
-            rref = await create("main", Plain)
-            late.waiting.set()
-            call = asyncio.create_task(remote(rref).add(torch.zeros(1_000_000)))
-            assert await asyncio.to_thread(late.arrived.wait, 30.0)
-            raise LookupError("ends the world without waiting for anybody")
-    with pytest.raises(NotServing):
-        await call
+    await end_a_world_with_a_late_call(Plain, late)
     assert existed == [True]
 
 
