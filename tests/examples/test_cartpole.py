@@ -34,6 +34,7 @@ def test_cartpole() -> None:
     assert said[-1].startswith("reward, first ten episodes: ")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("after", [0.3, 3.5, 8.0])
 def test_cartpole_interrupted(after: float) -> None:
     """Ctrl-C at any time, also while it imports and starts: two seconds, no traceback."""

@@ -32,9 +32,12 @@ OUTPUT = {
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "3")
 
 
-@pytest.mark.parametrize("name", OUTPUT)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow if "torchrun" in name else ()) for name in OUTPUT],
+)
 def test_a_minimal_example(name: str) -> None:
-    start = ["-m", *TORCHRUN] if name.startswith("torchrun") else []
+    start = ["-m", *TORCHRUN] if "torchrun" in name else []
     done = subprocess.run(
         [sys.executable, *start, f"examples/minimal/{name}.py"],
         cwd=ROOT,
