@@ -12,7 +12,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 from .loops import call_soon
 
@@ -128,34 +128,52 @@ async def run_in_thread(
 ) -> T:
     """Await a blocking function in a daemon thread. A cancelled one runs on.
 
+    When this returns, the thread holds neither the function nor its result: a thread that frees a
+    tensor while Python ends aborts the process. (torch 2.15, Python 3.11)
+
     Args:
         function: the function.
         name: name of the new thread.
         start: gives the function a thread of a pool instead of a new one.
     """
     loop = asyncio.get_running_loop()
-    done: asyncio.Future[T] = loop.create_future()
+    done: asyncio.Future[None] = loop.create_future()
+    outcomes: list[Callable[[], T]] = []
 
-    def complete(set_outcome: Callable[[], None]) -> None:
-        if not done.done():
-            set_outcome()
+    def complete() -> None:
+        if done.done():  # cancelled
+            outcomes.clear()
+        else:
+            done.set_result(None)
 
     def work() -> None:
-        try:
-            value = function()
-        except StopIteration as exc:  # asyncio refuses it in a future
-            outcome = functools.partial(done.set_exception, RuntimeError(f"raised {exc!r}"))
-        except BaseException as exc:
-            outcome = functools.partial(done.set_exception, exc)
-        else:
-            outcome = functools.partial(done.set_result, value)
-        call_soon(loop, complete, outcome)
+        nonlocal function
+        outcomes.append(_outcome(function))
+        del function
+        call_soon(loop, complete)
 
     if start is not None:
         start(work)
     else:
         threading.Thread(target=work, name=name, daemon=True).start()
-    return await done
+    await done
+    return outcomes.pop()()
+
+
+def _outcome(function: Callable[[], T]) -> Callable[[], T]:
+    """Return a function that returns what `function` returns, or raises what it raises."""
+    try:
+        value = function()
+    except BaseException as exc:
+        return functools.partial(_raise, exc)
+    return lambda: value
+
+
+def _raise(exc: BaseException) -> NoReturn:
+    try:
+        raise exc
+    finally:
+        del exc  # its traceback refers to this frame
 
 
 class ThreadCache:
@@ -177,13 +195,15 @@ class ThreadCache:
             if self._idle:
                 self._idle.pop().put(task)
                 return
-        threading.Thread(target=self._run, args=(task,), name=self._name, daemon=True).start()
-
-    def _run(self, task: Task | None) -> None:
         tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        tasks.put(task)
+        threading.Thread(target=self._run, args=(tasks,), name=self._name, daemon=True).start()
+
+    def _run(self, tasks: "queue.SimpleQueue[Task]") -> None:
+        task: Task | None = tasks.get()
         while task is not None:
             task()
-            task = None  # an idle thread must not keep its last arguments alive
+            del task  # an idle thread must not keep its last arguments alive
             with self._lock:
                 self._idle.append(tasks)
             task = self._next(tasks)

@@ -222,16 +222,16 @@ class SegmentStore:
 
     def _start_copies(self) -> None:
         while self._copies and self._copying < MAX_COPIES:
-            job = [self._copies.popleft()]
+            block = self._copies.popleft()
             self._copying += 1
             try:
-                _copy_threads(partial(self._copy, job))
+                _copy_threads(partial(self._copy, block))
             except RuntimeError:  # no thread could be started
-                self._copy(job)
+                self._copy(block)
 
-    def _copy(self, job: list[Block]) -> None:
-        """Write a block, in a thread. An idle thread keeps `job` alive, so it is emptied."""
-        _copy(block := job.pop())
+    def _copy(self, block: Block) -> None:
+        """Write a block, in a thread."""
+        _copy(block)
         if (loop := self._loop()) is not None:
             call_soon(loop, self._on_copied, block)
 

@@ -1,17 +1,21 @@
 """`DaemonThreadPool`, `ThreadCache` and `run_in_thread`: order, no task delayed, lost or leaked."""
 
 import asyncio
+import contextlib
 import functools
+import gc
 import queue
 import sys
 import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
 
+from aiorpc_torch._aio import threads
 from aiorpc_torch._aio.threads import DaemonThreadPool, ThreadCache, run_in_thread
 from aiorpc_torch._torch.thread_state import set_intra_op_threads
 
@@ -316,6 +320,41 @@ async def test_a_cancelled_wait_lets_the_function_run() -> None:
     assert await asyncio.to_thread(ended.wait, SOON)
 
 
+@pytest.mark.parametrize("ending", ["returns", "raises", "is cancelled"])
+async def test_the_thread_keeps_nothing_of_a_function_that_was_awaited(
+    monkeypatch: pytest.MonkeyPatch, ending: str
+) -> None:
+    """Not even before the thread goes on: Python may end by then."""
+    gate, halted = threading.Event(), threading.Event()
+    schedule = threads.call_soon
+
+    def halt(*args: Any) -> None:
+        schedule(*args)
+        halted.set()
+        assert gate.wait(SOON)
+
+    class Large:
+        def method(self) -> "Large":
+            if ending == "raises":
+                raise ValueError(Large())
+            return self
+
+    monkeypatch.setattr(threads, "call_soon", halt)
+    waiting = asyncio.create_task(run_in_thread(Large().method, "aiorpc-test"))
+    await asyncio.sleep(0)
+    if ending == "is cancelled":
+        waiting.cancel()
+    with contextlib.suppress(ValueError, asyncio.CancelledError):
+        await waiting
+    del waiting
+    assert await asyncio.to_thread(halted.wait, SOON)
+    await asyncio.sleep(0)  # for the result of the cancelled wait
+    gc.collect()
+    left = [each for each in gc.get_objects() if type(each) is Large]
+    gate.set()
+    assert not left
+
+
 # ── spare threads ───────────────────────────────────────────────────────────────────────────────
 
 
@@ -341,6 +380,20 @@ def test_cached_threads_do_not_wait_for_each_other() -> None:
         thread.join(5.0)
         assert not thread.is_alive()
     assert not spare._idle
+
+
+def test_an_idle_spare_thread_keeps_nothing_alive() -> None:
+    """Neither its first task nor a later one."""
+    spare = ThreadCache("spare", idle_timeout=SOON)
+    for _ in range(2):
+        freed = threading.Event()
+        task = functools.partial(print, end="")
+        weakref.finalize(task, freed.set)
+        spare(task)
+        del task
+        assert freed.wait(SOON)
+    spare._idle_timeout = 0.0
+    spare(lambda: None)
 
 
 def test_a_spare_thread_that_ends_misses_no_task() -> None:
