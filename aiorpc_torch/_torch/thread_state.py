@@ -1,6 +1,6 @@
-"""Python's thread states in torch's threads, and torch's intra-op thread count in ours.
+"""Python's thread states in torch's threads, torch's thread count in ours, and the end of ours.
 
-The four functions of Python's C interface exist in CPython 3.11 and 3.12.
+The five functions of Python's C interface exist in CPython 3.11 to 3.13.
 (tests/unit/torch/test_thread_state.py)
 """
 
@@ -8,6 +8,7 @@ import contextlib
 import ctypes
 import os
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import ref
@@ -28,6 +29,7 @@ _ensure = _python("PyGILState_Ensure", ctypes.c_int)
 _current = _python("PyThreadState_Get", ctypes.c_void_p)
 _clear = _python("PyThreadState_Clear", None, ctypes.c_void_p)
 _delete = _python("PyThreadState_Delete", None, ctypes.c_void_p)
+_raise_in = _python("PyThreadState_SetAsyncExc", ctypes.c_int, ctypes.c_ulong, ctypes.py_object)
 
 
 class _Mark:
@@ -113,3 +115,17 @@ def set_intra_op_threads(count: int) -> None:
     if getattr(_thread, "intra_op", None) != count:
         torch.set_num_threads(count)
         _thread.intra_op = count
+
+
+def interrupt_threads(names: tuple[str, ...], timeout: float) -> None:
+    """Raise SystemExit in Python's threads whose names begin so, and wait for them to end.
+
+    A thread that returns from an operator of torch while Python ends aborts the process. (2.15) A
+    thread that waits for a lock, or sleeps, is not interrupted, and may stay.
+    """
+    end = time.monotonic() + timeout
+    threads = [each for each in threading.enumerate() if each.name.startswith(names)]
+    for each in threads:
+        _raise_in(each.ident, SystemExit)
+    for each in threads:
+        each.join(max(0.0, end - time.monotonic()))

@@ -485,13 +485,14 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
 
 
 @pytest.mark.promise("worlds.exit")
-@pytest.mark.parametrize("how", ["blocks", "ignores", "batch"])
+@pytest.mark.parametrize("how", ["blocks", "computes", "ignores", "batch"])
 def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) -> None:
-    """A `def` in a thread of torch's, coroutines that swallow their cancellation: all are left."""
+    """A `def` in a thread, coroutines that swallow their cancellation: all are left."""
     path = program(
         tmp_path,
         """
         import contextlib, threading, time
+        import torch
         begun = threading.Event()
         async def ignores():
             begun.set()
@@ -501,6 +502,10 @@ def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) ->
         def blocks():
             begun.set()
             threading.Event().wait()
+        def computes():
+            begun.set()
+            while True:
+                torch.ones(200, 200) @ torch.ones(200, 200)
         @aiorpc.batched(max_size=1)
         async def batch(items):
             await ignores()
@@ -517,7 +522,11 @@ def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) ->
     )
     done = run(path, how)
     assert (done.returncode, done.stdout.split()) == (0, ["True", "NotServing"]), done.stderr
-    said = "still run on worker main" if how == "blocks" else "did not end when its worker"
+    said = (
+        "still run on worker main"
+        if how in ("blocks", "computes")
+        else "did not end when its worker"
+    )
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
