@@ -62,9 +62,7 @@ class DaemonThreadPool:
             self._size = 0  # no thread starts from now on
             for _ in self._threads:
                 self._steps.put(None)
-        end = time.monotonic() + timeout
-        for thread in self._threads:
-            thread.join(max(0.0, end - time.monotonic()))
+        join_all(self._threads, timeout)
         return sum(thread.is_alive() for thread in self._threads)
 
     def _wake(self, step: Task) -> bool:
@@ -121,6 +119,13 @@ class DaemonThreadPool:
                     self._busy += 1
                     break
         self._run_tasks()
+
+
+def join_all(threads: Iterable[threading.Thread], timeout: float) -> None:
+    """Wait for these threads to end, for at most `timeout` seconds in all."""
+    end = time.monotonic() + timeout
+    for thread in threads:
+        thread.join(max(0.0, end - time.monotonic()))
 
 
 async def run_in_thread(

@@ -8,12 +8,13 @@ import contextlib
 import ctypes
 import os
 import threading
-import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
+
+from .._aio.threads import join_all
 
 _thread = threading.local()
 
@@ -123,9 +124,7 @@ def interrupt_threads(names: tuple[str, ...], timeout: float) -> None:
     A thread that returns from an operator of torch while Python ends aborts the process. (2.15) A
     thread that waits for a lock, or sleeps, is not interrupted, and may stay.
     """
-    end = time.monotonic() + timeout
     threads = [each for each in threading.enumerate() if each.name.startswith(names)]
     for each in threads:
         _raise_in(each.ident, SystemExit)
-    for each in threads:
-        each.join(max(0.0, end - time.monotonic()))
+    join_all(threads, timeout)

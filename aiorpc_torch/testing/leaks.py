@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from .._aio.threads import join_all
 from .._protocol import endpoints
 from .._protocol.endpoints import Endpoint
 from .._stats import stats
@@ -84,11 +85,9 @@ class Snapshot:
     def _threads_left(self) -> Iterator[str]:
         if endpoints.serving() is not None:
             return  # the threads belong to the world
-        end = time.monotonic() + THREADS
-        for thread in _threads() - self.threads:
-            thread.join(max(0.0, end - time.monotonic()))
-            if thread.is_alive():
-                yield f"the thread {thread.name}"
+        new = _threads() - self.threads
+        join_all(new, THREADS)
+        yield from (f"the thread {thread.name}" for thread in new if thread.is_alive())
 
     def _children(self) -> Iterator[str]:
         end = time.monotonic() + PROCESSES
