@@ -1,7 +1,10 @@
 """What every test of ours gets beside the plugin's fixtures: hypothesis's profiles, and no leak."""
 
+import asyncio
 import os
 import signal
+from collections.abc import Callable
+from importlib import import_module, util
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -39,6 +42,31 @@ TIERS = {
     "examples": "examples",
 }
 SLOW = {"network"}
+
+UVLOOP = {
+    "loopback/test_backpressure.py",
+    "loopback/test_connections.py",
+    "loopback/test_group_map.py",
+    "loopback/test_groups.py",
+    "loopback/test_lone_calls.py",
+    "loopback/test_streams.py",
+    "integration/test_connections.py",
+    "integration/test_failure_detection.py",
+    "integration/test_groups.py",
+    "integration/test_shared_memory.py",
+    "integration/test_streams.py",
+}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run the files of `UVLOOP` on both event loops, where uvloop is installed."""
+    factories = {"asyncio": asyncio.new_event_loop}
+    path = item.path.relative_to(Path(__file__).parent).as_posix()
+    if path in UVLOOP and util.find_spec("uvloop"):
+        factories["uvloop"] = import_module("uvloop").new_event_loop
+    return factories
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

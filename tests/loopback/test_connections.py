@@ -776,7 +776,8 @@ async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) 
     await until(lambda: "full" in end._paused)
     waiting = end._transport.get_write_buffer_size()
     high = 8 << 20
-    assert high < waiting <= high + 2 * len(data) + 1000
+    # asyncio pauses the writer in the write itself, uvloop at the end of the iteration.
+    assert high < waiting <= high + 4 * len(data) + 1000
     assert high // len(data) < len(echoed) < count
     await work()
     assert "full" in end._paused
