@@ -16,7 +16,7 @@ class InlineFuture:
     """A result that one task awaits, for use on its event loop only.
 
     `asyncio.Task` accepts what has these methods and `_asyncio_future_blocking`, a private
-    interface of CPython 3.11 and 3.12. (With the C and the Python task:
+    interface of CPython 3.11 to 3.14. (With the C and the Python task:
     tests/unit/aio/test_inline_future.py)
     """
 

@@ -35,8 +35,8 @@ def graceful_signals(wanted: bool = True) -> Iterator[None]:
 
 
 def _is_asyncios(handler: Any) -> bool:
-    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 and
-    # 3.12. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
+    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 to
+    # 3.14. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
     return isinstance(handler, functools.partial) and isinstance(
         getattr(handler.func, "__self__", None), asyncio.Runner
     )

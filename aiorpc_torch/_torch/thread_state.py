@@ -1,6 +1,6 @@
 """Python's thread states in torch's threads, torch's thread count in ours, and the end of ours.
 
-The five functions of Python's C interface exist in CPython 3.11 to 3.13.
+The five functions of Python's C interface are those of CPython 3.11 to 3.14.
 (tests/unit/torch/test_thread_state.py)
 """
 

@@ -16,7 +16,7 @@ from typing import Any
 from .._world.child import process_factory
 
 # Processes of multiprocessing that live as long as this one. Their names are private to CPython
-# (3.11, 3.12; tests/integration/test_testing.py, on children of a process with one thread).
+# (3.11 to 3.14; tests/integration/test_testing.py, on children of a process with one thread).
 _HELPERS: tuple[tuple[Any, str], ...] = (
     (resource_tracker._resource_tracker, "_pid"),
     (forkserver._forkserver, "_forkserver_pid"),
