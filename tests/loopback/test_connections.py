@@ -781,9 +781,12 @@ async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) 
     assert high // len(data) < len(echoed) < count
     await work()
     assert "full" in end._paused
-    found = [await stranger.frame() for _ in range(count)]
-    assert found == [(RESULTS, [([number], ("plain", [data]))]) for number in range(count)]
-    assert echoed == [*range(count)]
+    answered: list[int] = []
+    while len(answered) < count:  # on uvloop the results of several calls share a frame
+        kind, [(numbers, values)] = await stranger.frame()  # type: ignore[misc]
+        assert (kind, values) == (RESULTS, ("plain", [data] * len(numbers)))
+        answered += numbers
+    assert answered == echoed == [*range(count)]
     assert not end._paused
     await stranger.leave()
     echoes.clear()
