@@ -43,7 +43,7 @@ TIERS = {
 }
 SLOW = {"network"}
 
-UVLOOP = {
+UVLOOP = {  # files that run on both event loops
     "loopback/test_backpressure.py",
     "loopback/test_connections.py",
     "loopback/test_group_map.py",
@@ -61,23 +61,27 @@ UVLOOP = {
 def pytest_asyncio_loop_factories(
     config: pytest.Config, item: pytest.Item
 ) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
-    """Run the files of `UVLOOP` on both event loops, where uvloop is installed."""
+    """Run the tests of `UVLOOP` on uvloop too, where it is installed."""
     factories = {"asyncio": asyncio.new_event_loop}
-    path = item.path.relative_to(Path(__file__).parent).as_posix()
-    if path in UVLOOP and util.find_spec("uvloop"):
+    if relative_path(item).as_posix() in UVLOOP and util.find_spec("uvloop"):
         factories["uvloop"] = import_module("uvloop").new_event_loop
     return factories
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the tier of its folder, and as slow where a whole folder is."""
-    here = Path(__file__).parent
     for item in items:
-        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        folder = relative_path(item).parts[0]
         if folder in TIERS:
             item.add_marker(TIERS[folder])
-        if folder in SLOW:
+        if folder in SLOW or (folder == "integration" and "uvloop" in item.name):
             item.add_marker("slow")
+
+
+def relative_path(item: pytest.Item) -> Path:
+    """Return the path of its file below this folder; of any other file the whole path."""
+    here = Path(__file__).parent
+    return item.path.relative_to(here) if item.path.is_relative_to(here) else item.path
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -59,7 +59,7 @@ UVLOOP = """
     import uvloop  # in the children too: they run the file
     asyncio.events.new_event_loop = uvloop.new_event_loop
 """
-on_uvloop = [pytest.mark.slow, pytest.mark.skipif(not util.find_spec("uvloop"), reason="no uvloop")]
+on_uvloop = pytest.mark.skipif(not util.find_spec("uvloop"), reason="no uvloop")
 
 
 @pytest.mark.promise("worlds.signals")
