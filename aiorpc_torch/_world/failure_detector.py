@@ -37,6 +37,8 @@ class FailureDetector:
     ) -> None:
         self.lost_peers: dict[str, RpcError] = {}
         self.on_loss: Callable[[RpcError], None] | None = None
+        self.on_change: Callable[[], None] = _ignore
+        """Called when a peer is lost, or is alive again."""
         self.has_left: Callable[[str], Awaitable[bool]] = _has_not_left
         self._name = name
         self.only_linked = False  # silence counts on open connections only
@@ -105,6 +107,11 @@ class FailureDetector:
         self._given_up[peer] = error
         self.lost_peers.setdefault(peer, error)
         self._rejoined[peer].set()
+        self.on_change()
+
+    def linked(self) -> set[str]:
+        """Return the peers with an open connection, in either direction."""
+        return self._pool.linked() | self._server.sessions.linked()
 
     def probe(self, peer: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost."""
@@ -123,6 +130,7 @@ class FailureDetector:
         if self.lost_peers.pop(peer, None) is not None:
             log.info("%s: worker %r is back", self._name, peer)
             self._rejoined.pop(peer, asyncio.Event()).set()
+        self.on_change()
 
     def on_disconnect(self, peer: str, number: int) -> None:
         """Probe a peer whose connection ended without a leave message. Thread-safe."""
@@ -143,7 +151,7 @@ class FailureDetector:
     def _check(self) -> None:
         waited_for = self._pool.awaited_peers() | self._server.sessions.callers()
         if self.only_linked:
-            waited_for &= self._pool.linked() | self._server.sessions.linked()
+            waited_for &= self.linked()
         silent, lost = self._tracker.check(time.monotonic(), waited_for & self._peers.keys())
         for peer in silent:
             self._ping(peer)
@@ -197,6 +205,7 @@ class FailureDetector:
         self._probed[peer].set()
         self._pool.on_peer_lost(peer, error)
         self._server.sessions.cancel_calls_of(peer)
+        self.on_change()
         if self.on_loss is not None and peer not in self._server.peers.leave_messages:
             task = self._loop.create_task(self._report_unless_left(peer, error))
             self._tasks.add(task)
@@ -208,6 +217,10 @@ class FailureDetector:
         """Report the loss, unless the peer's block had ended in order before."""
         if not await self.has_left(peer) and self.on_loss is not None:
             self.on_loss(error)
+
+
+def _ignore() -> None:
+    """Ignore the change."""
 
 
 async def _has_not_left(_: str) -> bool:

@@ -28,7 +28,6 @@ _COMPLETE = "complete"  # all were registered; the highest worker id
 _REJOINS = "rejoins"
 _NOTICE = "notice"  # the failure notice
 _NOTICE_READ = "notice_read"
-_LEFT = "left"  # the worker's block has ended in order
 _EXITING = "exiting"
 _EXITED = "exited"
 
@@ -151,16 +150,6 @@ class Rendezvous:
         self._store.close()
 
     # ── exit ────────────────────────────────────────────────────────────────────────────────────
-
-    def mark_left(self) -> None:
-        """Tell the others that this worker's block has ended in order; it still serves."""
-        self._store.set(_key(_LEFT, self._rank), "")
-
-    def left_ranks(self, ranks: Sequence[int]) -> set[int]:
-        """Return those of `ranks` whose blocks have ended in order."""
-        if self._store.has(*_keys(_LEFT, ranks)):
-            return {*ranks}
-        return {rank for rank in ranks if self._store.has(_key(_LEFT, rank))}
 
     def exit_barrier(self, others: Sequence[int], seconds: float) -> None:
         """Wait until `others` are here too, for at most `seconds`."""
