@@ -218,6 +218,11 @@ class Rendezvous:
     def _rejoin(self) -> list[Registration]:
         if any(self._store.has(key) for key in _keys(_EXITING, self._ranks())):
             raise _WorldEnded  # its workers are exiting; this worker belongs to the next world
+        # Before anything is written: the world goes on without this worker. A rank of another world
+        # size may have no predecessor. (test_a_rank_beyond_the_world)
+        first = Registration.load(self._store.get(_key(_REGISTRATION, 0)))
+        if conflict := first.conflict_with(self.registration):
+            raise ValueError(conflict)
         key = _key(_REGISTRATION, self._rank)
         self._predecessor = self._store.get(key)
         comeback = self._store.add(_REJOINS, 1)
