@@ -62,7 +62,7 @@ class Server:
         self.last_heard: dict[str, float] = {}
         self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
-        self.on_disconnect: Callable[[str, int], None] = _ignore
+        self.on_disconnect: Callable[[str, int], object] = _ignore
         self._exports = exports
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)

@@ -100,12 +100,6 @@ class Worker:
         if reason := await self._departures.failure_of(until):
             raise WorkerLost(until, reason) from self._failure_detector.lost_peers.get(until)
 
-    def _give_up(self, peer: str, failure: BaseException) -> None:
-        if self._failure_detector is not None:
-            error = WorkerLost(peer, f"it is not restarted: {failure}")
-            error.__cause__ = failure
-            self._failure_detector.give_up(peer, error)
-
 
 @contextlib.asynccontextmanager
 async def worker(
