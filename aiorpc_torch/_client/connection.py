@@ -406,13 +406,14 @@ class Connection(Channel):
         if self.is_open:
             return
         exc = None if opening.cancelled() else opening.exception()
+        if isinstance(exc, WorkerLost):
+            reason = self._observer.on_disconnect(self.peer.name, self.peer.id)
+            exc = WorkerLost(self.peer.name, reason or exc.reason)
         if isinstance(exc, RpcError):
             self._finish(exc)
         else:
             self._finish(RpcError(f"worker {self.peer.name!r} cannot be connected: {exc!r}"))
         self.ended.set()
-        if isinstance(exc, WorkerLost):
-            self._observer.on_disconnect(self.peer.name, self.peer.id)
 
     def _retire(self) -> None:
         """Take no further calls, since the peer leaves; it is told after the last one is sent."""
@@ -462,6 +463,7 @@ class Connection(Channel):
     def on_end(self, error: Exception | None) -> None:
         self._segments.close()
         if error is not None and self._error is None:
-            self._observer.on_disconnect(self.peer.name, self.peer.id)
-            self._finish(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
+            reason = self._observer.on_disconnect(self.peer.name, self.peer.id)
+            reason = reason or f"its connection has ended: {error}"
+            self._finish(WorkerLost(self.peer.name, reason))
         self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))

@@ -48,6 +48,18 @@ process_factory: ContextVar[ProcessFactory] = ContextVar("process_factory", defa
 """Factory of the children's processes; `aiorpc_torch.testing` sets a faster one."""
 
 
+def describe_exit(code: int | None) -> str:
+    """Return the text for the exit code of a process; None: it has closed its pipe and runs."""
+    if code is None:
+        return "its process has closed the pipe to its parent"
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    try:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    except ValueError:  # of a real-time signal
+        return f"its process was killed by signal {-code}"
+
+
 class ParentCommand(enum.Enum):
     """A command from a parent to its child."""
 
@@ -101,7 +113,15 @@ class ChildProcess:
 
     def _exit_failure(self) -> BaseException | None:
         code = self._process.exitcode
-        return None if code == 0 else WorkerLost(self.name, f"its process ended with code {code}")
+        return None if code == 0 else WorkerLost(self.name, describe_exit(code))
+
+    def exit_reason(self, seconds: float) -> str:
+        """Return how the process has ended, "" if it runs after `seconds`. In any thread."""
+        with contextlib.suppress(ValueError):  # it is closed: its world has ended
+            self._process.join(seconds)
+            if (code := self._process.exitcode) is not None:
+                return describe_exit(code)
+        return ""
 
     def release(self) -> bool:
         """Free what belongs to the process if it has ended; return whether it has."""

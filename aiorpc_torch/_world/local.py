@@ -89,7 +89,7 @@ async def local_world(
                 async with contextlib.AsyncExitStack() as stack:
                     async with supervisor.raising_failures("stop"):
                         me = await stack.enter_async_context(run_worker(mine))
-                    supervisor.allow_restarts(me._give_up)
+                    supervisor.watch_children(me._failure_detector)
                     with supervisor.notifying_on_exit():
                         yield me
 
@@ -174,7 +174,7 @@ async def _run(
     with graceful_signals(handle_signals):
         async with supervisor.running():
             async with supervisor.raising_failures(on_failure), run_worker(config) as me:
-                supervisor.allow_restarts(me._give_up)
+                supervisor.watch_children(me._failure_detector)
                 with supervisor.notifying_on_exit():
                     result = await main(me, *args)
     if supervisor.failures:

@@ -28,7 +28,6 @@ _COMPLETE = "complete"  # all were registered; the highest worker id
 _REJOINS = "rejoins"
 _NOTICE = "notice"  # the failure notice
 _NOTICE_READ = "notice_read"
-_LEFT = "left"  # the worker's block has ended in order
 _EXITING = "exiting"
 _EXITED = "exited"
 
@@ -152,16 +151,6 @@ class Rendezvous:
 
     # ── exit ────────────────────────────────────────────────────────────────────────────────────
 
-    def mark_left(self) -> None:
-        """Tell the others that this worker's block has ended in order; it still serves."""
-        self._store.set(_key(_LEFT, self._rank), "")
-
-    def left_ranks(self, ranks: Sequence[int]) -> set[int]:
-        """Return those of `ranks` whose blocks have ended in order."""
-        if self._store.has(*_keys(_LEFT, ranks)):
-            return {*ranks}
-        return {rank for rank in ranks if self._store.has(_key(_LEFT, rank))}
-
     def exit_barrier(self, others: Sequence[int], seconds: float) -> None:
         """Wait until `others` are here too, for at most `seconds`."""
         end = time.monotonic() + seconds
@@ -229,6 +218,11 @@ class Rendezvous:
     def _rejoin(self) -> list[Registration]:
         if any(self._store.has(key) for key in _keys(_EXITING, self._ranks())):
             raise _WorldEnded  # its workers are exiting; this worker belongs to the next world
+        # Before anything is written: the world goes on without this worker. A rank of another world
+        # size may have no predecessor. (test_a_rank_beyond_the_world)
+        first = Registration.load(self._store.get(_key(_REGISTRATION, 0)))
+        if conflict := first.conflict_with(self.registration):
+            raise ValueError(conflict)
         key = _key(_REGISTRATION, self._rank)
         self._predecessor = self._store.get(key)
         comeback = self._store.add(_REJOINS, 1)

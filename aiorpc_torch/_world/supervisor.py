@@ -3,20 +3,25 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._aio.interruption import Interrupt, interruptible
 from .._aio.threads import run_in_thread
+from ..errors import WorkerLost
 from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
+from .failure_detector import FailureDetector
 
 log = logging.getLogger("aiorpc_torch")
 
 # Seconds for children to end: those that leave their world in order, and those that are cancelled.
 EXIT_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 0.7
+
+# Seconds for the exit code of a child whose connection has ended.
+EXIT_CODE_TIMEOUT = 0.1
 
 
 @dataclass(eq=False)
@@ -35,7 +40,7 @@ class Supervisor:
     _children: list[ChildProcess] = field(default_factory=list)
     _command: ParentCommand | None = None  # the last one that was sent
     # Set once the world is complete: before, no child can rejoin.
-    _give_up: Callable[[str, BaseException], None] | None = None
+    _detector: FailureDetector | None = None
     _interrupt: Interrupt | None = None
 
     @contextlib.asynccontextmanager
@@ -52,12 +57,19 @@ class Supervisor:
                 self._send(ParentCommand.CANCEL)
             await self._close(timeout)
 
-    def allow_restarts(self, give_up: Callable[[str, BaseException], None]) -> None:
-        """Restart children from now on: the world is complete.
+    def watch_children(self, detector: FailureDetector | None) -> None:
+        """Restart children from now on, and report their deaths: the world is complete."""
+        self._detector = detector
+        if detector is not None:
+            detector.exit_reason = self.exit_reason
 
-        `give_up` is called with the name and the failure of a child that is not restarted.
+    def exit_reason(self, name: str) -> str:
+        """Return how the process of a child has ended, "" if it runs. In any thread.
+
+        The kernel closes a process's connections just before its exit code is there: hence a wait.
         """
-        self._give_up = give_up
+        children = [each for each in [*self._children] if each.name == name]
+        return children[-1].exit_reason(EXIT_CODE_TIMEOUT) if children else ""
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:
@@ -91,16 +103,44 @@ class Supervisor:
     ) -> None:
         if failure is None or self._command is ParentCommand.CANCEL:
             return
-        if self._give_up is not None and self.restarts and self._command is None:
-            self.restarts -= 1
-            log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
-            if child.release():
-                self._children.remove(child)
+        death = None
+        if isinstance(failure, WorkerLost) and failure.worker == config.name:
+            death = failure
+        if self._detector is not None and death is not None:
+            self._detector.lose(config.name, death)
+        if self._detector is not None and self.restarts and self._command is None:
+            error = self._restart(child, config, failure)
+            if error is None:
+                return
+            failure = error
+        elif death is not None:
+            log.warning("%s", death)
+        self._report(config.name, failure)
+
+    def _restart(
+        self, child: ChildProcess, config: WorkerConfig, failure: BaseException
+    ) -> BaseException | None:
+        """Start a child again; return the error if no process can be started."""
+        self.restarts -= 1
+        log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
+        if child.release():
+            self._children.remove(child)
+        try:
             self._start(config)
-            return
+        except Exception as exc:  # too many processes or open files
+            log.error("worker %r cannot be restarted: %r", config.name, exc)
+            exc.__cause__ = failure
+            return exc
+        return None
+
+    def _report(self, name: str, failure: BaseException) -> None:
+        """Report a failure after which a child is not restarted."""
         self.failures.append(failure)
-        if self._give_up is not None:
-            self._give_up(config.name, failure)
+        if self._detector is not None:
+            text = failure.reason if isinstance(failure, WorkerLost) else str(failure)
+            error = WorkerLost(name, f"{text}; it is not restarted")
+            error.__cause__ = failure
+            self._detector.give_up(name, error)
         if self._interrupt is not None:
             self._interrupt(failure)
 

@@ -5,7 +5,7 @@ import inspect
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -53,15 +53,22 @@ class Process:
 def started(tmp_path: Path) -> Iterator[Callable[..., list[Process]]]:
     with contextlib.ExitStack() as stack:
 
-        def start(block: str, until: str | None = None, store: str = "", **options: Any) -> Any:
-            options |= {"world_size": 3, "init_method": store or f"file://{tmp_path}/store"}
+        def start(
+            block: str,
+            until: str | None = None,
+            names: Sequence[str] = ("server", "t1", "t2"),
+            store: str = "",
+        ) -> Any:
+            options = {"world_size": 3, "init_method": store or f"file://{tmp_path}/store"}
             options |= {"interface": "lo", "heartbeat": 2.0}
-            found = [
-                Process(leavers.server, options, block, until),
-                *(Process(leavers.client, f"t{rank}", rank, options) for rank in (1, 2)),
-            ]
-            for each in found:
-                stack.callback(each.close)
+            found = []
+            for rank, name in enumerate(names):
+                is_server = name.startswith("server")
+                target, args = (
+                    (leavers.server, (block, until)) if is_server else (leavers.client, ())
+                )
+                found.append(Process(target, name, rank, options, *args))
+                stack.callback(found[-1].close)
             return found
 
         yield start
@@ -140,6 +147,28 @@ def test_serving_until_one_has_left(
     first.tell(command)
     assert server.hear("served", "WorkerLost: worker 't1' is lost").startswith(end)
     second.tell("leave")
+
+
+@pytest.mark.promise("worlds.servers")
+@pytest.mark.parametrize("command", ["leave", "die"])
+@pytest.mark.parametrize("rank", [2, 0])
+def test_servers_and_a_driver_end_together(
+    started: Callable[..., list[Process]], command: str, rank: int
+) -> None:
+    """Whichever rank the driver has, and also if it dies."""
+    names = ["server1", "server2"]
+    names.insert(rank, "t0")
+    servers = started("serve", names=names)
+    driver = servers.pop(rank)
+    for each in servers:
+        text = each.hear("server1 serves until", "server2 serves until")
+        while not text.endswith("until t0 leave"):  # the other one serves too
+            text = each.hear("server1 serves until", "server2 serves until")
+    driver.tell(command)
+    for each in servers:
+        each.hear("served")
+    for each in servers:
+        each.hear("left")
 
 
 def test_leaving_without_the_store(started: Callable[..., list[Process]]) -> None:

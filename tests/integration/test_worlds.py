@@ -211,7 +211,7 @@ def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
     done = run(path)
     assert time.monotonic() - start < 30
     assert done.stderr.splitlines()[-1] == (
-        "aiorpc_torch.WorkerLost: worker 'ps' is lost: its process ended with code 7"
+        "aiorpc_torch.WorkerLost: worker 'ps' is lost: its process ended with exit code 7"
     )
 
 

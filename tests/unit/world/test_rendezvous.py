@@ -334,6 +334,19 @@ def test_a_rejoin_that_conflicts(group: Group) -> None:
     assert [each.name for each in found] == ["w0", "w1", "w2"]
 
 
+def test_a_rank_beyond_the_world(group: Group) -> None:
+    """A world does not grow: its members go on, and their registrations stay."""
+    coming = [group.register(registration(rank, 2)) for rank in range(2)]
+    assert [names(each) for each in coming] == [["w0", "w1"]] * 2
+    for rank in (2, 1):
+        exc = failure(group.register(registration(rank, 3, pid=999)))
+        assert isinstance(exc, ValueError)
+        assert "world_size must be the same in every worker" in str(exc)
+        assert "with world_size=3" in str(exc)
+    again = group.register(registration(1, 2))
+    assert [each.comeback for each in again.result(20.0)] == [0, 1]
+
+
 def test_an_ended_world_is_not_rejoined(group: Group) -> None:
     """A worker that registers while the others exit, or when all are dead, waits for the next."""
     for end in (lambda all_: leave_world(group, all_), lambda all_: all_[0].mark_world_dead()):
