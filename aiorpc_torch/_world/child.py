@@ -9,16 +9,14 @@ import atexit
 import contextlib
 import enum
 import functools
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextvars import ContextVar
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from typing import Any, NoReturn
 
 from .._aio.loops import call_soon
@@ -27,25 +25,13 @@ from .._protocol.by_value import is_main_without_file
 from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
 from .config import WorkerConfig
+from .processes import ProcessFactory, sigint_blocked
 from .worker import run_worker
 
 Main = Callable[..., Awaitable[Any]]
 
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
-
-ProcessFactory = Callable[[Callable[..., Any], tuple[Any, ...], str], BaseProcess]
-"""A function that makes a process of a target function, its arguments and a name."""
-
-
-def spawned_process(target: Callable[..., Any], args: tuple[Any, ...], name: str) -> BaseProcess:
-    """Return a process with a new interpreter."""
-    # Not "fork", which copies the locks of torch's threads but not the threads.
-    return multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
-
-
-process_factory: ContextVar[ProcessFactory] = ContextVar("process_factory", default=spawned_process)
-"""Factory of the children's processes; `aiorpc_torch.testing` sets a faster one."""
 
 
 class ParentCommand(enum.Enum):
@@ -58,15 +44,21 @@ class ParentCommand(enum.Enum):
 class ChildProcess:
     """A process that runs `main(me, *args)` as the worker of `config`, or only serves."""
 
-    def __init__(self, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        make_process: ProcessFactory,
+        config: WorkerConfig,
+        main: Main | None,
+        args: tuple[Any, ...],
+    ) -> None:
         self.name = config.name
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
         self._is_watched = True
         # This end stays open until `close`: its end would mean this process's death to the child.
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = process_factory.get()(child_main, (theirs, config, main, args), config.name)
-        with _sigint_blocked(), _main_importable():
+        self._process = make_process(child_main, (theirs, config, main, args), config.name)
+        with sigint_blocked(), _main_importable():
             self._process.start()
         theirs.close()
         _running.add(self)
@@ -125,19 +117,6 @@ class ChildProcess:
 
 
 @contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    # Ctrl-C goes to the whole process group, and a child that is still importing torch would print
-    # a traceback. A child inherits the mask, until `child_main` installs a handler.
-    # multiprocessing's tracker unblocks the signal when it starts: so it starts first.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-@contextlib.contextmanager
 def _main_importable() -> Iterator[None]:
     # A child of multiprocessing runs the file of `__main__`, and would look for one of this name.
     main = sys.modules["__main__"]
@@ -182,9 +161,11 @@ def child_main(
     # A handler, not SIG_IGN, which programs that the child starts would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
     code = 0
     try:
-        asyncio.run(_run(pipe, config, main, args))
+        with asyncio.Runner(loop_factory=config.loop_factory) as runner:
+            runner.run(_run(pipe, config, main, args))
         # As at the end of any program: what was given to an executor is done. Not after a failure,
         # which the parent sees when this process ends.
         threading._shutdown()  # type: ignore[attr-defined]

@@ -11,6 +11,7 @@ from .._aio.interruption import Interrupt, interruptible
 from .._aio.threads import run_in_thread
 from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
+from .processes import ProcessFactory, ProcessOptions
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -31,8 +32,10 @@ class Supervisor:
     main: Main | None
     args: tuple[Any, ...]
     restarts: int
+    processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
     _children: list[ChildProcess] = field(default_factory=list)
+    _make_process: ProcessFactory | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Set once the world is complete: before, no child can rejoin.
     _give_up: Callable[[str, BaseException], None] | None = None
@@ -43,6 +46,8 @@ class Supervisor:
         """Start the children, and wait for their end at the end of the block."""
         timeout = CANCEL_TIMEOUT
         try:
+            if self.configs:
+                self._make_process = await self.processes.factory()
             for config in self.configs:
                 self._start(config)
             yield
@@ -82,7 +87,8 @@ class Supervisor:
             yield
 
     def _start(self, config: WorkerConfig) -> None:
-        child = ChildProcess(config, self.main, self.args)
+        assert self._make_process is not None
+        child = ChildProcess(self._make_process, config, self.main, self.args)
         self._children.append(child)
         child.ended.add_done_callback(lambda ended: self._on_end(child, config, ended.result()))
 
