@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NoReturn
 
 from .._aio.loops import call_soon
-from .._aio.signals import force_exit
+from .._aio.signals import end_process
 from .._protocol.by_value import is_main_without_file
 from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
@@ -176,10 +176,7 @@ def child_main(
             # Raised, and its traceback printed once, in the parent.
             pipe.send(RemoteFailure.of(exc, config.name))
         code = 1
-    # As multiprocessing ends a forked child: exit functions run and streams are flushed, but the
-    # interpreter is not finalized. With torch that would take a second of every core.
-    atexit._run_exitfuncs()
-    force_exit(code)
+    end_process(code)
 
 
 async def _run(
