@@ -5,7 +5,6 @@ import os
 import signal
 from collections.abc import Callable
 from importlib import import_module, util
-from multiprocessing import forkserver
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
@@ -14,6 +13,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from aiorpc_torch._aio import segments
+from aiorpc_torch._world import forkserver
 from aiorpc_torch.testing import leaks
 from tests.support.gated_batches import gated as gated, skip as skip
 
@@ -88,8 +88,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server that forks children, if tests need it: it imports torch meanwhile."""
     tiers = {mark.name for item in session.items for mark in item.iter_markers()}
     if tiers & {"worlds", "examples"} and not session.config.option.collectonly:
-        forkserver.set_forkserver_preload(["aiorpc_torch", "tests.support.preloaded"])
-        forkserver.ensure_running()
+        forkserver.obtain(["tests.support.preloaded"])
 
 
 # What ends on a busy machine may take its time; tests of leaks themselves set less.

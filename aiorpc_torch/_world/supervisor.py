@@ -13,15 +13,13 @@ from ..errors import WorkerLost
 from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
 from .failure_detector import FailureDetector
+from .processes import ProcessFactory, ProcessOptions
 
 log = logging.getLogger("aiorpc_torch")
 
 # Seconds for children to end: those that leave their world in order, and those that are cancelled.
 EXIT_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 0.7
-
-# Seconds for the exit code of a child whose connection has ended.
-EXIT_CODE_TIMEOUT = 0.1
 
 
 @dataclass(eq=False)
@@ -36,8 +34,10 @@ class Supervisor:
     main: Main | None
     args: tuple[Any, ...]
     restarts: int
+    processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
     _children: list[ChildProcess] = field(default_factory=list)
+    _make_process: ProcessFactory | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Set once the world is complete: before, no child can rejoin.
     _detector: FailureDetector | None = None
@@ -48,6 +48,8 @@ class Supervisor:
         """Start the children, and wait for their end at the end of the block."""
         timeout = CANCEL_TIMEOUT
         try:
+            if self.configs:
+                self._make_process = await self.processes.factory()
             for config in self.configs:
                 self._start(config)
             yield
@@ -64,12 +66,9 @@ class Supervisor:
             detector.exit_reason = self.exit_reason
 
     def exit_reason(self, name: str) -> str:
-        """Return how the process of a child has ended, "" if it runs. In any thread.
-
-        The kernel closes a process's connections just before its exit code is there: hence a wait.
-        """
+        """Return how the process of a child has ended, "" if it runs. In any thread."""
         children = [each for each in [*self._children] if each.name == name]
-        return children[-1].exit_reason(EXIT_CODE_TIMEOUT) if children else ""
+        return children[-1].exit_reason() if children else ""
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:
@@ -94,7 +93,8 @@ class Supervisor:
             yield
 
     def _start(self, config: WorkerConfig) -> None:
-        child = ChildProcess(config, self.main, self.args)
+        assert self._make_process is not None
+        child = ChildProcess(self._make_process, config, self.main, self.args)
         self._children.append(child)
         child.ended.add_done_callback(lambda ended: self._on_end(child, config, ended.result()))
 
