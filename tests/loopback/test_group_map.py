@@ -6,9 +6,11 @@ from typing import Any
 
 import anyio
 import pytest
+import torch
 
 from aiorpc_torch import (
     CallTimeout,
+    RemoteError,
     RemoteTraceback,
     WorkerLost,
     create_all,
@@ -17,6 +19,7 @@ from aiorpc_torch import (
     timeout,
 )
 from tests.support.group_members import Node, Unpicklable, nodes
+from tests.support.raw_connections import SOON
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -202,6 +205,16 @@ async def test_a_bad_item_is_raised_at_its_place() -> None:
         async for _, item in group.map(Node.plain, [0, 1, Unpicklable(), 3]):
             found.append(item)
     assert found == [0, 1]
+
+
+async def test_an_item_that_is_refused_while_it_is_sent() -> None:
+    """Its exception comes in its place, although no answer does."""
+    group = await nodes(1)
+    await remote(group[0]).add(1)  # from then on, one call is sent within the step that makes it
+    async with asyncio.timeout(SOON):
+        with pytest.raises(RemoteError):
+            await anext(group.map(Node.note, [torch.ones(3, device="meta")]))
+    assert stats().in_flight == 0
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])
