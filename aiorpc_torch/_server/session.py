@@ -5,6 +5,7 @@ caller.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -394,12 +395,14 @@ def _complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:
     """Complete the reply to a message of torch RPC, if it is one. In any thread."""
     if reply is None:
         return
+    answer: Any = b""
     try:
         answer = _answer(results)
     except Exception as exc:  # e.g. no memory; the caller would wait for ever
         log.warning("a result cannot be encoded: %r", exc)
         failure = RemoteFailure.of(exc, "the callee")
-        answer = _answer([(key, FAILED, failure) for key, _, _ in results])
+        with contextlib.suppress(Exception):  # no memory for this either
+            answer = _answer([(key, FAILED, failure) for key, _, _ in results])
     try:
         reply.set_result(answer)
     except Exception as exc:  # torch has stopped

@@ -43,8 +43,7 @@ _FOR_TORCH = _keys_for_torch()
 _PACKED = {torch.quint4x2, torch.quint2x4}  # several elements a byte: torch reads one a byte
 
 COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
-"""Layouts that torch RPC does not send, or one way only: CSR as an argument. Their parts are sent.
-"""
+"""Layouts whose parts are sent: torch RPC takes CSR as an argument only, and no other of them."""
 
 _BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
 
@@ -94,7 +93,10 @@ def check_tensor(tensor: Tensor) -> None:
 def check_tensors(tensors: Iterable[Tensor]) -> None:
     """Raise ValueError unless every tensor can be sent. Call it when their message is made."""
     for tensor in tensors:
-        check_tensor(tensor)
+        if type(tensor) is Tensor:
+            check_tensor(tensor)
+        else:
+            check_subclass(tensor)
 
 
 def check_subclass(tensor: Tensor) -> None:

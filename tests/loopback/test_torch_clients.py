@@ -11,7 +11,7 @@ from torch.distributed import rpc
 from aiorpc_torch import RRef, async_execution, wrap_future
 from tests.support import actors
 from tests.support.actors import Batching
-from tests.support.tensor_kinds import freed
+from tests.support.tensor_kinds import freed, is_alike, jagged
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -46,6 +46,16 @@ async def test_async_execution_errors_reach_torch_clients(text: str) -> None:
 async def give_freed() -> Any:
     """Return a tensor whose storage was freed: torch would end the process that sends it."""
     return {"x": freed(torch.ones(3))}
+
+
+@async_execution
+async def give_jagged() -> Any:
+    """Return a tensor of a subclass, which torch pickles by its parts."""
+    return jagged()
+
+
+async def test_a_result_of_a_subclass() -> None:
+    assert is_alike(await in_thread(rpc.rpc_sync, "main", give_jagged), jagged())
 
 
 async def test_a_result_that_cannot_be_sent() -> None:
