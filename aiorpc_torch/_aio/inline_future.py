@@ -75,9 +75,11 @@ class InlineFuture:
         return self._loop
 
     def add_done_callback(self, step: Step, *, context: contextvars.Context) -> None:
-        """Keep the next step of the task, for `resume`."""
+        """Keep the next step of the task for `resume`; a future that is done resumes it soon."""
         self._step = step
         self._context = context
+        if self._state != "waiting":  # `resume` was called already, and has found no step
+            self._loop.call_soon(self.resume)
 
     def cancel(self, msg: Any = None) -> bool:
         """Cancel the wait; the task resumes in the next iteration of the loop."""

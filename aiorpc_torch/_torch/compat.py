@@ -17,7 +17,13 @@ SUPPORTED = "2.11 to 2.15"
 
 try:
     # The base class of torch.futures.Future, and faster to make.
-    from torch._C import Future as RawFuture, _dispatch_keys as dispatch_keys
+    from torch._C import (
+        DisableTorchFunctionSubclass,
+        DispatchKey,
+        DispatchKeySet,
+        Future as RawFuture,
+        _dispatch_keys as dispatch_keys,
+    )
     from torch._C._autograd import _profiler_enabled as profiler_enabled
     from torch._C._distributed_autograd import (
         _current_context as current_context,
@@ -55,6 +61,9 @@ except (ImportError, AttributeError) as exc:
     ) from exc
 
 __all__ = (
+    "DisableTorchFunctionSubclass",
+    "DispatchKey",
+    "DispatchKeySet",
     "FileStore",
     "HashStore",
     "PythonUDF",

@@ -27,10 +27,21 @@ from aiorpc_torch import (
     stats,
     timeout,
 )
+from aiorpc_torch._client import torch_transfers
 from aiorpc_torch._protocol.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
-from tests.support.group_members import Counted, Custom, Loud, Node, Unpicklable, give_back, nodes
+from tests.support.group_members import (
+    Counted,
+    Custom,
+    Loud,
+    Node,
+    Unpicklable,
+    give_back,
+    no_memory,
+    nodes,
+)
+from tests.support.raw_connections import SOON
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -393,6 +404,31 @@ async def test_parts_keep_class_and_results() -> None:
     assert [type(part) for part in seen] == [GroupError, GroupError]
     assert all(part.results == error.results for part in seen)
     assert [len(part.exceptions) for part in seen] == [1, 1]
+
+
+async def test_a_payload_that_is_refused_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each member fails with the reason, awaited and iterated, although no answer comes."""
+    group = await nodes(1)
+    refused = torch.eye(3).to_sparse()  # torch has to send it
+    monkeypatch.setattr(torch_transfers, "message_for_torch", no_memory)
+    for take in (awaited, iterated):
+        await remote(group[0]).add(
+            1
+        )  # from then on, one call is sent within the step that makes it
+        async with asyncio.timeout(SOON):
+            with pytest.raises(GroupError) as raised:
+                await take(remote(group).note(refused))
+        assert [type(each) for each in raised.value.exceptions] == [RemoteError]
+    assert stats().in_flight == 0
+
+
+async def awaited(calls: Any) -> None:
+    await calls
+
+
+async def iterated(calls: Any) -> None:
+    async for _ in calls:
+        pass
 
 
 def fail_variously(node: Node) -> Any:

@@ -89,6 +89,24 @@ async def test_answered_before_it_is_awaited() -> None:
     assert await future == 1
 
 
+async def test_a_callback_of_a_done_future_is_called() -> None:
+    """In the next iteration, in its context and once, as with an `asyncio.Future`."""
+    loop, var = asyncio.get_running_loop(), contextvars.ContextVar("var", default=0)
+    answered, cancelled = InlineFuture(loop), InlineFuture(loop)
+    answered.set_result(1)
+    cancelled.cancel()
+    context, seen = contextvars.Context(), []
+    context.run(var.set, 7)
+    for future in (answered, cancelled):
+        future.add_done_callback(lambda done: seen.append((done, var.get())), context=context)
+    assert seen == []
+    await asyncio.sleep(0)
+    expected = [(answered, 7), (cancelled, 7)]
+    assert sorted(seen, key=lambda each: each[0] is cancelled) == expected
+    answered.resume()
+    assert len(seen) == 2
+
+
 async def test_cancelled_before_its_first_wait(make_task) -> None:
     """A task that is told to stop while it runs stops where it waits next."""
     future = InlineFuture(asyncio.get_running_loop())
