@@ -361,8 +361,15 @@ class Connection(Channel):
         return len(outcomes)
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
-        ended = self._pending.resolve(outcomes, self._wake, self._shared.collect)
+        ended = self._pending.resolve(
+            outcomes, self._wake, self._shared.collect, self._release_held
+        )
         self._state.window.answered(ended)
+
+    def _release_held(self, number: int) -> None:
+        """Let the callee release what it holds of a cancelled call: the result came later."""
+        self._state.cancels.append(number)
+        self.flush_soon()
 
     def on_read(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""

@@ -22,6 +22,9 @@ _NOT_A_STREAM = CallAborted(RemoteError("a value came in place of the items of a
 Collect = Callable[[ResultKey, ReplyReceiver, Item | None], None]
 """Asks for a result that the callee holds: a call's, or an item's."""
 
+Release = Callable[[int], None]
+"""Tells the callee that no result which it holds of a call will be collected."""
+
 
 class PendingCalls(dict[int, ReplyReceiver]):
     """The pending calls of one connection.
@@ -33,7 +36,11 @@ class PendingCalls(dict[int, ReplyReceiver]):
     late = 0
 
     def resolve(
-        self, outcomes: Iterable[tuple[ResultKey, Any]], wake: list[InlineFuture], collect: Collect
+        self,
+        outcomes: Iterable[tuple[ResultKey, Any]],
+        wake: list[InlineFuture],
+        collect: Collect,
+        release: Release,
     ) -> list[int]:
         """Deliver results and items; return the numbers of the calls that have ended.
 
@@ -41,6 +48,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
             outcomes: keys and values of the results and items.
             wake: futures whose tasks the caller has to resume are added to it.
             collect: is called for each result that the callee holds.
+            release: is called instead for the call of one that is not wanted any more.
         """
         ended = []
         for key, value in outcomes:
@@ -53,16 +61,18 @@ class PendingCalls(dict[int, ReplyReceiver]):
                 self.pop(key, None)
                 if receiver is None:
                     self.late += 1
+                    if type(value) is HeldResult:
+                        release(key)
                 elif type(receiver) is InlineFuture:
                     if receiver.set_result(value):
                         wake.append(receiver)
                 elif isinstance(receiver, StreamReader):  # the callee could not begin the stream
                     receiver.fail(value if type(value) is RemoteFailure else _NOT_A_STREAM)
-            elif self._add_item(key, value, collect):
+            elif self._add_item(key, value, collect, release):
                 ended.append(key[0])  # type: ignore[index]
         return ended
 
-    def _add_item(self, key: Any, value: Any, collect: Collect) -> bool:
+    def _add_item(self, key: Any, value: Any, collect: Collect, release: Release) -> bool:
         """Deliver an item of a stream; return whether the stream has ended."""
         number, index, price = key
         if not (type(number) is type(index) is type(price) is int):
@@ -71,6 +81,8 @@ class PendingCalls(dict[int, ReplyReceiver]):
         if type(receiver) is not StreamReader:
             if receiver is not None:
                 raise TypeError(f"an item of a stream came for call {number}, which is no stream")
+            if type(value) is HeldResult and not value.is_coming:
+                release(number)
             return price == 0  # only the end is free
         if price == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):
             raise TypeError(f"an item of the stream of call {number} must have a price, got 0")

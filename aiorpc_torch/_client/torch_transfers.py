@@ -157,5 +157,7 @@ class TorchTransfers:
             outcomes = outcomes or [(key, CallAborted(gone))]
         if item is not None and isinstance(receiver, StreamReader):
             receiver.fill(item, outcomes[0][1])
-        elif self._pending.get(key) is receiver:  # else it was cancelled
+        elif self._pending.get(key) is receiver:
             self._owner.on_results(outcomes)
+        else:  # it was cancelled: it leaves the window, and no other reply to it comes
+            self._owner.on_payload_reply(key, ())

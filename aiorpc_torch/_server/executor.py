@@ -112,7 +112,9 @@ class Executor:
             self._start_in_threads((call,))
 
     def cancel(self, call: ServerCall) -> None:
-        """Cancel a call. Its coroutine is resumed before later calls start."""
+        """Cancel a call, once. Its coroutine is resumed before later calls start."""
+        if call.is_cancelled:  # a second cancellation would interrupt its cleanup
+            return
         call.cancel()
         if not self._has_cancelled:
             self._has_cancelled = True

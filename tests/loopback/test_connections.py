@@ -380,6 +380,7 @@ async def test_a_held_result_is_released_when_its_caller_leaves(
     await results.number()  # behind the cancellation
     assert stats().held_bytes == 0
     sending.let()
+    await until(lambda: not own_connection()._state.window)  # also of what was on its way
     await work()
     assert stats().in_flight == 0
 

@@ -10,6 +10,8 @@ import pytest
 
 from aiorpc_torch._aio.inline_future import InlineFuture
 from aiorpc_torch._client.connection import Connection
+from aiorpc_torch._client.stream_reader import StreamReader
+from aiorpc_torch._protocol.columns import HELD
 from aiorpc_torch._protocol.frames import (
     CALL,
     CALLS,
@@ -22,7 +24,7 @@ from aiorpc_torch._protocol.frames import (
 )
 from aiorpc_torch._protocol.handshake import Party
 from aiorpc_torch._protocol.lone import encode_result
-from aiorpc_torch._protocol.messages import load_calls
+from aiorpc_torch._protocol.messages import encode_reply, load_calls
 from aiorpc_torch._protocol.targets import MethodTarget
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch.errors import CallTimeout, NotServing, RemoteError, WorkerLost
@@ -78,6 +80,10 @@ class Pair:
         pairs = zip(results[::2], results[1::2], strict=True)
         self.writer.write(b"".join(encode_result(*each) or b"" for each in pairs))
 
+    def reply(self, *results: Any) -> None:
+        """Send results with their kinds, in one frame."""
+        self.writer.write(frame(RESULTS, encode_reply(results)[0]))
+
     async def close(self) -> None:
         self.writer.close()
         async with asyncio.timeout(SOON):
@@ -90,6 +96,9 @@ class Pair:
 
     def call(self, *args: Any) -> tuple[int, InlineFuture]:
         return self.connection.call(TARGET, (args, {}), None)
+
+    def stream(self) -> tuple[int, StreamReader]:
+        return self.connection.stream(TARGET, ((), {}), None)
 
 
 async def error_of(future: InlineFuture) -> BaseException:
@@ -187,6 +196,22 @@ async def test_a_call_cancelled_after_it_was_sent_is_withdrawn(pair: Pair) -> No
     async with asyncio.timeout(SOON):
         assert await future == 2
     assert pair.connection.counters()["late"] == 1
+
+
+@pytest.mark.promise("transport.held")
+@pytest.mark.parametrize("key", ["a call", "an item", "the end of a stream"])
+async def test_a_held_result_that_comes_too_late_is_released(pair: Pair, key: str) -> None:
+    """The callee learns that it will not be collected; its call has left the window."""
+    await pair.connect_and_call()
+    number, _ = pair.call(1) if key == "a call" else pair.stream()
+    await pair.frame()
+    pair.connection.cancel(number)
+    await pair.frame()  # it has crossed the result
+    price = 0 if key == "the end of a stream" else 2
+    pair.reply((number if key == "a call" else (number, 0, price), HELD, 1 << 20))
+    kind, data = await pair.frame()
+    assert (kind, pickle.loads(data)[0]) == (CONTROL, [number])
+    assert (number in pair.connection._state.window) == (key == "an item")
 
 
 async def test_a_call_that_expires(pair: Pair) -> None:
