@@ -105,7 +105,8 @@ class ChildProcess:
         # The kernel closes a process's files just before the process can be reaped.
         if not self._is_watched:
             return
-        if self._process.exitcode is None and polls:
+        is_awaited = polls > 0 or _is_exiting(self._process.pid)
+        if self._process.exitcode is None and is_awaited:
             self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
         else:
             self.ended.set_result(self._failure or self._exit_failure())
