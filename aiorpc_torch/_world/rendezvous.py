@@ -32,6 +32,7 @@ _EXITING = "exiting"
 _EXITED = "exited"
 
 _MIN_POLL, _MAX_POLL = 0.005, 0.1  # seconds between two reads of the store
+_MAX_BARRIER_POLL = 0.03  # the same when the workers exit together
 _KEEPALIVE_INTERVAL = 0.5  # seconds
 _MAX_MISSED = 4  # keepalives without which a waiting worker counts as dead
 _NOTICE_GRACE = 0.7  # seconds for the others to read the notice before rank 0 ends the store
@@ -163,8 +164,10 @@ class Rendezvous:
             self._store.set(_key(_EXITED, self._rank), "")
 
     def _wait_for_keys(self, keys: list[str], end: float) -> None:
+        poll = _MIN_POLL
         while time.monotonic() < end and not self._store.has(*keys):
-            time.sleep(_MIN_POLL)
+            time.sleep(poll)
+            poll = min(poll * 1.5, _MAX_BARRIER_POLL)
 
     # ── registrations ───────────────────────────────────────────────────────────────────────────
 
