@@ -249,6 +249,8 @@ class Rendezvous:
         """Read the registration of `rank` into `seen`; reject it if it conflicts with another."""
         found = Registration.load(self._store.get(_key(_REGISTRATION, rank)))
         seen[rank] = found
+        if rank != self._rank:
+            log.info("%s: %s has registered", self.registration, found)
         for other in (self.registration, *seen.values()):
             if conflict := other.conflict_with(found):
                 self._reject(conflict)
@@ -290,7 +292,6 @@ class Rendezvous:
         here = [rank for rank in missing if self._store.has(_key(key, rank))]
         for rank in here:
             arrived(rank)
-            log.info("%s: rank %d is here", self.registration, rank)
         return [rank for rank in missing if rank not in here]
 
     # ── failure notice ──────────────────────────────────────────────────────────────────────────
