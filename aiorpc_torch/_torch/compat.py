@@ -109,7 +109,8 @@ def worker_names() -> set[str]:
 # ── the autograd context of a thread ────────────────────────────────────────────────────────────
 
 _CONTAINER = "_ZN5torch11distributed8autograd21DistAutogradContainer"
-_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+_LIBRARIES = os.path.join(os.path.dirname(torch.__file__), "lib")
+_LIBRARY = os.path.join(_LIBRARIES, "libtorch_cpu.so")
 
 
 def find_context_functions(
@@ -147,3 +148,18 @@ def _slow_context_id() -> int:
 
 current_context_id, force_context = find_context_functions()
 """Return the id of this thread's distributed autograd context, -1 without one."""
+
+
+def find_cpp_log_level(library: str = os.path.join(_LIBRARIES, "libc10.so")) -> ctypes.c_int | None:
+    """Return the level below which torch's C++ code does not log, None if it is not exported.
+
+    TORCH_CPP_LOG_LEVEL sets it, which torch reads when it is imported.
+    """
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # built with another logging library
+        return None
+
+
+cpp_log_level = find_cpp_log_level()
+"""Level of torch's C++ log: 1 for warnings, 2 for errors only."""

@@ -159,8 +159,8 @@ class Departures:
                 is_reached, missing = await self._wait_once(token, goal, among)
                 if not is_reached and self._loop.time() >= next_log:
                     next_log = self._loop.time() + LOG_INTERVAL
-                    names = ", ".join(missing)
-                    log.log(level, "%s serves until %s leave", self.pool.name, names)
+                    names, verb = ", ".join(missing), "leaves" if len(missing) == 1 else "leave"
+                    log.log(level, "%s is serving until %s %s", self.pool.name, names, verb)
         finally:
             self._serving -= goal is Activity.SERVING
             self._report()
@@ -234,7 +234,7 @@ class Departures:
 
     async def _ask(self, peer: str, request: Request) -> Answer | None:
         """Return a peer's answer; None if it does not answer or is lost."""
-        process, future = self.processes[peer], self._loop.create_future()
+        future: asyncio.Future[Any] = self._loop.create_future()
         timeout = request.patience + (ANSWER_MARGIN if request.patience else MESSAGE_TIMEOUT)
         try:
             future = self._send(peer, request)
@@ -243,7 +243,7 @@ class Departures:
             if future.cancel() or future.cancelled():
                 return None
             answer = _read_answer(future.result())
-            self._on_answer(peer, process, answer)
+            self._on_answer(peer, answer)
             return answer
         except Exception as exc:  # torch does not reach it, or it leaves
             log.debug("%s: no answer from worker %r: %r", self.pool.name, peer, exc)
@@ -251,14 +251,14 @@ class Departures:
         finally:
             future.cancel()
 
-    def _on_answer(self, peer: str, process: int, answer: Answer) -> None:
-        report = Report(process, answer.sequence, Activity(answer.activity))
+    def _on_answer(self, peer: str, answer: Answer) -> None:
+        report = Report(answer.process, answer.sequence, Activity(answer.activity))
         self._table.record(peer, report)
         if peer == self.coordinator:
             self._left_there |= {(name, self.processes[name]) for name in answer.left}
             self._lost_there = answer.lost
             if not answer.is_open:
-                self._closed_coordinator = process
+                self._closed_coordinator = answer.process
 
     # ── without a coordinator ───────────────────────────────────────────────────────────────────
 

@@ -200,6 +200,8 @@ class FailureDetector:
             self.on_message(peer)
 
     def _on_unreachable(self, peer: str, exc: BaseException) -> None:
+        if not self._open:  # the supervisor ends the children
+            return
         error = classify_error(exc, peer)
         if isinstance(error, WorkerLost) and (reason := self.exit_reason(peer)):
             error = WorkerLost(peer, reason)

@@ -32,6 +32,7 @@ _EXITING = "exiting"
 _EXITED = "exited"
 
 _MIN_POLL, _MAX_POLL = 0.005, 0.1  # seconds between two reads of the store
+_MAX_BARRIER_POLL = 0.03  # the same when the workers exit together
 _KEEPALIVE_INTERVAL = 0.5  # seconds
 _MAX_MISSED = 4  # keepalives without which a waiting worker counts as dead
 _NOTICE_GRACE = 0.7  # seconds for the others to read the notice before rank 0 ends the store
@@ -163,8 +164,10 @@ class Rendezvous:
             self._store.set(_key(_EXITED, self._rank), "")
 
     def _wait_for_keys(self, keys: list[str], end: float) -> None:
+        poll = _MIN_POLL
         while time.monotonic() < end and not self._store.has(*keys):
-            time.sleep(_MIN_POLL)
+            time.sleep(poll)
+            poll = min(poll * 1.5, _MAX_BARRIER_POLL)
 
     # ── registrations ───────────────────────────────────────────────────────────────────────────
 
@@ -246,6 +249,8 @@ class Rendezvous:
         """Read the registration of `rank` into `seen`; reject it if it conflicts with another."""
         found = Registration.load(self._store.get(_key(_REGISTRATION, rank)))
         seen[rank] = found
+        if rank != self._rank:
+            log.info("%s: %s has registered", self.registration, found)
         for other in (self.registration, *seen.values()):
             if conflict := other.conflict_with(found):
                 self._reject(conflict)
@@ -287,7 +292,6 @@ class Rendezvous:
         here = [rank for rank in missing if self._store.has(_key(key, rank))]
         for rank in here:
             arrived(rank)
-            log.info("%s: rank %d is here", self.registration, rank)
         return [rank for rank in missing if rank not in here]
 
     # ── failure notice ──────────────────────────────────────────────────────────────────────────

@@ -16,6 +16,7 @@ from .._protocol.handshake import Party
 from .._server.exports import Export, ExportPolicy, checked_exports
 from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo, is_running
+from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
@@ -215,13 +216,14 @@ async def run_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
     endpoints.register(server)  # before torch starts: a quicker peer may call already
     rendezvous = None
     try:
-        if config.world_size > 1:
-            registration = config.registration()
-            rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
-        agent, members = await start_worker(config, rendezvous, server.set_device_routes)
-        with _gc_frozen(config.freeze_gc), dump_on_signal():
-            async with _running(config, server, rendezvous, agent, members) as me:
-                yield me
+        with cpp_warnings_hidden():
+            if config.world_size > 1:
+                registration = config.registration()
+                rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
+            agent, members = await start_worker(config, rendezvous, server.set_device_routes)
+            with _gc_frozen(config.freeze_gc), dump_on_signal():
+                async with _running(config, server, rendezvous, agent, members) as me:
+                    yield me
     finally:
         endpoints.register(None)
         pool.set_current(None)

@@ -331,7 +331,10 @@ def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
 
 
 def test_exception_defined_in_main(tmp_path: Path) -> None:
-    """What a child raises in a call, defined in the script itself, arrives as itself."""
+    """What a child raises in a call, defined in the script itself, arrives as itself.
+
+    An exception that ends the block ends the output, too: torch's C++ log adds no line.
+    """
     path = program(
         tmp_path,
         """
@@ -349,6 +352,8 @@ def test_exception_defined_in_main(tmp_path: Path) -> None:
                         await aiorpc.call("a", boom, name)
                     except Exception as exc:
                         print(type(exc).__name__, exc)
+                kept = await aiorpc.create("a", list)
+                raise Boom("at the end")
         if __name__ == "__main__":
             asyncio.run(main())
         """,
@@ -356,6 +361,8 @@ def test_exception_defined_in_main(tmp_path: Path) -> None:
     done = run(path)
     lines = done.stdout.splitlines()
     assert lines[0] == "Boom from the child", done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith(("[W", "Leaking"))] == []
+    assert done.stderr.splitlines()[-1] == "Boom: at the end"
     assert lines[1].startswith("RemoteError")
     assert "Hidden: from the child" in lines[1]
 

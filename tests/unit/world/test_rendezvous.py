@@ -187,10 +187,13 @@ def test_missing_ranks_are_logged(group: Group, monkeypatch: Any, caplog: Any) -
     """A long wait is logged as a warning."""
     monkeypatch.setattr(rendezvous, "_LOG_INTERVAL", 0.0)
     with caplog.at_level(logging.INFO, "aiorpc_torch"):
+        first = group.register(registration(0), timeout=5.0)
+        wait_until_registered(group, 0)
         assert isinstance(failure(group.register(registration(1), timeout=0.7)), WorldTimeout)
+        assert isinstance(failure(first), WorldTimeout)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert ("INFO", f"{registration(1)}: rank 1 is here") in said
-    assert ("WARNING", f"{registration(1)} waits for rank 0, 2 to register") in said
+    assert said.count(("INFO", f"{registration(1)}: {registration(0)} has registered")) == 1
+    assert ("WARNING", f"{registration(1)} waits for rank 2 to register") in said
 
 
 # ── conflicts ───────────────────────────────────────────────────────────────────────────────────
