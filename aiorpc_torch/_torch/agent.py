@@ -35,6 +35,7 @@ from .compat import (
     init_autograd,
     init_rpc_count,
     init_rpc_states,
+    set_profiler_node,
     worker_names,
 )
 from .cuda import has
@@ -109,6 +110,7 @@ class Agent:
         if _first_id is None:
             _first_id = number
             init_autograd(number)
+        set_profiler_node(number)  # for a profiler's events; torch cannot unset it
         rrefs.enter_world(number, counted=first_world)
         self._store = HashStore()
         self._maps = {**device_maps}

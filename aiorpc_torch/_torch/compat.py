@@ -37,6 +37,7 @@ try:
         _delete_all_user_and_unforked_owner_rrefs as delete_rrefs,
         _invoke_rpc_python_udf as invoke_rpc,
         _is_current_rpc_agent_set as has_agent,
+        _set_profiler_node_id as set_profiler_node,
     )
     from torch.autograd import profiler as _profiler
     from torch.distributed import autograd as _autograd, rpc as _rpc
@@ -85,6 +86,7 @@ __all__ = (
     "profiler_enabled",
     "release_context",
     "serialize",
+    "set_profiler_node",
     "tree_leaves",
     "worker_names",
 )

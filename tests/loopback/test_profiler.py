@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.autograd import profiler_legacy
 from torch.profiler import ProfilerActivity, profile, record_function
 
 import aiorpc_torch as aiorpc
@@ -127,3 +128,10 @@ async def test_a_profiler_stops_while_a_call_is_in_flight() -> None:
     for side in ("call", "serve"):
         assert [last >= end for _, last in spans(first, f"aiorpc_{side}")] == [True]
     assert not spans(second, "aiorpc")
+
+
+async def test_events_name_their_worker() -> None:
+    """The node id of torch's own events is the worker id, as after `init_rpc`."""
+    with profiler_legacy.profile() as trace:
+        torch.ones(1)
+    assert {event.node_id for event in trace.function_events} == {0}
