@@ -38,7 +38,7 @@ def compute() -> None:
     weights = torch.ones(100, 100, requires_grad=True)
     begun.release()
     while True:
-        (weights @ weights).sum().backward()
+        (weights @ weights).sum().backward()  # type: ignore[no-untyped-call]
         weights.grad = None
 
 

@@ -48,7 +48,7 @@ try:
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
-    _profiler._disable_profiler  # noqa: B018 - wrapped by `on_profiler_stop`
+    _profiler._disable_profiler  # type: ignore[attr-defined]  # noqa: B018 - wrapped below
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
