@@ -14,6 +14,7 @@ import contextlib
 import importlib
 import json
 import os
+import shutil
 import signal
 import sys
 import tempfile
@@ -217,6 +218,7 @@ def run(classes: Iterable[str], only: Iterable[str], at_once: int) -> None:
         for each in [each for each in running if each.poll()]:
             running.remove(each)
             print(json.dumps((each.name, *each.outcome())), flush=True)
+            shutil.rmtree(each.folder)
         time.sleep(0.01)
 
 
@@ -224,6 +226,6 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="torch's own tests in worlds of ours.")
     parser.add_argument("classes", nargs="+", choices=[*MODULES], metavar="CLASS")
     parser.add_argument("--only", nargs="+", default=[], metavar="TEST")
-    parser.add_argument("--at-once", type=int, default=2, metavar="N", help="tests at once")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="tests at once")
     given = parser.parse_args()
     run(given.classes, given.only, given.at_once)
