@@ -27,7 +27,7 @@ class InlineFuture:
         "_result",
         "_state",
         "_step",
-        "event",  # of a profiler that records the call; not set otherwise
+        "event",  # of a profiler that records the call, until its result; else not set
         "source",
         "started",
         "target",
@@ -54,6 +54,7 @@ class InlineFuture:
             return False
         self._state = "done"
         self._result = result
+        self.event = None  # before the caller goes on, and perhaps stops the profiler
         return self._step is not None
 
     def resume(self) -> None:
@@ -87,6 +88,7 @@ class InlineFuture:
             return False
         self._state = "cancelled"
         self._result = msg
+        self.event = None
         self._loop.call_soon(self.resume)
         return True
 

@@ -28,7 +28,6 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (ctypes.pythonapi, "PyThreadState_Clear"),
     (ctypes.pythonapi, "PyThreadState_Delete"),
     (ctypes.pythonapi, "PyThreadState_Get"),
-    (ctypes.pythonapi, "PyThreadState_SetAsyncExc"),
 )
 
 

@@ -238,7 +238,7 @@ class Connection(Channel):
             self.flush_soon()
 
     def _record(self, receiver: ReplyReceiver, target: Target) -> None:
-        """Record a call in the trace of a profiler, until its receiver is released."""
+        """Record a call in the trace of a profiler, until its result."""
         receiver.event = call_event("call", target_name(target), self._me.name, self.peer.name)
 
     def _give_up(self, number: int, seconds: float) -> None:

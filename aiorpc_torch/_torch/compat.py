@@ -43,7 +43,9 @@ try:
         _delete_all_user_and_unforked_owner_rrefs as delete_rrefs,
         _invoke_rpc_python_udf as invoke_rpc,
         _is_current_rpc_agent_set as has_agent,
+        _set_profiler_node_id as set_profiler_node,
     )
+    from torch.autograd import profiler as _profiler
     from torch.distributed import autograd as _autograd, rpc as _rpc
     from torch.distributed.rpc import api as _api
     from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
@@ -52,6 +54,7 @@ try:
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
+    _profiler._disable_profiler  # type: ignore[attr-defined]  # noqa: B018 - wrapped below
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
@@ -88,9 +91,11 @@ __all__ = (
     "init_rpc_states",
     "invoke_rpc",
     "new_context",
+    "on_profiler_stop",
     "profiler_enabled",
     "release_context",
     "serialize",
+    "set_profiler_node",
     "tree_leaves",
     "worker_names",
 )
@@ -104,6 +109,17 @@ def init_rpc_count() -> int:
 def worker_names() -> set[str]:
     """Return the set of names that torch gathers from. `init_rpc_states` replaces it."""
     return _api._ALL_WORKER_NAMES
+
+
+def on_profiler_stop(function: Callable[[], None]) -> None:
+    """Call `function` before each stop of a profiler, in its thread."""
+    disable = _profiler._disable_profiler  # type: ignore[attr-defined]
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return disable(*args, **kwargs)
+
+    _profiler._disable_profiler = stop  # type: ignore[attr-defined]
 
 
 # ── the autograd context of a thread ────────────────────────────────────────────────────────────

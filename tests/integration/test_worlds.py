@@ -492,47 +492,59 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
 
 
 @pytest.mark.promise("worlds.exit")
-@pytest.mark.parametrize("how", ["blocks", "computes", "ignores", "batch"])
+@pytest.mark.parametrize("how", ["blocks", "works", "ignores", "batch"])
 def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) -> None:
     """A `def` in a thread, coroutines that swallow their cancellation: all are left."""
     path = program(
         tmp_path,
         """
-        import contextlib, threading, time
+        import atexit, contextlib, logging, threading, time
         import torch
+        atexit.register(print, "exit")
+        log = logging.getLogger("works")
+        log.addHandler(logging.FileHandler(os.devnull))
+        log.propagate = False
         begun = threading.Event()
-        async def ignores():
+        async def ignores(number):
             begun.set()
             while True:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
-        def blocks():
+        def blocks(number):
             begun.set()
             threading.Event().wait()
-        def computes():
+        def works(number):
             begun.set()
             while True:
-                torch.ones(200, 200) @ torch.ones(200, 200)
+                if number % 2:
+                    log.warning("still here")
+                else:
+                    torch.ones(200, 200) @ torch.ones(200, 200)
         @aiorpc.batched(max_size=1)
         async def batch(items):
-            await ignores()
-        async def main(function, args):
+            await ignores(1)
+        async def main(function, count):
             async with aiorpc.local_world(0):
-                call = asyncio.create_task(aiorpc.call("main", function, *args))
+                calls = [
+                    asyncio.create_task(aiorpc.call("main", function, number))
+                    for number in range(count)
+                ]
                 while not begun.is_set():
                     await asyncio.sleep(0.01)
                 start = time.monotonic()
-            print(time.monotonic() - start < 10.0, type(call.exception()).__name__)
+            errors = {type(each.exception()).__name__ for each in calls}
+            print(time.monotonic() - start < 10.0, *errors)
         if __name__ == "__main__":
-            asyncio.run(main(globals()[sys.argv[1]], [1] * (sys.argv[1] == "batch")))
+            asyncio.run(main(globals()[sys.argv[1]], 4 if sys.argv[1] == "works" else 1))
+            sys.exit(3)
         """,
     )
     done = run(path, how)
-    assert (done.returncode, done.stdout.split()) == (0, ["True", "NotServing"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (3, ["True", "NotServing", "exit"]), (
+        done.stderr
+    )
     said = (
-        "still run on worker main"
-        if how in ("blocks", "computes")
-        else "did not end when its worker"
+        "still run on worker main" if how in ("blocks", "works") else "did not end when its worker"
     )
     assert said in done.stderr
     assert "Traceback" not in done.stderr
