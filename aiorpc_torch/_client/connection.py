@@ -370,12 +370,12 @@ class Connection(Channel):
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
         ended = self._pending.resolve(
-            outcomes, self._wake, self._shared.collect, self._release_held
+            outcomes, self._wake, self._shared.collect, self.release_held
         )
         self._state.window.answered(ended)
 
-    def _release_held(self, number: int) -> None:
-        """Let the callee release what it holds of a cancelled call: the result came later."""
+    def release_held(self, number: int) -> None:
+        """Let the callee release what it holds of a call: nothing will collect it."""
         self._state.cancels.append(number)
         self.flush_soon()
 
