@@ -99,6 +99,7 @@ class Connection(Channel):
         self._still_woken = 0  # callers that the read before woke, if this one brings no reply
         self._opening: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
+        self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
         self._recorded_calls: set[RecordedCall] = set()  # unanswered, of autograd contexts
         self._error: RpcError | None = None  # reason of its end
         self._must_answer_retire = False
@@ -231,7 +232,8 @@ class Connection(Channel):
             self._record(receiver, target)
         if self._holding is not None:
             seconds = self._holding.timeout
-            self._loop.call_later(seconds, self._give_up, call.number, seconds)
+            timer = self._loop.call_later(seconds, self._give_up, call.number, seconds)
+            self._held.append(timer)
         if self._state.submit(call, is_idle=is_idle):
             self.flush()
         else:
@@ -246,6 +248,12 @@ class Connection(Channel):
         if self._holding is not None:
             self._pending.fail((number,), held_too_long(self._holding, self.peer.name, seconds))
 
+    def _stop_holding(self) -> None:
+        self._holding = None
+        for timer in self._held:
+            timer.cancel()
+        self._held.clear()
+
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
     def start_sending(self, transport: asyncio.Transport, received: bytes = b"") -> None:
@@ -253,7 +261,7 @@ class Connection(Channel):
         if self._error is not None:
             transport.abort()
             return
-        self._holding = None
+        self._stop_holding()
         self.start(transport)
         self._state.is_paused = False
         self._segments.offer()
@@ -362,12 +370,12 @@ class Connection(Channel):
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
         ended = self._pending.resolve(
-            outcomes, self._wake, self._shared.collect, self._release_held
+            outcomes, self._wake, self._shared.collect, self.release_held
         )
         self._state.window.answered(ended)
 
-    def _release_held(self, number: int) -> None:
-        """Let the callee release what it holds of a cancelled call: the result came later."""
+    def release_held(self, number: int) -> None:
+        """Let the callee release what it holds of a call: nothing will collect it."""
         self._state.cancels.append(number)
         self.flush_soon()
 
@@ -430,6 +438,7 @@ class Connection(Channel):
     def leave(self, what: str, text: str, error: RpcError) -> None:
         """Close the connection; pending calls get `error`, the peer gets `what` and `text`."""
         self._fail_calls(error, recorded=what != "ended")  # torch answers them after a loop's end
+        self._stop_holding()
         self._error = self._error or error
         self.is_finished = True
         if self._transport is not None:
@@ -456,6 +465,7 @@ class Connection(Channel):
             self._error = error
             self.is_finished = True
             self.on_peer_lost(error)
+            self._stop_holding()
             if self._trickle_timer is not None:
                 self._trickle_timer.cancel()
 

@@ -5,6 +5,7 @@ held result is large: the connection announces it, and this module collects it.
 (tests/loopback/test_payloads.py)
 """
 
+import asyncio
 import time
 from collections.abc import Sequence
 from typing import Any, Protocol
@@ -49,6 +50,9 @@ class Owner(Protocol):
 
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results."""
+
+    def release_held(self, number: int) -> None:
+        """Let the callee release what it holds of a call."""
 
 
 class TorchTransfers:
@@ -138,8 +142,11 @@ class TorchTransfers:
         peer = self._peer.name
         try:
             answer = send(self._peer, endpoints.collect, dump_plain((self._key, key)))
-        except Exception as exc:
-            self._on_collected(key, receiver, item, classify_error(exc, peer))
+        except Exception as exc:  # the callee still holds it
+            self._owner.release_held(key[0] if isinstance(key, tuple) else key)
+            # Later: the connection is about to resume the callers of other results.
+            later = asyncio.get_running_loop().call_soon
+            later(self._on_collected, key, receiver, item, classify_error(exc, peer))
         else:
             when_done(
                 answer,

@@ -94,9 +94,13 @@ class Channel(asyncio.BufferedProtocol):
         self.flush()
 
     def write(self, data: bytes) -> None:
-        """Write frames."""
+        """Write frames. If memory is short, end the connection: a frame may be cut off."""
         assert self._transport is not None
-        self._transport.write(data)
+        try:
+            self._transport.write(data)
+        except Exception as exc:
+            log.warning("%r cannot write a frame: %r", self, exc)
+            self.abort()
 
     def ping(self) -> None:
         """Ask the peer's event loop for a sign of life; `on_read` handles it."""

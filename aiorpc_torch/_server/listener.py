@@ -12,7 +12,7 @@ import secrets
 import socket
 import struct
 from collections.abc import Callable
-from typing import cast
+from typing import Any, cast
 
 from .._aio.fork import close_on_fork
 from .._protocol.channel import Channel
@@ -54,30 +54,40 @@ class Listener:
     async def start(cls, me: Party, host: str | None, accept: Accept) -> "Listener":
         """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given."""
         listener = cls(me, accept)
+        try:
+            await listener._listen(host)
+        except BaseException:  # a cancellation, for one
+            listener.close()
+            raise
+        return listener
+
+    async def _listen(self, host: str | None) -> None:
         name = f"aiorpc-{secrets.token_hex(16)}"
         unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         unix.bind(f"\0{name}")
-        await listener._serve(unix)
+        await self._serve(unix)
         tcp = None
         if host is not None:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             inet = socket.socket(family, socket.SOCK_STREAM)
             inet.bind((host, 0))
             tcp = host, int(inet.getsockname()[1])
-            await listener._serve(inet)
-        listener.addresses = Addresses(network_namespace(), name, tcp)
-        return listener
+            await self._serve(inet)
+        self.addresses = Addresses(network_namespace(), name, tcp)
 
     async def _serve(self, listening: socket.socket) -> None:
         listening.setblocking(False)
         close_on_fork(listening)
         loop = asyncio.get_running_loop()
+        options: Any = {"sock": listening, "backlog": BACKLOG, "start_serving": False}
         make = lambda: _Unproven(self)  # noqa: E731
         if listening.family == socket.AF_UNIX:
-            server = await loop.create_unix_server(make, sock=listening, backlog=BACKLOG)
+            server = await loop.create_unix_server(make, **options)
         else:
-            server = await loop.create_server(make, sock=listening, backlog=BACKLOG)
+            server = await loop.create_server(make, **options)
+        # asyncio suspends here, with the socket open: `close` must know it already.
         self._servers.append(server)
+        await server.start_serving()
 
     def introduce(self, caller: Party) -> tuple[Credentials, Addresses]:
         """Return the credentials and addresses for a caller; the same at each request."""
