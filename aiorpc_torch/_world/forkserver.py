@@ -108,6 +108,15 @@ def obtain(preload: Sequence[str]) -> ForkServer:
         return _current
 
 
+def _forget() -> None:
+    """Leave the server of its parent to a fork of this process."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
 def server_pid() -> int | None:
     """Return the pid of the running server."""
     return None if _current is None else _current.pid
@@ -137,7 +146,7 @@ def _interpreter() -> list[str]:
 
 def _start(descriptor: int, preload: tuple[str, ...]) -> int:
     # Raises in a child that still imports its `__main__`: a script without its `if __name__`.
-    path = spawn.get_preparation_data("")["sys_path"]
+    path = [str(each) for each in spawn.get_preparation_data("")["sys_path"]]
     command = (
         f"import sys; sys.path[:] = {path!r}; "
         f"from {main.__module__} import main; "
@@ -148,7 +157,8 @@ def _start(descriptor: int, preload: tuple[str, ...]) -> int:
 
 
 def _end(connection: socket.socket, pid: int, owner: int) -> None:
-    if os.getpid() != owner:  # in a fork of this process
+    if os.getpid() != owner:  # in a fork of this process, which has closed the descriptor
+        connection.detach()
         return
     connection.close()
     with contextlib.suppress(ChildProcessError):

@@ -52,6 +52,7 @@ class Supervisor:
                 self._make_process = await self.processes.factory()
             for config in self.configs:
                 self._start(config)
+                await asyncio.sleep(0)  # each fork takes milliseconds
             yield
             timeout = EXIT_TIMEOUT
         finally:

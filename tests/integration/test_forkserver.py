@@ -155,11 +155,16 @@ async def test_preloaded_modules_are_imported_once(module: Any) -> None:
 @pytest.mark.parametrize(
     ("text", "error", "match"),
     [
-        ("import nothing_of_this_name", ImportError, "'bad_0' of preload= cannot be imported: Mod"),
+        ("import nothing_here", ImportError, "'bad_0' of preload= cannot be imported: Mod"),
         (
             "import threading\nthreading.Thread(target=threading.Event().wait, name='own').start()",
             RuntimeError,
             "preload= started threads, which a fork does not copy: own; do that in a function, or",
+        ),
+        (
+            "import torch\ntorch.cuda.is_initialized = lambda: True",
+            RuntimeError,
+            "preload= initialized CUDA, which forked children cannot use then; do that in a fun",
         ),
         (
             "import os\nos._exit(3)",
@@ -167,15 +172,22 @@ async def test_preloaded_modules_are_imported_once(module: Any) -> None:
             "the process that forks the children of local worlds has died",
         ),
     ],
-    ids=["missing", "thread", "exit"],
+    ids=["missing", "thread", "CUDA", "exit"],
 )
 async def test_a_module_that_cannot_be_preloaded(
     module: Any, text: str, error: type[Exception], match: str, request: pytest.FixtureRequest
 ) -> None:
-    """The error names it and what to do; the next world starts."""
+    """The error names it and what to do."""
     name = module(f"bad_{len(text) if error is RuntimeError else 0}", text)
     with pytest.raises(error, match=match):
         async with local_world(["a"], preload=(name,)):
+            pass
+
+
+async def test_the_world_after_a_server_that_failed() -> None:
+    """It has another server."""
+    with pytest.raises(ImportError, match="nothing_of_this_name"):
+        async with local_world(["a"], preload=("nothing_of_this_name",)):
             pass
     async with local_world(["a"]):
         assert await call("a", actors.pid)
@@ -183,38 +195,47 @@ async def test_a_module_that_cannot_be_preloaded(
 
 # ── its end ─────────────────────────────────────────────────────────────────────────────────────
 
+RARE = ("killed", "killed inside", "exit")
+
 LIVES = """
-    import time
     from aiorpc_torch._world import forkserver
     async def main(end):
         async with aiorpc.local_world(1):
             print(os.getpid(), forkserver.server_pid(), await aiorpc.call(1, os.getpid), flush=True)
-            if end == "killed inside":
+            if end == "forked" and os.fork() == 0:
+                signal.pause()
+            if end in ("forked", "killed inside"):
+                print("ready", flush=True)
                 await asyncio.sleep(600)
         if end == "killed":
-            time.sleep(600)
+            print("ready", flush=True)
+            signal.pause()
         if end == "exit":
             os._exit(3)
     if __name__ == "__main__":
+        import signal
         asyncio.run(main(sys.argv[1]))
 """
 
 
 @pytest.mark.promise("worlds.server_ends")
-@pytest.mark.parametrize("end", ["normal", "killed", "killed inside", "exit"])
+@pytest.mark.parametrize(
+    "end", ["normal", "forked", *(pytest.param(end, marks=pytest.mark.slow) for end in RARE)]
+)
 def test_the_server_ends_with_the_program(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However the program ends; no process and no socket is left."""
+    """However the program ends, and though a fork of it lives; no process, no socket is left."""
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with started(program(tmp_path, LIVES), end) as parent:
         assert parent.stdout is not None
         found = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()[1:]]
-        if end.startswith("killed"):
+        if end not in ("normal", "exit"):
+            assert parent.stdout.readline() == "ready\n"
             parent.kill()
-        _, errors = parent.communicate(timeout=500)
+        parent.wait(timeout=500)
         _, alive = psutil.wait_procs(found, timeout=30)
-        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE], errors
+        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
     assert not [each for each in tmp_path.rglob("*") if each.is_socket()]
 
 
