@@ -369,9 +369,7 @@ class Connection(Channel):
         return len(outcomes)
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
-        ended = self._pending.resolve(
-            outcomes, self._wake, self._shared.collect, self.release_held
-        )
+        ended = self._pending.resolve(outcomes, self._wake, self._shared.collect, self.release_held)
         self._state.window.answered(ended)
 
     def release_held(self, number: int) -> None:
