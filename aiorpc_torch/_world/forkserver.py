@@ -45,31 +45,35 @@ class ForkServer:
     """
 
     def __init__(self, preload: Sequence[str]) -> None:
+        # Raises in a child that still imports its `__main__`: a script without its `if __name__`.
+        path = [str(each) for each in spawn.get_preparation_data("")["sys_path"]]
         self.preload = tuple(preload)
         self.inherits = inherited_state()
         self._is_ready = self._has_failed = False
         self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket.setblocking(False)
         with theirs:
-            self.pid = _start(theirs.fileno(), self.preload)
+            self.pid = _start(theirs.fileno(), path, self.preload)
         close_on_fork(self._socket)
         weakref.finalize(self, _end, self._socket, self.pid, os.getpid())
 
-    async def ready(self) -> None:
-        """Wait until the modules are imported.
+    async def ready(self, timeout: float) -> None:
+        """Wait until the modules are imported, for at most `timeout` seconds.
 
         Raises:
+            TimeoutError: if they are not.
             ImportError: if a module of `preload` cannot be imported.
             RuntimeError: if one started a thread or CUDA; if the process died.
         """
         if self._is_ready:
             return
-        report = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 17)
+        self._has_failed = True  # unless it is ready in time
+        async with asyncio.timeout(timeout):
+            report = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 17)
         error: BaseException | None = pickle.loads(report) if report else _died()
         if error is not None:
-            self._has_failed = True  # it may take a moment to end
             raise error
-        self._is_ready = True
+        self._is_ready, self._has_failed = True, False
 
     def is_alive(self) -> bool:
         """Return whether the process has not ended."""
@@ -144,9 +148,7 @@ def _interpreter() -> list[str]:
     return [os.fsdecode(spawn.get_executable()), *flags]
 
 
-def _start(descriptor: int, preload: tuple[str, ...]) -> int:
-    # Raises in a child that still imports its `__main__`: a script without its `if __name__`.
-    path = [str(each) for each in spawn.get_preparation_data("")["sys_path"]]
+def _start(descriptor: int, path: list[str], preload: tuple[str, ...]) -> int:
     command = (
         f"import sys; sys.path[:] = {path!r}; "
         f"from {main.__module__} import main; "

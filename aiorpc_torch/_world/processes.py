@@ -9,6 +9,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
+from ..errors import WorldTimeout
 from . import forkserver
 
 Start = Literal["forkserver", "spawn"]
@@ -31,17 +32,25 @@ class ProcessOptions:
         if isinstance(names, str) or not all(isinstance(each, str) for each in names):
             raise TypeError(f"preload must be a tuple of module names, got {names!r}")
 
-    async def factory(self) -> ProcessFactory:
+    async def factory(self, timeout: float) -> ProcessFactory:
         """Return the factory of the children, once their server is ready if they have one.
 
         Raises:
+            WorldTimeout: if it is not ready in `timeout` seconds.
             ImportError, RuntimeError: as `ForkServer.ready`.
         """
         if self.start == "spawn":
             return spawned_process
         with sigint_blocked():
             server = forkserver.obtain(self.preload)
-        await server.ready()
+        try:
+            await server.ready(timeout)
+        except TimeoutError:
+            names = ", ".join(("torch", *self.preload))
+            raise WorldTimeout(
+                f"the process that forks the children did not import {names} within {timeout:g} s",
+                [],
+            ) from None
         # A replacement process cannot wait for the import of torch in another server.
         return lambda *of: (server.process if server.is_alive() else spawned_process)(*of)
 

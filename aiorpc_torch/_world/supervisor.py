@@ -49,7 +49,7 @@ class Supervisor:
         timeout = CANCEL_TIMEOUT
         try:
             if self.configs:
-                self._make_process = await self.processes.factory()
+                self._make_process = await self.processes.factory(self.configs[0].start_timeout)
             for config in self.configs:
                 self._start(config)
                 await asyncio.sleep(0)  # each fork takes milliseconds

@@ -184,6 +184,19 @@ async def test_a_module_that_cannot_be_preloaded(
             pass
 
 
+async def test_an_import_without_end(module: Any) -> None:
+    """`start_timeout` holds, and the next world has another server."""
+    name = module("without_end", "import signal\nsignal.pause()\n")
+    with pytest.raises(aiorpc.WorldTimeout, match=r"did not import torch, without_end within 0\.1"):
+        async with local_world(["a"], preload=(name,), start_timeout=0.1):
+            pass
+    stuck = server()
+    async with local_world(["a"]):
+        assert server() != stuck
+    gc.collect()
+    assert not stuck.is_running()
+
+
 async def test_the_world_after_a_server_that_failed() -> None:
     """It has another server."""
     with pytest.raises(ImportError, match="nothing_of_this_name"):
