@@ -4,7 +4,7 @@ import asyncio
 import contextlib
 import functools
 import socket
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from .._aio.deadlines import in_seconds
@@ -33,6 +33,7 @@ Start = Callable[[asyncio.Transport, bytes], None]
 """Starts a connection on its transport, with the first bytes that were received."""
 
 DIAL_TIMEOUT = 5.0  # seconds for the network to accept a connection
+PROOF_TIMEOUT = 5.0  # seconds for the proof of a listener whose event loop is not busy
 # Seconds between attempts. A listener with too many unproven connections closes new ones.
 _RETRY_DELAYS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
 
@@ -94,7 +95,9 @@ class Introductions:
             credentials, addresses = await self._held_introduction(peer)
             address = self._address(peer.name, addresses)
             try:
-                await _dial(address, credentials, number, start)
+                await _dial(
+                    address, credentials, number, start, lambda: self._introduce_again(peer)
+                )
                 return
             except (OSError, TimeoutError) as exc:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
@@ -106,6 +109,10 @@ class Introductions:
             f"worker {peer.name!r} does not answer at {_format_address(address)}: {failure!r}. "
             "Open that address and port for this worker"
         ) from failure
+
+    async def _introduce_again(self, peer: WorkerInfo) -> None:
+        self._known.pop((peer.name, peer.id), None)
+        await self._held_introduction(peer)
 
     async def _held_introduction(self, peer: WorkerInfo) -> Introduction:
         if self.holding is None:
@@ -146,7 +153,11 @@ def _format_address(address: str | tuple[str, int]) -> str:
 
 
 async def _dial(
-    address: str | tuple[str, int], credentials: Credentials, number: int, start: Start
+    address: str | tuple[str, int],
+    credentials: Credentials,
+    number: int,
+    start: Start,
+    introduce: Callable[[], Awaitable[object]],
 ) -> None:
     loop = asyncio.get_running_loop()
     factory: Callable[[], Any] = functools.partial(_Handshake, credentials, number, start)
@@ -159,10 +170,36 @@ async def _dial(
         else:
             transport, protocol = await loop.create_connection(factory, *address)
     try:
-        await protocol.proven  # no timeout: a callee whose loop is busy is not lost
+        await _wait_for_proof(protocol.proven, introduce)
     except BaseException:
         transport.abort()
         raise
+
+
+async def _wait_for_proof(
+    proven: "asyncio.Future[None]", introduce: Callable[[], Awaitable[object]]
+) -> None:
+    """Wait for the proof of the listener.
+
+    A callee whose event loop is busy is not lost, however long. It does not answer introductions
+    meanwhile. If it answers one and no proof comes, another program listens at its old address.
+
+    Raises:
+        TimeoutError: if another program listens there.
+    """
+    await asyncio.wait({proven}, timeout=PROOF_TIMEOUT)
+    introducing = asyncio.ensure_future(introduce()) if not proven.done() else None
+    if introducing is not None:
+        try:
+            await asyncio.wait({proven, introducing}, return_when=asyncio.FIRST_COMPLETED)
+            if not proven.done():
+                await introducing
+                await asyncio.wait({proven}, timeout=PROOF_TIMEOUT)
+        finally:
+            introducing.cancel()
+    if not proven.done():
+        raise TimeoutError("the listener has sent no proof")
+    proven.result()
 
 
 def _connect_unix(name: str) -> socket.socket:

@@ -81,9 +81,8 @@ class Executor:
         elif isinstance(call, CallInTurn):
             self._wait_for_turn(call)
         else:
-            is_alone = call.scope is None and call.recording is None
-            context = self._context if is_alone else self._context.copy()
-            context.run(_join, call, call.joiner)
+            # A copy: `key=` and `weight=` are functions of the user, and may set variables.
+            self._context.copy().run(_join, call, call.joiner)
 
     def _start_task(self, call: ServerCall) -> None:
         name = getattr(call.function, "__qualname__", None) or call.name

@@ -6,6 +6,7 @@ import secrets
 
 import pytest
 
+from aiorpc_torch._client import introduction
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
 from aiorpc_torch._protocol.frames import CLOSE, RETIRE, frame
@@ -15,6 +16,11 @@ from aiorpc_torch.errors import NotServing, WorkerLost
 from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
 
 CREDENTIALS = Credentials(Party("me", 0), Party("peer", 3))
+
+
+async def never() -> None:
+    """The callee's loop is busy: it answers no introduction."""
+    await asyncio.Event().wait()
 
 
 async def error_and_observed(after: bytes) -> tuple[BaseException, Observed]:
@@ -34,7 +40,7 @@ async def error_and_observed(after: bytes) -> tuple[BaseException, Observed]:
     name = f"aiorpc-test-{secrets.token_hex(8)}"
     server = await asyncio.start_unix_server(answer, path=f"\0{name}")
     async with asyncio.timeout(SOON):
-        await _dial(name, CREDENTIALS, 1, connection.start_sending)
+        await _dial(name, CREDENTIALS, 1, connection.start_sending, never)
         error = await error_of(future)
         await connection.ended.wait()
     server.close()
@@ -56,3 +62,27 @@ async def test_a_callee_that_leaves_with_its_proof(before: bytes) -> None:
     assert isinstance(error, NotServing)
     assert "has had enough" in str(error)
     assert observed.told == [("leave", "peer", 3, "left", "worker 'peer' has had enough")]
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+async def test_a_listener_that_sends_no_proof(
+    monkeypatch: pytest.MonkeyPatch, is_busy: bool
+) -> None:
+    """A callee that is busy is awaited; a program at the address of one that answers is not."""
+    monkeypatch.setattr(introduction, "PROOF_TIMEOUT", 0.001)
+    proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+    asked = asyncio.Event()
+
+    async def introduce() -> None:
+        asked.set()
+        await (never() if is_busy else asyncio.sleep(0))
+
+    waiting = asyncio.create_task(introduction._wait_for_proof(proven, introduce))
+    async with asyncio.timeout(SOON):
+        await asked.wait()
+        if is_busy:
+            proven.set_result(None)
+            await waiting
+        else:
+            with pytest.raises(TimeoutError, match="no proof"):
+                await waiting
