@@ -66,9 +66,10 @@ def measure(system: System, size: int) -> Start | str:
         done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT, check=False)
     except subprocess.TimeoutExpired:
         return f"no figures in {LIMIT:.0f} s"
-    if done.returncode:
+    figures = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    if not figures:  # a system that crashes later, at its exit, has some
         return (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return Start(**json.loads(done.stdout.strip().splitlines()[-1]))
+    return Start(**json.loads(figures[-1]))
 
 
 def main(systems: Sequence[System], sizes: Sequence[int], repeat: int) -> Found:
