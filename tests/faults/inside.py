@@ -1,0 +1,372 @@
+"""What the search knows of the library's inside: every private name that it uses is in this module.
+
+It counts what is pending on both sides of the connections of a world of one, ends connections, and
+stands in the way of what is sent.
+"""
+
+import asyncio
+import contextlib
+import functools
+import os
+import threading
+from asyncio import selector_events
+from collections import Counter
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+from aiorpc_torch import WorkerLost, stats
+from aiorpc_torch._aio import threads
+from aiorpc_torch._batching import queue as batch_queue
+from aiorpc_torch._client import pool
+from aiorpc_torch._client.connection import Connection
+from aiorpc_torch._protocol import endpoints, exclusive, segment_store
+from aiorpc_torch._protocol.channel import Channel
+from aiorpc_torch._server.server import Server
+from aiorpc_torch._server.session import Session
+from aiorpc_torch._torch import transport
+
+from .loop import SteppingLoop
+
+ME = "main"
+CALLBACK = 0.5  # real seconds that the callback of a future may take
+
+
+# ── both sides of a world of one ────────────────────────────────────────────────────────────────
+
+
+def server() -> Server:
+    found = endpoints.serving()
+    assert isinstance(found, Server)
+    return found
+
+
+def connections() -> list[Connection]:
+    found = pool.find_current()
+    return (
+        []
+        if found is None
+        else [each for _, each in found._connections() if not each.ended.is_set()]
+    )
+
+
+def sessions() -> list[Session]:
+    return [] if endpoints.serving() is None else [*server().sessions.values()]
+
+
+def end_at_caller() -> None:
+    """Abort the transports of the callers' ends."""
+    for each in connections():
+        each.abort()
+
+
+def end_at_callee() -> None:
+    """Abort the transports of the callees' ends."""
+    for each in sessions():
+        each.abort()
+
+
+def lose_peer() -> None:
+    """Tell both sides that the other process is lost, as the failure detector does."""
+    found = pool.find_current()
+    if found is not None and endpoints.serving() is not None:
+        found.on_peer_lost(ME, WorkerLost(ME, "killed by the search"))
+        server().sessions.cancel_calls_of(ME)
+    end_at_caller()
+    end_at_callee()
+
+
+def cancel_at_callee() -> None:
+    """Cancel the tasks of the calls that run."""
+    for each in sessions():
+        for call in [*each.calls.values()]:
+            if call.task is not None:
+                call.task.cancel()
+
+
+def may_send_alone() -> bool:
+    """Return whether the next call skips the queue."""
+    return all(each._state.may_send_alone() for each in connections())
+
+
+# ── what is left ────────────────────────────────────────────────────────────────────────────────
+
+
+def snapshot() -> Counter[str]:
+    """Return what is pending now, by what it is; nothing has a count of 0."""
+    found: Counter[str] = Counter()
+    for connection in connections():
+        found.update(_of_caller(connection))
+    for session in sessions():
+        found.update(_of_callee(session))
+    found.update(_of_process())
+    return +found
+
+
+def _of_caller(connection: Connection) -> dict[str, int]:
+    state = connection._state
+    return {
+        "connections": 1,
+        "caller: pending calls": len(connection._pending),
+        "caller: calls in the window": len(state.window),
+        "caller: bytes in the window": state.window._size,
+        "caller: unsent calls": len(state),
+        "caller: unsent cancels and credits": len(state.cancels) + len(state.credits),
+        "caller: announced items": len(connection._shared._coming),
+        "caller: calls of contexts": len(connection._recorded_calls),
+        "caller: unresumed callers": len(connection._wake),
+        **_of_link("caller", connection._segments),
+    }
+
+
+def _of_callee(session: Session) -> dict[str, int]:
+    slots = session.slots
+    return {
+        "sessions": 1,
+        "callee: running calls": len(session.calls),
+        "callee: held results": len(session._held),
+        "callee: slots": len(slots.queues) + len(slots._open) + len(slots._early),
+        "callee: unsent results": len(session._replies.results),
+        "callee: events of a profiler": len(session.events),
+        **_of_link("callee", session._segments),
+    }
+
+
+def _of_link(side: str, link: Any) -> dict[str, int]:
+    return {
+        f"{side}: segments that the peer holds": link._leased.total(),
+        f"{side}: segments to be mapped": link._unopened.total(),
+        f"{side}: copies": link._copying,
+        f"{side}: tensors in segments": len(link._buffers),
+    }
+
+
+def _of_process() -> Counter[str]:
+    loop: Any = asyncio.get_running_loop()
+    found: Counter[str] = Counter()
+    for store in [*segment_store._stores.values()]:
+        found["segments in use"] += store._pool._held_count()
+        found["segments being written"] += (
+            len(store._copies) + len(store._unwritten) + store._copying
+        )
+    for queue in batch_queue._queues.owners():
+        found["calls in a batch queue"] += len(queue)
+        found["running batches"] += len(queue._running)
+    for owner in exclusive._turns.owners():
+        turns = exclusive.turns_of(owner)
+        found["turns"] += (turns.holder is not None) + len(turns._queue)
+    if endpoints.serving() is not None:
+        found["calls of torch clients"] += len(server()._torch_calls)
+        found["calls of ended sessions"] += sum(
+            len(each.calls) for each in server().sessions._ended
+        )
+        found["tasks for threads"] += len(server()._executor._threads._tasks)
+    found["descriptors"] = _descriptors()
+    for task in asyncio.all_tasks() - {asyncio.current_task()}:
+        found[f"task {task.get_name()}"] += 1
+    for timer in loop._scheduled:
+        if not timer.cancelled():
+            found[f"timer {_name(timer._callback)}"] += 1
+    for name in _PERIODIC:
+        del found[name]
+    return found
+
+
+_PERIODIC = ("timer SegmentStore._trim", "timer FailureDetector._check")
+
+
+def _name(callback: Any) -> str:
+    while isinstance(callback, functools.partial):
+        callback = callback.func
+    return str(getattr(callback, "__qualname__", callback))
+
+
+def _descriptors() -> int:
+    """Return the number of open descriptors, without those of segments, which are used again."""
+    count = 0
+    for each in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):  # that of this listing
+            count += not os.readlink(f"/proc/self/fd/{each}").startswith("/memfd:")
+    return count
+
+
+def path_counters() -> tuple[int, ...]:
+    """Return counters that tell which paths calls took."""
+    now = stats()
+    return now.calls, now.messages, now.shared_messages, now.served, now.late
+
+
+# ── in the way of what is sent, and of threads ──────────────────────────────────────────────────
+
+
+class Outside:
+    """The work that other threads do for the loop, and what stands in the way of the sending.
+
+    Attributes:
+        before_write: is called before bytes are given to the transport of a connection.
+        before_torch: is called before a message is given to torch RPC.
+    """
+
+    def __init__(self, loop: SteppingLoop) -> None:
+        self.loop = loop
+        self.before_write: Callable[[], object] = _nothing
+        self.before_torch: Callable[[], object] = _nothing
+        self._changed = threading.Condition()
+        self._running = 0  # tasks of threads
+        self._sent: list[Any] = []  # futures of messages of torch RPC
+        self._owed: list[Any] = []  # futures of their replies, at the callee
+        self._answered = self._arrived = 0  # messages that have ended, and those that the loop got
+        loop.is_busy, loop.give_up, loop.on_park = self.is_busy, self._give_up, self._notify
+
+    def is_busy(self) -> bool:
+        """Return whether a thread works, or torch carries a message."""
+        return self._has_tasks() or self._carries()
+
+    def _give_up(self) -> None:
+        """Wait no more for what is under way: tasks that no thread runs, for one."""
+        with self._changed:
+            self._running = self.loop.waiting_threads
+            self._sent.clear()
+
+    def reset(self) -> None:
+        """Forget the messages of an earlier world."""
+        with self._changed:
+            self._sent, self._owed = [], []
+            self._answered = self._arrived = 0
+
+    def unanswered(self) -> Counter[str]:
+        """Return the messages of torch RPC without an answer."""
+        self._carries()
+        return +Counter({"messages of torch RPC": len(self._sent)})
+
+    def _has_tasks(self) -> bool:
+        return self._running > self.loop.waiting_threads
+
+    def _carries(self) -> bool:
+        with self._changed:
+            sent = [each for each in self._sent if not each.done()]
+            self._answered += len(self._sent) - len(sent)
+            self._sent = sent
+            self._owed = [each for each in self._owed if not each.done()]
+            if len(sent) > len(self._owed):
+                return True
+            # torch marks a future as done before it runs its callbacks.
+            self._changed.wait_for(lambda: self._arrived >= self._answered, CALLBACK)
+            self._arrived = self._answered
+            return False
+
+    def _notify(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
+
+    def _tracked(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        with self._changed:
+            self._running += 1
+
+        def run(*args: Any) -> Any:
+            try:
+                return function(*args)
+            finally:
+                with self._changed:
+                    self._running = max(0, self._running - 1)
+                    self._changed.notify_all()
+
+        return run
+
+    def _settle(self) -> None:
+        """On the loop: wait until each thread has ended its task, or waits for the loop."""
+        if asyncio._get_running_loop() is self.loop:
+            with self._changed:
+                self._changed.wait_for(lambda: not self._has_tasks(), 0.2)
+
+    @contextlib.contextmanager
+    def installed(self) -> Iterator["Outside"]:
+        """Stand in the way of what the library sends, and of what it starts in threads."""
+        with contextlib.ExitStack() as stack:
+            replace = functools.partial(_replaced, stack)
+            replace(_Transport, "write", self._write)
+            replace(transport, "invoke_rpc", self._invoke)
+            replace(transport, "_queue_of", self._queue_of)
+            replace(threads.DaemonThreadPool, "submit", self._submit)
+            replace(threads.ThreadCache, "__call__", self._run_cached)
+            replace(threads, "threading", lambda _: self._threading())
+            for name in ("introduce", "payload", "collect", "leave_message", "rejoin"):
+                replace(Server, name, self._answer)
+            yield self
+
+    def _write(self, write: Callable[..., Any]) -> Callable[..., Any]:
+        def written(transport: Any, data: bytes) -> None:
+            if isinstance(transport.get_protocol(), Channel):
+                self.before_write()
+            write(transport, data)
+
+        return written
+
+    def _invoke(self, invoke: Callable[..., Any]) -> Callable[..., Any]:
+        def invoked(*args: Any) -> Any:
+            self.before_torch()
+            future = invoke(*args)
+            with self._changed:
+                self._sent.append(future)
+            return future
+
+        return invoked
+
+    def _answer(self, handle: Callable[..., Any]) -> Callable[..., Any]:
+        def answered(server: Server, *args: Any) -> Any:
+            future = handle(server, *args)
+            with self._changed:
+                self._owed.append(future)
+            return future
+
+        return answered
+
+    def _queue_of(self, find: Callable[..., Any]) -> Callable[..., Any]:
+        def put(queue: Any, item: Any) -> None:
+            queue.put(item)
+            with self._changed:
+                self._arrived += 1
+                self._changed.notify_all()
+
+        def found(loop: Any) -> Any:
+            return SimpleNamespace(put=functools.partial(put, find(loop)))
+
+        return found
+
+    def _submit(self, submit: Callable[..., Any]) -> Callable[..., Any]:
+        def submitted(pool: Any, tasks: Any) -> None:
+            submit(pool, [self._tracked(task) for task in tasks])
+            self._settle()
+
+        return submitted
+
+    def _run_cached(self, run: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda cache, task: run(cache, self._tracked(task))
+
+    def _threading(self) -> Any:
+        outside = self
+
+        class Thread(threading.Thread):
+            def start(self) -> None:
+                target = self._target  # type: ignore[attr-defined]
+                if not isinstance(getattr(target, "__self__", None), _POOLS):
+                    self._target = outside._tracked(target)
+                super().start()
+
+        return type("threading", (), {**vars(threading), "Thread": Thread})
+
+
+def _replaced(
+    stack: contextlib.ExitStack, owner: Any, name: str, make: Callable[[Any], Any]
+) -> None:
+    before = getattr(owner, name)
+    setattr(owner, name, make(before))
+    stack.callback(setattr, owner, name, before)
+
+
+_Transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+_POOLS = (threads.DaemonThreadPool, threads.ThreadCache)
+
+
+def _nothing() -> None:
+    pass

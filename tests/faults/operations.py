@@ -1,0 +1,452 @@
+"""The operations of the search, each a coroutine function of a `Scene`."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import (
+    Broadcast,
+    Group,
+    NotServing,
+    Round,
+    RpcError,
+    RRef,
+    autograd,
+    batched,
+    create,
+    exclusive,
+    fetch,
+    lookup,
+    remote,
+    testing,
+)
+
+from .loop import SteppingLoop
+
+SMALL, LARGE, HUGE = 4, 1 << 16, 1 << 19  # floats: in the frame, beside it, copied in a thread
+
+
+class Actor:
+    """What calls reach. A fresh one for each run, so that no connection remembers its methods."""
+
+    def __init__(self, loop: SteppingLoop | None = None) -> None:
+        self._loop = loop
+
+    def __reduce__(self) -> Any:
+        raise TypeError("actors stay where they are")
+
+    def _wait(self) -> None:
+        """Return once the loop has nothing else to do."""
+        if self._loop is not None:
+            self._loop.parked()
+
+    async def echo(self, value: Any = None) -> Any:
+        return value
+
+    async def late(self, value: Any = None) -> Any:
+        await asyncio.sleep(0.01)
+        return value
+
+    def plain(self, value: Any = None) -> Any:
+        return value
+
+    def slow(self, size: int) -> Tensor:
+        self._wait()
+        return torch.ones(size)
+
+    async def make(self, size: int) -> Tensor:
+        return torch.ones(size)
+
+    async def items(self, count: int, size: int) -> AsyncIterator[Tensor]:
+        for _ in range(count):
+            yield torch.ones(size)
+
+    def plain_items(self, count: int, size: int) -> Iterator[Tensor]:
+        for _ in range(count):
+            yield torch.ones(size)
+
+    def slow_items(self, count: int, size: int) -> Iterator[Tensor]:
+        for _ in range(count):
+            self._wait()
+            yield torch.ones(size)
+
+    async def scaled(self, value: Tensor) -> Tensor:
+        return value * 2
+
+    @batched(max_size=2)
+    async def together(self, values: list[Any]) -> list[Any]:
+        await asyncio.sleep(0)
+        return values
+
+    @batched(max_size=2)
+    def together_in_thread(self, values: list[Any]) -> list[Any]:
+        return values
+
+    @batched(max_size=2)
+    def slowly_together(self, values: list[Any]) -> list[Any]:
+        self._wait()
+        return values
+
+    @batched(Round(2))
+    async def round(self, values: list[Any]) -> Any:
+        await asyncio.sleep(0)
+        return Broadcast(len(values))
+
+    @batched(Round(2))
+    def round_in_thread(self, values: list[Any]) -> Any:
+        self._wait()
+        return Broadcast(len(values))
+
+
+@exclusive
+class Exclusive(Actor):
+    """One call at a time."""
+
+
+@dataclass
+class Scene:
+    """What one run of an operation uses."""
+
+    loop: SteppingLoop
+    there: "RRef[Any] | None" = None  # an actor of another process, for all calls
+
+    def actor(self, cls: type[Actor] = Actor) -> "RRef[Any]":
+        return self.there or RRef(cls(self.loop))
+
+    def group(self, size: int = 2) -> "Group[Any]":
+        return Group([self.actor() for _ in range(size)])
+
+
+@dataclass(frozen=True)
+class Operation:
+    """An operation.
+
+    Attributes:
+        name: of the tests.
+        run: runs it once.
+        over_torch: whether large tensors travel by torch RPC, as between hosts.
+        around: where it runs: in a "world", beside an "agent" of `rpc.init_rpc`, or in "nothing".
+        raises: exceptions with which it ends without a fault.
+    """
+
+    name: str
+    run: Callable[[Scene], Awaitable[Any]]
+    over_torch: bool = False
+    raises: tuple[type[BaseException], ...] = ()
+    around: str = "world"
+
+
+OPERATIONS: list[Operation] = []
+
+
+def operation(
+    *,
+    paths: tuple[bool, ...] = (False,),
+    raises: tuple[type[BaseException], ...] = (),
+    around: str = "world",
+) -> Callable[[Callable[[Scene], Awaitable[Any]]], Callable[[Scene], Awaitable[Any]]]:
+    """Add an operation, once for each path of large tensors."""
+
+    def add(run: Callable[[Scene], Awaitable[Any]]) -> Callable[[Scene], Awaitable[Any]]:
+        for over_torch in paths:
+            name = run.__name__.replace("_", " ") + " over torch" * over_torch
+            OPERATIONS.append(Operation(name, run, over_torch, raises, around))
+        return run
+
+    return add
+
+
+BOTH = (False, True)
+
+# ── calls ───────────────────────────────────────────────────────────────────────────────────────
+
+
+@operation()
+async def lone_call(scene: Scene) -> Any:
+    return await remote(scene.actor()).echo(1)
+
+
+@operation()
+async def late_call(scene: Scene) -> Any:
+    return await remote(scene.actor()).late(1)
+
+
+@operation()
+async def lone_def(scene: Scene) -> Any:
+    return await remote(scene.actor()).plain(1)
+
+
+@operation()
+async def slow_def(scene: Scene) -> Any:
+    return await remote(scene.actor()).slow(SMALL)
+
+
+@operation()
+async def queued_calls(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return await asyncio.gather(actor.echo(1), actor.plain(2), actor.late(3), actor.echo(value=4))
+
+
+@operation(paths=BOTH)
+async def large_argument(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return await actor.plain(torch.ones(LARGE)) is not None
+
+
+@operation(paths=BOTH)
+async def large_result(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return [await actor.make(LARGE) is not None, await actor.make(LARGE) is not None]
+
+
+@operation(paths=BOTH)
+async def large_result_of_a_slow_def(scene: Scene) -> Any:
+    return await remote(scene.actor()).slow(LARGE) is not None
+
+
+@operation(paths=BOTH)
+async def queued_large_calls(scene: Scene) -> Any:
+    actor, value = remote(scene.actor()), torch.ones(LARGE)
+    await asyncio.gather(actor.echo(value), actor.plain(value), actor.echo(1), actor.make(LARGE))
+
+
+@operation()
+async def huge_call(scene: Scene) -> Any:
+    return await remote(scene.actor()).echo(torch.ones(HUGE)) is not None
+
+
+@operation(raises=(RpcError,))
+async def refused_argument(scene: Scene) -> Any:
+    return await remote(scene.actor()).echo(torch.ones(3, device="meta"))
+
+
+# ── streams ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@operation(paths=BOTH)
+async def stream(scene: Scene) -> Any:
+    return len([item async for item in remote(scene.actor()).items(3, LARGE)])
+
+
+@operation(paths=BOTH)
+async def stream_of_a_def(scene: Scene) -> Any:
+    return len([item async for item in remote(scene.actor()).plain_items(3, LARGE)])
+
+
+@operation(paths=BOTH)
+async def slow_stream_of_a_def(scene: Scene) -> Any:
+    return len([item async for item in remote(scene.actor()).slow_items(3, LARGE)])
+
+
+@operation()
+async def long_stream(scene: Scene) -> Any:
+    return len([item async for item in remote(scene.actor()).items(100, SMALL)])
+
+
+@operation()
+async def long_stream_of_a_def(scene: Scene) -> Any:
+    return len([item async for item in remote(scene.actor()).plain_items(100, SMALL)])
+
+
+@operation(paths=BOTH)
+async def stream_left_early(scene: Scene) -> Any:
+    async for item in remote(scene.actor()).items(3, LARGE):
+        return item.numel()
+
+
+# ── groups ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@operation()
+async def group_of_one(scene: Scene) -> Any:
+    return await remote(scene.group(1)).echo(1)
+
+
+@operation()
+async def group_call(scene: Scene) -> Any:
+    return await remote(scene.group()).plain(1)
+
+
+@operation(paths=BOTH)
+async def large_group_call(scene: Scene) -> Any:
+    return len(await remote(scene.group()).echo(torch.ones(LARGE)))
+
+
+@operation(paths=BOTH)
+async def large_group_of_one(scene: Scene) -> Any:
+    return len(await remote(scene.group(1)).echo(torch.ones(LARGE)))
+
+
+@operation(raises=(RpcError, ExceptionGroup))
+async def refused_group_call(scene: Scene) -> Any:
+    return await remote(scene.group(1)).echo(torch.ones(3, device="meta"))
+
+
+@operation()
+async def group_iterated(scene: Scene) -> Any:
+    return len([each async for each in remote(scene.group()).late(1)])
+
+
+@operation()
+async def any_of_a_group(scene: Scene) -> Any:
+    return await remote(scene.group().any()).echo(1)
+
+
+@operation(paths=BOTH)
+async def group_map(scene: Scene) -> Any:
+    group = scene.group()
+    items = [1, torch.ones(LARGE), 3]
+    return len([got async for got in group.map(Actor.echo, items)])
+
+
+@operation(raises=(RpcError,))
+async def refused_group_map(scene: Scene) -> Any:
+    items = [torch.ones(3, device="meta")]
+    return [got async for got in scene.group(1).map(Actor.echo, items)]
+
+
+# ── batches, rounds, turns ──────────────────────────────────────────────────────────────────────
+
+
+@operation()
+async def batch(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return await asyncio.gather(*(actor.together(each) for each in range(3)))
+
+
+@operation()
+async def batch_of_a_def(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return await asyncio.gather(*(actor.slowly_together(each) for each in range(3)))
+
+
+@operation()
+async def local_batch(scene: Scene) -> Any:
+    actor = Actor(scene.loop)
+    return await asyncio.gather(*(actor.together(each) for each in range(3)))
+
+
+@operation()
+async def local_batch_of_a_def(scene: Scene) -> Any:
+    actor = Actor(scene.loop)
+    return await asyncio.gather(*(actor.together_in_thread(each) for each in range(3)))
+
+
+@operation()
+async def local_batch_of_a_slow_def(scene: Scene) -> Any:
+    actor = Actor(scene.loop)
+    return await asyncio.gather(*(actor.slowly_together(each) for each in range(3)))
+
+
+@operation()
+async def local_batches_of_a_def_in_a_row(scene: Scene) -> Any:
+    """As code that goes on though the world ends."""
+    actor, other = Actor(scene.loop), remote(scene.actor())
+    for each in range(8):
+        with contextlib.suppress(NotServing):
+            await actor.together_in_thread(each)
+    return actor, other
+
+
+@operation()
+async def rounds(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return await asyncio.gather(actor.round(1), actor.round(2))
+
+
+@operation()
+async def local_rounds(scene: Scene) -> Any:
+    actor = Actor(scene.loop)
+    return await asyncio.gather(actor.round(1), actor.round(2))
+
+
+@operation()
+async def rounds_of_a_def(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return await asyncio.gather(actor.round_in_thread(1), actor.round_in_thread(2))
+
+
+@operation()
+async def local_rounds_of_a_def(scene: Scene) -> Any:
+    actor = Actor(scene.loop)
+    return await asyncio.gather(actor.round_in_thread(1), actor.round_in_thread(2))
+
+
+@operation()
+async def exclusive_calls(scene: Scene) -> Any:
+    actor = remote(scene.actor(Exclusive))
+    return await asyncio.gather(actor.late(1), actor.slow(SMALL), actor.echo(3))
+
+
+@operation()
+async def exclusive_stream(scene: Scene) -> Any:
+    actor = remote(scene.actor(Exclusive))
+    stream = [item async for item in actor.items(2, SMALL)]
+    return len(stream), await actor.echo(3)
+
+
+# ── objects ─────────────────────────────────────────────────────────────────────────────────────
+
+
+@operation()
+async def create_and_fetch(_: Scene) -> Any:
+    return await fetch(await create("main", list, [1, 2]))
+
+
+@operation()
+async def look_up(scene: Scene) -> Any:
+    aiorpc.register("actor", Actor(scene.loop))
+    try:
+        return await remote(await lookup("actor", on="main")).echo(1)
+    finally:
+        with contextlib.suppress(ValueError):  # the world has ended
+            aiorpc.unregister("actor")
+
+
+@operation()
+async def autograd_context(scene: Scene) -> Any:
+    x = torch.ones(3, requires_grad=True)
+    async with autograd.context() as ctx:
+        y = await remote(scene.actor()).scaled(x)
+        await ctx.backward([y.sum()])
+        return (await ctx.gradients())[x].tolist()
+
+
+# ── worlds ──────────────────────────────────────────────────────────────────────────────────────
+
+ENDLESS = 1e9  # seconds of a heartbeat: time jumps here
+
+
+@operation(around="nothing")
+async def world_entered_and_left(scene: Scene) -> Any:
+    async with testing.world(heartbeat=ENDLESS, freeze_gc=False):
+        return await remote(scene.actor()).echo(1)
+
+
+@operation(around="nothing")
+async def world_left_with_a_call(scene: Scene) -> Any:
+    with contextlib.suppress(NotServing):
+        async with testing.world(heartbeat=ENDLESS, freeze_gc=False):
+            waiting = asyncio.ensure_future(remote(scene.actor()).slow(SMALL))
+            await asyncio.sleep(0)
+        await waiting
+
+
+@operation(around="nothing")
+async def world_left_by_an_exception(scene: Scene) -> Any:
+    with contextlib.suppress(LookupError):
+        async with testing.world(heartbeat=ENDLESS, freeze_gc=False):
+            await remote(scene.actor()).echo(1)
+            raise LookupError
+
+
+@operation(around="agent")
+async def attached(scene: Scene) -> Any:
+    async with aiorpc.attach(heartbeat=ENDLESS):
+        return await remote(scene.actor()).echo(1)

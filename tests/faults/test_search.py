@@ -1,0 +1,87 @@
+"""Each operation with each fault at each of its steps: it ends, and nothing of it is left.
+
+A case that fails names its steps. `python -m tests.faults -o OPERATION -f FAULT` runs it alone.
+"""
+
+import gc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from .faults import FAULTS, Fault, is_possible
+from .killing import kill_at
+from .operations import OPERATIONS, Operation
+from .search import Search
+
+# In `make test` each operation meets these faults, and one more in turn.
+ALWAYS = ("cancel", "torch raises")
+IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
+ENDS = "local batches of a def in a row"  # goes on while its world ends
+SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
+
+
+def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
+    """Return how many steps a case has in `make test`, None for all; 0 leaves it to the rest."""
+    is_quick = fault.name in (*ALWAYS, IN_TURN[position % len(IN_TURN)])
+    if fault.name == "torch raises":
+        is_quick = operation.over_torch
+    if not is_quick and not (fault.leaves and operation.name == ENDS):
+        return 0
+    return SAMPLE if fault.leaves or operation.around != "world" else None
+
+
+def _cases() -> Iterator[Any]:
+    for position, operation in enumerate(OPERATIONS):
+        for fault in FAULTS:
+            if not is_possible(fault, operation.around):
+                continue
+            name = f"{operation.name}-{fault.name}".replace(" ", "_")
+            sample = sample_of(position, operation, fault)
+            if sample != 0:
+                yield pytest.param(operation, fault, sample, id=name)
+            if sample is not None:
+                marks = pytest.mark.slow
+                yield pytest.param(operation, fault, None, id=f"{name}-all", marks=marks)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _without_old_garbage() -> Iterator[None]:
+    """A search collects garbage often: what is there already takes no part."""
+    gc.collect()
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("operation", "fault", "sample"), [*_cases()])
+def test_a_fault_at_each_step(operation: Operation, fault: Fault, sample: int | None) -> None:
+    """The operation ends as it may, nothing is left on either side, and the next calls work."""
+    report = Search(operation, fault).run(sample)
+    assert not report.findings, report.text()
+
+
+KILLED = {"lone call", "slow def", "queued calls", "large argument", "large argument over torch"}
+KILLED |= {"large result", "large result over torch", "stream", "stream over torch", "batch"}
+KILLED |= {"long stream of a def", "group call", "large group call", "group map", "any of a group"}
+
+
+@pytest.mark.slow
+@pytest.mark.worlds
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize(
+    "operation",
+    [
+        pytest.param(operation, id=operation.name.replace(" ", "_"))
+        for operation in OPERATIONS
+        if operation.name in KILLED
+    ],
+)
+def test_the_peer_is_killed_at_each_step(operation: Operation) -> None:
+    """The call raises WorkerLost or has its result, and nothing of it is left at the caller."""
+    step, is_hit, found = 0, True, dict[int, list[str]]()
+    while is_hit:
+        is_hit, found[step] = kill_at(operation, step)
+        step += 1
+    assert not {step: each for step, each in found.items() if each}
