@@ -1,7 +1,8 @@
 # Everything runs in .venv, which the first target that needs it makes. PYTHON and TORCH choose what
-# goes in: `make test TORCH=torch==2.13.0 EXTRAS=test VENV=.venv-2.13` is the core alone.
+# goes in: `make test TORCH=torch==2.13.0 EXTRAS=test VENV=.venv-2.13` is the core alone, and
+# `make test PYTHON=python3.14` runs in .venv-python3.14.
 PYTHON ?= python3
-VENV ?= .venv
+VENV ?= .venv$(patsubst %,-%,$(notdir $(filter-out python3,$(PYTHON))))
 TORCH ?= torch
 EXTRAS ?= examples,test,bench,check,docs
 BIN := $(VENV)/bin

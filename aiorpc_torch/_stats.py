@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from ._batching.stats import BatchStats, batch_stats
 from ._client import pool
 from ._protocol import endpoints
+from ._protocol.runtime import mark_runs_on_loop
 from ._protocol.segment_store import segment_counts
 
 
@@ -40,8 +41,13 @@ class Stats:
     """Counters of each `@batched` function called here, by qualified name, since it was made."""
 
 
+@mark_runs_on_loop  # a worker whose threads all hang must still tell
 def stats() -> Stats:
-    """Return a snapshot of the counters of this process."""
+    """Return a snapshot of the counters of this process.
+
+    `await call("w", aiorpc.stats)` returns those of worker `w`, from its event loop: it needs no
+    free thread there.
+    """
     served = running = held = 0
     if (server := endpoints.serving()) is not None:
         served, running, held = server.tally()

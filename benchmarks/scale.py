@@ -3,10 +3,9 @@
 Worlds of growing size run with our default transport of torch's RPC (uv alone) and with torch's
 default (shared memory first). Measured are the time to start and to stop, the load of idle
 processes, and the cost of a call. A round of small calls to every worker shows the cost of idle
-workers for busy ones. Children are started as users' are; `--warm` forks them as
-aiorpc_torch.testing does.
+workers for busy ones.
 
-    python -m benchmarks.scale [--quick] [--repeat N] [--sizes N ...] [--warm] [--plot PATH]
+    python -m benchmarks.scale [--quick] [--repeat N] [--sizes N ...] [--start spawn] [--plot PATH]
 """
 
 import argparse
@@ -18,12 +17,13 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import call, testing
+from aiorpc_torch import call
 
 from ._compare import number, parse, processor
 from ._plot import OURS, RAW, Curve, Panel, draw
@@ -70,11 +70,11 @@ HEADS = {
 # ── one world ───────────────────────────────────────────────────────────────────────────────────
 
 
-async def measure(size: int, transports: list[str], *, quick: bool, warm: bool) -> World:
+async def measure(size: int, transports: list[str], *, quick: bool, start: Any) -> World:
     """Start a world of `size` workers, this process included; measure and end it."""
-    way = testing.world if warm else aiorpc.local_world
     begin = time.perf_counter()
-    async with way(size - 1, transports=transports, start_timeout=PATIENCE) as me:
+    options = {"transports": transports, "start_timeout": PATIENCE, "start": start}
+    async with aiorpc.local_world(size - 1, **options) as me:
         started = time.perf_counter()
         lone, rate = await lone_call(me), await calls_at_once(me)
         # They have talked to this process, which so has a connection to each.
@@ -158,7 +158,7 @@ async def main(given: argparse.Namespace) -> Found:
     for size, way in found:
         for _ in range(given.repeat):
             async with alone():
-                world = await measure(size, WAYS[way], quick=given.quick, warm=given.warm)
+                world = await measure(size, WAYS[way], quick=given.quick, start=given.start)
             found[size, way].append(world)
     return found
 
@@ -198,7 +198,7 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="The cost of workers on one machine.")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="workers in a world")
-    parser.add_argument("--warm", action="store_true", help="children forked from a warm process")
+    parser.add_argument("--start", choices=("forkserver", "spawn"), default="forkserver")
     given = parse(parser)
     given.sizes = given.sizes or (QUICK if given.quick else SIZES)
     return given

@@ -1,8 +1,10 @@
 """What every test of ours gets beside the plugin's fixtures: hypothesis's profiles, and no leak."""
 
+import asyncio
 import os
 import signal
-from multiprocessing import forkserver
+from collections.abc import Callable
+from importlib import import_module, util
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and several workers
@@ -11,6 +13,7 @@ import pytest
 from hypothesis import Phase, settings
 
 from aiorpc_torch._aio import segments
+from aiorpc_torch._world import forkserver
 from aiorpc_torch.testing import leaks
 from tests.support.gated_batches import gated as gated, skip as skip
 
@@ -40,24 +43,52 @@ TIERS = {
 }
 SLOW = {"network"}
 
+UVLOOP = {  # files that run on both event loops
+    "loopback/test_backpressure.py",
+    "loopback/test_connections.py",
+    "loopback/test_group_map.py",
+    "loopback/test_groups.py",
+    "loopback/test_lone_calls.py",
+    "loopback/test_streams.py",
+    "integration/test_connections.py",
+    "integration/test_failure_detection.py",
+    "integration/test_groups.py",
+    "integration/test_shared_memory.py",
+    "integration/test_streams.py",
+}
+
+
+def pytest_asyncio_loop_factories(
+    config: pytest.Config, item: pytest.Item
+) -> dict[str, Callable[[], asyncio.AbstractEventLoop]]:
+    """Run the tests of `UVLOOP` on uvloop too, where it is installed."""
+    factories = {"asyncio": asyncio.new_event_loop}
+    if relative_path(item).as_posix() in UVLOOP and util.find_spec("uvloop"):
+        factories["uvloop"] = import_module("uvloop").new_event_loop
+    return factories
+
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark each test with the tier of its folder, and as slow where a whole folder is."""
-    here = Path(__file__).parent
     for item in items:
-        folder = item.path.relative_to(here).parts[0] if item.path.is_relative_to(here) else ""
+        folder = relative_path(item).parts[0]
         if folder in TIERS:
             item.add_marker(TIERS[folder])
-        if folder in SLOW:
+        if folder in SLOW or (folder == "integration" and "uvloop" in item.name):
             item.add_marker("slow")
+
+
+def relative_path(item: pytest.Item) -> Path:
+    """Return the path of its file below this folder; of any other file the whole path."""
+    here = Path(__file__).parent
+    return item.path.relative_to(here) if item.path.is_relative_to(here) else item.path
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Start the server that forks children, if tests need it: it imports torch meanwhile."""
     tiers = {mark.name for item in session.items for mark in item.iter_markers()}
     if tiers & {"worlds", "examples"} and not session.config.option.collectonly:
-        forkserver.set_forkserver_preload(["aiorpc_torch", "tests.support.preloaded"])
-        forkserver.ensure_running()
+        forkserver.obtain(["tests.support.preloaded"])
 
 
 # What ends on a busy machine may take its time; tests of leaks themselves set less.

@@ -1,1 +1,3 @@
 """Primitives of asyncio and threads, without torch."""
+
+from . import interpreter as interpreter  # raises if this Python cannot run the package

@@ -16,7 +16,7 @@ class InlineFuture:
     """A result that one task awaits, for use on its event loop only.
 
     `asyncio.Task` accepts what has these methods and `_asyncio_future_blocking`, a private
-    interface of CPython 3.11 and 3.12. (With the C and the Python task:
+    interface of CPython 3.11 to 3.14. (With the C and the Python task:
     tests/unit/aio/test_inline_future.py)
     """
 
@@ -27,7 +27,7 @@ class InlineFuture:
         "_result",
         "_state",
         "_step",
-        "event",  # of a profiler that records the call; not set otherwise
+        "event",  # of a profiler that records the call, until its result; else not set
         "source",
         "started",
         "target",
@@ -54,6 +54,7 @@ class InlineFuture:
             return False
         self._state = "done"
         self._result = result
+        self.event = None  # before the caller goes on, and perhaps stops the profiler
         return self._step is not None
 
     def resume(self) -> None:
@@ -87,6 +88,7 @@ class InlineFuture:
             return False
         self._state = "cancelled"
         self._result = msg
+        self.event = None
         self._loop.call_soon(self.resume)
         return True
 

@@ -32,4 +32,4 @@ async def interruptible() -> AsyncIterator[Interrupt]:
     except TimeoutError:
         if failure is None or not block.expired():
             raise
-        raise failure  # noqa: B904 - its cause is not this timeout
+        raise failure from failure.__cause__  # this timeout is not shown

@@ -1,9 +1,23 @@
-"""Steps on an event loop, from whatever thread."""
+"""Event loops: the fastest one there is, and steps on one from whatever thread."""
 
 import asyncio
 import contextlib
+import importlib
 from collections.abc import Callable
 from typing import Any
+
+LoopFactory = Callable[[], asyncio.AbstractEventLoop]
+"""A function or class that makes an event loop."""
+
+
+def new_event_loop() -> asyncio.AbstractEventLoop:
+    """Return an event loop of uvloop where it is installed, else asyncio's."""
+    try:
+        uvloop: Any = importlib.import_module("uvloop")
+    except ImportError:
+        return asyncio.new_event_loop()
+    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
+    return loop
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, step: Callable[..., object], *args: Any) -> None:

@@ -1,6 +1,7 @@
 """SIGTERM and Ctrl-C in a worker: graceful at first, and a forced exit at the second Ctrl-C."""
 
 import asyncio
+import atexit
 import contextlib
 import functools
 import os
@@ -35,8 +36,8 @@ def graceful_signals(wanted: bool = True) -> Iterator[None]:
 
 
 def _is_asyncios(handler: Any) -> bool:
-    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 and
-    # 3.12. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
+    # asyncio.Runner's handler is a partial of its method, which is private to CPython 3.11 to
+    # 3.14. (tests/integration/test_signals.py::test_a_second_interrupt_ends_at_once)
     return isinstance(handler, functools.partial) and isinstance(
         getattr(handler.func, "__self__", None), asyncio.Runner
     )
@@ -83,6 +84,16 @@ def _second_ctrl_c_exits(previous: Any) -> Iterator[None]:
     finally:
         if signal.getsignal(signal.SIGINT) is on_sigint:
             signal.signal(signal.SIGINT, previous)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process as `multiprocessing` ends a forked child.
+
+    Exit functions run and streams are flushed, but the interpreter is not finalized. With torch
+    that would take a second of every core.
+    """
+    atexit._run_exitfuncs()
+    force_exit(code)
 
 
 def force_exit(code: int) -> NoReturn:

@@ -118,8 +118,8 @@ def detach_task(task: "asyncio.Task[Any]", name: str) -> None:
     """Log that a cancelled task does not end, and let the event loop close without it.
 
     `asyncio.run` waits until every task that it knows has ended. One coroutine that ignores its
-    cancellation would keep the process alive. Both names below are private to CPython (3.11,
-    3.12; tests/integration/test_worlds.py::test_what_never_returns_does_not_keep_a_process).
+    cancellation would keep the process alive. Both names below are private to CPython (3.11 to
+    3.14; tests/integration/test_worlds.py::test_what_never_returns_does_not_keep_a_process).
     """
     log.warning("%s did not end when its worker stopped", name)
     asyncio.tasks._unregister_task(task)

@@ -39,17 +39,23 @@ class DaemonThreadPool:
         self._threads: list[threading.Thread] = []
         self._idle = 0
         self._busy = 0
-        self._is_watched = False
+        self._is_watched = self._is_closed = False
         self._last_start = 0.0
 
     def submit(self, tasks: Iterable[Task]) -> None:
         """Run tasks, which must not raise, each in one of the threads. Callable from any thread.
+
+        After `close` they run one after another in a new thread: whoever awaits a task, a batch of
+        a world that has ended, say, would wait for ever if it was dropped.
 
         Raises:
             RuntimeError: if the pool has no thread, and the system cannot start one.
         """
         with self._lock:
             self._tasks.extend(tasks)
+            if self._is_closed:
+                self._run_rest()
+                return
             # Busy threads whose last task started long ago may not be free soon.
             is_stalled = not self._busy or time.monotonic() - self._last_start > STALL
             woken = is_stalled and self._wake(self._run_tasks)
@@ -59,11 +65,21 @@ class DaemonThreadPool:
     def close(self, timeout: float) -> int:
         """End the threads; return how many still run a task after `timeout` seconds."""
         with self._lock:
+            self._is_closed = True
             self._size = 0  # no thread starts from now on
             for _ in self._threads:
                 self._steps.put(None)
         join_all(self._threads, timeout)
+        with self._lock:
+            self._run_rest()  # all threads are stuck
         return sum(thread.is_alive() for thread in self._threads)
+
+    def _run_rest(self) -> None:
+        """Run the tasks that wait in a new thread. Called with the lock held."""
+        tasks, self._tasks = self._tasks, deque()
+        if tasks:
+            run = functools.partial(_run_in_turn, tasks, self._initializer)
+            threading.Thread(target=run, name="aiorpc-def-late", daemon=True).start()
 
     def _wake(self, step: Task) -> bool:
         """Let an idle or a new thread run `step`, if the pool may. Called with the lock held."""
@@ -119,6 +135,12 @@ class DaemonThreadPool:
                     self._busy += 1
                     break
         self._run_tasks()
+
+
+def _run_in_turn(tasks: deque[Task], initializer: Task) -> None:
+    initializer()
+    while tasks:
+        tasks.popleft()()
 
 
 def join_all(threads: Iterable[threading.Thread], timeout: float) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from .._protocol.ancestry import entered_scopes, to_wire
+from .._protocol.exceptions import try_add_note
 from .._protocol.lone import encode_call, encode_method
 from .._protocol.messages import (
     Arguments,
@@ -20,7 +21,7 @@ from .._protocol.messages import (
 )
 from .._protocol.recording import record_for_call
 from .._protocol.shared_arguments import MemberArguments
-from .._protocol.targets import MethodTarget, Target, order_key
+from .._protocol.targets import MethodTarget, Target, call_name, order_key
 from .._torch import rrefs
 from .._torch.rrefs import RRefId
 
@@ -68,9 +69,14 @@ class CallEncoder:
         else:
             encoded = encode_target(target, _rref_id(target))
         batches = to_wire(self._caller) if entered_scopes() else ()
-        call = encode_grouped_call(number, encoded, stream, args, due, batches)
-        if call.header[2] is None:  # pickled as a whole
-            call.cells[0].check_sendable(self._devices, self._peer)
+        try:
+            call = encode_grouped_call(number, encoded, stream, args, due, batches)
+            if call.header[2] is None:  # pickled as a whole
+                call.cells[0].check_sendable(self._devices, self._peer)
+        except Exception as exc:
+            name, peer = call_name(target), self._peer
+            try_add_note(exc, f"(while pickling the arguments of {name} for worker {peer!r})")
+            raise
         return call
 
     def member_target(self, target: Target, arguments: MemberArguments) -> EncodedTarget:

@@ -240,7 +240,7 @@ class Connection(Channel):
             self.flush_soon()
 
     def _record(self, receiver: ReplyReceiver, target: Target) -> None:
-        """Record a call in the trace of a profiler, until its receiver is released."""
+        """Record a call in the trace of a profiler, until its result."""
         receiver.event = call_event("call", target_name(target), self._me.name, self.peer.name)
 
     def _give_up(self, number: int, seconds: float) -> None:
@@ -369,9 +369,7 @@ class Connection(Channel):
         return len(outcomes)
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
-        ended = self._pending.resolve(
-            outcomes, self._wake, self._shared.collect, self.release_held
-        )
+        ended = self._pending.resolve(outcomes, self._wake, self._shared.collect, self.release_held)
         self._state.window.answered(ended)
 
     def release_held(self, number: int) -> None:
@@ -421,13 +419,14 @@ class Connection(Channel):
         if self.is_open:
             return
         exc = None if opening.cancelled() else opening.exception()
+        if isinstance(exc, WorkerLost):
+            reason = self._observer.on_disconnect(self.peer.name, self.peer.id)
+            exc = WorkerLost(self.peer.name, reason or exc.reason)
         if isinstance(exc, RpcError):
             self._finish(exc)
         else:
             self._finish(RpcError(f"worker {self.peer.name!r} cannot be connected: {exc!r}"))
         self.ended.set()
-        if isinstance(exc, WorkerLost):
-            self._observer.on_disconnect(self.peer.name, self.peer.id)
 
     def _retire(self) -> None:
         """Take no further calls, since the peer leaves; it is told after the last one is sent."""
@@ -479,6 +478,7 @@ class Connection(Channel):
     def on_end(self, error: Exception | None) -> None:
         self._segments.close()
         if error is not None and self._error is None:
-            self._observer.on_disconnect(self.peer.name, self.peer.id)
-            self._finish(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
+            reason = self._observer.on_disconnect(self.peer.name, self.peer.id)
+            reason = reason or f"its connection has ended: {error}"
+            self._finish(WorkerLost(self.peer.name, reason))
         self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))

@@ -21,7 +21,7 @@ from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
 from .._protocol.exceptions import try_add_note
 from .._protocol.messages import Arguments
-from .._protocol.shared_arguments import encode_for_members
+from .._protocol.shared_arguments import MemberArguments, encode_for_members
 from .._protocol.targets import GENERATOR_HINT, Target, call_name
 from .._torch.compat import RRefBase
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerLost
@@ -130,7 +130,7 @@ class _Running:
     def start(self, arguments: Arguments, timeout: float | None) -> None:
         """Send the calls. If encoding fails, raise its exception before any call is sent."""
         due = self._bounds(timeout)
-        rows = encode_for_members(arguments, len(self.members))
+        rows = self._encode(arguments)
         prepared = []
         for position, ((worker, target), row) in enumerate(zip(self.members, rows, strict=True)):
             try:
@@ -148,6 +148,13 @@ class _Running:
         if due is not None and self._calls:
             left = due - time.monotonic()
             self._timer = self._loop.call_later(left, self._expire, left)
+
+    def _encode(self, arguments: Arguments) -> Sequence[MemberArguments]:
+        try:
+            return encode_for_members(arguments, len(self.members))
+        except Exception as exc:
+            try_add_note(exc, f"(while pickling the arguments of {self.name})")
+            raise
 
     def _bounds(self, timeout: float | None) -> float | None:
         """Set `bound`; return the calls' own deadline."""

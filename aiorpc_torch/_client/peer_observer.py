@@ -19,8 +19,11 @@ class PeerObserver(Protocol):
     def on_message(self, peer: str) -> None:
         """Record a message from `peer`."""
 
-    def on_disconnect(self, peer: str, number: int) -> None:
-        """Handle the end of a connection to process `number` of `peer` without a leave message."""
+    def on_disconnect(self, peer: str, number: int) -> str:
+        """Handle the end of a connection to process `number` of `peer` without a leave message.
+
+        Return how that process has ended, "" if it is alive or if that is unknown.
+        """
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         """Handle the leave message of process `number` of `peer`: its kind and its reason."""

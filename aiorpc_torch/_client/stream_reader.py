@@ -36,7 +36,7 @@ class StreamReader:
         self._wakeup = Wakeup()
         self.target: Any = None  # of the call, as encoded
         self.source: Any = None  # the target as the caller named it
-        self.event: Any = None  # of a profiler that records the call
+        self.event: Any = None  # of a profiler that records the call, until the end
         self.started = 0.0  # `time.monotonic()` of the event-loop iteration of the call
 
     def add(self, value: Any, price: int) -> Item | None:
@@ -66,6 +66,7 @@ class StreamReader:
         """Drop all items: the consumer has left, and `next` finds the end."""
         self._items.clear()
         self._end = STREAM_END
+        self.event = None
         self._wakeup.set()
 
     def is_awaited(self) -> bool:
@@ -106,4 +107,5 @@ class StreamReader:
     def _finish(self, end: Any) -> None:
         if self._end is None:
             self._end = end
+            self.event = None
             self._wakeup.set()

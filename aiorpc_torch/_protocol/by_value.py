@@ -212,7 +212,8 @@ def explain(exc: BaseException) -> BaseException:
             f"a function or class came by value, which needs cloudpickle here: {EXTRA}",
             name=exc.name,
         )
-    if type(exc) is AttributeError and "<module '__main__'" in str(exc):
+    # "… on <module '__main__' …>" until Python 3.13, "module '__main__' has no …" since 3.14.
+    if type(exc) is AttributeError and "module '__main__'" in str(exc):
         return AttributeError(f"{exc}; for its sender to send it by value: {EXTRA}")
     return exc
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
+from .._torch.sendable import COMPRESSED
 from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack
 from .shared_tensors import share
@@ -49,7 +50,9 @@ def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
         data = small_bytes(value)
         if data is not None:
             return (value.dtype, value.shape), data
-        return None if value.is_cuda else (TENSOR, compact_at_call(value))
+        if value.is_cuda or value.layout in COMPRESSED:
+            return None
+        return TENSOR, compact_at_call(value)
     if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= INLINE_BYTES):
         return PLAIN, value
     return None

@@ -36,6 +36,9 @@ class Endpoint(Protocol):
     def leave_message(self, data: bytes) -> "Future[Any]":
         """Note that a peer leaves, or has failed."""
 
+    def departure(self, data: bytes) -> "Future[Any]":
+        """Note what a peer does; answer when those that it waits for have left."""
+
     def rejoin(self, data: bytes) -> "Future[Any]":
         """Return "" to accept a replacement process, or the reason for the rejection."""
 
@@ -114,6 +117,12 @@ def collect(data: bytes) -> "Future[Any]":
 def leave_message(data: bytes) -> "Future[Any]":
     """Note that a peer leaves, or has failed."""
     return not_serving() if _endpoint is None else _endpoint.leave_message(data)
+
+
+@functions.async_execution  # type: ignore[untyped-decorator]
+def departure(data: bytes) -> "Future[Any]":
+    """Note what a peer does; answer when those that it waits for have left."""
+    return not_serving() if _endpoint is None else _endpoint.departure(data)
 
 
 AttachHandler = Callable[[bytes], "Future[Any]"]

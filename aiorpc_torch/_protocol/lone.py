@@ -106,8 +106,8 @@ def encode_value(value: Any) -> bytes | None:
     """Return a small tensor, number, str or bytes as bytes, None for any other value."""
     kind = type(value)
     if kind is Tensor:
-        code, shape = _CODES.get(value.dtype), value.shape
-        if code is None or len(shape) >= len(_SHAPES) or (data := small_bytes(value)) is None:
+        code, data = _CODES.get(value.dtype), small_bytes(value)
+        if code is None or data is None or len(shape := value.shape) >= len(_SHAPES):
             return None
         return _SHAPES[len(shape)].pack(code, len(shape), *shape) + data
     if kind is float:

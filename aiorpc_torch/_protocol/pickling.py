@@ -16,6 +16,7 @@ from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
+from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
 from ..errors import RpcError
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
@@ -175,11 +176,8 @@ class _ValuePickler(pickle.Pickler):
 
     def reduce(self, obj: Any) -> Any:
         """Return the reduction of an object that is neither a class nor a function."""
-        if type(obj) is Tensor:  # subclasses reduce themselves to plain tensors
-            if (data := small_bytes(obj)) is not None:
-                return read_small, ((obj.dtype, tuple(obj.shape)), data)
-            self.tensors.append(compact_at_call(obj))
-            return _tensor_slot, (len(self.tensors) - 1,)
+        if isinstance(obj, Tensor):
+            return self._reduce_tensor(obj)
         if isinstance(obj, RRefBase):
             if id(obj) not in self._rrefs:
                 self._rrefs[id(obj)] = serialize_rref(obj)
@@ -187,6 +185,17 @@ class _ValuePickler(pickle.Pickler):
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
         return NotImplemented
+
+    def _reduce_tensor(self, tensor: Tensor) -> Any:
+        if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
+            check_subclass(tensor)
+            return NotImplemented
+        if (data := small_bytes(tensor)) is not None:
+            return read_small, ((tensor.dtype, tuple(tensor.shape)), data)
+        if tensor.layout in COMPRESSED:
+            return _read_compressed, (*compressed_parts(tensor), tuple(tensor.shape), tensor.layout)
+        self.tensors.append(compact_at_call(tensor))
+        return _tensor_slot, (len(self.tensors) - 1,)
 
 
 class _SharedPickler(_ValuePickler):
@@ -238,6 +247,14 @@ def _value_slot(index: int) -> Any:
 
 def _fill_slots(data: bytes, values: Sequence[Any]) -> Any:
     raise pickle.UnpicklingError("a shared value must be unpickled with its message")
+
+
+def _read_compressed(
+    compressed: Tensor, plain: Tensor, values: Tensor, shape: tuple[int, ...], layout: torch.layout
+) -> Tensor:
+    return torch.sparse_compressed_tensor(
+        compressed, plain, values, shape, layout=layout, check_invariants=False
+    )
 
 
 def read_small(kind: TensorKind, data: bytes) -> Tensor:

@@ -20,6 +20,7 @@ from . import endpoints
 from .recording import current_record
 
 T = TypeVar("T")
+F = TypeVar("F")
 
 
 def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Future[Any]":
@@ -48,9 +49,13 @@ def in_event_loop() -> bool:
 _ON_LOOP = "_aiorpc_runs_on_loop"
 
 
-def mark_runs_on_loop(function: Any) -> None:
-    """Mark a callable that returns an awaitable if it is called on an event loop."""
+def mark_runs_on_loop(function: F) -> F:
+    """Let remote calls of `function` start on the event loop, though it is no coroutine function.
+
+    It must not block: it returns an awaitable, or at once. Return `function`.
+    """
     setattr(function, _ON_LOOP, True)
+    return function
 
 
 _ASYNC = inspect.CO_COROUTINE | inspect.CO_ITERABLE_COROUTINE | inspect.CO_ASYNC_GENERATOR

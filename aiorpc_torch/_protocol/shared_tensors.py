@@ -12,13 +12,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .._torch.compat import dispatch_keys
+from .._torch.sendable import has_memory, is_plain, last_element
 from .tensors import (
     INLINE_BYTES,
     compact_storage,
     dtype_named,
     is_contiguous_part,
-    is_plain,
     name_of_dtype,
 )
 
@@ -119,8 +118,14 @@ class Block:
         return self._extents[key]
 
     def write(self, copy: Callable[[int, int, int], None]) -> None:
-        """Call `copy` with position, address and size of each extent. In any thread."""
+        """Call `copy` with position, address and size of each extent. In any thread.
+
+        Raises:
+            ValueError: if a storage was freed or made smaller since its tensor was added.
+        """
         for (start, skip, size), storage, _ in self.sources:
+            if storage.nbytes() < skip + size:
+                raise ValueError("a storage was freed or made smaller before it was copied")
             copy(start, storage.data_ptr() + skip, size)
 
     def compact(self, tensor: Tensor) -> Tensor:
@@ -138,7 +143,7 @@ def compact(tensor: Tensor) -> Tensor:
 
 def can_share(tensor: Tensor) -> bool:
     """Return whether the bytes of a tensor's storage are all of it: dense, on the CPU."""
-    return is_plain(dispatch_keys(tensor).raw_repr()) and name_of_dtype(tensor.dtype) is not None
+    return is_plain(tensor) and name_of_dtype(tensor.dtype) is not None
 
 
 def share(tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -170,7 +175,7 @@ def place(tensors: Iterable[Tensor]) -> tuple[list[Block], list[Place]] | None:
         block = getattr(tensor, _MARK, own)
         index, extent = -1, Extent(0, 0, 0)
         if tensor.numel():
-            if not _has_memory(tensor):
+            if not has_memory(tensor):
                 return None
             if block not in blocks:
                 blocks.append(block)
@@ -181,18 +186,6 @@ def place(tensors: Iterable[Tensor]) -> tuple[list[Block], list[Place]] | None:
         shape, strides, needs = tuple(tensor.shape), tensor.stride(), tensor.requires_grad
         places.append(Place(index, extent.start, extent.size, name, offset, shape, strides, needs))
     return blocks, places
-
-
-def _has_memory(tensor: Tensor) -> bool:
-    """Return whether all elements are in the storage: it may have been freed or resized."""
-    storage = tensor.untyped_storage()
-    end = _end(int(tensor.storage_offset()), tensor.shape, tensor.stride())
-    return bool(storage.data_ptr()) and end <= storage.nbytes() // tensor.itemsize
-
-
-def _end(offset: int, shape: Sequence[int], strides: Sequence[int]) -> int:
-    """Return the elements of a storage up to the last one of a tensor that has elements."""
-    return 1 + offset + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
 
 
 def read_places(places: Iterable[Any], sizes: Sequence[int]) -> list[Place]:
@@ -225,7 +218,7 @@ def _check(each: Place, sizes: Sequence[int]) -> None:
         return
     if not 0 <= each.block < len(sizes) or each.start + each.size > sizes[each.block]:
         raise ValueError(f"a tensor exceeds its segment: {each}")
-    end = _end(each.offset, each.shape, each.strides)
+    end = each.offset + last_element(each.shape, each.strides)
     if end * dtype.itemsize > each.size or elements >= 1 << 40:
         raise ValueError(f"a tensor exceeds its storage: {each}")
 

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from .._torch.compat import dispatch_keys
 from .._torch.cuda import copy_of
+from .._torch.sendable import check_tensor, has_memory, is_plain
 
 INLINE_BYTES = 128 * 1024
 """Maximum bytes of a tensor, of a call's arguments or of a result that travel on the connection.
@@ -27,38 +27,19 @@ TensorKind = tuple[torch.dtype, tuple[int, ...]]
 _copy = ctypes.string_at
 
 
-def _plain_keys() -> frozenset[int]:
-    with torch.inference_mode():
-        inference = torch.empty(0)
-    return frozenset(dispatch_keys(tensor).raw_repr() for tensor in (torch.empty(0), inference))
-
-
-_PLAIN = _plain_keys()
-
-
-def is_plain(keys: int) -> bool:
-    """Return whether a tensor's dispatch keys are those of a plain, dense CPU tensor."""
-    return keys in _PLAIN
-
-
 def small_bytes(tensor: Tensor) -> bytes | None:
     """Return a copy of the elements of a small, plain, dense CPU tensor outside autograd.
 
     Return None for any other tensor.
     """
-    # The dispatch keys exclude sparse, quantised, conjugated, negated, wrapped and device tensors.
-    # is_conj() and is_neg() release the GIL, which costs 20 µs in a busy process.
-    if dispatch_keys(tensor).raw_repr() not in _PLAIN or tensor.requires_grad:
+    if not is_plain(tensor) or tensor.requires_grad:
         return None
     size = tensor.nbytes
-    if size > INLINE_BYTES:
+    if size > INLINE_BYTES or not has_memory(tensor):
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
     dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    address = dense.data_ptr()
-    if not address:  # no elements, or a storage that was freed
-        return None if size else b""
-    return _copy(address, size)
+    return _copy(dense.data_ptr(), size) if size else b""
 
 
 def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
@@ -135,9 +116,14 @@ class TensorTable(list[Tensor]):
     _storages: frozenset[int] = frozenset()
 
     def put(self, tensors: Iterable[Tensor]) -> None:
-        """Add the tensors of one call or one result."""
+        """Add the tensors of one call or one result.
+
+        Raises:
+            ValueError: if one cannot be sent any more: its storage was freed since it was encoded.
+        """
         own = set()
         for tensor in tensors:
+            check_tensor(tensor)
             storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
             if storage in self._storages:
                 self.append(copy_of(tensor))
@@ -150,7 +136,7 @@ class TensorTable(list[Tensor]):
 
 def compact_storage(tensor: Tensor) -> Tensor:
     """Return the tensor, or a copy of it if its storage is larger than the tensor."""
-    if tensor.layout is not torch.strided or tensor.device.type == "meta":
+    if tensor.layout is not torch.strided:
         return tensor
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
 
@@ -160,13 +146,18 @@ def is_contiguous_part(tensor: Tensor) -> bool:
 
     A tensor that requires a gradient is none: its copy belongs to the autograd graph.
     """
-    if not is_plain(dispatch_keys(tensor).raw_repr()) or tensor.requires_grad:
+    if not is_plain(tensor) or tensor.requires_grad:
         return False
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() > tensor.nbytes
 
 
 def compact_at_call(tensor: Tensor) -> Tensor:
-    """Return the tensor as a call holds it, copied now if it cannot be cut out when it is sent."""
+    """Return the tensor as a call holds it, copied now if it cannot be cut out when it is sent.
+
+    Raises:
+        ValueError: if the tensor cannot be sent.
+    """
+    check_tensor(tensor)
     return tensor if is_contiguous_part(tensor) else compact_storage(tensor)
 
 

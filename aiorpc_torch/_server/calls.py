@@ -207,6 +207,8 @@ class RpcCall(ServerCall):
             self._finish(FAILED, RemoteFailure.of(exc, self.worker))
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
+        if self.is_cancelled:  # nobody would collect a large result
+            raise asyncio.CancelledError
         kind, content = value.cell() if type(value) is SharedValue else encode_cell(value)
         if kind is PLAIN or type(kind) is tuple:  # the common case
             return kind, content
@@ -233,7 +235,7 @@ class CreateCall(RpcCall):
     def _encode(self, value: Any) -> tuple[Any, Any]:
         created = value.value if type(value) is SharedValue else value
         self.session.on_created(created)
-        return encode_cell(RRef(created))
+        return super()._encode(RRef(created))
 
 
 def batch_joiner(function: Callable[..., Any]) -> Joiner | None:

@@ -11,8 +11,8 @@ from torch.futures import Future
 from .._protocol.handshake import Party
 from ..errors import NotServing
 
-OnRejoin = Callable[[bytes, "Future[Any]"], None]
-"""Answers a worker that rejoins: takes its description and the future of the answer."""
+RequestHandler = Callable[[bytes, "Future[Any]"], None]
+"""Answers a request of a peer: takes its data and the future of the answer."""
 
 
 def replaced_text(worker: str) -> str:
@@ -20,20 +20,46 @@ def replaced_text(worker: str) -> str:
     return f"worker {worker!r} was restarted: a newer process has replaced this one"
 
 
+class HeldRequests:
+    """Requests of peers, held until this worker knows its peers and has a handler."""
+
+    def __init__(self) -> None:
+        self._handler: RequestHandler | None = None
+        self._held: list[tuple[bytes, Future[Any]]] = []
+
+    def put(self, data: bytes, reply: "Future[Any]") -> None:
+        """Pass a request to the handler, at once or when there is one."""
+        self._held.append((data, reply))
+        if self._handler is not None:
+            self.set_handler(self._handler)
+
+    def set_handler(self, handler: RequestHandler) -> None:
+        """Set the handler, and call it for the requests that wait."""
+        self._handler = handler
+        while self._held:
+            handler(*self._held.pop(0))
+
+
 class PeerTable:
-    """The peers of one worker, and their leave messages."""
+    """The peers of one worker, their leave messages and their requests.
+
+    Attributes:
+        on_change: called when a peer has left.
+    """
 
     def __init__(self) -> None:
         self.process_numbers: dict[str, int] = {}  # of each member
         self.leave_messages: dict[str, str] = {}  # of each peer: "" or its failure
         self.on_failure: Callable[[str, str], None] = _ignore
         self.on_detached: Callable[[str, str], None] = _ignore
-        self._on_rejoin: OnRejoin | None = None  # None until this worker knows its peers
-        self._waiting_rejoins: list[tuple[bytes, Future[Any]]] = []
+        self.on_change: Callable[[], None] = _ignore
+        self.rejoins = HeldRequests()
+        self.departures = HeldRequests()
 
     def set_members(self, process_numbers: Mapping[str, int]) -> None:
         """Set the members of this world, each with its process number."""
-        self.process_numbers = {**process_numbers}
+        self.process_numbers.clear()
+        self.process_numbers.update(process_numbers)
 
     def check_member(self, caller: Party) -> None:
         """Check that a caller is a current member of this world.
@@ -57,18 +83,7 @@ class PeerTable:
         self.leave_messages[peer] = text if what == "failed" else ""
         if first and what == "failed":
             self.on_failure(peer, text)
-
-    def set_rejoin_handler(self, handler: OnRejoin) -> None:
-        """Set the handler of workers that rejoin, and call it for those that wait."""
-        self._on_rejoin = handler
-        while self._waiting_rejoins:
-            handler(*self._waiting_rejoins.pop(0))
-
-    def on_rejoin(self, member: bytes, reply: "Future[Any]") -> None:
-        """Pass a worker that rejoins to the handler, at once or when there is one."""
-        self._waiting_rejoins.append((member, reply))
-        if self._on_rejoin is not None:
-            self.set_rejoin_handler(self._on_rejoin)
+        self.on_change()
 
     def replace(self, peer: Party) -> None:
         """Replace a member's process, and drop the leave message of the old process."""

@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._protocol.exceptions import RemoteFailure
 from .._protocol.recording import ContextRecord
 from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
 from .._torch.cuda import StreamFence, fence_tensors
+from .._torch.sendable import check_tensors
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -40,6 +42,11 @@ class DeferredReply:
         recording.close()
         data, tensors = (answer, []) if isinstance(answer, bytes) else answer
         lost = recording.lost[:]
+        try:
+            check_tensors(tensors)  # again: a storage may have been freed while the reply waited
+        except ValueError as exc:
+            self._send(RemoteFailure.of(exc, "the callee"))
+            return
         # A suspended coroutine may have left its no_grad() on in the loop's thread.
         with torch.enable_grad():
             try:
@@ -49,10 +56,13 @@ class DeferredReply:
                 tensors, token = detach_all(tensors), None
                 lost.append(f"autograd rejected a result: {exc!r}")
             answer = data, tensors, token, lost
-            try:
-                self.future.set_result(answer if tensors or token is not None or lost else data)
-            except Exception as exc:  # torch has stopped
-                log.debug("reply in autograd context %d not sent: %s", recording.id, exc)
+            self._send(answer if tensors or token is not None or lost else data)
+
+    def _send(self, answer: Any) -> None:
+        try:
+            self.future.set_result(answer)
+        except Exception as exc:  # torch has stopped
+            log.debug("reply in autograd context %d not sent: %s", self.recording.id, exc)
 
 
 def reply_for(context: int, future: Any, tensors: Sequence[Tensor]) -> Any:

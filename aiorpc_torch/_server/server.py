@@ -36,7 +36,7 @@ from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
 from .methods import LoneMethod
-from .peers import PeerTable, replaced_text
+from .peers import HeldRequests, PeerTable, replaced_text
 from .reply import reply_for
 from .session import Key, Payload, Session
 from .sessions import SessionTable
@@ -62,7 +62,7 @@ class Server:
         self.last_heard: dict[str, float] = {}
         self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
-        self.on_disconnect: Callable[[str, int], None] = _ignore
+        self.on_disconnect: Callable[[str, int], object] = _ignore
         self._exports = exports
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
@@ -150,10 +150,17 @@ class Server:
         )
         return completed_future(None)
 
+    def departure(self, data: bytes) -> "Future[Any]":
+        """Answer a worker that reports what it does, from the loop."""
+        return self._answer_on_loop(self.peers.departures, data)
+
     def rejoin(self, data: bytes) -> "Future[Any]":
         """Answer a worker that rejoins, from the loop."""
+        return self._answer_on_loop(self.peers.rejoins, data)
+
+    def _answer_on_loop(self, requests: HeldRequests, data: bytes) -> "Future[Any]":
         reply: Future[Any] = Future()
-        self._executor.call_on_loop(lambda: self.peers.on_rejoin(data, reply))
+        self._executor.call_on_loop(lambda: requests.put(data, reply))
         return reply
 
     def accept_torch(

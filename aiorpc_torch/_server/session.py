@@ -5,6 +5,7 @@ caller.
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -394,13 +395,21 @@ def _complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:
     """Complete the reply to a message of torch RPC, if it is one. In any thread."""
     if reply is None:
         return
+    answer: Any = b""
     try:
-        data, tensors = encode_reply(results)
-        answer: Any = message_for_torch(data, tensors) if tensors or results else data
+        answer = _answer(results)
     except Exception as exc:  # e.g. no memory; the caller would wait for ever
         log.warning("a result cannot be encoded: %r", exc)
-        answer = b""
+        failure = RemoteFailure.of(exc, "the callee")
+        with contextlib.suppress(Exception):  # no memory for this either
+            answer = _answer([(key, FAILED, failure) for key, _, _ in results])
     try:
         reply.set_result(answer)
     except Exception as exc:  # torch has stopped
         log.debug("reply not sent: %s", exc)
+
+
+def _answer(results: Sequence[EncodedResult]) -> Any:
+    """Return results as the value of torch's future."""
+    data, tensors = encode_reply(results)
+    return message_for_torch(data, tensors) if tensors or results else data

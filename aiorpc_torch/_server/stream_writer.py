@@ -40,7 +40,11 @@ class StreamCall(RpcCall):
             resume()
 
     def send(self, item: Any) -> bool:
-        """Send an item; return whether there is credit for another."""
+        """Send an item; return whether there is credit for another.
+
+        Raises:
+            CancelledError: if the call is cancelled.
+        """
         kind, content = self._encode(item)
         # The generator runs on before this item is sent, and may reuse its buffer.
         content = copy_cell(kind, content if self.recording is None else detach_cell(kind, content))

@@ -13,6 +13,8 @@ from torch.futures import Future
 from .._protocol.messages import Arguments
 from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
 from .._torch.compat import RemoteException
+from .._torch.sendable import check_tensors
+from .._torch.tree import tensors_in
 from .calls import ServerCall
 
 COROUTINE = "__aiorpc_coroutine__"
@@ -76,7 +78,12 @@ class TorchCall(ServerCall):
         open_calls.add(self)
 
     def succeed(self, value: Any) -> None:
-        self._finish(value)
+        try:
+            check_tensors(tensors_in(value))
+        except ValueError as exc:
+            self.fail(exc)
+        else:
+            self._finish(value)
 
     def fail(self, exc: BaseException) -> None:
         text = "".join(traceback.format_exception(exc))

@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from torch.distributed import rpc
 
+from .._aio.process_exit import abandon_threads, has_threads
 from .._aio.signals import force_exit
 from . import rrefs
 from .compat import (
@@ -34,11 +35,11 @@ from .compat import (
     init_autograd,
     init_rpc_count,
     init_rpc_states,
+    set_profiler_node,
     worker_names,
 )
 from .cuda import has
 from .devices import DeviceRoutes, NamedDeviceMaps
-from .thread_state import interrupt_threads
 
 _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it
@@ -46,10 +47,7 @@ _needs_stop = False  # an agent was started, and nothing has begun to stop it
 # Shared memory polls from the agent's start: 85 % of a core in a world of one without a peer.
 DEFAULT_TRANSPORTS = ("uv",)
 
-# Seconds for plain `def` methods that still run to end at the exit of the process.
-_INTERRUPTED = 0.5
-
-# The same for a backward, after a failure and without one.
+# Seconds for a backward to end at the exit of the process, after a failure and without one.
 _AFTER_FAILURE, _OTHERWISE = 0.5, 5.0
 
 
@@ -112,6 +110,7 @@ class Agent:
         if _first_id is None:
             _first_id = number
             init_autograd(number)
+        set_profiler_node(number)  # for a profiler's events; torch cannot unset it
         rrefs.enter_world(number, counted=first_world)
         self._store = HashStore()
         self._maps = {**device_maps}
@@ -236,8 +235,8 @@ def _stop_at_exit() -> None:
     # A process that exits inside its world would end with "terminate called" (2.13, 2.15).
     if _needs_stop and is_running():
         _shut_down()
-    if _first_id is not None:
-        interrupt_threads(("aiorpc-def", "aiorpc-close"), _INTERRUPTED)
+    if has_threads():
+        abandon_threads()
     # A backward that returns after Python has ended aborts the process, and torch's exit functions
     # wait for one without end. (2.13, 2.15; tests/integration/test_signals.py)
     failure = getattr(sys, "last_value", None)

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .cuda import sendable
+from .sendable import check_tensors
 from .thread_state import pin_thread_state
 
 
@@ -128,8 +129,13 @@ def _is_absent(gradient: Tensor | None) -> bool:
 
 
 def _to_send(gradients: Sequence[Tensor]) -> list[Tensor]:
-    """Return the gradients of one message in forms that torch can send."""
+    """Return the gradients of one message in forms that torch can send.
+
+    Raises:
+        ValueError: if torch would end the process for one.
+    """
     if all(each.device.type == "cpu" for each in gradients):
+        check_tensors(gradients)
         return [*gradients]
     return sendable(
         [each if each.layout is torch.strided else each.to_dense() for each in gradients]

@@ -17,7 +17,13 @@ SUPPORTED = "2.11 to 2.15"
 
 try:
     # The base class of torch.futures.Future, and faster to make.
-    from torch._C import Future as RawFuture, _dispatch_keys as dispatch_keys
+    from torch._C import (
+        DisableTorchFunctionSubclass,
+        DispatchKey,
+        DispatchKeySet,
+        Future as RawFuture,
+        _dispatch_keys as dispatch_keys,
+    )
     from torch._C._autograd import _profiler_enabled as profiler_enabled
     from torch._C._distributed_autograd import (
         _current_context as current_context,
@@ -37,7 +43,9 @@ try:
         _delete_all_user_and_unforked_owner_rrefs as delete_rrefs,
         _invoke_rpc_python_udf as invoke_rpc,
         _is_current_rpc_agent_set as has_agent,
+        _set_profiler_node_id as set_profiler_node,
     )
+    from torch.autograd import profiler as _profiler
     from torch.distributed import autograd as _autograd, rpc as _rpc
     from torch.distributed.rpc import api as _api
     from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
@@ -46,6 +54,7 @@ try:
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
+    _profiler._disable_profiler  # type: ignore[attr-defined]  # noqa: B018 - wrapped below
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
@@ -55,6 +64,9 @@ except (ImportError, AttributeError) as exc:
     ) from exc
 
 __all__ = (
+    "DisableTorchFunctionSubclass",
+    "DispatchKey",
+    "DispatchKeySet",
     "FileStore",
     "HashStore",
     "PythonUDF",
@@ -79,9 +91,11 @@ __all__ = (
     "init_rpc_states",
     "invoke_rpc",
     "new_context",
+    "on_profiler_stop",
     "profiler_enabled",
     "release_context",
     "serialize",
+    "set_profiler_node",
     "tree_leaves",
     "worker_names",
 )
@@ -97,10 +111,22 @@ def worker_names() -> set[str]:
     return _api._ALL_WORKER_NAMES
 
 
+def on_profiler_stop(function: Callable[[], None]) -> None:
+    """Call `function` before each stop of a profiler, in its thread."""
+    disable = _profiler._disable_profiler  # type: ignore[attr-defined]
+
+    def stop(*args: Any, **kwargs: Any) -> Any:
+        function()
+        return disable(*args, **kwargs)
+
+    _profiler._disable_profiler = stop  # type: ignore[attr-defined]
+
+
 # ── the autograd context of a thread ────────────────────────────────────────────────────────────
 
 _CONTAINER = "_ZN5torch11distributed8autograd21DistAutogradContainer"
-_LIBRARY = os.path.join(os.path.dirname(torch.__file__), "lib", "libtorch_cpu.so")
+_LIBRARIES = os.path.join(os.path.dirname(torch.__file__), "lib")
+_LIBRARY = os.path.join(_LIBRARIES, "libtorch_cpu.so")
 
 
 def find_context_functions(
@@ -138,3 +164,18 @@ def _slow_context_id() -> int:
 
 current_context_id, force_context = find_context_functions()
 """Return the id of this thread's distributed autograd context, -1 without one."""
+
+
+def find_cpp_log_level(library: str = os.path.join(_LIBRARIES, "libc10.so")) -> ctypes.c_int | None:
+    """Return the level below which torch's C++ code does not log, None if it is not exported.
+
+    TORCH_CPP_LOG_LEVEL sets it, which torch reads when it is imported.
+    """
+    try:
+        return ctypes.c_int.in_dll(ctypes.CDLL(library), "FLAGS_caffe2_log_level")
+    except (OSError, ValueError):  # built with another logging library
+        return None
+
+
+cpp_log_level = find_cpp_log_level()
+"""Level of torch's C++ log: 1 for warnings, 2 for errors only."""

@@ -1,6 +1,6 @@
-"""Python's thread states in torch's threads, torch's thread count in ours, and the end of ours.
+"""Python's thread states in torch's threads, and torch's intra-op thread count in ours.
 
-The five functions of Python's C interface exist in CPython 3.11 to 3.13.
+The four functions of Python's C interface are those of CPython 3.11 to 3.14.
 (tests/unit/torch/test_thread_state.py)
 """
 
@@ -13,8 +13,6 @@ from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
-
-from .._aio.threads import join_all
 
 _thread = threading.local()
 
@@ -30,7 +28,6 @@ _ensure = _python("PyGILState_Ensure", ctypes.c_int)
 _current = _python("PyThreadState_Get", ctypes.c_void_p)
 _clear = _python("PyThreadState_Clear", None, ctypes.c_void_p)
 _delete = _python("PyThreadState_Delete", None, ctypes.c_void_p)
-_raise_in = _python("PyThreadState_SetAsyncExc", ctypes.c_int, ctypes.c_ulong, ctypes.py_object)
 
 
 class _Mark:
@@ -116,15 +113,3 @@ def set_intra_op_threads(count: int) -> None:
     if getattr(_thread, "intra_op", None) != count:
         torch.set_num_threads(count)
         _thread.intra_op = count
-
-
-def interrupt_threads(names: tuple[str, ...], timeout: float) -> None:
-    """Raise SystemExit in Python's threads whose names begin so, and wait for them to end.
-
-    A thread that returns from an operator of torch while Python ends aborts the process. (2.15) A
-    thread that waits for a lock, or sleeps, is not interrupted, and may stay.
-    """
-    threads = [each for each in threading.enumerate() if each.name.startswith(names)]
-    for each in threads:
-        _raise_in(each.ident, SystemExit)
-    join_all(threads, timeout)

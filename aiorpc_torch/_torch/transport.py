@@ -157,12 +157,15 @@ def classify_error(exc: BaseException, worker: str) -> RpcError:
     """Return the error for torch's RuntimeError about a message to `worker`.
 
     Our own functions reply with envelopes and never raise, so this is an error of the transport.
-    The text of each broken pipe names the TensorPipe source file that found it.
+    The text of each broken pipe names the TensorPipe source file that found it, which is left out.
     """
     text = safe_str(exc).strip()
     first = text.partition("\n")[0]  # a C++ traceback may follow, which names the agent's file
     if rrefs.is_adopted() and is_own_end(text):
         return NotServing("torch's RPC of this process has ended")
-    if "tensorpipe/" in first or "RPC has not been initialized" in text:
-        return WorkerLost(worker, first)
+    if "tensorpipe/" in first:
+        cause = first.partition(" (")[0].rpartition(": ")[2]
+        return WorkerLost(worker, f"its connection has ended: {cause}")
+    if "RPC has not been initialized" in text:
+        return WorkerLost(worker, "torch's RPC has ended in its process")
     return RemoteError(f"the message to worker {worker!r} failed: {text}")

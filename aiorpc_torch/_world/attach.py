@@ -168,7 +168,12 @@ class _Attached:
         introductions = Introductions(self._party, self._attachments)
         self._pool = ConnectionPool(self._party, members, self._detector, introductions)
         self._departures = Departures(
-            self._pool, self._detector, self._peers, self._attachments.left, self._probe
+            self._pool,
+            self._detector,
+            self._peers,
+            self._server.peers.process_numbers,
+            self._attachments.left,
+            self._probe,
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
@@ -191,6 +196,7 @@ class _Attached:
         server.set_device_routes(DeviceRoutes.for_worker(self._party.name, self._maps))
         server.peers.set_members({each.name: each.number for each in self._members})
         server.peers.on_detached = attachments.on_close
+        server.peers.departures.set_handler(self._departures.handle)
         endpoints.register(server)
         pool.set_current(self._pool)
         self._detector.only_linked = True

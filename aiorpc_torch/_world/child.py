@@ -9,43 +9,53 @@ import atexit
 import contextlib
 import enum
 import functools
+import gc
 import multiprocessing
 import os
 import signal
 import sys
 import threading
 from collections.abc import Awaitable, Callable, Iterator
-from contextvars import ContextVar
-from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any, NoReturn
 
 from .._aio.loops import call_soon
-from .._aio.signals import force_exit
+from .._aio.signals import end_process
 from .._protocol.by_value import is_main_without_file
 from .._protocol.exceptions import RemoteFailure
 from ..errors import WorkerLost
 from .config import WorkerConfig
+from .processes import ProcessFactory, sigint_blocked
 from .worker import run_worker
 
 Main = Callable[..., Awaitable[Any]]
 
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
-
-ProcessFactory = Callable[[Callable[..., Any], tuple[Any, ...], str], BaseProcess]
-"""A function that makes a process of a target function, its arguments and a name."""
+EXIT_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
 
 
-def spawned_process(target: Callable[..., Any], args: tuple[Any, ...], name: str) -> BaseProcess:
-    """Return a process with a new interpreter."""
-    # Not "fork", which copies the locks of torch's threads but not the threads.
-    return multiprocessing.get_context("spawn").Process(target=target, args=args, name=name)
+def describe_exit(code: int | None) -> str:
+    """Return the text for the exit code of a process; None: it has closed its pipe and runs."""
+    if code is None:
+        return "its process has closed the pipe to its parent"
+    if code >= 0:
+        return f"its process ended with exit code {code}"
+    try:
+        return f"its process was killed by {signal.Signals(-code).name}"
+    except ValueError:  # of a real-time signal
+        return f"its process was killed by signal {-code}"
 
 
-process_factory: ContextVar[ProcessFactory] = ContextVar("process_factory", default=spawned_process)
-"""Factory of the children's processes; `aiorpc_torch.testing` sets a faster one."""
+def _is_exiting(pid: int | None) -> bool:
+    """Return whether the kernel is ending a process: then its exit code comes, at once or soon."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:  # it has been reaped
+        return True
+    # The flags, of which PF_EXITING is set before any file of the process is closed.
+    return bool(int(fields[6]) & 0x4)
 
 
 class ParentCommand(enum.Enum):
@@ -58,15 +68,21 @@ class ParentCommand(enum.Enum):
 class ChildProcess:
     """A process that runs `main(me, *args)` as the worker of `config`, or only serves."""
 
-    def __init__(self, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]) -> None:
+    def __init__(
+        self,
+        make_process: ProcessFactory,
+        config: WorkerConfig,
+        main: Main | None,
+        args: tuple[Any, ...],
+    ) -> None:
         self.name = config.name
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
         self._is_watched = True
         # This end stays open until `close`: its end would mean this process's death to the child.
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = process_factory.get()(child_main, (theirs, config, main, args), config.name)
-        with _sigint_blocked(), _main_importable():
+        self._process = make_process(child_main, (theirs, config, main, args), config.name)
+        with sigint_blocked(), _main_importable():
             self._process.start()
         theirs.close()
         _running.add(self)
@@ -89,7 +105,8 @@ class ChildProcess:
         # The kernel closes a process's files just before the process can be reaped.
         if not self._is_watched:
             return
-        if self._process.exitcode is None and polls:
+        is_awaited = polls > 0 or _is_exiting(self._process.pid)
+        if self._process.exitcode is None and is_awaited:
             self.ended.get_loop().call_later(POLL_INTERVAL, self._await_exit, polls - 1)
         else:
             self.ended.set_result(self._failure or self._exit_failure())
@@ -101,7 +118,16 @@ class ChildProcess:
 
     def _exit_failure(self) -> BaseException | None:
         code = self._process.exitcode
-        return None if code == 0 else WorkerLost(self.name, f"its process ended with code {code}")
+        return None if code == 0 else WorkerLost(self.name, describe_exit(code))
+
+    def exit_reason(self) -> str:
+        """Return how the process has ended or ends now, "" if it runs. In any thread."""
+        with contextlib.suppress(ValueError):  # it is closed: its world has ended
+            if _is_exiting(self._process.pid):
+                self._process.join(EXIT_TIMEOUT)
+            if (code := self._process.exitcode) is not None:
+                return describe_exit(code)
+        return ""
 
     def release(self) -> bool:
         """Free what belongs to the process if it has ended; return whether it has."""
@@ -122,19 +148,6 @@ class ChildProcess:
             self._process.join()
         self.release()
         self._process.close()
-
-
-@contextlib.contextmanager
-def _sigint_blocked() -> Iterator[None]:
-    # Ctrl-C goes to the whole process group, and a child that is still importing torch would print
-    # a traceback. A child inherits the mask, until `child_main` installs a handler.
-    # multiprocessing's tracker unblocks the signal when it starts: so it starts first.
-    resource_tracker.ensure_running()
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -182,9 +195,11 @@ def child_main(
     # A handler, not SIG_IGN, which programs that the child starts would inherit.
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
     code = 0
     try:
-        asyncio.run(_run(pipe, config, main, args))
+        with asyncio.Runner(loop_factory=config.loop_factory) as runner:
+            runner.run(_run(pipe, config, main, args))
         # As at the end of any program: what was given to an executor is done. Not after a failure,
         # which the parent sees when this process ends.
         threading._shutdown()  # type: ignore[attr-defined]
@@ -195,10 +210,7 @@ def child_main(
             # Raised, and its traceback printed once, in the parent.
             pipe.send(RemoteFailure.of(exc, config.name))
         code = 1
-    # As multiprocessing ends a forked child: exit functions run and streams are flushed, but the
-    # interpreter is not finalized. With torch that would take a second of every core.
-    atexit._run_exitfuncs()
-    force_exit(code)
+    end_process(code)
 
 
 async def _run(

@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from .._aio.loops import LoopFactory, new_event_loop
 from .._protocol.handshake import network_namespace
 from .._server.exports import Export
 from .._torch.agent import process_worker_id
@@ -39,6 +40,7 @@ class WorkerConfig:
     exports: tuple[Export, ...] | None = None
     freeze_gc: bool = True
     is_local: bool = False
+    loop_factory: LoopFactory = new_event_loop  # in processes whose loop is ours
 
     def __post_init__(self) -> None:
         if not 0 <= self.rank < self.world_size:

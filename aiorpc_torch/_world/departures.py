@@ -1,146 +1,376 @@
-"""Departures: the peers of a worker that have left, and a wait until all have.
+"""Departures: what the peers of a worker do, and waits until they serve or have left.
 
-A peer has left if the store of the rendezvous says so, or a leave message does. A lost peer is not
-waited for.
+The workers of a world report to one of them, the coordinator, which is rank 0. A worker that waits
+sends one request, and the coordinator answers it when the goal is reached: no request is sent while
+nothing happens, and their number is linear in the workers. The coordinator alone watches those that
+are awaited; the others watch the coordinator.
+
+Without a coordinator (in a world of `init_rpc`, and after rank 0 has died) the workers ask each
+other, every second. There two rounds of answers must agree: a peer that served with the same report
+in both also did so between them, and so did all others. (`ActivityTable` has the rule and its
+reason.) A lost peer is not waited for; its replacement process is, as any live one.
 """
 
 import asyncio
 import contextlib
+import functools
+import itertools
 import logging
-import time
-from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from .._aio.threads import run_in_thread
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
+from .._protocol.exceptions import RemoteFailure
 from .._protocol.messages import dump_plain
-from .._torch.agent import PeerInfo
+from .._protocol.pickling import load_plain
+from .._torch.agent import PeerInfo, is_running
 from .._torch.transport import send, wrap_future
-from ..errors import WorldTimeout
+from .activity import Activity, ActivityTable, Report, Wait
 from .failure_detector import FailureDetector
-from .rendezvous import Rendezvous
 
 log = logging.getLogger("aiorpc_torch")
 
 # All in seconds.
-_MIN_POLL = 0.005  # between two reads of which peers have left
-LEAVING_POLL, SERVING_POLL = 0.05, 0.25  # the longest of these intervals
-PROBE_INTERVAL = 1.0  # between two probes of peers that have not left
+PROBE_INTERVAL = 1.0  # between two probes of a peer, and two rounds of questions
+_POLL = 0.25  # between two looks at what peers have told, without a coordinator
 LOG_INTERVAL = 10.0  # between two log lines about the peers that are awaited
 MESSAGE_TIMEOUT = 0.3  # for peers to take a leave message
+MAX_PATIENCE = 3600.0  # for which a request waits
+ANSWER_MARGIN = 5.0  # beyond the time at which a request is answered at the latest
 
-_THREAD = "aiorpc-leave"
+
+class Request(NamedTuple):
+    """A report, and a question that is answered when `goal` is reached or `patience` is over."""
+
+    name: str
+    process: int
+    sequence: int
+    activity: int
+    token: int
+    goal: int
+    among: Sequence[str]
+    patience: float
+    """Seconds; 0 asks for an answer at once, and ends the wait `token`."""
+
+
+class Answer(NamedTuple):
+    """The answer to a request: the report of the process that answers, and what it knows."""
+
+    is_reached: bool
+    is_open: bool
+    """Whether the process answers requests later than at once."""
+    process: int
+    sequence: int
+    activity: int
+    missing: Sequence[str]
+    left: Sequence[str]
+    """Workers whose blocks have ended in order."""
+    lost: Mapping[str, str]
+    """The reasons of the lost workers."""
 
 
 @dataclass(eq=False)
 class Departures:
-    """The departures of one worker's peers."""
+    """The departures of one worker's peers, on the loop that it was made on."""
 
     pool: ConnectionPool
     detector: FailureDetector
     peers: Mapping[str, PeerInfo]
     """The other workers by name."""
+    processes: Mapping[str, int]
+    """Number of each member's current process, this worker included."""
     told: Callable[[], Mapping[str, str]]
     """Returns the leave messages of peers: "" or a failure."""
     probe: Callable[[str], None]
     """Asks whether a peer lives."""
-    rendezvous: Rendezvous | None = None
-    _marked: set[str] = field(default_factory=set)  # left, as the store says
-    _is_leaving: bool = False  # this worker's own block has ended
+    coordinator: str | None = None
+    """Name of rank 0, None without a coordinator."""
+
+    def __post_init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._table = ActivityTable(self.processes, self._gone)
+        self._tokens = itertools.count()
+        self._serving = 0  # waits in `serve` for all peers
+        self._is_leaving = self._is_closed = False
+        self._has_ended = False  # all have left
+        # As the coordinator has told: names and processes that have left, and reasons of losses.
+        self._left_there: set[tuple[str, int]] = set()
+        self._lost_there: Mapping[str, str] = {}
+        self._closed_coordinator: int | None = None  # process that answers no requests any more
+        self._attendant: asyncio.Task[None] | None = None
 
     def left(self) -> set[str]:
-        """Return the peers that have left."""
-        return self._marked | self.told().keys()
+        """Return the peers that have left, as far as this worker knows."""
+        return (self._left_in_order() | self.told().keys()) - {self.pool.name}
 
-    def missing(self, among: Collection[str] | None = None) -> list[str]:
-        """Return those of the peers `among` that have not left and are not lost."""
-        gone = self.detector.lost_peers.keys() | self.left()
-        return [peer for peer in (self.peers if among is None else among) if peer not in gone]
+    def _left_in_order(self) -> set[str]:
+        there = {name for name, process in self._left_there if self.processes[name] == process}
+        return self._table.left() | there
 
-    async def mark_left(self) -> None:
-        """Tell the peers that this worker's block has ended in order; it still serves."""
-        self._is_leaving = True
-        if self.rendezvous is None:
-            await self.tell(self.missing())
-            return
-        try:
-            await run_in_thread(self.rendezvous.mark_left, _THREAD)
-        except WorldTimeout:
-            await self._on_store_lost()
+    def _gone(self) -> set[str]:
+        return self.detector.lost_peers.keys() | self.told().keys()
 
-    async def wait(
-        self,
-        among: Collection[str] | None = None,
-        *,
-        poll: float = LEAVING_POLL,
-        level: int = logging.WARNING,
-    ) -> None:
-        """Wait until no peer is missing.
-
-        Args:
-            among: names of the peers to wait for (default: all).
-            poll: longest interval in seconds between two reads of the store.
-            level: level of the log lines that name the awaited peers.
-        """
-        start = time.monotonic()
-        next_probe, next_log = start + PROBE_INTERVAL, start + LOG_INTERVAL
-        interval, watched = _MIN_POLL, {*self.missing(among)}
-        with self.pool.watching_peers(watched, lambda _: None):  # a frozen one is lost in time
-            while missing := await self._read(among):
-                watched.clear()
-                watched.update(missing)
-                if time.monotonic() > next_probe:
-                    next_probe = time.monotonic() + PROBE_INTERVAL
-                    for peer in missing:
-                        self.probe(peer)
-                if time.monotonic() > next_log:
-                    next_log = time.monotonic() + LOG_INTERVAL
-                    names = ", ".join(missing)
-                    log.log(level, "%s serves until %s leave", self.pool.name, names)
-                await asyncio.sleep(interval)
-                interval = min(interval * 1.5, poll)
+    def lost(self) -> dict[str, str]:
+        """Return the peers that are lost, here or for the coordinator, with the reasons."""
+        here = self.detector.lost_peers.items()
+        reasons = {peer: getattr(error, "reason", str(error)) for peer, error in here}
+        return {**self._lost_there, **reasons}
 
     async def has_left_in_order(self, peer: str) -> bool:
         """Return whether a peer's block has ended in order, as far as this worker can know."""
-        await self._read_store([peer])
-        return peer in self._marked or self.told().get(peer) == ""
+        if peer not in self.left():
+            await self.refresh()
+        return peer in self._left_in_order() or self.told().get(peer) == ""
 
-    def failure_of(self, peer: str) -> str:
-        """Return the failure that ended a peer's block, in one line; "" if it told none."""
-        return self.told().get(peer, "").partition("\n")[0]
+    async def failure_of(self, peer: str) -> str:
+        """Return in one line why a peer has ended, "" if it has left in order or is alive."""
+        reason = self.told().get(peer, "").partition("\n")[0] or self.lost().get(peer, "")
+        return "" if reason and await self.has_left_in_order(peer) else reason
 
-    async def _read(self, among: Collection[str] | None) -> list[str]:
-        """Return the missing peers, after a look into the store."""
-        if missing := self.missing(among):
-            await self._read_store(missing)
-        return self.missing(among)
+    # ── waiting ─────────────────────────────────────────────────────────────────────────────────
 
-    async def _read_store(self, peers: Collection[str]) -> None:
-        rendezvous = self.rendezvous
-        if rendezvous is None:
-            return
-        ranks = [self.peers[peer].rank for peer in peers]
+    async def serve(self, until: str | None = None) -> None:
+        """Wait until that peer has left, or every live peer serves too or has left."""
+        if asyncio.get_running_loop() is not self._loop:  # of another thread
+            waiting = asyncio.run_coroutine_threadsafe(self.serve(until), self._loop)
+            return await asyncio.wrap_future(waiting)
+        if until is None:
+            await self._wait(Activity.SERVING, (), logging.INFO)
+        else:
+            await self._wait(Activity.LEFT, (until,), logging.INFO)
+
+    async def leave(self) -> None:
+        """Report that this worker's block has ended in order; wait until all live peers' have."""
+        self._is_leaving = True
+        await self._wait(Activity.LEFT, (), logging.WARNING)
+        self._has_ended = True
+
+    async def _wait(self, goal: Activity, among: Sequence[str], level: int) -> None:
+        """Wait until the peers `among` (default: all) have reached `goal`."""
+        missing: Sequence[str] = ()
+        token, is_reached = next(self._tokens), not self.peers
+        next_log = self._loop.time() + LOG_INTERVAL
+        self._serving += goal is Activity.SERVING
+        self._report()
         try:
-            left = await run_in_thread(lambda: rendezvous.left_ranks(ranks), _THREAD)
-        except WorldTimeout:
-            await self._on_store_lost()
-        else:
-            self._marked |= {peer for peer in peers if self.peers[peer].rank in left}
+            while not is_reached:
+                is_reached, missing = await self._wait_once(token, goal, among)
+                if not is_reached and self._loop.time() >= next_log:
+                    next_log = self._loop.time() + LOG_INTERVAL
+                    names, verb = ", ".join(missing), "leaves" if len(missing) == 1 else "leave"
+                    log.log(level, "%s is serving until %s %s", self.pool.name, names, verb)
+        finally:
+            self._serving -= goal is Activity.SERVING
+            self._report()
+            if not is_reached:
+                self._withdraw(token)
 
-    async def _on_store_lost(self) -> None:
-        """Go on without the store: rank 0 has left with it, or died."""
-        self.rendezvous = None
-        first = {peer for peer, each in self.peers.items() if each.rank == 0}
+    async def _wait_once(
+        self, token: int, goal: Activity, among: Sequence[str]
+    ) -> tuple[bool, Sequence[str]]:
+        """Wait for a while; return whether the goal is reached, and the peers of whom it is not."""
+        request = self._request(token, goal, among, LOG_INTERVAL)
+        if (coordinator := self._coordinator()) is None:
+            return await self._ask_all(request)
+        if coordinator == self.pool.name:
+            answered: asyncio.Future[Answer] = self._loop.create_future()
+            self._open_wait(request, functools.partial(_complete, answered))
+            answer: Answer | None = await answered
+        else:
+            answer = await self._ask(coordinator, request)
+        if answer is not None:
+            return answer.is_reached, answer.missing
+        self.probe(coordinator)
+        await asyncio.sleep(_POLL)
+        return False, self._table.missing(self.pool.name, goal, among)
+
+    def _withdraw(self, token: int) -> None:
+        """End a wait that is cancelled, here and at the coordinator, whose answer is ignored."""
+        self._table.end(self.pool.name, self.pool.me.number, token)
+        coordinator = self._coordinator()
+        if coordinator is not None and coordinator != self.pool.name:
+            with contextlib.suppress(Exception):  # torch does not reach it
+                self._send(coordinator, self._request(token, Activity.LEFT, (), 0.0)).cancel()
+
+    async def refresh(self) -> None:
+        """Ask the coordinator which peers have left, unless all have."""
+        coordinator = None if self._has_ended else self._coordinator()
+        if coordinator is not None and coordinator != self.pool.name:
+            await self._ask(coordinator, self._request(-1, Activity.LEFT, (), 0.0))
+
+    def _coordinator(self) -> str | None:
+        """Return the name of the coordinator, None if there is none or it is lost or gone."""
+        name = self.coordinator
+        if name == self.pool.name:
+            return None if self._is_closed else name
+        if name is None or name in self._gone():
+            return None
+        return None if self.processes[name] == self._closed_coordinator else name
+
+    def _report(self) -> None:
+        """Record what this worker does, under the next number if it has changed."""
+        activity = Activity.SERVING if self._serving else Activity.ACTIVE
         if self._is_leaving:
-            self._marked |= first
-            await self.tell(self.missing())
-        else:
-            for peer in first:
-                self.probe(peer)
+            activity = Activity.LEFT
+        last = self._table.report_of(self.pool.name)
+        if activity is not last.activity:
+            report = Report(self.pool.me.number, last.sequence + 1, activity)
+            self._table.record(self.pool.name, report)
 
-    async def tell(self, peers: Iterable[str], failure: str = "") -> None:
-        """Tell by torch RPC, as far as the peers answer, that this worker leaves or has failed."""
+    # ── requests ────────────────────────────────────────────────────────────────────────────────
+
+    def _request(
+        self, token: int, goal: Activity, among: Sequence[str], patience: float
+    ) -> Request:
+        process, sequence, activity = self._table.report_of(self.pool.name)
+        own = self.pool.name, process, sequence, int(activity)
+        return Request(*own, token, int(goal), (*among,), patience)
+
+    def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
+        data = dump_plain((*request,))
+        return wrap_future(send(self.peers[peer].info, endpoints.departure, data))
+
+    async def _ask(self, peer: str, request: Request) -> Answer | None:
+        """Return a peer's answer; None if it does not answer or is lost."""
+        future: asyncio.Future[Any] = self._loop.create_future()
+        timeout = request.patience + (ANSWER_MARGIN if request.patience else MESSAGE_TIMEOUT)
+        try:
+            future = self._send(peer, request)
+            with self.pool.watching_peers({peer}, lambda _: _cancel(future)):
+                await asyncio.wait({future}, timeout=timeout)
+            if future.cancel() or future.cancelled():
+                return None
+            answer = _read_answer(future.result())
+            self._on_answer(peer, answer)
+            return answer
+        except Exception as exc:  # torch does not reach it, or it leaves
+            log.debug("%s: no answer from worker %r: %r", self.pool.name, peer, exc)
+            return None
+        finally:
+            future.cancel()
+
+    def _on_answer(self, peer: str, answer: Answer) -> None:
+        report = Report(answer.process, answer.sequence, Activity(answer.activity))
+        self._table.record(peer, report)
+        if peer == self.coordinator:
+            self._left_there |= {(name, self.processes[name]) for name in answer.left}
+            self._lost_there = answer.lost
+            if not answer.is_open:
+                self._closed_coordinator = answer.process
+
+    # ── without a coordinator ───────────────────────────────────────────────────────────────────
+
+    async def _ask_all(self, request: Request) -> tuple[bool, Sequence[str]]:
+        """Ask the peers in rounds; return whether the goal is reached, and of whom it is not."""
+        request = request._replace(patience=0.0)
+        awaited = {*(request.among or self.peers)} - self.left()
+        with self.pool.watching_peers(awaited, lambda _: None):  # a frozen one is lost in time
+            return await self._ask_in_rounds(request)
+
+    async def _ask_in_rounds(self, request: Request) -> tuple[bool, Sequence[str]]:
+        goal, among = Activity(request.goal), request.among
+        before = await self._round(request)
+        missing = self._table.missing(self.pool.name, goal, among)
+        if not missing:
+            # A peer that has left stays so; one that serves may stop.
+            return goal is Activity.LEFT or before == await self._round(request), ()
+        end = self._loop.time() + PROBE_INTERVAL
+        while (left := end - self._loop.time()) > 0:
+            await asyncio.sleep(min(left, _POLL))
+            if self._table.missing(self.pool.name, goal, among) != missing:
+                break
+        return False, missing
+
+    async def _round(self, request: Request) -> dict[str, Report]:
+        """Ask the live peers that have not left; return their reports."""
+        awaited = [peer for peer in request.among or self.peers if peer not in self.left()]
+        asked = [peer for peer in awaited if peer not in self.detector.lost_peers]
+        answers = await asyncio.gather(*(self._ask(peer, request) for peer in asked))
+        for peer, answer in zip(asked, answers, strict=True):
+            if answer is None:
+                self.probe(peer)
+        return {peer: self._table.report_of(peer) for peer in asked if peer not in self._gone()}
+
+    # ── answering ───────────────────────────────────────────────────────────────────────────────
+
+    def handle(self, data: bytes, reply: Any) -> None:
+        """Answer a peer's request on the loop: complete the torch future `reply`."""
+
+        def complete(answer: Answer) -> None:
+            if is_running():  # see `Agent.release`
+                reply.set_result(dump_plain((*answer,)))
+
+        try:
+            request = _read_request(data)
+            if not {request.name, *request.among} <= self.processes.keys():
+                raise ValueError(f"no worker {request.name!r} in this world")
+        except Exception as exc:
+            log.warning("worker %r rejected an unreadable report: %r", self.pool.name, exc)
+            reply.set_result(RemoteFailure.of(exc, self.pool.name))
+            return
+        activity = Activity(request.activity)
+        self._table.record(request.name, Report(request.process, request.sequence, activity))
+        if request.patience and self._coordinator() == self.pool.name:
+            self._open_wait(request, complete)
+            return
+        self._table.end(request.name, request.process, request.token)
+        complete(self._answer(request, False))
+        self.settle()
+
+    def _open_wait(self, request: Request, complete: Callable[[Answer], None]) -> None:
+        """Answer a request when its goal is reached, or its patience is over."""
+        key = request.name, request.process, request.token
+        wait = Wait(
+            *key,
+            Activity(request.goal),
+            request.among,
+            lambda is_reached: complete(self._answer(request, is_reached)),
+        )
+        self._table.add(wait)
+        self._loop.call_later(request.patience, self._table.expire, wait)
+        self.settle()
+        if self._attendant is None and self._table.awaited():
+            self._attendant = asyncio.create_task(self._attend(), name="aiorpc-departures")
+
+    def _answer(self, request: Request, is_reached: bool) -> Answer:
+        missing = self._table.missing(request.name, Activity(request.goal), request.among)
+        is_open = self._coordinator() == self.pool.name
+        process, sequence, activity = self._table.report_of(self.pool.name)
+        own = process, sequence, int(activity)
+        return Answer(is_reached, is_open, *own, missing, [*self._left_in_order()], self.lost())
+
+    def settle(self) -> None:
+        """Answer the requests whose goals are reached: a peer has left, or is lost or replaced."""
+        self._table.settle()
+
+    async def _attend(self) -> None:
+        """Watch the peers that any request waits for, so that those that freeze are lost in time.
+
+        The end of a connection shows a death at once. Peers without one are pinged.
+        """
+        watched: set[str] = set()
+        with self.pool.watching_peers(watched, lambda _: None):
+            while awaited := self._table.awaited():
+                watched.clear()
+                watched |= awaited - {self.pool.name}
+                for peer in watched - self.detector.linked():
+                    self.probe(peer)
+                await asyncio.sleep(PROBE_INTERVAL)
+                self.settle()
+        self._attendant = None
+
+    async def close(self) -> None:
+        """Answer all requests: this worker coordinates no more."""
+        self._is_closed = True
+        self._table.end_all()
+        if self._attendant is not None:
+            self._attendant.cancel()
+            await asyncio.wait({self._attendant})
+
+    async def tell(self, peers: Iterable[str], failure: str) -> None:
+        """Tell by torch RPC, as far as the peers answer, that this worker has failed."""
         data = dump_plain((self.pool.me.name, self.pool.me.number, failure))
         answers = []
         for peer in peers:
@@ -152,3 +382,29 @@ class Departures:
             await asyncio.wait(answers, timeout=MESSAGE_TIMEOUT)
             for answer in answers:
                 answer.cancel()
+
+
+def _complete(future: "asyncio.Future[Answer]", answer: Answer) -> None:
+    if not future.done():  # its task was cancelled
+        future.set_result(answer)
+
+
+def _cancel(future: "asyncio.Future[Any]") -> None:
+    future.cancel()
+
+
+def _read_request(data: bytes) -> Request:
+    """Return the request that a peer has sent. Raises an exception if it is malformed."""
+    request = Request(*load_plain(data))
+    Activity(request.activity), Activity(request.goal)
+    numbers = request.process, request.sequence, request.token
+    if not all(type(each) is int for each in numbers) or type(request.patience) is not float:
+        raise TypeError("not a report")
+    if type(request.among) is not tuple or not 0 <= request.patience <= MAX_PATIENCE:
+        raise TypeError("not a report")
+    return request
+
+
+def _read_answer(data: Any) -> Answer:
+    """Return the answer of a peer; raise the error with which it has answered."""
+    return Answer(*load_plain(data.raise_() if isinstance(data, RemoteFailure) else data))

@@ -37,6 +37,10 @@ class FailureDetector:
     ) -> None:
         self.lost_peers: dict[str, RpcError] = {}
         self.on_loss: Callable[[RpcError], None] | None = None
+        self.on_change: Callable[[], None] = _ignore
+        """Called when a peer is lost, or is alive again."""
+        self.exit_reason: Callable[[str], str] = _no_reason
+        """Returns how the process of a peer has ended, "" if that is unknown. In any thread."""
         self.has_left: Callable[[str], Awaitable[bool]] = _has_not_left
         self._name = name
         self.only_linked = False  # silence counts on open connections only
@@ -105,6 +109,11 @@ class FailureDetector:
         self._given_up[peer] = error
         self.lost_peers.setdefault(peer, error)
         self._rejoined[peer].set()
+        self.on_change()
+
+    def linked(self) -> set[str]:
+        """Return the peers with an open connection, in either direction."""
+        return self._pool.linked() | self._server.sessions.linked()
 
     def probe(self, peer: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost."""
@@ -123,10 +132,20 @@ class FailureDetector:
         if self.lost_peers.pop(peer, None) is not None:
             log.info("%s: worker %r is back", self._name, peer)
             self._rejoined.pop(peer, asyncio.Event()).set()
+        self.on_change()
 
-    def on_disconnect(self, peer: str, number: int) -> None:
-        """Probe a peer whose connection ended without a leave message. Thread-safe."""
-        run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
+    def on_disconnect(self, peer: str, number: int) -> str:
+        """Probe a peer whose connection ended without a leave message. Thread-safe.
+
+        A peer that is a dead child of this process is lost at once: return how it has ended.
+        """
+        is_current = peer in self._peers and self._peers[peer].id == number
+        reason = self.exit_reason(peer) if is_current and self._open else ""
+        if reason:
+            run_on_loop(self._loop, self.lose, peer, WorkerLost(peer, reason))
+        else:
+            run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
+        return reason
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         """Note why a peer closed a connection. Thread-safe."""
@@ -143,13 +162,13 @@ class FailureDetector:
     def _check(self) -> None:
         waited_for = self._pool.awaited_peers() | self._server.sessions.callers()
         if self.only_linked:
-            waited_for &= self._pool.linked() | self._server.sessions.linked()
+            waited_for &= self.linked()
         silent, lost = self._tracker.check(time.monotonic(), waited_for & self._peers.keys())
         for peer in silent:
             self._ping(peer)
         for peer in lost:
             silence = f"no sign of life for {self._heartbeat:g} s"
-            self._lose(peer, WorkerLost(peer, silence))
+            self.lose(peer, WorkerLost(peer, silence))
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
 
     def _ping(self, peer: str) -> None:
@@ -163,7 +182,7 @@ class FailureDetector:
         try:
             answer = send(info, endpoints.ping, b"")
         except Exception as exc:
-            self._lose(peer, classify_error(exc, peer))
+            self._on_unreachable(peer, exc)
         else:
             self._unanswered.add((peer, info.id))
             when_done(answer, functools.partial(self._on_answer, peer, info.id))
@@ -175,10 +194,18 @@ class FailureDetector:
         try:
             answer.wait()
         except BaseException as exc:  # the peer chooses the class
-            self._lose(peer, classify_error(exc, peer))
+            self._on_unreachable(peer, exc)
         else:
             self._probed[peer].set()
             self.on_message(peer)
+
+    def _on_unreachable(self, peer: str, exc: BaseException) -> None:
+        if not self._open:  # the supervisor ends the children
+            return
+        error = classify_error(exc, peer)
+        if isinstance(error, WorkerLost) and (reason := self.exit_reason(peer)):
+            error = WorkerLost(peer, reason)
+        self.lose(peer, error)
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
@@ -187,9 +214,10 @@ class FailureDetector:
         summary, _, text = failure.partition("\n")
         error = WorkerLost(peer, summary)
         error.__cause__ = RemoteTraceback(peer, text) if text else None
-        self._lose(peer, error)
+        self.lose(peer, error)
 
-    def _lose(self, peer: str, error: RpcError) -> None:
+    def lose(self, peer: str, error: RpcError) -> None:
+        """Fail what waits for a peer: it is lost."""
         if not self._open or isinstance(error, NotServing):  # torch's RPC has ended here
             return
         log.info("%s: %s", self._name, error)
@@ -197,6 +225,7 @@ class FailureDetector:
         self._probed[peer].set()
         self._pool.on_peer_lost(peer, error)
         self._server.sessions.cancel_calls_of(peer)
+        self.on_change()
         if self.on_loss is not None and peer not in self._server.peers.leave_messages:
             task = self._loop.create_task(self._report_unless_left(peer, error))
             self._tasks.add(task)
@@ -208,6 +237,14 @@ class FailureDetector:
         """Report the loss, unless the peer's block had ended in order before."""
         if not await self.has_left(peer) and self.on_loss is not None:
             self.on_loss(error)
+
+
+def _no_reason(_: str) -> str:
+    return ""
+
+
+def _ignore() -> None:
+    """Ignore the change."""
 
 
 async def _has_not_left(_: str) -> bool:

@@ -2,16 +2,19 @@
 
 import asyncio
 import contextlib
+import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from .._aio.loops import LoopFactory, new_event_loop
 from .._aio.signals import graceful_signals
 from .._protocol.by_value import is_by_value
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .config import OnFailure, WorkerConfig, new_rendezvous_url
 from .network import loopback_only
+from .processes import ProcessOptions, Start
 from .supervisor import Supervisor
 from .worker import Worker, run_worker
 
@@ -34,6 +37,9 @@ async def local_world(
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
     handle_signals: bool = True,
+    start: Start = "forkserver",
+    preload: Sequence[str] = (),
+    loop_factory: LoopFactory | None = None,
 ) -> AsyncIterator[Worker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
@@ -41,7 +47,7 @@ async def local_world(
             ps = await create("ps", ParameterServer)
 
     `local_world(0)` is a world of one, without children: for tests, notebooks and programs of one
-    process. Children are started by `multiprocessing` with "spawn": a script needs its
+    process. Children import the file of `__main__`: a script needs its
     `if __name__ == "__main__":`. They die with this process, however it ends. They meet through a
     file and bind to the loopback interface only.
 
@@ -61,12 +67,21 @@ async def local_world(
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
         handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.
+        start: Start of the children. "forkserver": they are forked from a process that has imported
+            torch, and start in milliseconds. "spawn": each gets a new interpreter, which takes
+            seconds, and 300 MB of its own.
+        preload: Names of modules that the process from which children are forked imports too. They
+            must start no thread and must not use CUDA while they are imported.
+        loop_factory: Function or class at the top level of a module that makes the event loops of
+            the children (default: uvloop's where it is installed, else asyncio's).
 
     Raises:
         WorldTimeout: If children did not start in time.
         WorkerLost: If a child died while it started; its own traceback is on its stderr.
         ValueError: If two workers have one name.
-        RuntimeError: If this process is in a world already.
+        ImportError: If a module of `preload` cannot be imported.
+        RuntimeError: If this process is in a world already. If a module of `preload` started a
+            thread or CUDA.
     """
     with new_rendezvous_url() as url:
         configs = _configs(
@@ -81,15 +96,16 @@ async def local_world(
             heartbeat=heartbeat,
             exports=exports,
             freeze_gc=freeze_gc,
+            loop_factory=loop_factory,
         )
         mine = replace(configs[0], device_maps=device_maps or {})
-        supervisor = Supervisor(configs[1:], None, (), restart)
+        supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload))
         with graceful_signals(handle_signals):
             async with supervisor.running():
                 async with contextlib.AsyncExitStack() as stack:
                     async with supervisor.raising_failures("stop"):
                         me = await stack.enter_async_context(run_worker(mine))
-                    supervisor.allow_restarts(me._give_up)
+                    supervisor.watch_children(me._failure_detector)
                     with supervisor.notifying_on_exit():
                         yield me
 
@@ -110,6 +126,9 @@ def run_local(
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
     handle_signals: bool = True,
+    start: Start = "forkserver",
+    preload: Sequence[str] = (),
+    loop_factory: LoopFactory | None = None,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -134,9 +153,12 @@ def run_local(
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
         handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.
+        start: As for `local_world`.
+        preload: As for `local_world`.
+        loop_factory: As for `local_world`, in every process.
 
     Raises:
-        WorldTimeout, WorkerLost, ValueError: As `local_world`.
+        WorldTimeout, WorkerLost, ValueError, ImportError: As `local_world`.
         SystemExit: With code 143, if SIGTERM ended the world.
         RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
@@ -156,11 +178,14 @@ def run_local(
             heartbeat=heartbeat,
             exports=exports,
             freeze_gc=freeze_gc,
+            loop_factory=loop_factory,
         )
-        supervisor = Supervisor(configs[1:], main, tuple(args), restart)
-        return asyncio.run(
-            _run(main, tuple(args), configs[0], supervisor, on_failure, handle_signals)
-        )
+        processes = ProcessOptions(start, preload)
+        supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
+        with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
+            return runner.run(
+                _run(main, tuple(args), configs[0], supervisor, on_failure, handle_signals)
+            )
 
 
 async def _run(
@@ -174,7 +199,7 @@ async def _run(
     with graceful_signals(handle_signals):
         async with supervisor.running():
             async with supervisor.raising_failures(on_failure), run_worker(config) as me:
-                supervisor.allow_restarts(me._give_up)
+                supervisor.watch_children(me._failure_detector)
                 with supervisor.notifying_on_exit():
                     result = await main(me, *args)
     if supervisor.failures:
@@ -195,6 +220,7 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
     options["exports"] = _shared_exports(options["exports"], names)
+    options["loop_factory"] = _shared_factory(options["loop_factory"], names)
     options |= {"world_size": len(names), "interfaces": loopback_only(), "is_local": True}
     return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
 
@@ -213,3 +239,23 @@ def _shared_exports(
                 "module"
             )
     return checked
+
+
+def _shared_factory(factory: LoopFactory | None, names: Sequence[str]) -> LoopFactory:
+    """Return `factory`, checked. Raises TypeError for one that the children cannot import."""
+    if factory is None:
+        return new_event_loop
+    if not callable(factory):
+        raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
+    if len(names) > 1:
+        try:
+            is_shared = not is_by_value(factory) if hasattr(factory, "__qualname__") else True
+            pickle.dumps(factory)
+        except Exception:
+            is_shared = False
+        if not is_shared:
+            raise TypeError(
+                f"loop_factory must be what child processes can import, got {factory!r}: put it "
+                "into a module"
+            )
+    return factory

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from .._client import pool
 from .._protocol import endpoints
+from .._protocol.runtime import mark_runs_on_loop
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,7 @@ class PendingCall:
     """Whether another worker, or this one, has called this process."""
 
 
+@mark_runs_on_loop  # a worker whose threads all hang must still tell
 def pending() -> list[PendingCall]:
     """Return the calls in flight, the oldest first: those made here and those that run here.
 
@@ -28,7 +30,8 @@ def pending() -> list[PendingCall]:
     Incoming calls may wait for a batch, for a turn on an exclusive object or for a payload. A call
     of this worker to itself is in the list twice. Calls of plain torch clients are in the list if
     they are of `async_execution` or `@batched` functions. Their worker is "a torch client".
-    Callable from any thread; outside a world the list is empty.
+    Callable from any thread; outside a world the list is empty. `await call("w", aiorpc.pending)`
+    returns the list of worker `w`, from its event loop: it needs no free thread there.
     """
     now, connections, server = time.monotonic(), pool.find_current(), endpoints.serving()
     outgoing = [] if connections is None else connections.pending_calls()

@@ -28,11 +28,11 @@ _COMPLETE = "complete"  # all were registered; the highest worker id
 _REJOINS = "rejoins"
 _NOTICE = "notice"  # the failure notice
 _NOTICE_READ = "notice_read"
-_LEFT = "left"  # the worker's block has ended in order
 _EXITING = "exiting"
 _EXITED = "exited"
 
 _MIN_POLL, _MAX_POLL = 0.005, 0.1  # seconds between two reads of the store
+_MAX_BARRIER_POLL = 0.03  # the same when the workers exit together
 _KEEPALIVE_INTERVAL = 0.5  # seconds
 _MAX_MISSED = 4  # keepalives without which a waiting worker counts as dead
 _NOTICE_GRACE = 0.7  # seconds for the others to read the notice before rank 0 ends the store
@@ -152,16 +152,6 @@ class Rendezvous:
 
     # ── exit ────────────────────────────────────────────────────────────────────────────────────
 
-    def mark_left(self) -> None:
-        """Tell the others that this worker's block has ended in order; it still serves."""
-        self._store.set(_key(_LEFT, self._rank), "")
-
-    def left_ranks(self, ranks: Sequence[int]) -> set[int]:
-        """Return those of `ranks` whose blocks have ended in order."""
-        if self._store.has(*_keys(_LEFT, ranks)):
-            return {*ranks}
-        return {rank for rank in ranks if self._store.has(_key(_LEFT, rank))}
-
     def exit_barrier(self, others: Sequence[int], seconds: float) -> None:
         """Wait until `others` are here too, for at most `seconds`."""
         end = time.monotonic() + seconds
@@ -174,8 +164,10 @@ class Rendezvous:
             self._store.set(_key(_EXITED, self._rank), "")
 
     def _wait_for_keys(self, keys: list[str], end: float) -> None:
+        poll = _MIN_POLL
         while time.monotonic() < end and not self._store.has(*keys):
-            time.sleep(_MIN_POLL)
+            time.sleep(poll)
+            poll = min(poll * 1.5, _MAX_BARRIER_POLL)
 
     # ── registrations ───────────────────────────────────────────────────────────────────────────
 
@@ -229,6 +221,11 @@ class Rendezvous:
     def _rejoin(self) -> list[Registration]:
         if any(self._store.has(key) for key in _keys(_EXITING, self._ranks())):
             raise _WorldEnded  # its workers are exiting; this worker belongs to the next world
+        # Before anything is written: the world goes on without this worker. A rank of another world
+        # size may have no predecessor. (test_a_rank_beyond_the_world)
+        first = Registration.load(self._store.get(_key(_REGISTRATION, 0)))
+        if conflict := first.conflict_with(self.registration):
+            raise ValueError(conflict)
         key = _key(_REGISTRATION, self._rank)
         self._predecessor = self._store.get(key)
         comeback = self._store.add(_REJOINS, 1)
@@ -252,6 +249,8 @@ class Rendezvous:
         """Read the registration of `rank` into `seen`; reject it if it conflicts with another."""
         found = Registration.load(self._store.get(_key(_REGISTRATION, rank)))
         seen[rank] = found
+        if rank != self._rank:
+            log.info("%s: %s has registered", self.registration, found)
         for other in (self.registration, *seen.values()):
             if conflict := other.conflict_with(found):
                 self._reject(conflict)
@@ -293,7 +292,6 @@ class Rendezvous:
         here = [rank for rank in missing if self._store.has(_key(key, rank))]
         for rank in here:
             arrived(rank)
-            log.info("%s: rank %d is here", self.registration, rank)
         return [rank for rank in missing if rank not in here]
 
     # ── failure notice ──────────────────────────────────────────────────────────────────────────

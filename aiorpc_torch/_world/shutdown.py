@@ -73,13 +73,15 @@ class Shutdown:
             await self.departures.tell(self.peers.keys() - connected, self.failure)
         elif self.rendezvous is not None:
             with anyio.move_on_after(self.timeout):
-                await self.departures.mark_left()
-                await self.departures.wait()
+                await self.departures.leave()
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
+        if not self.failure:
+            await self.departures.refresh()  # the wait was cut: which peers have left?
+        await self.departures.close()
         self.failure_detector.close()
         leaving = self._ranks_leaving_too()
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
@@ -135,7 +137,7 @@ class Shutdown:
     def _state_of(self, peer: str) -> str:
         if self.server.peers.leave_messages.get(peer):
             return "failed"
-        return "lost" if peer in self.failure_detector.lost_peers else "has not left"
+        return "lost" if peer in self.departures.lost() else "has not left"
 
     async def _in_thread(self, seconds: float, step: Callable[[], Any]) -> bool:
         """Run `step` in a thread; return whether it ended in time."""

@@ -3,14 +3,17 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from .._aio.interruption import Interrupt, interruptible
 from .._aio.threads import run_in_thread
+from ..errors import WorkerLost
 from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
+from .failure_detector import FailureDetector
+from .processes import ProcessFactory, ProcessOptions
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -31,11 +34,13 @@ class Supervisor:
     main: Main | None
     args: tuple[Any, ...]
     restarts: int
+    processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
     _children: list[ChildProcess] = field(default_factory=list)
+    _make_process: ProcessFactory | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Set once the world is complete: before, no child can rejoin.
-    _give_up: Callable[[str, BaseException], None] | None = None
+    _detector: FailureDetector | None = None
     _interrupt: Interrupt | None = None
 
     @contextlib.asynccontextmanager
@@ -43,8 +48,11 @@ class Supervisor:
         """Start the children, and wait for their end at the end of the block."""
         timeout = CANCEL_TIMEOUT
         try:
+            if self.configs:
+                self._make_process = await self.processes.factory(self.configs[0].start_timeout)
             for config in self.configs:
                 self._start(config)
+                await asyncio.sleep(0)  # each fork takes milliseconds
             yield
             timeout = EXIT_TIMEOUT
         finally:
@@ -52,12 +60,16 @@ class Supervisor:
                 self._send(ParentCommand.CANCEL)
             await self._close(timeout)
 
-    def allow_restarts(self, give_up: Callable[[str, BaseException], None]) -> None:
-        """Restart children from now on: the world is complete.
+    def watch_children(self, detector: FailureDetector | None) -> None:
+        """Restart children from now on, and report their deaths: the world is complete."""
+        self._detector = detector
+        if detector is not None:
+            detector.exit_reason = self.exit_reason
 
-        `give_up` is called with the name and the failure of a child that is not restarted.
-        """
-        self._give_up = give_up
+    def exit_reason(self, name: str) -> str:
+        """Return how the process of a child has ended, "" if it runs. In any thread."""
+        children = [each for each in [*self._children] if each.name == name]
+        return children[-1].exit_reason() if children else ""
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:
@@ -82,7 +94,8 @@ class Supervisor:
             yield
 
     def _start(self, config: WorkerConfig) -> None:
-        child = ChildProcess(config, self.main, self.args)
+        assert self._make_process is not None
+        child = ChildProcess(self._make_process, config, self.main, self.args)
         self._children.append(child)
         child.ended.add_done_callback(lambda ended: self._on_end(child, config, ended.result()))
 
@@ -91,16 +104,44 @@ class Supervisor:
     ) -> None:
         if failure is None or self._command is ParentCommand.CANCEL:
             return
-        if self._give_up is not None and self.restarts and self._command is None:
-            self.restarts -= 1
-            log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
-            if child.release():
-                self._children.remove(child)
+        death = None
+        if isinstance(failure, WorkerLost) and failure.worker == config.name:
+            death = failure
+        if self._detector is not None and death is not None:
+            self._detector.lose(config.name, death)
+        if self._detector is not None and self.restarts and self._command is None:
+            error = self._restart(child, config, failure)
+            if error is None:
+                return
+            failure = error
+        elif death is not None:
+            log.warning("%s", death)
+        self._report(config.name, failure)
+
+    def _restart(
+        self, child: ChildProcess, config: WorkerConfig, failure: BaseException
+    ) -> BaseException | None:
+        """Start a child again; return the error if no process can be started."""
+        self.restarts -= 1
+        log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
+        if child.release():
+            self._children.remove(child)
+        try:
             self._start(config)
-            return
+        except Exception as exc:  # too many processes or open files
+            log.error("worker %r cannot be restarted: %r", config.name, exc)
+            exc.__cause__ = failure
+            return exc
+        return None
+
+    def _report(self, name: str, failure: BaseException) -> None:
+        """Report a failure after which a child is not restarted."""
         self.failures.append(failure)
-        if self._give_up is not None:
-            self._give_up(config.name, failure)
+        if self._detector is not None:
+            text = failure.reason if isinstance(failure, WorkerLost) else str(failure)
+            error = WorkerLost(name, f"{text}; it is not restarted")
+            error.__cause__ = failure
+            self._detector.give_up(name, error)
         if self._interrupt is not None:
             self._interrupt(failure)
 

@@ -16,10 +16,11 @@ from .._protocol.handshake import Party
 from .._server.exports import Export, ExportPolicy, checked_exports
 from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo, is_running
+from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
-from .departures import SERVING_POLL, Departures
+from .departures import Departures
 from .dump import dump_on_signal
 from .failure_detector import FailureDetector
 from .network import loopback_only, requested_interfaces
@@ -72,17 +73,18 @@ class Worker:
         await self._failure_detector.wait_until_alive(peer)
 
     async def serve(self, until: str | None = None) -> None:
-        """Serve until that peer, or every live peer, has left.
+        """Serve until every live peer has left or serves too; or until one peer has left.
 
             async with worker() as me:
                 ps = await create(me.name, ParameterServer)
                 await me.serve()
 
-        Lost peers are not waited for. Every 10 s the log names who is awaited, at level INFO. Bound
-        the wait with `asyncio.timeout`.
+        A driver and any number of servers end together: when the driver leaves, each server's wait
+        ends. Lost peers are not waited for; replacement processes are. Every 10 s the log names the
+        awaited peers, at level INFO. Bound the wait with `asyncio.timeout`.
 
         Args:
-            until: Name of a peer (default: every live peer).
+            until: Name of a peer, which must leave (default: all must leave, or serve).
 
         Raises:
             ValueError: if there is no such peer.
@@ -91,22 +93,13 @@ class Worker:
         assert self._departures is not None
         assert self._failure_detector is not None
         if until is None:
-            await self._departures.wait(poll=SERVING_POLL, level=logging.INFO)
+            await self._departures.serve()
             return
         if until not in self.peers:
             raise ValueError(f"until must be one of {', '.join(self.peers)}, got {until!r}")
-        await self._departures.wait((until,), poll=SERVING_POLL, level=logging.INFO)
-        lost = self._failure_detector.lost_peers.get(until)
-        # A late answer to a ping makes a peer that failed count as alive again.
-        reason = self._departures.failure_of(until) or getattr(lost, "reason", str(lost or ""))
-        if reason and not await self._departures.has_left_in_order(until):
-            raise WorkerLost(until, reason) from lost
-
-    def _give_up(self, peer: str, failure: BaseException) -> None:
-        if self._failure_detector is not None:
-            error = WorkerLost(peer, f"it is not restarted: {failure}")
-            error.__cause__ = failure
-            self._failure_detector.give_up(peer, error)
+        await self._departures.serve(until)
+        if reason := await self._departures.failure_of(until):
+            raise WorkerLost(until, reason) from self._failure_detector.lost_peers.get(until)
 
 
 @contextlib.asynccontextmanager
@@ -223,13 +216,14 @@ async def run_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
     endpoints.register(server)  # before torch starts: a quicker peer may call already
     rendezvous = None
     try:
-        if config.world_size > 1:
-            registration = config.registration()
-            rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
-        agent, members = await start_worker(config, rendezvous, server.set_device_routes)
-        with _gc_frozen(config.freeze_gc), dump_on_signal():
-            async with _running(config, server, rendezvous, agent, members) as me:
-                yield me
+        with cpp_warnings_hidden():
+            if config.world_size > 1:
+                registration = config.registration()
+                rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
+            agent, members = await start_worker(config, rendezvous, server.set_device_routes)
+            with _gc_frozen(config.freeze_gc), dump_on_signal():
+                async with _running(config, server, rendezvous, agent, members) as me:
+                    yield me
     finally:
         endpoints.register(None)
         pool.set_current(None)
@@ -268,11 +262,9 @@ async def _running(
     pool.set_current(connections)
     detector.start(connections)
     peers = {each.name: each for each in members if each.name != config.name}
-    told = server.peers.leave_messages
-    departures = Departures(connections, detector, peers, lambda: told, detector.probe, rendezvous)
-    detector.has_left = departures.has_left_in_order
+    departures = _departures(connections, server, detector, peers, members[0].name)
     rejoins = RejoinHandler(agent, connections, server, detector, peers)
-    server.peers.set_rejoin_handler(rejoins.handle)
+    server.peers.rejoins.set_handler(rejoins.handle)
     failure = ""
     try:
         if comeback:
@@ -292,6 +284,22 @@ async def _running(
         shutdown = Shutdown(*parts, peers=peers, timeout=config.stop_timeout, failure=failure)
         await shutdown.run()
         rejoins.close()
+
+
+def _departures(
+    connections: ConnectionPool,
+    server: Server,
+    detector: FailureDetector,
+    peers: dict[str, PeerInfo],
+    coordinator: str,
+) -> Departures:
+    table = server.peers
+    parts = connections, detector, peers, table.process_numbers, lambda: table.leave_messages
+    departures = Departures(*parts, detector.probe, coordinator)
+    detector.has_left = departures.has_left_in_order
+    detector.on_change = table.on_change = departures.settle
+    table.departures.set_handler(departures.handle)
+    return departures
 
 
 def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:

@@ -20,11 +20,12 @@ from typing import Any, Protocol, TypedDict, TypeVar, Unpack
 
 from torch.futures import Future
 
+from .._aio.loops import LoopFactory
 from .._server.exports import Export
 from .._torch.devices import DeviceMaps
 from .._world.local import local_world
+from .._world.processes import Start
 from .._world.worker import Worker
-from .forkserver import forkserver_children
 from .gate import Gate as Gate
 from .leaks import no_leaks as no_leaks
 
@@ -62,6 +63,9 @@ class Options(TypedDict, total=False):
     exports: Sequence[Export] | None
     freeze_gc: bool
     handle_signals: bool
+    start: Start
+    preload: Sequence[str]
+    loop_factory: LoopFactory | None
 
 
 class Workers(Protocol):
@@ -75,12 +79,10 @@ class Workers(Protocol):
 async def world(
     workers: int | Sequence[str] = 0, **options: Unpack[Options]
 ) -> AsyncIterator[Worker]:
-    """Enter a `local_world` whose children start in a tenth of the time.
+    """Enter a `local_world`, by default of this process alone.
 
-    They are forked from a process that has imported torch. The first world with children starts
-    that process, which ends with this one. Children share nothing with those of other worlds. They
-    get the environment, working directory and `sys.path` that this process has when the world
-    starts. What torch reads at its import (OMP_NUM_THREADS) is as it was for the first world.
+    The process from which children are forked starts with the first world that has some, and ends
+    with this one. Children share nothing with those of other worlds.
 
     Args:
         workers: names or number of the children (default: none, a world of one).
@@ -89,9 +91,7 @@ async def world(
     Raises:
         WorldTimeout, WorkerLost, ValueError, RuntimeError: as `local_world`.
     """
-    async with contextlib.AsyncExitStack() as stack:
-        with forkserver_children():
-            me = await stack.enter_async_context(local_world(workers, **options))
+    async with local_world(workers, **options) as me:
         yield me
 
 

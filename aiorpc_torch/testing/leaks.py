@@ -12,13 +12,15 @@ import threading
 import time
 from collections.abc import AsyncIterator, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from typing import Any
 
 from .._aio.threads import join_all
 from .._protocol import endpoints
 from .._protocol.endpoints import Endpoint
 from .._stats import stats
-from .forkserver import helper_pids
+from .._world.forkserver import server_pid
 
 Process = tuple[int, str]  # pid and start time, since pids are reused
 
@@ -128,12 +130,20 @@ def _children() -> dict[Process, str]:
         return {}
     parents, found = _processes(), dict[Process, str]()
     generation = {os.getpid()}
-    helpers = helper_pids()
+    helpers = _helper_pids()
     while generation:
         born = {pid: each for pid, each in parents.items() if each.parent in generation}
         found |= {(pid, each.start): each.name for pid, each in born.items() if pid not in helpers}
         generation = set(born)
     return found
+
+
+def _helper_pids() -> set[int | None]:
+    """Return the pids of processes that live as long as this one, which are not leaks."""
+    # The names are private to CPython.
+    tracker: Any = resource_tracker._resource_tracker
+    theirs: Any = forkserver._forkserver
+    return {server_pid(), tracker._pid, theirs._forkserver_pid}
 
 
 def _may_have_children() -> bool:

@@ -465,6 +465,16 @@ def test_serving_until_peers_have_left(players: Players) -> None:
     assert players["ps"].run(serve_until, "t9").startswith("ValueError: until must be one of")
 
 
+@pytest.mark.promise("worlds.servers")
+def test_servers_that_serve_each_other_end_together(players: Players) -> None:
+    players["t0"].run(enter)
+    servers = [players[name].start(serve_until, None) for name in ("ps", "t1")]
+    for each in servers:
+        assert players["t0"].run(call_error, each.name) == "no error, but 2"
+    players["t0"].run(leave)
+    assert [each.result() for each in servers] == ["left", "left"]
+
+
 # ── refusals ────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -1,6 +1,8 @@
 """Peers that are killed, frozen or busy: the errors, their delay and the cancellations."""
 
 import asyncio
+import errno
+import os
 import time
 from typing import Any
 
@@ -12,6 +14,7 @@ from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
 from aiorpc_torch._client import torch_transfers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.messages import dump_plain
+from aiorpc_torch._world import supervisor
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Sleeper, Streams
@@ -98,6 +101,57 @@ async def test_killed_peer(tmp_path) -> None:
         assert aiorpc.stats().in_flight == 0
         start = time.monotonic()
     assert time.monotonic() - start < 5.0 + SLACK
+
+
+@pytest.mark.promise("lost.exit")
+@pytest.mark.parametrize(
+    ("code", "reason"),
+    [(None, "its process was killed by SIGKILL"), (3, "its process ended with exit code 3")],
+)
+async def test_a_dead_child_is_reported(
+    code: int | None, reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """To its callers, to those that wait for it, and in the log, though it is not restarted."""
+    async with world(["b"]) as me, asyncio.timeout(30.0):
+        gate = await create("b", Gate)
+        passed = named("passed", remote(gate).passed())
+        await remote(gate).entered()
+        if code is None:
+            kill("b")
+        else:
+            with pytest.raises(WorkerLost, match=reason):
+                await call("b", os._exit, code)
+        with pytest.raises(WorkerLost) as lost:
+            await passed
+        assert lost.value.reason == reason
+        with pytest.raises(WorkerLost, match=f"'b' is lost: {reason}; it is not restarted"):
+            await me.wait_for("b")
+        with pytest.raises(WorkerLost, match=f"'b' is lost: {reason}"):
+            await call("b", os.getpid)
+    warnings = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert f"worker 'b' is lost: {reason}" in warnings
+
+
+async def lost_for_good(me: aiorpc.Worker, peer: str) -> None:
+    """Wait until a peer that was killed is lost and will not rejoin."""
+    while True:
+        await me.wait_for(peer)
+        await asyncio.sleep(0)
+
+
+async def test_a_child_that_cannot_be_restarted(caplog: pytest.LogCaptureFixture) -> None:
+    """The system has no process left: those that wait for the child are told."""
+    async with world(["b"], restart=1) as me, asyncio.timeout(30.0):
+
+        def no_process(*_: Any) -> Any:
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(supervisor, "ChildProcess", no_process)
+            kill("b")
+            with pytest.raises(WorkerLost, match="temporarily unavailable; it is not restarted"):
+                await lost_for_good(me, "b")
+    assert "worker 'b' cannot be restarted" in caplog.text
 
 
 @pytest.mark.promise("lost.frozen")

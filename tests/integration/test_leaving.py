@@ -5,7 +5,7 @@ import inspect
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,9 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch._protocol.pickling import load_plain
+from aiorpc_torch._world.departures import Departures
+from aiorpc_torch.testing import world
 from tests.support import leavers
 from tests.support.example_programs import free_port
 
@@ -53,15 +56,22 @@ class Process:
 def started(tmp_path: Path) -> Iterator[Callable[..., list[Process]]]:
     with contextlib.ExitStack() as stack:
 
-        def start(block: str, until: str | None = None, store: str = "", **options: Any) -> Any:
-            options |= {"world_size": 3, "init_method": store or f"file://{tmp_path}/store"}
+        def start(
+            block: str,
+            until: str | None = None,
+            names: Sequence[str] = ("server", "t1", "t2"),
+            store: str = "",
+        ) -> Any:
+            options = {"world_size": 3, "init_method": store or f"file://{tmp_path}/store"}
             options |= {"interface": "lo", "heartbeat": 2.0}
-            found = [
-                Process(leavers.server, options, block, until),
-                *(Process(leavers.client, f"t{rank}", rank, options) for rank in (1, 2)),
-            ]
-            for each in found:
-                stack.callback(each.close)
+            found = []
+            for rank, name in enumerate(names):
+                is_server = name.startswith("server")
+                target, args = (
+                    (leavers.server, (block, until)) if is_server else (leavers.client, ())
+                )
+                found.append(Process(target, name, rank, options, *args))
+                stack.callback(found[-1].close)
             return found
 
         yield start
@@ -74,11 +84,11 @@ def test_the_default_is_no_limit() -> None:
 def test_an_empty_block_is_a_server(started: Callable[..., list[Process]]) -> None:
     """Its log names who is awaited; when the last peer has left, it leaves."""
     server, first, second = started("")
-    assert server.hear("server serves until") == "server serves until t1, t2 leave"
+    assert server.hear("server is serving until") == "server is serving until t1, t2 leave"
     first.tell("call")
     assert first.hear("8")
     first.tell("leave")
-    server.hear("server serves until t2 leave")
+    server.hear("server is serving until t2 leaves")
     second.tell("call")
     assert second.hear("8")
     second.tell("leave")
@@ -88,9 +98,9 @@ def test_an_empty_block_is_a_server(started: Callable[..., list[Process]]) -> No
 
 def test_a_dead_peer_is_not_waited_for(started: Callable[..., list[Process]]) -> None:
     server, first, second = started("")
-    server.hear("server serves until t1, t2 leave")
+    server.hear("server is serving until t1, t2 leave")
     first.tell("die")
-    server.hear("server serves until t2 leave")
+    server.hear("server is serving until t2 leaves")
     second.tell("raise")
     server.hear("left")
 
@@ -98,10 +108,10 @@ def test_a_dead_peer_is_not_waited_for(started: Callable[..., list[Process]]) ->
 def test_a_frozen_peer_is_not_waited_for(started: Callable[..., list[Process]]) -> None:
     """It is lost after `heartbeat`, though nothing else asks for it."""
     server, first, second = started("")
-    server.hear("server serves until t1, t2 leave")
+    server.hear("server is serving until t1, t2 leave")
     assert first.process.pid is not None
     os.kill(first.process.pid, signal.SIGSTOP)
-    server.hear("server serves until t2 leave")
+    server.hear("server is serving until t2 leaves")
     second.tell("leave")
     server.hear("left")
 
@@ -113,7 +123,7 @@ def test_a_signal_ends_the_wait(
     started: Callable[..., list[Process]], number: signal.Signals, end: str
 ) -> None:
     server, *_ = started("")
-    server.hear("server serves until t1, t2 leave")
+    server.hear("server is serving until t1, t2 leave")
     assert server.process.pid is not None
     os.kill(server.process.pid, number)
     assert server.hear("left", end).startswith(end)
@@ -121,7 +131,7 @@ def test_a_signal_ends_the_wait(
 
 def test_serving_until_all_have_left(started: Callable[..., list[Process]]) -> None:
     server, first, second = started("serve")
-    server.hear("server serves until t1, t2 leave")
+    server.hear("server is serving until t1, t2 leave")
     for each in (first, second):
         each.tell("call")
         assert each.hear("8")
@@ -136,16 +146,52 @@ def test_serving_until_one_has_left(
     started: Callable[..., list[Process]], command: str, end: str
 ) -> None:
     server, first, second = started("serve", "t1")
-    server.hear("server serves until t1 leave")
+    server.hear("server is serving until t1 leaves")
     first.tell(command)
     assert server.hear("served", "WorkerLost: worker 't1' is lost").startswith(end)
     second.tell("leave")
 
 
+@pytest.mark.promise("worlds.servers")
+@pytest.mark.parametrize("command", ["leave", "die"])
+@pytest.mark.parametrize("rank", [2, 0])
+def test_servers_and_a_driver_end_together(
+    started: Callable[..., list[Process]], command: str, rank: int
+) -> None:
+    """Whichever rank the driver has, and also if it dies."""
+    names = ["server1", "server2"]
+    names.insert(rank, "t0")
+    servers = started("serve", names=names)
+    driver = servers.pop(rank)
+    for each in servers:
+        text = each.hear("server1 is serving until", "server2 is serving until")
+        while not text.endswith("until t0 leaves"):  # the other one serves too
+            text = each.hear("server1 is serving until", "server2 is serving until")
+    driver.tell(command)
+    for each in servers:
+        each.hear("served")
+    for each in servers:
+        each.hear("left")
+
+
+async def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of each worker, at rank 0, which answers all when the last one has left."""
+    names, handle = [], Departures.handle
+
+    def count(self: Departures, data: bytes, reply: Any) -> None:
+        names.append(load_plain(data)[0])
+        handle(self, data, reply)
+
+    monkeypatch.setattr(Departures, "handle", count)
+    async with world(["a", "b", "c"]):
+        assert names == []
+    assert sorted(names) == ["a", "b", "c"]
+
+
 def test_leaving_without_the_store(started: Callable[..., list[Process]]) -> None:
     """Rank 0 dies with the store: the others tell each other by torch that they leave."""
     server, first, second = started("serve", store=f"tcp://127.0.0.1:{free_port()}")
-    server.hear("server serves until t1, t2 leave")
+    server.hear("server is serving until t1, t2 leave")
     server.process.kill()
     for each in (first, second):
         each.tell("leave")

@@ -175,7 +175,7 @@ def test_run_local_restarts_main(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[2]\n"
     assert "LookupError: first" in done.stderr, "its traceback is in the log"
-    assert "ended with code 9" in done.stderr
+    assert "ended with exit code 9" in done.stderr
 
 
 @pytest.mark.promise("worlds.on_failure")

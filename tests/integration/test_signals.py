@@ -7,6 +7,7 @@ import signal
 import subprocess
 import threading
 import time
+from importlib import util
 from pathlib import Path
 
 import psutil
@@ -54,10 +55,22 @@ BACKGROUND = """
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 """
 
+UVLOOP = """
+    import uvloop  # in the children too: they run the file
+    asyncio.events.new_event_loop = uvloop.new_event_loop
+"""
+on_uvloop = pytest.mark.skipif(not util.find_spec("uvloop"), reason="no uvloop")
+
 
 @pytest.mark.promise("worlds.signals")
 @pytest.mark.parametrize(
-    ("whom", "how"), [("parent", ""), ("all", ""), ("parent", BACKGROUND)], ids=["one", "all", "&"]
+    ("whom", "how"),
+    [
+        pytest.param("parent", "", id="one"),
+        pytest.param("all", "", id="all"),
+        pytest.param("parent", BACKGROUND, id="&"),
+        pytest.param("all", UVLOOP, id="uvloop", marks=on_uvloop),
+    ],
 )
 def test_sigterm_is_graceful(tmp_path: Path, whom: str, how: str) -> None:
     """To the parent alone, or to all as systemd does: code 143, in two seconds, no traceback.
@@ -114,9 +127,10 @@ def test_sigterm_of_one_worker(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("worlds.signals")
-def test_a_second_interrupt_ends_at_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["", pytest.param(UVLOOP, id="uvloop", marks=on_uvloop)])
+def test_a_second_interrupt_ends_at_once(tmp_path: Path, how: str) -> None:
     """Also if the program ignores the first: its children are gone too."""
-    with started(program(tmp_path, STUBBORN)) as parent:
+    with started(program(tmp_path, how + STUBBORN)) as parent:
         found = processes(parent)
         assert parent.stdout is not None
         os.killpg(parent.pid, signal.SIGINT)

@@ -11,7 +11,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, WorkerLost, call, create, remote, testing
-from aiorpc_torch.testing import Gate, Workers, forkserver, frozen, kill, leaks, no_leaks
+from aiorpc_torch.testing import Gate, Workers, frozen, kill, leaks, no_leaks
 from tests.support import actors
 
 
@@ -58,25 +58,6 @@ async def test_forkserver_children_are_fresh(
             assert await call("a", what_is_seen) == what_is_seen()
             pids.add(await call("a", actors.pid))
     assert len(pids) == 2
-
-
-async def test_forkserver_children_come_from_a_process_with_one_thread() -> None:
-    """The import of torch starts no thread (2.13, 2.15), so a fork after it is safe."""
-    async with testing.world(["a"]):
-        parent = psutil.Process(await call("a", actors.pid)).parent()
-        assert parent is not None
-        assert parent.pid in forkserver.helper_pids()
-        assert parent.pid != os.getpid()
-        assert parent.num_threads() == 1
-        assert "libtorch" in "".join(each.path for each in parent.memory_maps()), "it was imported"
-
-
-async def test_only_worlds_for_tests_use_the_forkserver() -> None:
-    """`local_world` spawns interpreters, before, inside and after."""
-    async with testing.world(["a"]):
-        pass
-    async with aiorpc.local_world(["a"], start_timeout=500.0):
-        assert psutil.Process(await call("a", actors.pid)).ppid() == os.getpid()
 
 
 # ── faults ──────────────────────────────────────────────────────────────────────────────────────

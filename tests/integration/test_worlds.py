@@ -211,7 +211,7 @@ def test_child_that_dies_at_its_start(tmp_path: Path) -> None:
     done = run(path)
     assert time.monotonic() - start < 30
     assert done.stderr.splitlines()[-1] == (
-        "aiorpc_torch.WorkerLost: worker 'ps' is lost: its process ended with code 7"
+        "aiorpc_torch.WorkerLost: worker 'ps' is lost: its process ended with exit code 7"
     )
 
 
@@ -331,7 +331,10 @@ def test_run_local_raises_a_childs_exception(tmp_path: Path) -> None:
 
 
 def test_exception_defined_in_main(tmp_path: Path) -> None:
-    """What a child raises in a call, defined in the script itself, arrives as itself."""
+    """What a child raises in a call, defined in the script itself, arrives as itself.
+
+    An exception that ends the block ends the output, too: torch's C++ log adds no line.
+    """
     path = program(
         tmp_path,
         """
@@ -349,6 +352,8 @@ def test_exception_defined_in_main(tmp_path: Path) -> None:
                         await aiorpc.call("a", boom, name)
                     except Exception as exc:
                         print(type(exc).__name__, exc)
+                kept = await aiorpc.create("a", list)
+                raise Boom("at the end")
         if __name__ == "__main__":
             asyncio.run(main())
         """,
@@ -356,6 +361,8 @@ def test_exception_defined_in_main(tmp_path: Path) -> None:
     done = run(path)
     lines = done.stdout.splitlines()
     assert lines[0] == "Boom from the child", done.stderr
+    assert [line for line in done.stderr.splitlines() if line.startswith(("[W", "Leaking"))] == []
+    assert done.stderr.splitlines()[-1] == "Boom: at the end"
     assert lines[1].startswith("RemoteError")
     assert "Hidden: from the child" in lines[1]
 
@@ -485,47 +492,59 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
 
 
 @pytest.mark.promise("worlds.exit")
-@pytest.mark.parametrize("how", ["blocks", "computes", "ignores", "batch"])
+@pytest.mark.parametrize("how", ["blocks", "works", "ignores", "batch"])
 def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) -> None:
     """A `def` in a thread, coroutines that swallow their cancellation: all are left."""
     path = program(
         tmp_path,
         """
-        import contextlib, threading, time
+        import atexit, contextlib, logging, threading, time
         import torch
+        atexit.register(print, "exit")
+        log = logging.getLogger("works")
+        log.addHandler(logging.FileHandler(os.devnull))
+        log.propagate = False
         begun = threading.Event()
-        async def ignores():
+        async def ignores(number):
             begun.set()
             while True:
                 with contextlib.suppress(asyncio.CancelledError):
                     await asyncio.Event().wait()
-        def blocks():
+        def blocks(number):
             begun.set()
             threading.Event().wait()
-        def computes():
+        def works(number):
             begun.set()
             while True:
-                torch.ones(200, 200) @ torch.ones(200, 200)
+                if number % 2:
+                    log.warning("still here")
+                else:
+                    torch.ones(200, 200) @ torch.ones(200, 200)
         @aiorpc.batched(max_size=1)
         async def batch(items):
-            await ignores()
-        async def main(function, args):
+            await ignores(1)
+        async def main(function, count):
             async with aiorpc.local_world(0):
-                call = asyncio.create_task(aiorpc.call("main", function, *args))
+                calls = [
+                    asyncio.create_task(aiorpc.call("main", function, number))
+                    for number in range(count)
+                ]
                 while not begun.is_set():
                     await asyncio.sleep(0.01)
                 start = time.monotonic()
-            print(time.monotonic() - start < 10.0, type(call.exception()).__name__)
+            errors = {type(each.exception()).__name__ for each in calls}
+            print(time.monotonic() - start < 10.0, *errors)
         if __name__ == "__main__":
-            asyncio.run(main(globals()[sys.argv[1]], [1] * (sys.argv[1] == "batch")))
+            asyncio.run(main(globals()[sys.argv[1]], 4 if sys.argv[1] == "works" else 1))
+            sys.exit(3)
         """,
     )
     done = run(path, how)
-    assert (done.returncode, done.stdout.split()) == (0, ["True", "NotServing"]), done.stderr
+    assert (done.returncode, done.stdout.split()) == (3, ["True", "NotServing", "exit"]), (
+        done.stderr
+    )
     said = (
-        "still run on worker main"
-        if how in ("blocks", "computes")
-        else "did not end when its worker"
+        "still run on worker main" if how in ("blocks", "works") else "did not end when its worker"
     )
     assert said in done.stderr
     assert "Traceback" not in done.stderr

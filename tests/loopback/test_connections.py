@@ -9,7 +9,7 @@ import socket
 import threading
 import warnings
 import weakref
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
@@ -383,6 +383,48 @@ async def test_a_held_result_is_released_when_its_caller_leaves(
     await until(lambda: not own_connection()._state.window)  # also of what was on its way
     await work()
     assert stats().in_flight == 0
+
+
+class Late:
+    """Its results are large, and made when the test opens the gate."""
+
+    def __init__(self) -> None:
+        self.gate = Gate()
+
+    def result(self) -> bytes:
+        self.gate.passed_in_thread()
+        return bytes(LARGE)
+
+    def items(self) -> Iterator[bytes]:
+        yield self.result()
+
+
+@pytest.mark.usefixtures("over_torch")
+@pytest.mark.promise("transport.held")
+@pytest.mark.parametrize("kind", ["result", "items"])
+async def test_a_result_made_after_the_cancellation_is_not_held(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """Nobody would collect it."""
+    held: list[Any] = []
+    hold = session.Session._hold
+    monkeypatch.setattr(session.Session, "_hold", lambda *of: held.append(of) or hold(*of))
+    late = Late()
+    calls = remote(RRef(late))
+
+    async def take() -> Any:
+        return await calls.result() if kind == "result" else [x async for x in calls.items()]
+
+    (taking,) = start(take())
+    await late.gate.entered()
+    running = [*server_session().calls.values()]
+    taking.cancel()
+    await asyncio.wait((taking,))
+    await until(lambda: all(each.is_cancelled for each in running))
+    await late.gate.open()
+    await until(lambda: not server_session().calls)
+    await call("main", int)  # behind what that thread has sent
+    assert not held
 
 
 @pytest.mark.usefixtures("over_torch")
@@ -777,13 +819,17 @@ async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) 
     await until(lambda: "full" in end._paused)
     waiting = end._transport.get_write_buffer_size()
     high = 8 << 20
-    assert high < waiting <= high + 2 * len(data) + 1000
+    # asyncio pauses the writer in the write itself, uvloop at the end of the iteration.
+    assert high < waiting <= high + 4 * len(data) + 1000
     assert high // len(data) < len(echoed) < count
     await work()
     assert "full" in end._paused
-    found = [await stranger.frame() for _ in range(count)]
-    assert found == [(RESULTS, [([number], ("plain", [data]))]) for number in range(count)]
-    assert echoed == [*range(count)]
+    answered: list[int] = []
+    while len(answered) < count:  # on uvloop the results of several calls share a frame
+        kind, [(numbers, values)] = await stranger.frame()  # type: ignore[misc]
+        assert (kind, values) == (RESULTS, ("plain", [data] * len(numbers)))
+        answered += numbers
+    assert answered == echoed == [*range(count)]
     assert not end._paused
     await stranger.leave()
     echoes.clear()

@@ -609,7 +609,7 @@ def test_bytes_of_any_dtype(dtype: torch.dtype) -> None:
 
 # ── torch endpoints ─────────────────────────────────────────────────────────────────────────────
 
-ENDPOINTS = ["payload", "collect", "introduce", "leave_message", "rejoin"]
+ENDPOINTS = ["payload", "collect", "introduce", "leave_message", "departure", "rejoin"]
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)

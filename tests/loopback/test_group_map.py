@@ -18,7 +18,8 @@ from aiorpc_torch import (
     stats,
     timeout,
 )
-from tests.support.group_members import Node, Unpicklable, nodes
+from aiorpc_torch._client import torch_transfers
+from tests.support.group_members import Node, Unpicklable, no_memory, nodes
 from tests.support.raw_connections import SOON
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -207,13 +208,14 @@ async def test_a_bad_item_is_raised_at_its_place() -> None:
     assert found == [0, 1]
 
 
-async def test_an_item_that_is_refused_while_it_is_sent() -> None:
+async def test_an_item_that_is_refused_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its exception comes in its place, although no answer does."""
     group = await nodes(1)
     await remote(group[0]).add(1)  # from then on, one call is sent within the step that makes it
+    monkeypatch.setattr(torch_transfers, "message_for_torch", no_memory)
     async with asyncio.timeout(SOON):
         with pytest.raises(RemoteError):
-            await anext(group.map(Node.note, [torch.ones(3, device="meta")]))
+            await anext(group.map(Node.note, [torch.eye(3).to_sparse()]))
     assert stats().in_flight == 0
 
 

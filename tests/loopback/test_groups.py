@@ -27,10 +27,20 @@ from aiorpc_torch import (
     stats,
     timeout,
 )
+from aiorpc_torch._client import torch_transfers
 from aiorpc_torch._protocol.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
-from tests.support.group_members import Counted, Custom, Loud, Node, Unpicklable, give_back, nodes
+from tests.support.group_members import (
+    Counted,
+    Custom,
+    Loud,
+    Node,
+    Unpicklable,
+    give_back,
+    no_memory,
+    nodes,
+)
 from tests.support.raw_connections import SOON
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -396,10 +406,11 @@ async def test_parts_keep_class_and_results() -> None:
     assert [len(part.exceptions) for part in seen] == [1, 1]
 
 
-async def test_a_payload_that_is_refused_while_it_is_sent() -> None:
+async def test_a_payload_that_is_refused_while_it_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each member fails with the reason, awaited and iterated, although no answer comes."""
     group = await nodes(1)
-    refused = torch.ones(3, device="meta")
+    refused = torch.eye(3).to_sparse()  # torch has to send it
+    monkeypatch.setattr(torch_transfers, "message_for_torch", no_memory)
     for take in (awaited, iterated):
         await remote(group[0]).add(
             1

@@ -83,6 +83,21 @@ async def test_calls_in_flight_are_listed() -> None:
     assert pending() == []
 
 
+@pytest.mark.promise("worlds.hung_threads")
+async def test_every_thread_of_the_worker_hangs() -> None:
+    """The counters and the calls in flight are read on the event loop."""
+    async with aiorpc.local_world(0, threads=1), asyncio.timeout(30):
+        waits = Waits()
+        hung = asyncio.create_task(remote(RRef(waits)).wait_in_thread(1))  # type: ignore[arg-type]
+        await waits.gate.entered()
+        found = await call("main", pending)
+        counters = await call("main", aiorpc.stats)
+        assert ("Waits.wait_in_thread", True) in [(each.method, each.incoming) for each in found]
+        assert counters.running == 2  # the hung call, and that of `stats`
+        await waits.gate.open()
+        assert await hung == 1
+
+
 @pytest.mark.usefixtures("world")
 async def test_calls_of_plain_torch_clients() -> None:
     waits = Waits()

@@ -375,6 +375,21 @@ async def test_a_tensor_of_several_calls_is_copied_once(
     assert stats().segments == 2
 
 
+async def test_a_tensor_that_is_freed_before_it_is_copied(
+    shelf: Shelf, copies: list[Callable[[], None]]
+) -> None:
+    """Its call fails; the thread reads no memory that is gone."""
+    x = torch.zeros(HUGE)
+    sent = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
+    await until(lambda: bool(copies))
+    x.untyped_storage().resize_(0)
+    copies.pop()()
+    with pytest.raises(aiorpc.RemoteError, match="its storage was freed or made smaller"):
+        await sent
+    assert await remote(RRef(shelf)).echo(7) == 7
+    await until(is_given_back)
+
+
 @pytest.mark.promise("shared.once")
 @pytest.mark.parametrize("ends", ["cancelled", "late", "changed", "another part"])
 async def test_a_copy_is_not_shared_with_a_changed_tensor(

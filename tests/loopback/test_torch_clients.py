@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch.distributed import rpc
 
-from aiorpc_torch import RRef, wrap_future
+from aiorpc_torch import RRef, async_execution, wrap_future
 from tests.support import actors
 from tests.support.actors import Batching
+from tests.support.tensor_kinds import freed, is_alike, jagged
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -39,6 +40,29 @@ async def test_async_execution_errors_reach_torch_clients(text: str) -> None:
     with pytest.raises(ValueError, match="ValueError") as raised:
         await in_thread(rpc.rpc_sync, "main", actors.fail_slowly, args=(text,))
     assert repr(ValueError(text)) in str(raised.value)
+
+
+@async_execution
+async def give_freed() -> Any:
+    """Return a tensor whose storage was freed: torch would end the process that sends it."""
+    return {"x": freed(torch.ones(3))}
+
+
+@async_execution
+async def give_jagged() -> Any:
+    """Return a tensor of a subclass, which torch pickles by its parts."""
+    return jagged()
+
+
+async def test_a_result_of_a_subclass() -> None:
+    assert is_alike(await in_thread(rpc.rpc_sync, "main", give_jagged), jagged())
+
+
+async def test_a_result_that_cannot_be_sent() -> None:
+    """It is an error of that call, as it is for our own callers."""
+    with pytest.raises(ValueError, match="its storage was freed or made smaller"):
+        await in_thread(rpc.rpc_sync, "main", give_freed)
+    assert await in_thread(rpc.rpc_sync, "main", actors.add_slowly, args=(2, 3)) == 5
 
 
 @pytest.mark.promise("torch_clients.batched")

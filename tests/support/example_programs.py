@@ -97,7 +97,8 @@ def ranks(program: str, size: int, *args: str) -> Iterator[list[Process]]:
 def workers_of(process: Process) -> list[psutil.Process]:
     """The children that are workers of its local world, in the order of their ranks."""
     found = psutil.Process(process.pid).children(recursive=True)
-    workers = [each for each in found if "spawn_main" in " ".join(each.cmdline())]
+    server = [each for each in found if "forkserver_main" in " ".join(each.cmdline())]
+    workers = [each for each in server if each.ppid() != process.pid]
     return sorted(workers, key=lambda each: each.pid)
 
 

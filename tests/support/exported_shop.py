@@ -17,7 +17,7 @@ class Base:
 
 class Shop(Base):
     secret = "plain data"
-    tax: ClassVar[Callable[..., Any]] = functools.partial(max, 2)
+    tax: ClassVar[Callable[..., Any]] = staticmethod(functools.partial(max, 2))
 
     class Shelf:
         def __init__(self) -> None:

@@ -1,7 +1,7 @@
 """A batched method to ask, whose gate tests open and shut, and how to ask it."""
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import pytest
@@ -81,9 +81,9 @@ async def settled(*awaitables: Awaitable[Any]) -> list[Any]:
 
 
 @pytest.fixture
-def skip() -> Iterator[Callable[[float], None]]:
+async def skip() -> AsyncIterator[Callable[[float], None]]:
     """Let the loop believe that so many seconds have passed."""
-    loop = asyncio.get_event_loop_policy().get_event_loop()
+    loop = asyncio.get_running_loop()
     real, skipped = loop.time, 0.0
 
     def forward(seconds: float) -> None:

@@ -14,7 +14,9 @@ def double(x: int) -> int:
     return 2 * x
 
 
-def server(pipe: Connection, options: dict[str, Any], block: str, until: str | None) -> None:
+def server(
+    pipe: Connection, name: str, rank: int, options: dict[str, Any], block: str, until: str | None
+) -> None:
     """Leave at once, or serve; tell which peers the log names, and the end."""
     departures.LOG_INTERVAL = 0.1
     handler = logging.Handler()
@@ -24,7 +26,7 @@ def server(pipe: Connection, options: dict[str, Any], block: str, until: str | N
     logger.setLevel(logging.INFO)
 
     async def main() -> None:
-        async with aiorpc.worker("server", rank=0, **options) as me:
+        async with aiorpc.worker(name, rank=rank, **options) as me:
             if block == "serve":
                 await me.serve(until)
                 pipe.send("served")

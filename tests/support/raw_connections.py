@@ -13,6 +13,7 @@ from torch.distributed import rpc
 
 from aiorpc_torch import call
 from aiorpc_torch._client import pool
+from aiorpc_torch._client.introduction import _connect_unix
 from aiorpc_torch._protocol import channel, endpoints
 from aiorpc_torch._protocol.frames import HEADER, RESULTS, FrameReader, frame
 from aiorpc_torch._protocol.handshake import (
@@ -58,7 +59,8 @@ class Stranger:
         """Connect, and prove nothing."""
         _, addresses = introduction()
         if kind == "unix":
-            return cls(*await asyncio.open_unix_connection(f"\0{addresses.unix}"))
+            unix = _connect_unix(addresses.unix)  # uvloop connects to no abstract address itself
+            return cls(*await asyncio.open_unix_connection(sock=unix))
         assert addresses.tcp is not None
         return cls(*await asyncio.open_connection(*addresses.tcp))
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextvars
+import sys
 
 import pytest
 
@@ -11,8 +12,12 @@ TASKS = [asyncio.Task, asyncio.tasks._PyTask]  # type: ignore[attr-defined]
 
 
 @pytest.fixture(params=TASKS, ids=["C", "Python"])
-def make_task(request):
+def make_task(request, monkeypatch):
     """Start a coroutine in a task of either kind, up to where it waits."""
+    if request.param is not asyncio.Task and sys.version_info >= (3, 14):
+        # A Python without the C module; since 3.14 each kind of task has its own current one.
+        for module in (asyncio, asyncio.tasks):
+            monkeypatch.setattr(module, "current_task", asyncio.tasks._py_current_task)
 
     async def make(coroutine) -> asyncio.Task:
         task = request.param(coroutine, loop=asyncio.get_running_loop())

@@ -55,3 +55,15 @@ def test_replies_without_tensors_on_a_device_have_no_fence(
     future = Future(streams)
     DeferredReply(future, ContextRecord(1)).set_result((b"data", [torch.ones(1)]))
     assert [entry[0] for entry in streams.log] == ["complete"]
+
+
+def test_a_result_that_is_freed_while_the_reply_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The caller gets the error; torch does not get the tensor."""
+    record, future, nested = ContextRecord(1), Future(Streams().install(monkeypatch)), object()
+    record.hold(nested, "a nested call")
+    tensor = torch.ones(3)
+    DeferredReply(future, record).set_result((b"data", [tensor]))
+    tensor.untyped_storage().resize_(0)
+    record.release(nested)
+    with pytest.raises(ValueError, match="its storage was freed"):
+        future.answer.raise_()

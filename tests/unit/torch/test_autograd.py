@@ -182,3 +182,17 @@ def test_absent_gradients_on_a_device() -> None:
     used.sum().backward()
     assert x.grad is not None
     assert y.grad is None
+
+
+def test_a_gradient_without_memory_fails_the_backward() -> None:
+    """torch would end the process that sends it."""
+
+    def free(gradient: Tensor) -> Tensor:
+        gradient = gradient.clone()
+        gradient.untyped_storage().resize_(0)
+        return gradient
+
+    (arrived,), _ = send([leaf(1, 2)])
+    arrived.register_hook(free)
+    with pytest.raises(ValueError, match="its storage was freed"):
+        arrived.backward(torch.ones(2))

@@ -1,6 +1,5 @@
 """Pinned Python states of threads that Python did not start: freed when the threads have ended."""
 
-import contextlib
 import ctypes
 import threading
 import time
@@ -13,7 +12,6 @@ import torch
 from aiorpc_torch._torch import thread_state
 from aiorpc_torch._torch.thread_state import (
     free_dead_thread_states,
-    interrupt_threads,
     pin_thread_state,
     thread_settings,
 )
@@ -163,40 +161,3 @@ def test_threads_get_the_device_of_the_thread_that_enters_the_world(
     Python(note).join()
     assert found == expected
     assert counts == [torch.get_num_threads()]
-
-
-def test_threads_that_compute_are_interrupted() -> None:
-    """One that runs Python code ends; one that waits for a lock is not waited for; others stay."""
-    gate, begun, interrupted = threading.Event(), set[str](), set[str]()
-
-    def compute(name: str) -> None:
-        try:
-            while not gate.is_set():
-                torch.ones(10)
-                begun.add(name)
-        except SystemExit:
-            interrupted.add(name)
-
-    def wait(name: str) -> None:
-        with contextlib.suppress(SystemExit):
-            begun.add(name)
-            gate.wait(SOON)
-        gate.wait(SOON)  # if SystemExit came before the first wait
-
-    bodies = {"ours-1": compute, "ours-2": wait, "theirs": compute}
-    threads = [
-        threading.Thread(target=body, args=(name,), name=name, daemon=True)
-        for name, body in bodies.items()
-    ]
-    for thread in threads:
-        thread.start()
-    while len(begun) < 3:
-        time.sleep(0.001)
-    interrupt_threads(("ours-1",), SOON)
-    interrupt_threads(("ours-2",), 0.01)
-    alive = [thread.is_alive() for thread in threads]
-    gate.set()
-    for thread in threads:
-        thread.join(SOON)
-    assert alive == [False, True, True]
-    assert interrupted == {"ours-1"}

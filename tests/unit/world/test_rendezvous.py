@@ -187,10 +187,13 @@ def test_missing_ranks_are_logged(group: Group, monkeypatch: Any, caplog: Any) -
     """A long wait is logged as a warning."""
     monkeypatch.setattr(rendezvous, "_LOG_INTERVAL", 0.0)
     with caplog.at_level(logging.INFO, "aiorpc_torch"):
+        first = group.register(registration(0), timeout=5.0)
+        wait_until_registered(group, 0)
         assert isinstance(failure(group.register(registration(1), timeout=0.7)), WorldTimeout)
+        assert isinstance(failure(first), WorldTimeout)
     said = [(record.levelname, record.getMessage()) for record in caplog.records]
-    assert ("INFO", f"{registration(1)}: rank 1 is here") in said
-    assert ("WARNING", f"{registration(1)} waits for rank 0, 2 to register") in said
+    assert said.count(("INFO", f"{registration(1)}: {registration(0)} has registered")) == 1
+    assert ("WARNING", f"{registration(1)} waits for rank 2 to register") in said
 
 
 # ── conflicts ───────────────────────────────────────────────────────────────────────────────────
@@ -332,6 +335,19 @@ def test_a_rejoin_that_conflicts(group: Group) -> None:
         group.participant(registration(1, name="w0")).register()
     found = group.participant(registration(1)).register()
     assert [each.name for each in found] == ["w0", "w1", "w2"]
+
+
+def test_a_rank_beyond_the_world(group: Group) -> None:
+    """A world does not grow: its members go on, and their registrations stay."""
+    coming = [group.register(registration(rank, 2)) for rank in range(2)]
+    assert [names(each) for each in coming] == [["w0", "w1"]] * 2
+    for rank in (2, 1):
+        exc = failure(group.register(registration(rank, 3, pid=999)))
+        assert isinstance(exc, ValueError)
+        assert "world_size must be the same in every worker" in str(exc)
+        assert "with world_size=3" in str(exc)
+    again = group.register(registration(1, 2))
+    assert [each.comeback for each in again.result(20.0)] == [0, 1]
 
 
 def test_an_ended_world_is_not_rejoined(group: Group) -> None:

@@ -7,15 +7,18 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import Worker, WorkerLost
+from aiorpc_torch._protocol.handshake import Party
 from aiorpc_torch._world.departures import Departures
 
 
 def worker(told: dict[str, str]) -> Worker:
     """Worker a, whose peer b has told this as it left; its detector counts b as alive."""
     detector: Any = SimpleNamespace(lost_peers={}, probe=lambda _: None)
-    pool: Any = SimpleNamespace(name="a", watching_peers=lambda *_: contextlib.nullcontext())
+    watching = {"name": "a", "watching_peers": lambda *_: contextlib.nullcontext()}
+    pool: Any = SimpleNamespace(**watching, me=Party("a", 0))
     peers: Any = {"b": None}
-    departures = Departures(pool, detector, peers, lambda: told, detector.probe)
+    numbers = {"a": 0, "b": 1}
+    departures = Departures(pool, detector, peers, numbers, lambda: told, detector.probe, "a")
     return Worker("a", 0, 2, ("b",), 0, detector, departures)
 
 

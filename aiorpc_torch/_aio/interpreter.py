@@ -1,0 +1,54 @@
+"""The requirements on the interpreter: private names of CPython, and the GIL.
+
+The private names stand where they are used, with the reason; here they are checked together, when
+the package is imported. (tests/unit/aio/test_interpreter.py)
+"""
+
+import asyncio
+import atexit
+import ctypes
+import os
+import sys
+import threading
+from typing import Any
+
+from .._version import __version__
+
+SUPPORTED = "3.11 to 3.14"
+SWITCH = "AIORPC_TORCH_FREE_THREADED"
+
+PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
+    (asyncio, "_get_running_loop"),
+    (asyncio.Future, "_asyncio_future_blocking"),
+    (asyncio.Task, "_log_destroy_pending"),
+    (asyncio.tasks, "_unregister_task"),
+    (atexit, "_run_exitfuncs"),
+    (threading, "_shutdown"),
+    (ctypes.pythonapi, "PyGILState_Ensure"),
+    (ctypes.pythonapi, "PyThreadState_Clear"),
+    (ctypes.pythonapi, "PyThreadState_Delete"),
+    (ctypes.pythonapi, "PyThreadState_Get"),
+)
+
+
+def check_interpreter() -> None:
+    """Raise ImportError if this interpreter cannot run the package.
+
+    Torch's threads, those of plain methods and the event loop share state without locks: deques,
+    dictionaries and flags that are safe to share only with the GIL.
+    """
+    missing = [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]
+    if missing:
+        raise ImportError(
+            f"aiorpc_torch {__version__} supports CPython {SUPPORTED}; "
+            f"found {sys.version.split()[0]} without {', '.join(missing)}"
+        )
+    has_gil = getattr(sys, "_is_gil_enabled", lambda: True)()
+    if not has_gil and os.environ.get(SWITCH) != "1":
+        raise ImportError(
+            f"aiorpc_torch {__version__} is not safe without the GIL, which this free-threaded "
+            f"Python has disabled. Set PYTHON_GIL=1, or {SWITCH}=1 to run it at your own risk"
+        )
+
+
+check_interpreter()

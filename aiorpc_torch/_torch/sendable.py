@@ -1,0 +1,158 @@
+"""Tensors that can be sent: as bytes, in shared memory, or by torch RPC.
+
+torch sends what it is given. A tensor that it cannot write or read ends a process, the sender's or
+the receiver's (2.13, 2.15): one without memory, for example. So every tensor is checked when its
+call or result is encoded, which fails that one alone. It is checked again when its message is made,
+since its storage may have been freed in between.
+(tests/unit/torch/test_sendable.py, tests/loopback/test_unsendable_tensors.py)
+"""
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import NoReturn
+
+import torch
+from torch import Tensor
+
+from .compat import DisableTorchFunctionSubclass, DispatchKey, DispatchKeySet, dispatch_keys
+
+# ── kinds of tensors ────────────────────────────────────────────────────────────────────────────
+
+
+def _plain_keys() -> frozenset[int]:
+    with torch.inference_mode():
+        inference = torch.empty(0)
+    return frozenset(dispatch_keys(tensor).raw_repr() for tensor in (torch.empty(0), inference))
+
+
+def _keys_for_torch() -> int:
+    """Return the dispatch keys that torch RPC sends, as bits; all other kinds are refused."""
+    names = [
+        f"{prefix}{device}"
+        for device in ("CPU", "CUDA")
+        for prefix in ("", "Sparse", "SparseCsr", "Quantized", "Autograd", "Autocast")
+    ]
+    found = 0
+    for name in (*names, "Conjugate", "Negative", "ADInplaceOrView"):
+        found |= DispatchKeySet(getattr(DispatchKey, name)).raw_repr()
+    return found
+
+
+_PLAIN = _plain_keys()
+_FOR_TORCH = _keys_for_torch()
+_PACKED = {torch.quint4x2, torch.quint2x4}  # several elements a byte: torch reads one a byte
+
+COMPRESSED = {torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+"""Layouts whose parts are sent: torch RPC takes CSR as an argument only, and no other of them."""
+
+_BY_ROW = {torch.sparse_csr, torch.sparse_bsr}
+
+
+def is_plain(tensor: Tensor) -> bool:
+    """Return whether a tensor is a plain, dense CPU tensor, whose bytes are all of it.
+
+    Frames and shared memory take only these.
+    """
+    # Sparse, quantised, conjugated, negated, wrapped and device tensors have other dispatch keys.
+    # is_conj() and is_neg() release the GIL, which costs 20 µs in a busy process.
+    return dispatch_keys(tensor).raw_repr() in _PLAIN
+
+
+def has_memory(tensor: Tensor) -> bool:
+    """Return whether all elements of a strided tensor are in its storage.
+
+    It may have been freed, or made smaller: `untyped_storage().resize_(0)`.
+    """
+    size = tensor.nbytes
+    if not size:
+        return True
+    storage, offset, item = tensor.untyped_storage(), int(tensor.storage_offset()), tensor.itemsize
+    if not tensor.is_contiguous():
+        size = last_element(tensor.shape, tensor.stride()) * item
+    return offset * item + size <= storage.nbytes() and bool(storage.data_ptr())
+
+
+def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Return the elements of a storage from the first one of a tensor up to its last one."""
+    return 1 + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
+
+
+# ── the check ───────────────────────────────────────────────────────────────────────────────────
+
+
+def check_tensor(tensor: Tensor) -> None:
+    """Raise ValueError for a tensor that cannot be sent at all, on whatever device."""
+    keys = dispatch_keys(tensor).raw_repr()
+    if keys & ~_FOR_TORCH or tensor.dtype in _PACKED:
+        _refuse_kind(tensor)
+    for part in (tensor,) if keys in _PLAIN else _parts(tensor):
+        if not has_memory(part):
+            _refuse_storage(tensor, part)
+
+
+def check_tensors(tensors: Iterable[Tensor]) -> None:
+    """Raise ValueError unless every tensor can be sent. Call it when their message is made."""
+    for tensor in tensors:
+        if type(tensor) is Tensor:
+            check_tensor(tensor)
+        else:
+            check_subclass(tensor)
+
+
+def check_subclass(tensor: Tensor) -> None:
+    """Raise ValueError for a tensor of a subclass whose storage is pickled, if it has no memory."""
+    with DisableTorchFunctionSubclass():
+        if is_plain(tensor) and not has_memory(tensor):
+            _refuse_storage(tensor, tensor)
+
+
+def compressed_parts(tensor: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the indices and values of a tensor of one of the layouts `COMPRESSED`."""
+    if tensor.layout in _BY_ROW:
+        return tensor.crow_indices(), tensor.col_indices(), tensor.values()
+    return tensor.ccol_indices(), tensor.row_indices(), tensor.values()
+
+
+def _parts(tensor: Tensor) -> Sequence[Tensor]:
+    """Return the strided tensors of which a tensor consists."""
+    if tensor.layout is torch.sparse_coo:
+        return tensor._indices(), tensor._values()
+    if tensor.layout is not torch.strided:
+        return compressed_parts(tensor)
+    if tensor.is_quantized and tensor.qscheme() in _PER_CHANNEL:
+        return tensor, tensor.q_per_channel_scales(), tensor.q_per_channel_zero_points()
+    return (tensor,)
+
+
+_PER_CHANNEL = {torch.per_channel_affine, torch.per_channel_affine_float_qparams}
+
+
+def _refuse_storage(tensor: Tensor, part: Tensor) -> NoReturn:
+    needed = math.prod(part.shape) * part.itemsize
+    raise ValueError(
+        f"a tensor of shape {tuple(tensor.shape)} and {tensor.dtype} cannot be sent: its storage "
+        f"was freed or made smaller (resize_), to {part.untyped_storage().nbytes()} bytes for "
+        f"{needed} bytes of elements. Send it while it has its memory"
+    )
+
+
+def _refuse_kind(tensor: Tensor) -> NoReturn:
+    what, remedy = _describe(tensor)
+    raise ValueError(f"{what} cannot be sent: {remedy}")
+
+
+def _describe(tensor: Tensor) -> tuple[str, str]:
+    if tensor.is_nested:
+        return "a nested tensor of layout torch.strided", "send one of layout=torch.jagged"
+    if tensor.is_mkldnn:
+        return f"a tensor of layout {tensor.layout}", "send its to_dense()"
+    if tensor.dtype in _PACKED:
+        return f"a tensor of {tensor.dtype}", "send its dequantize()"
+    if tensor.is_meta:
+        return "a tensor on meta", "it has no elements. Send its shape and dtype"
+    if tensor.device.type not in ("cpu", "cuda"):
+        return f"a tensor on {tensor.device}", "move it to the CPU"
+    return (
+        f"a tensor without elements of its own ({dispatch_keys(tensor)})",
+        "send it from outside of transforms such as torch.func.vmap and grad",
+    )

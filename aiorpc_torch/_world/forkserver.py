@@ -1,0 +1,283 @@
+"""A process that forks the children of local worlds: its start, requests to it, its end.
+
+It has imported torch, this library and the modules of `preload`, and has started no thread. So a
+child is as fresh as one with a new interpreter, and starts in a hundredth of the time.
+(tests/integration/test_forkserver.py; docs/worlds.md lists the differences)
+
+Not `multiprocessing`'s fork server, which is one for the whole process. The program may use that
+one with modules of its own. Its children keep the environment and the standard streams with which
+it started, and it has a socket that has to be removed. This one is reached over a socket pair only.
+"""
+
+import asyncio
+import contextlib
+import multiprocessing.process
+import os
+import pickle
+import resource
+import select
+import signal
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from multiprocessing import context, reduction, resource_tracker, spawn, util
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+from .._aio.fork import close_on_fork
+from .forkserver_main import NUMBER, STREAMS, ChildState, InheritedDescriptor, main
+
+# Beginnings of variables that torch and the libraries below it read while they are loaded. Children
+# get all variables as they are when the child starts; for these that would be too late.
+READ_AT_IMPORT = (
+    *("AIORPC_CUDA", "ATEN_", "BLIS_", "C10_", "DNNL_", "GLIBC_", "GOMP_", "GOTO_", "KMP_", "LANG"),
+    *("LC_", "LD_", "MALLOC_", "MKL", "NUMBA_", "NUMEXPR_", "NVFUSER_", "OMP_", "ONEDNN_"),
+    *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TZ"),
+)
+
+
+class ForkServer:
+    """A process that forks children, from its start to the end of this object or this process.
+
+    It ends with the last reference to it, and when this process ends, also by `kill -9`.
+    """
+
+    def __init__(self, preload: Sequence[str]) -> None:
+        # Raises in a child that still imports its `__main__`: a script without its `if __name__`.
+        path = [str(each) for each in spawn.get_preparation_data("")["sys_path"]]
+        self.preload = tuple(preload)
+        self.inherits = inherited_state()
+        self._is_ready = self._has_failed = False
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setblocking(False)
+        with theirs:
+            self.pid = _start(theirs.fileno(), path, self.preload)
+        close_on_fork(self._socket)
+        weakref.finalize(self, _end, self._socket, self.pid, os.getpid())
+
+    async def ready(self, timeout: float) -> None:
+        """Wait until the modules are imported, for at most `timeout` seconds.
+
+        Raises:
+            TimeoutError: if they are not.
+            ImportError: if a module of `preload` cannot be imported.
+            RuntimeError: if one started a thread or CUDA; if the process died.
+        """
+        if self._is_ready:
+            return
+        self._has_failed = True  # unless it is ready in time
+        async with asyncio.timeout(timeout):
+            report = await asyncio.get_running_loop().sock_recv(self._socket, 1 << 17)
+        error: BaseException | None = pickle.loads(report) if report else _died()
+        if error is not None:
+            raise error
+        self._is_ready, self._has_failed = True, False
+
+    def is_alive(self) -> bool:
+        """Return whether the process has not ended."""
+        poller = select.poll()
+        poller.register(self._socket, 0)
+        return not poller.poll(0)  # no POLLHUP
+
+    def serves(self, preload: Sequence[str]) -> bool:
+        """Return whether it is alive, and a new process with these modules would be like it."""
+        is_alive = self.is_alive() and not self._has_failed
+        return is_alive and {*preload} <= {*self.preload} and self.inherits == inherited_state()
+
+    def process(
+        self, target: Callable[..., Any], args: tuple[Any, ...], name: str
+    ) -> "ForkedProcess":
+        """Return a process that this server will fork."""
+        process = ForkedProcess(target=target, args=args, name=name)
+        process.server = self
+        return process
+
+    def fork(self, descriptors: Sequence[int]) -> None:
+        """Request a child that gets these descriptors."""
+        socket.send_fds(self._socket, [b"fork"], descriptors)
+
+
+_current: ForkServer | None = None
+_lock = threading.Lock()
+
+
+def obtain(preload: Sequence[str]) -> ForkServer:
+    """Return the running server, or start another if it cannot serve this world."""
+    global _current
+    with _lock:
+        if _current is None or not _current.serves(preload):
+            _current = ForkServer(preload)
+        return _current
+
+
+def _forget() -> None:
+    """Leave the server of its parent to a fork of this process."""
+    global _current, _lock
+    _current, _lock = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget)
+
+
+def server_pid() -> int | None:
+    """Return the pid of the running server."""
+    return None if _current is None else _current.pid
+
+
+def inherited_state() -> dict[str, object]:
+    """Return what a child takes from the process that forks it, and cannot change later."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    limits = [each for each in dir(resource) if each.startswith("RLIMIT_")]
+    return {
+        "interpreter": _interpreter(),
+        "environment": {k: v for k, v in os.environ.items() if k.startswith(READ_AT_IMPORT)},
+        "limits": [resource.getrlimit(getattr(resource, each)) for each in limits],
+        "umask": [line for line in lines if line.startswith("Umask:")],
+        "cpus": os.sched_getaffinity(0),
+        "priority": os.getpriority(os.PRIO_PROCESS, 0),
+        "ids": (os.getresuid(), os.getresgid(), os.getgroups(), os.getpgid(0), os.getsid(0)),
+        "ignored": {n for n in signal.valid_signals() if signal.getsignal(n) is signal.SIG_IGN},
+    }
+
+
+def _interpreter() -> list[str]:
+    """Return the interpreter's path and flags, as `multiprocessing` starts it."""
+    flags: list[str] = util._args_from_interpreter_flags()  # type: ignore[attr-defined]
+    return [os.fsdecode(spawn.get_executable()), *flags]
+
+
+def _start(descriptor: int, path: list[str], preload: tuple[str, ...]) -> int:
+    command = (
+        f"import sys; sys.path[:] = {path!r}; "
+        f"from {main.__module__} import main; "
+        f"main({descriptor}, {preload!r})"
+    )
+    line = [*_interpreter(), "-c", command]
+    return util.spawnv_passfds(os.fsencode(line[0]), line, [descriptor])
+
+
+def _end(connection: socket.socket, pid: int, owner: int) -> None:
+    if os.getpid() != owner:  # in a fork of this process, which has closed the descriptor
+        connection.detach()
+        return
+    connection.close()
+    with contextlib.suppress(ChildProcessError):
+        if os.waitpid(pid, os.WNOHANG) == (0, 0):
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
+
+
+def _died() -> RuntimeError:
+    return RuntimeError("the process that forks the children of local worlds has died")
+
+
+def _is_open(descriptor: int) -> bool:
+    try:
+        os.fstat(descriptor)
+    except OSError:
+        return False
+    return True
+
+
+# ── children ────────────────────────────────────────────────────────────────────────────────────
+
+
+class ForkedProcess(multiprocessing.process.BaseProcess):
+    """A process as `multiprocessing`'s, forked by a `ForkServer`."""
+
+    server: ForkServer
+    _start_method = "spawn"  # of the processes that the child starts itself
+
+    @staticmethod
+    def _Popen(process: "ForkedProcess") -> "_Launched":  # noqa: N802
+        return _Launched(process, process.__dict__.pop("server"))
+
+
+class _Launched:
+    """A started process, with the methods that `multiprocessing` calls."""
+
+    method = "forkserver"
+    DupFd = InheritedDescriptor
+
+    def __init__(self, process: ForkedProcess, server: ForkServer) -> None:
+        util._flush_std_streams()  # type: ignore[attr-defined]
+        self.returncode: int | None = None
+        self._poll_lock = threading.Lock()  # the code comes once, to one of several threads
+        self._server = server  # it reports the exit code
+        self._inherited: list[int] = []
+        with contextlib.ExitStack() as stack:
+            data = stack.enter_context(open(os.memfd_create("aiorpc-child"), "w+b"))
+            self._write(process, data)
+            self._status, theirs = socket.socketpair()
+            self._finalizer = weakref.finalize(self, self._status.close)
+            stack.enter_context(theirs)
+            null = stack.enter_context(open(os.devnull, "r+b"))
+            streams = [n if _is_open(n) else null.fileno() for n in STREAMS]
+            tracker: Any = resource_tracker.getfd()
+            shared = [data.fileno(), theirs.fileno(), *streams, tracker]
+            server.fork([*shared, *self._inherited])
+        self.sentinel = self._status.fileno()
+        self.pid = self._receive_pid()
+
+    def _write(self, process: ForkedProcess, file: Any) -> None:
+        context.set_spawning_popen(self)  # type: ignore[arg-type]
+        try:
+            pickle.dump(ChildState.of_this_process(), file)
+            reduction.dump(spawn.get_preparation_data(process.name), file)
+            reduction.dump(process, file)
+        finally:
+            context.set_spawning_popen(None)
+        file.flush()
+        file.seek(0)
+
+    def duplicate_for_child(self, descriptor: int) -> int:
+        """Pass a descriptor to the child; return its number among those passed."""
+        self._inherited.append(descriptor)
+        return len(self._inherited) - 1
+
+    def _receive_pid(self) -> int:
+        pid = self._receive()
+        if pid is None:
+            raise _died()
+        if pid < 0:
+            raise OSError(-pid, f"a child process cannot be forked: {os.strerror(-pid)}")
+        return pid
+
+    def _receive(self) -> int | None:
+        data = self._status.recv(NUMBER.size, socket.MSG_WAITALL)
+        return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
+
+    def poll(self, flag: int = os.WNOHANG) -> int | None:
+        """Return the exit code, None while the process runs. `flag` 0 waits."""
+        if self.returncode is None and wait([self._status], 0 if flag == os.WNOHANG else None):
+            with self._poll_lock:
+                if self.returncode is None:
+                    code = self._receive()
+                    # As `multiprocessing` if it is unknown.
+                    self.returncode = 255 if code is None else code
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int | None:
+        """Wait for the end of the process; return its exit code, None at the timeout."""
+        if self.returncode is None and timeout is not None and not wait([self._status], timeout):
+            return None
+        return self.poll(0)
+
+    def terminate(self) -> None:
+        """Send SIGTERM."""
+        self._send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Send SIGKILL."""
+        self._send_signal(signal.SIGKILL)
+
+    def _send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def close(self) -> None:
+        """Free the descriptor."""
+        self._finalizer()

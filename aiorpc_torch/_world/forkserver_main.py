@@ -1,0 +1,257 @@
+"""The process that forks children: it imports modules, then forks one child for each request.
+
+It ignores Ctrl-C, SIGTERM and SIGHUP, which a terminal or a supervisor sends to all processes of a
+program. It kills its children and ends when the program's end of the socket is closed.
+"""
+
+import contextlib
+import gc
+import importlib
+import os
+import pickle
+import select
+import signal
+import socket
+import struct
+import sys
+import threading
+import traceback
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from multiprocessing import resource_tracker, spawn
+from typing import Any, NoReturn
+
+from .._aio.signals import end_process
+
+NUMBER = struct.Struct("q")  # a pid or a negative errno, then the exit code
+STREAMS = (0, 1, 2)
+_IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@dataclass(frozen=True, slots=True)
+class ChildState:
+    """The state of a program's process that a child with a new interpreter would have inherited."""
+
+    environment: dict[str, str]
+    blocked: set[int]  # signals
+
+    @classmethod
+    def of_this_process(cls) -> "ChildState":
+        """Return the state of now."""
+        return cls(dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+    def apply(self) -> None:
+        """Change this process accordingly."""
+        os.environ.clear()
+        os.environ.update(self.environment)
+        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
+
+
+class InheritedDescriptor:
+    """A descriptor that travels to a child, in pickles of `multiprocessing`."""
+
+    received: Sequence[int] = ()
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def detach(self) -> int:
+        """Return the descriptor in the child."""
+        return self.received[self.number]
+
+
+# ── the server ──────────────────────────────────────────────────────────────────────────────────
+
+
+def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
+    """Run the server; in a child, run the child."""
+    control = socket.socket(fileno=descriptor)
+    control.set_inheritable(False)
+    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program's: SIGINT was blocked until here
+    error = _imported(preload)
+    control.send(pickle.dumps(error))
+    if error is not None:
+        os._exit(1)
+    _share_objects()
+    _end_child(_Server(control, handlers).run())
+
+
+def _share_objects() -> None:
+    """Let children leave alone the objects that exist now."""
+    gc.collect()
+    gc.freeze()  # a collection in a child would copy the pages of all objects
+    # Each child would finalize them at its exit. torch takes its libraries of operators apart then,
+    # in 28 ms (2.15). They are private to CPython (3.11 to 3.14).
+    for each in [*weakref.finalize._registry]:  # type: ignore[attr-defined]
+        each.atexit = False
+
+
+def _imported(preload: Sequence[str]) -> BaseException | None:
+    """Import the modules; return why children cannot be forked, None if they can."""
+    for name in ("aiorpc_torch", *preload):
+        try:
+            importlib.import_module(name)
+        except BaseException as exc:
+            summary = traceback.format_exception_only(exc)[-1].strip()
+            error = ImportError(f"{name!r} of preload= cannot be imported: {summary}", name=name)
+            error.add_note(traceback.format_exc()[-50_000:])
+            return error
+    with contextlib.suppress(ImportError):
+        importlib.import_module("uvloop")
+    return _unfit_for_forks()
+
+
+def _unfit_for_forks() -> BaseException | None:
+    # Libraries may end their threads in a fork's handler, and so once for all: OpenBLAS does, of
+    # which numpy's import starts threads.
+    if (pid := os.fork()) == 0:
+        os._exit(0)
+    os.waitpid(pid, 0)
+    remedy = 'do that in a function, or pass start="spawn"'
+    if len(os.listdir("/proc/self/task")) > 1:
+        others = [each.name for each in threading.enumerate()[1:]] or ["threads of a library"]
+        return RuntimeError(
+            f"a module of preload= started threads, which a fork does not copy: "
+            f"{', '.join(others)}; {remedy}"
+        )
+    torch = sys.modules["torch"]
+    if torch.cuda.is_initialized() or any(map(_is_cuda, os.listdir("/proc/self/fd"))):
+        return RuntimeError(
+            f"a module of preload= initialized CUDA, which forked children cannot use then; "
+            f"{remedy}"
+        )
+    return None
+
+
+def _is_cuda(descriptor: str) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{descriptor}").startswith("/dev/nvidia-uvm")
+    except OSError:  # it was the one of the folder
+        return False
+
+
+class _Server:
+    """The loop of the server."""
+
+    def __init__(self, control: socket.socket, handlers: dict[signal.Signals, Any]) -> None:
+        self._control = control
+        self._children: dict[int, socket.socket] = {}  # by pid; they take the exit code
+        self._wakeups, written = socket.socketpair()
+        written.setblocking(False)
+        self._written = written
+        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.set_wakeup_fd(written.fileno())
+        self._handlers = handlers
+        if sys.stdout is not None:
+            sys.stdout.flush()  # else each child would print the text again
+        os.chdir("/")  # keep no folder in use
+        null = os.open(os.devnull, os.O_RDWR)
+        os.dup2(null, 0)
+        os.dup2(null, 1)
+        os.close(null)
+
+    def run(self) -> Callable[[], Any]:
+        """Serve to the end; return in each child only, with what it has to run."""
+        poller = select.poll()
+        poller.register(self._control, select.POLLIN)
+        poller.register(self._wakeups, select.POLLIN)
+        while True:
+            for descriptor, _ in poller.poll():
+                if descriptor == self._wakeups.fileno():
+                    self._wakeups.recv(1 << 16)
+                    self._reap()
+                elif (child := self._serve()) is not None:
+                    return child
+
+    def _reap(self) -> None:
+        for pid in [*self._children]:
+            if (found := os.waitpid(pid, os.WNOHANG)) != (0, 0):
+                with self._children.pop(pid) as status:
+                    _tell(status, os.waitstatus_to_exitcode(found[1]))
+
+    def _serve(self) -> Callable[[], Any] | None:
+        """Fork for one request; return in the child only, with what it has to run."""
+        request, descriptors, *_ = socket.recv_fds(
+            self._control, 16, 64, flags=socket.MSG_CMSG_CLOEXEC
+        )
+        if not request:
+            self._end()
+        data, status, *others = descriptors
+        told = socket.socket(fileno=status)
+        try:
+            pid = os.fork()
+        except OSError as exc:
+            pid = -(exc.errno or 1)
+        if pid == 0:
+            self._leave()
+            return lambda: _run_child(data, told.detach(), others)
+        for each in (data, *others):
+            os.close(each)
+        _tell(told, pid)
+        if pid > 0:
+            self._children[pid] = told
+        else:
+            told.close()
+        return None
+
+    def _leave(self) -> None:
+        """Free in a child what belongs to the server."""
+        signal.set_wakeup_fd(-1)
+        for number, handler in self._handlers.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for each in (self._control, self._wakeups, self._written, *self._children.values()):
+            each.close()
+
+    def _end(self) -> NoReturn:
+        for pid in self._children:
+            os.kill(pid, signal.SIGKILL)
+        os._exit(0)
+
+
+def _tell(status: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # the program has ended
+        status.send(NUMBER.pack(number), socket.MSG_NOSIGNAL)
+
+
+# ── a child ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def _run_child(data: int, status: int, descriptors: Sequence[int]) -> Any:
+    """Become the process that the program described in `data`, and run it to its end."""
+    *streams, tracker = descriptors[: len(STREAMS) + 1]
+    InheritedDescriptor.received = descriptors[len(STREAMS) + 1 :]
+    for number, stream in zip(STREAMS, streams, strict=True):
+        os.dup2(stream, number)
+        os.close(stream)
+    if sys.stdout is not None:
+        sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
+    resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
+    with open(data, "rb", closefd=False) as file:
+        state: ChildState = pickle.load(file)
+        os.lseek(data, file.tell(), os.SEEK_SET)
+    state.apply()
+    _seed()
+    return spawn._main(data, status)
+
+
+def _end_child(run: Callable[[], Any]) -> NoReturn:
+    """Run a child that `child_main` did not end: it could not be unpickled, say."""
+    try:
+        code = run()
+    except SystemExit as exc:
+        if isinstance(exc.code, str):
+            sys.stderr.write(exc.code + "\n")
+        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+    except BaseException as exc:
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        code = 1
+    end_process(code)
+
+
+def _seed() -> None:
+    # As in a new interpreter, each of these starts anywhere. Python's own is seeded by the fork.
+    sys.modules["torch"].default_generator.seed()
+    if (numpy := sys.modules.get("numpy.random")) is not None:
+        numpy.seed()

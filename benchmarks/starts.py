@@ -1,0 +1,138 @@
+"""How long do workers take to start and to end on one machine, and what memory is their own?
+
+Each row is a program of its own: it starts so many workers, calls each, and ends them, twice. The
+first start counts from the start of the program, with its imports. Eight workers then hold 1,000
+objects, made at once. Systems that are not installed are left out.
+
+    python -m benchmarks.starts [--quick] [--repeat N] [--sizes N ...] [--only NAME ...] [--plot P]
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from importlib.util import find_spec
+from pathlib import Path
+from statistics import median
+
+from rich.console import Console
+from rich.table import Table
+
+from ._compare import number, parse, processor
+from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, draw
+from ._starts_work import OBJECTS, ON, Start
+
+SIZES, QUICK = [1, 8, 32, 64], [1, 8]
+LIMIT = 900.0  # seconds for one program
+
+
+@dataclass(frozen=True, slots=True)
+class System:
+    """A way to start workers: the module that does it, and the package that it needs."""
+
+    name: str
+    module: str
+    package: str
+    option: str = ""
+    look: tuple[str, str] = OTHER
+    most: int = 8  # workers; more would take minutes and gigabytes
+
+
+SYSTEMS = [
+    System("ours", "_starts_ours", "aiorpc_torch", "forkserver", OURS, most=1_000),
+    System('ours, start="spawn"', "_starts_ours", "aiorpc_torch", "spawn", ALSO_OURS),
+    System("ray", "_starts_ray", "ray", look=RAW),
+    System("monarch", "_starts_monarch", "monarch", look=OTHER),
+]
+
+HEADS = {
+    "first": "first start, s",
+    "start": "next start, s",
+    "memory": "own memory of a worker, MB",
+    "end": "end, s",
+    "objects": f"{OBJECTS:,} objects, s",
+}
+
+Found = dict[tuple[str, int], list[Start]]
+
+
+def measure(system: System, size: int) -> Start | str:
+    """Run one program; return its figures, or why it has none."""
+    line = [sys.executable, "-m", f"benchmarks.{system.module}", str(size), system.option]
+    try:
+        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT, check=False)
+    except subprocess.TimeoutExpired:
+        return f"no figures in {LIMIT:.0f} s"
+    if done.returncode:
+        return (done.stderr.strip().splitlines() or ["no message"])[-1]
+    return Start(**json.loads(done.stdout.strip().splitlines()[-1]))
+
+
+def main(systems: Sequence[System], sizes: Sequence[int], repeat: int) -> Found:
+    found: Found = {}
+    for _ in range(repeat):
+        for system in systems:
+            for size in sizes:
+                if size > system.most:
+                    continue
+                print(f"{system.name}: {size} workers", file=sys.stderr)
+                start = measure(system, size)
+                if isinstance(start, str):
+                    print(f"{system.name}, {size} workers: FAILED: {start}", file=sys.stderr)
+                else:
+                    found.setdefault((system.name, size), []).append(start)
+    return found
+
+
+def middle(starts: Sequence[Start], what: str) -> str:
+    known = [value for each in starts if (value := getattr(each, what)) is not None]
+    return number(median(known)) if known else "–"
+
+
+def show(found: Found, repeat: int) -> None:
+    table = Table("system", "workers", *HEADS.values())
+    for (name, size), starts in found.items():
+        table.add_row(name, str(size), *(middle(starts, each.name) for each in fields(Start)))
+    Console(width=130, highlight=False).print(table)
+    load = os.getloadavg()[0]
+    print(f"medians of {repeat}; {processor()}, {os.cpu_count()} cores, load {load:.1f} at the end")
+    print(f"the objects are on {ON} workers")
+
+
+def panels(found: Found, systems: Sequence[System]) -> list[Panel]:
+    def panel(title: str, what: str) -> Panel:
+        curves = []
+        for system in systems:
+            sizes = [size for name, size in found if name == system.name]
+            runs = [[getattr(each, what) for each in found[system.name, size]] for size in sizes]
+            if sizes:
+                curves.append(Curve(system.name, system.look, sizes, runs))
+        return Panel(title, "workers", HEADS[what], curves, log="xy")
+
+    return [panel("Start", "start"), panel("Memory", "memory"), panel("End", "end")]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="Start and end of workers on one machine.")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
+    parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="workers of a program")
+    parser.add_argument("--only", nargs="+", metavar="NAME", help="of these systems")
+    given = parse(parser)
+    given.sizes = given.sizes or (QUICK if given.quick else SIZES)
+    return given
+
+
+if __name__ == "__main__":
+    given = arguments()
+    here = [
+        system
+        for system in SYSTEMS
+        if find_spec(system.package) and (not given.only or system.name in given.only)
+    ]
+    found = main(here, given.sizes, given.repeat)
+    show(found, given.repeat)
+    if given.plot:
+        draw(panels(found, here), given.plot)

@@ -1,0 +1,337 @@
+"""Children that are forked from one process: as fresh as spawned ones, and nothing is left."""
+
+import asyncio
+import gc
+import os
+import random
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import call, local_world
+from aiorpc_torch._world import forkserver
+from tests.support import actors
+from tests.support.scripts import program, run, started
+
+
+def server() -> psutil.Process:
+    pid = forkserver.server_pid()
+    assert pid is not None
+    return psutil.Process(pid)
+
+
+async def test_children_come_from_a_process_with_one_thread() -> None:
+    """The import of torch starts no thread (2.13, 2.15), so a fork after it is safe."""
+    async with local_world(["a"]):
+        child = psutil.Process(await call("a", actors.pid))
+        parent = server()
+        assert child.ppid() == parent.pid
+        assert parent.ppid() == os.getpid()
+        assert parent.num_threads() == 1
+        assert "libtorch" in "".join(each.path for each in parent.memory_maps()), "it was imported"
+
+
+# ── what a child has ────────────────────────────────────────────────────────────────────────────
+
+
+def numbers() -> tuple[float, float, int]:
+    import numpy as np
+
+    return random.random(), float(np.random.random()), int(torch.randint(1 << 60, ()))
+
+
+# readline changes the environment without `os.environ`, which only new interpreters see.
+OF_READLINE = {"COLUMNS", "LINES"}
+
+
+def what_is_seen() -> dict[str, Any]:
+    """Return what a process has from the one that started it."""
+    return {
+        "environment": {k: v for k, v in os.environ.items() if k not in OF_READLINE},
+        "folder": os.getcwd(),
+        "path": sys.path,
+        "arguments": sys.argv,
+        "handlers": {n: str(signal.getsignal(n)) for n in set(signal.Signals) - {signal.SIGINT}},
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, ()),
+        "threads": torch.get_num_threads(),
+        "frozen": gc.get_freeze_count() > 10_000,
+        "collects": gc.isenabled(),
+        "limits": forkserver.inherited_state()["limits"],
+        "umask": forkserver.inherited_state()["umask"],
+        "interpreter": forkserver.inherited_state()["interpreter"],
+        "streams": [os.readlink(f"/proc/self/fd/{number}") for number in (1, 2)],
+        "is_main": __name__,
+    }
+
+
+@pytest.mark.promise("worlds.forked")
+async def test_a_forked_child_is_as_a_spawned_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All that a new interpreter inherits is the same, as it is when the child starts."""
+    async with local_world(["a"]):  # the server runs
+        pass
+    monkeypatch.setenv("AIORPC_TEST", "now")
+    monkeypatch.delenv("HOME", raising=False)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "argv", ["other", "arguments"])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGUSR1})
+    seen = []
+    try:
+        for start in ("forkserver", "spawn"):
+            async with local_world(["a"], start=start, start_timeout=500.0):  # type: ignore[arg-type]
+                seen.append(await call("a", what_is_seen))
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGUSR1})
+    forked, spawned = seen
+    assert forked.pop("environment") == spawned.pop("environment")
+    assert forked == spawned
+
+
+async def test_children_draw_different_numbers() -> None:
+    """None has the state of a random generator from the process that forked it."""
+    async with local_world(2):
+        one, other = await call(1, numbers), await call(2, numbers)
+        assert not set(one) & set(other)
+
+
+async def test_a_variable_that_torch_reads_starts_another_server(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Another variable does not; the server that is not used any more ends."""
+    async with local_world(["a"]):
+        first = server()
+        assert await call("a", torch.get_num_threads) == 1
+    monkeypatch.setenv("AIORPC_TEST", "1")
+    async with local_world(["a"]):
+        assert server() == first
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    async with local_world(["a"]):
+        assert server() != first
+        assert await call("a", torch.get_num_threads) == 2
+    gc.collect()
+    assert not first.is_running()
+
+
+# ── preload ─────────────────────────────────────────────────────────────────────────────────────
+
+HEAVY = "import threading\nimported_in = __import__('os').getpid()\n"
+
+
+def imported_in(module: str) -> int:
+    return int(sys.modules[module].imported_in)
+
+
+@pytest.fixture
+def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Write a module that the server can import; each has a name of its own."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+
+    def write(name: str, text: str) -> str:
+        (tmp_path / f"{name}.py").write_text(text)
+        return name
+
+    return write
+
+
+@pytest.mark.promise("worlds.preload")
+async def test_preloaded_modules_are_imported_once(module: Any) -> None:
+    """The server imports them, for this world and for later ones."""
+    name = module("preloaded_once", HEAVY)
+    async with local_world(2, preload=(name,)):
+        assert {await call(rank, imported_in, name) for rank in (1, 2)} == {server().pid}
+    before = server()
+    async with local_world(["a"]):
+        assert server() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "error", "match"),
+    [
+        ("import nothing_here", ImportError, "'bad_0' of preload= cannot be imported: Mod"),
+        (
+            "import threading\nthreading.Thread(target=threading.Event().wait, name='own').start()",
+            RuntimeError,
+            "preload= started threads, which a fork does not copy: own; do that in a function, or",
+        ),
+        (
+            "import torch\ntorch.cuda.is_initialized = lambda: True",
+            RuntimeError,
+            "preload= initialized CUDA, which forked children cannot use then; do that in a fun",
+        ),
+        (
+            "import os\nos._exit(3)",
+            RuntimeError,
+            "the process that forks the children of local worlds has died",
+        ),
+    ],
+    ids=["missing", "thread", "CUDA", "exit"],
+)
+async def test_a_module_that_cannot_be_preloaded(
+    module: Any, text: str, error: type[Exception], match: str, request: pytest.FixtureRequest
+) -> None:
+    """The error names it and what to do."""
+    name = module(f"bad_{len(text) if error is RuntimeError else 0}", text)
+    with pytest.raises(error, match=match):
+        async with local_world(["a"], preload=(name,)):
+            pass
+
+
+async def test_an_import_without_end(module: Any) -> None:
+    """`start_timeout` holds, and the next world has another server."""
+    name = module("without_end", "import signal\nsignal.pause()\n")
+    with pytest.raises(aiorpc.WorldTimeout, match=r"did not import torch, without_end within 0\.1"):
+        async with local_world(["a"], preload=(name,), start_timeout=0.1):
+            pass
+    stuck = server()
+    async with local_world(["a"]):
+        assert server() != stuck
+    gc.collect()
+    assert not stuck.is_running()
+
+
+async def test_the_world_after_a_server_that_failed() -> None:
+    """It has another server."""
+    with pytest.raises(ImportError, match="nothing_of_this_name"):
+        async with local_world(["a"], preload=("nothing_of_this_name",)):
+            pass
+    async with local_world(["a"]):
+        assert await call("a", actors.pid)
+
+
+# ── its end ─────────────────────────────────────────────────────────────────────────────────────
+
+RARE = ("killed", "killed inside", "exit")
+
+LIVES = """
+    from aiorpc_torch._world import forkserver
+    async def main(end):
+        async with aiorpc.local_world(1):
+            print(os.getpid(), forkserver.server_pid(), await aiorpc.call(1, os.getpid), flush=True)
+            if end == "forked" and os.fork() == 0:
+                signal.pause()
+            if end in ("forked", "killed inside"):
+                print("ready", flush=True)
+                await asyncio.sleep(600)
+        if end == "killed":
+            print("ready", flush=True)
+            signal.pause()
+        if end == "exit":
+            os._exit(3)
+    if __name__ == "__main__":
+        import signal
+        asyncio.run(main(sys.argv[1]))
+"""
+
+
+@pytest.mark.promise("worlds.server_ends")
+@pytest.mark.parametrize(
+    "end", ["normal", "forked", *(pytest.param(end, marks=pytest.mark.slow) for end in RARE)]
+)
+def test_the_server_ends_with_the_program(
+    tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However the program ends, and though a fork of it lives; no process, no socket is left."""
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    with started(program(tmp_path, LIVES), end) as parent:
+        assert parent.stdout is not None
+        found = [psutil.Process(int(pid)) for pid in parent.stdout.readline().split()[1:]]
+        if end not in ("normal", "exit"):
+            assert parent.stdout.readline() == "ready\n"
+            parent.kill()
+        parent.wait(timeout=500)
+        _, alive = psutil.wait_procs(found, timeout=30)
+        assert not [each for each in alive if each.status() != psutil.STATUS_ZOMBIE]
+    assert not [each for each in tmp_path.rglob("*") if each.is_socket()]
+
+
+async def test_no_descriptor_is_left() -> None:
+    """Worlds in a row leave none here, and no child of the server."""
+    async with local_world(2):
+        pass
+    before = sorted(os.listdir("/proc/self/fd"))
+    for _ in range(2):
+        async with local_world(2):
+            pass
+    assert sorted(os.listdir("/proc/self/fd")) == before
+    assert not server().children(), "it reaps a child before it reports its end"
+    assert server().num_fds() < 12
+
+
+async def test_a_killed_server_ends_no_worker() -> None:
+    """Children live on; one that dies then is replaced; the next world has another server."""
+    async with local_world(["a"], restart=1, start_timeout=500.0) as me:
+        before, killed = server(), await call("a", actors.pid)
+        before.kill()
+        before.wait()
+        assert await call("a", actors.pid) == killed
+        os.kill(killed, signal.SIGKILL)
+        with pytest.raises(aiorpc.WorkerLost):
+            await call("a", asyncio.sleep, 600)
+        await me.wait_for("a")
+        assert await call("a", actors.pid) != killed
+    async with local_world(["a"]):
+        assert server() != before
+
+
+def test_a_script_without_its_guard(tmp_path: Path) -> None:
+    """Its children say so, and the start ends at once."""
+    path = program(
+        tmp_path,
+        """
+        async def main(me):
+            pass
+        aiorpc.run_local(main, 2)
+        """,
+    )
+    done = run(path)
+    assert done.returncode == 1
+    assert "the proper idiom" in done.stderr
+    assert "__name__ == '__main__'" in done.stderr
+    assert "is lost: its process ended with code 1" in done.stderr
+
+
+# ── event loops ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def loop_class() -> str:
+    return type(asyncio.get_running_loop()).__module__.partition(".")[0]
+
+
+@pytest.mark.promise("worlds.loops")
+async def test_the_loops_of_children() -> None:
+    """uvloop's where it is installed, or those of `loop_factory`; this process keeps its own."""
+    import importlib.util
+
+    has_uvloop = importlib.util.find_spec("uvloop") is not None
+    mine = asyncio.get_running_loop()
+    async with local_world(["a"]):
+        assert await call("a", loop_class) == ("uvloop" if has_uvloop else "asyncio")
+        assert asyncio.get_running_loop() is mine
+    async with local_world(["a"], loop_factory=asyncio.new_event_loop):
+        assert await call("a", loop_class) == "asyncio"
+
+
+def test_run_local_has_one_kind_of_loop(tmp_path: Path) -> None:
+    """In every process, `main` runs on the loop of `loop_factory`."""
+    path = program(
+        tmp_path,
+        """
+        class Loop(asyncio.SelectorEventLoop):
+            pass
+        async def main(me):
+            assert type(asyncio.get_running_loop()).__name__ == "Loop"
+            return "all"
+        if __name__ == "__main__":
+            print(aiorpc.run_local(main, 2, loop_factory=Loop))
+        """,
+    )
+    done = run(path)
+    assert (done.returncode, done.stdout) == (0, "all\n"), done.stderr

@@ -1,0 +1,44 @@
+"""Tensors that cannot be sent, between two processes: both live on, with the same connection."""
+
+from pickle import PicklingError
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc_torch import call, create, fetch, remote, stats
+from aiorpc_torch._aio import segments
+from aiorpc_torch._client import pool
+from aiorpc_torch.testing import Workers
+from tests.support.tensor_kinds import UNSENDABLE, WARNINGS, make
+from tests.support.tensor_shelf import TensorShelf
+
+pytestmark = pytest.mark.filterwarnings(WARNINGS)
+
+
+def give(kind: str) -> Any:
+    """Return a tensor of that kind."""
+    return make(kind)
+
+
+@pytest.mark.promise("transport.apart")
+@pytest.mark.parametrize("carrier", ["shared memory", "torch"])
+async def test_both_processes_live_on(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, carrier: str
+) -> None:
+    """As an argument, as a result, and of an object that is fetched."""
+    if carrier == "torch":
+        monkeypatch.setenv(segments.SWITCH, "0")
+    await workers(["a"])
+    shelf = remote(await create("a", TensorShelf))
+    await shelf.echo(0)
+    connection = pool.current().connection("a")
+    for kind in UNSENDABLE:
+        made = await create("a", give, kind)
+        for attempt in (shelf.echo([make(kind)]), call("a", give, kind), fetch(made)):
+            with pytest.raises((ValueError, TypeError, PicklingError)):
+                await attempt
+    x = torch.ones(50_000)
+    assert torch.equal(await shelf.echo(x), x)
+    assert pool.current().connection("a") is connection
+    assert stats().in_flight == 0

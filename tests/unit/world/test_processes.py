@@ -1,0 +1,37 @@
+"""The options of a local world for its children are checked where they are given."""
+
+import asyncio
+import functools
+from typing import Any
+
+import pytest
+
+import aiorpc_torch as aiorpc
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "match"),
+    [
+        ({"start": "fork"}, ValueError, 'start must be "forkserver" or "spawn", got \'fork\''),
+        ({"preload": "numpy"}, TypeError, "preload must be a tuple of module names, got 'numpy'"),
+        ({"preload": (asyncio,)}, TypeError, "preload must be a tuple of module names, got"),
+        ({"loop_factory": "uvloop"}, TypeError, "loop_factory must make an event loop when"),
+        ({"loop_factory": lambda: None}, TypeError, "loop_factory must be what child processes"),
+        (
+            {"loop_factory": functools.partial(lambda: None)},
+            TypeError,
+            "loop_factory must be what child processes can import, got .*: put it into a module",
+        ),
+    ],
+)
+async def test_wrong_options(options: Any, error: type[Exception], match: str) -> None:
+    """Before any process starts."""
+    with pytest.raises(error, match=match):
+        async with aiorpc.local_world(1, **options):
+            pass
+    with pytest.raises(error, match=match):
+        await asyncio.to_thread(aiorpc.run_local, _main, 2, **options)
+
+
+async def _main(me: aiorpc.Worker) -> None:
+    raise AssertionError("it must not run")
