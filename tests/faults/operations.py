@@ -221,7 +221,7 @@ async def huge_call(scene: Scene) -> Any:
     return await remote(scene.actor()).echo(torch.ones(HUGE)) is not None
 
 
-@operation(raises=(RpcError,))
+@operation(raises=(RpcError, ValueError))
 async def refused_argument(scene: Scene) -> Any:
     return await remote(scene.actor()).echo(torch.ones(3, device="meta"))
 
@@ -283,7 +283,7 @@ async def large_group_of_one(scene: Scene) -> Any:
     return len(await remote(scene.group(1)).echo(torch.ones(LARGE)))
 
 
-@operation(raises=(RpcError, ExceptionGroup))
+@operation(raises=(RpcError, ValueError, ExceptionGroup))
 async def refused_group_call(scene: Scene) -> Any:
     return await remote(scene.group(1)).echo(torch.ones(3, device="meta"))
 
@@ -305,7 +305,7 @@ async def group_map(scene: Scene) -> Any:
     return len([got async for got in group.map(Actor.echo, items)])
 
 
-@operation(raises=(RpcError,))
+@operation(raises=(RpcError, ValueError))
 async def refused_group_map(scene: Scene) -> Any:
     items = [torch.ones(3, device="meta")]
     return [got async for got in scene.group(1).map(Actor.echo, items)]

@@ -14,20 +14,21 @@ from .killing import kill_at
 from .operations import OPERATIONS, Operation
 from .search import Search
 
-# In `make test`: the faults of which each operation has few steps, and some more cases in turn.
-IN_TURN = ("deadline", "end at the callee", "lost peer", "leave", "cancel at the callee")
-SAMPLE = 6  # steps of a case of `make test` in which a world starts for each step
+# In `make test` each operation meets these faults, and one more in turn.
+ALWAYS = ("cancel", "torch raises")
+IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
+ENDS = "local batches of a def in a row"  # goes on while its world ends
+SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
 
 
 def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
-    """Return how many steps a case has in `make test`; 0 if it waits for the rest."""
-    if operation.around != "world" or fault.leaves:
-        is_quick = fault.name in ("cancel", IN_TURN[position % len(IN_TURN)])
-        return SAMPLE if is_quick and (position % 2 or fault.name != "leave") else 0
+    """Return how many steps a case has in `make test`, None for all; 0 leaves it to the rest."""
+    is_quick = fault.name in (*ALWAYS, IN_TURN[position % len(IN_TURN)])
     if fault.name == "torch raises":
-        return None if operation.over_torch else 0
-    is_quick = fault.name in ("cancel", "writing raises", IN_TURN[position % len(IN_TURN)])
-    return None if is_quick else 0
+        is_quick = operation.over_torch
+    if not is_quick and not (fault.leaves and operation.name == ENDS):
+        return 0
+    return SAMPLE if fault.leaves or operation.around != "world" else None
 
 
 def _cases() -> Iterator[Any]:
