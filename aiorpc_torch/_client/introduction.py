@@ -191,7 +191,8 @@ async def _wait_for_proof(
     introducing = asyncio.ensure_future(introduce()) if not proven.done() else None
     if introducing is not None:
         try:
-            await asyncio.wait({proven, introducing}, return_when=asyncio.FIRST_COMPLETED)
+            either: set[asyncio.Future[Any]] = {proven, introducing}
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
             if not proven.done():
                 await introducing
                 await asyncio.wait({proven}, timeout=PROOF_TIMEOUT)
