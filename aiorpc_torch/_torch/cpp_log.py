@@ -1,7 +1,7 @@
 """torch's C++ log, without the lines that repeat what this library reports.
 
 If a peer dies, or a worker leaves after an error, torch's RPC logs a warning for each broken pipe
-and for each RRef, in every process (2.13, 2.15). This library raises or logs each of these events
+and for each RRef. Every process does so (2.13, 2.15). This library raises or logs each of these events
 once, in its own words; the C++ lines would bury the program's own error.
 """
 

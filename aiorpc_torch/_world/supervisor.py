@@ -156,6 +156,9 @@ class Supervisor:
         for child in self._children:
             child.stop_watching()
         await run_in_thread(self._reap, "aiorpc-reaper")
+        # The last reference to a server ends it, and the failure detector refers to this object.
+        self._children.clear()
+        self._make_process = None
 
     def _reap(self) -> None:
         for child in self._children:

@@ -6,6 +6,9 @@ import pytest
 import torch
 
 from aiorpc_torch import call, local_world
+from tests.support.cuda_actors import GPU
+
+pytestmark = GPU
 
 
 def total(number: int) -> float:

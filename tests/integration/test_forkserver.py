@@ -295,7 +295,7 @@ def test_a_script_without_its_guard(tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "the proper idiom" in done.stderr
     assert "__name__ == '__main__'" in done.stderr
-    assert "is lost: its process ended with code 1" in done.stderr
+    assert "is lost: its process ended with exit code 1" in done.stderr
 
 
 # ── event loops ─────────────────────────────────────────────────────────────────────────────────
