@@ -1,8 +1,8 @@
 """torch's C++ log, without the lines that repeat what this library reports.
 
 If a peer dies, or a worker leaves after an error, torch's RPC logs a warning for each broken pipe
-and for each RRef. Every process does so (2.13, 2.15). This library raises or logs each of these events
-once, in its own words; the C++ lines would bury the program's own error.
+and for each RRef. Every process does so (2.13, 2.15). This library raises or logs each of these
+events once, in its own words; the C++ lines would bury the program's own error.
 """
 
 import contextlib
