@@ -11,6 +11,7 @@ import torch
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch._torch import rrefs
 from aiorpc_torch._torch.transport import classify_error
 from aiorpc_torch.testing import done_future, failed_future, on_a_thread
 
@@ -366,8 +367,12 @@ async def test_what_rpc_async_returns_is_taken_too() -> None:
         ("Something else entirely", None),
     ],
 )
-def test_transport_errors_by_name(text: str, reason: str | None) -> None:
+def test_transport_errors_by_name(
+    monkeypatch: pytest.MonkeyPatch, text: str, reason: str | None
+) -> None:
     """A broken pipe is a lost worker, without the file of TensorPipe; all else has its text."""
+    # Whatever world this process was in before.
+    monkeypatch.setattr(rrefs, "is_adopted", lambda: False)
     error = classify_error(RuntimeError(text), "ps")
     if reason is None:
         assert str(error) == f"the message to worker 'ps' failed: {text}"
