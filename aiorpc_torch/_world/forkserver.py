@@ -149,10 +149,10 @@ def _interpreter() -> list[str]:
 
 
 def _start(descriptor: int, path: list[str], preload: tuple[str, ...]) -> int:
+    # It binds no name: in a child, names of a `__main__` without a file must be unknown.
     command = (
-        f"import sys; sys.path[:] = {path!r}; "
-        f"from {main.__module__} import main; "
-        f"main({descriptor}, {preload!r})"
+        f"__import__('sys').path[:] = {path!r}; "
+        f"__import__({main.__module__!r}, fromlist=['main']).main({descriptor}, {preload!r})"
     )
     line = [*_interpreter(), "-c", command]
     return util.spawnv_passfds(os.fsencode(line[0]), line, [descriptor])

@@ -71,7 +71,8 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program's: SIGINT was blocked until here
     error = _imported(preload)
-    control.send(pickle.dumps(error))
+    with contextlib.suppress(ConnectionError):  # the program has ended, which `run` finds out
+        control.send(pickle.dumps(error))
     if error is not None:
         os._exit(1)
     _share_objects()
@@ -173,9 +174,12 @@ class _Server:
 
     def _serve(self) -> Callable[[], Any] | None:
         """Fork for one request; return in the child only, with what it has to run."""
-        request, descriptors, *_ = socket.recv_fds(
-            self._control, 16, 64, flags=socket.MSG_CMSG_CLOEXEC
-        )
+        try:
+            request, descriptors, *_ = socket.recv_fds(
+                self._control, 16, 64, flags=socket.MSG_CMSG_CLOEXEC
+            )
+        except ConnectionError:  # the program ended before it read what this process has sent
+            request = b""
         if not request:
             self._end()
         data, status, *others = descriptors

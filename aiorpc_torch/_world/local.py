@@ -159,12 +159,14 @@ def run_local(
 
     Raises:
         WorldTimeout, WorkerLost, ValueError, ImportError: As `local_world`.
+        TypeError: If children cannot import `main`: one of a notebook, for which `local_world` is.
         SystemExit: With code 143, if SIGTERM ended the world.
         RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
     names = _names(workers, first=0)
     if not names:
         raise ValueError("run_local needs at least one worker")
+    _check_run(main, names)
     with new_rendezvous_url() as url:
         configs = _configs(
             names,
@@ -234,10 +236,7 @@ def _shared_exports(
     checked = checked_exports(exports)
     for each in checked if len(names) > 1 else ():
         if not isinstance(each, str) and is_by_value(each):
-            raise TypeError(
-                f"exports must hold what child processes can import, got {each!r}: put it into a "
-                "module"
-            )
+            raise _not_importable("exports must hold", each)
     return checked
 
 
@@ -254,8 +253,22 @@ def _shared_factory(factory: LoopFactory | None, names: Sequence[str]) -> LoopFa
         except Exception:
             is_shared = False
         if not is_shared:
-            raise TypeError(
-                f"loop_factory must be what child processes can import, got {factory!r}: put it "
-                "into a module"
-            )
+            raise _not_importable("loop_factory must be", factory)
     return factory
+
+
+def _check_run(main: Callable[..., Any], names: Sequence[str]) -> None:
+    if len(names) > 1 and hasattr(main, "__qualname__") and is_by_value(main):
+        raise _not_importable("main must be", main)
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return
+    raise RuntimeError(
+        "run_local() makes an event loop, and one runs in this thread: use `async with "
+        "local_world(...)` there"
+    )
+
+
+def _not_importable(rule: str, got: object) -> TypeError:
+    return TypeError(f"{rule} what child processes can import, got {got!r}: put it into a module")

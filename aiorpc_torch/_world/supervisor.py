@@ -123,7 +123,9 @@ class Supervisor:
     ) -> BaseException | None:
         """Start a child again; return the error if no process can be started."""
         self.restarts -= 1
-        log.warning("worker %r is restarted: %s", config.name, failure, exc_info=failure)
+        reason = _reason(config.name, failure)
+        raised = failure if failure.__cause__ else None  # the traceback of the child
+        log.warning("worker %r is restarted: %s", config.name, reason, exc_info=raised)
         if child.release():
             self._children.remove(child)
         try:
@@ -138,8 +140,7 @@ class Supervisor:
         """Report a failure after which a child is not restarted."""
         self.failures.append(failure)
         if self._detector is not None:
-            text = failure.reason if isinstance(failure, WorkerLost) else str(failure)
-            error = WorkerLost(name, f"{text}; it is not restarted")
+            error = WorkerLost(name, f"{_reason(name, failure)}; it is not restarted")
             error.__cause__ = failure
             self._detector.give_up(name, error)
         if self._interrupt is not None:
@@ -163,3 +164,10 @@ class Supervisor:
     def _reap(self) -> None:
         for child in self._children:
             child.close()
+
+
+def _reason(name: str, failure: BaseException) -> str:
+    """Return the text of the failure of a child, without the name of that child."""
+    if isinstance(failure, WorkerLost) and failure.worker == name:
+        return failure.reason
+    return str(failure)

@@ -4,7 +4,9 @@ import asyncio
 import gc
 import os
 import random
+import select
 import signal
+import socket
 import sys
 from pathlib import Path
 from typing import Any
@@ -252,6 +254,21 @@ def test_the_server_ends_with_the_program(
     assert not [each for each in tmp_path.rglob("*") if each.is_socket()]
 
 
+def test_a_server_whose_program_ends_while_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
+    """It ends in silence: before its report that it is ready, and after, if that was not read."""
+    ends, pids = [], []
+    for _ in range(2):
+        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            pids.append(forkserver._start(theirs.fileno(), sys.path, ()))
+        ends.append(mine)
+    ends[0].close()
+    assert select.select([ends[1]], [], [], 500)[0], "it has sent its report"
+    ends[1].close()
+    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
+    assert capfd.readouterr().err == ""
+
+
 async def test_no_descriptor_is_left() -> None:
     """Worlds in a row leave none here, and no child of the server."""
     async with local_world(2):
@@ -296,6 +313,23 @@ def test_a_script_without_its_guard(tmp_path: Path) -> None:
     assert "the proper idiom" in done.stderr
     assert "__name__ == '__main__'" in done.stderr
     assert "is lost: its process ended with exit code 1" in done.stderr
+
+
+def test_a_program_without_a_file() -> None:
+    """No name of the server stands in its children for one of the program's `__main__`."""
+    done = run(
+        Path("-c"),
+        """if True:
+        import asyncio
+        import aiorpc_torch as aiorpc
+        async def main():
+            async with aiorpc.local_world(1):
+                names = await aiorpc.call(1, eval, "[*vars(__import__('__main__'))]")
+                print([name for name in names if not name.startswith("__")])
+        asyncio.run(main())
+        """,
+    )
+    assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
 # ── event loops ─────────────────────────────────────────────────────────────────────────────────

@@ -68,8 +68,8 @@ async def test_a_child_rejoins() -> None:
 
 
 @pytest.mark.promise("rejoin.restart", "rejoin.wait_for")
-async def test_restarts_are_limited() -> None:
-    """After the last restart `wait_for` raises WorkerLost."""
+async def test_restarts_are_limited(caplog: pytest.LogCaptureFixture) -> None:
+    """After the last restart `wait_for` raises WorkerLost. One line of the log tells of each."""
     async with world(["a"], restart=1) as me:
         await me.wait_for("a")  # it is here
         for _ in range(2):
@@ -81,6 +81,9 @@ async def test_restarts_are_limited() -> None:
         assert error.worker == "a"
         with pytest.raises(ValueError, match="peer must be one of a, got 'nobody'"):
             await me.wait_for("nobody")
+    [restarted] = [each for each in caplog.records if "restarted" in each.getMessage()]
+    assert restarted.getMessage() == "worker 'a' is restarted: its process was killed by SIGKILL"
+    assert not restarted.exc_info, "the exception would say the same"
 
 
 async def test_restarts_leave_no_descriptors() -> None:

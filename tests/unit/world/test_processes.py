@@ -33,5 +33,22 @@ async def test_wrong_options(options: Any, error: type[Exception], match: str) -
         await asyncio.to_thread(aiorpc.run_local, _main, 2, **options)
 
 
+async def test_a_main_that_children_cannot_import() -> None:
+    """A local function, or one of a notebook, is refused before any process starts."""
+
+    async def main(me: aiorpc.Worker) -> str:
+        return me.name
+
+    with pytest.raises(TypeError, match="main must be what child processes can import, got <func"):
+        await asyncio.to_thread(aiorpc.run_local, main, 2)
+    assert await asyncio.to_thread(aiorpc.run_local, main, 1) == "worker0", "without children"
+
+
+async def test_run_local_in_an_event_loop() -> None:
+    """The error says what to use there. (No coroutine is left that was never awaited.)"""
+    with pytest.raises(RuntimeError, match=r"one runs in this thread: use `async with local_world"):
+        aiorpc.run_local(_main, 1)
+
+
 async def _main(me: aiorpc.Worker) -> None:
     raise AssertionError("it must not run")
