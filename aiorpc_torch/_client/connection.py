@@ -420,8 +420,7 @@ class Connection(Channel):
             return
         exc = None if opening.cancelled() else opening.exception()
         if isinstance(exc, WorkerLost):
-            reason = self._observer.on_disconnect(self.peer.name, self.peer.id)
-            exc = WorkerLost(self.peer.name, reason or exc.reason)
+            exc = self._observer.on_disconnect(self.peer.name, self.peer.id) or exc
         if isinstance(exc, RpcError):
             self._finish(exc)
         else:
@@ -478,7 +477,7 @@ class Connection(Channel):
     def on_end(self, error: Exception | None) -> None:
         self._segments.close()
         if error is not None and self._error is None:
-            reason = self._observer.on_disconnect(self.peer.name, self.peer.id)
-            reason = reason or f"its connection has ended: {error}"
-            self._finish(WorkerLost(self.peer.name, reason))
+            lost = self._observer.on_disconnect(self.peer.name, self.peer.id)
+            reason = f"its connection has ended: {error}"
+            self._finish(lost or WorkerLost(self.peer.name, reason))
         self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))

@@ -19,10 +19,10 @@ class PeerObserver(Protocol):
     def on_message(self, peer: str) -> None:
         """Record a message from `peer`."""
 
-    def on_disconnect(self, peer: str, number: int) -> str:
+    def on_disconnect(self, peer: str, number: int) -> RpcError | None:
         """Handle the end of a connection to process `number` of `peer` without a leave message.
 
-        Return how that process has ended, "" if it is alive or if that is unknown.
+        Return why that process has ended, None if it is alive or if that is unknown.
         """
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:

@@ -134,18 +134,24 @@ class FailureDetector:
             self._rejoined.pop(peer, asyncio.Event()).set()
         self.on_change()
 
-    def on_disconnect(self, peer: str, number: int) -> str:
+    def on_disconnect(self, peer: str, number: int) -> RpcError | None:
         """Probe a peer whose connection ended without a leave message. Thread-safe.
 
-        A peer that is a dead child of this process is lost at once: return how it has ended.
+        A peer that has told of its failure, or is a dead child of this process, is lost: return
+        the error.
         """
         is_current = peer in self._peers and self._peers[peer].id == number
-        reason = self.exit_reason(peer) if is_current and self._open else ""
-        if reason:
-            run_on_loop(self._loop, self.lose, peer, WorkerLost(peer, reason))
-        else:
+        error = self._told(peer) if is_current else None
+        if error is None and is_current and self._open and (reason := self.exit_reason(peer)):
+            error = WorkerLost(peer, reason)
+            run_on_loop(self._loop, self.lose, peer, error)
+        elif error is None:
             run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
-        return reason
+        return error
+
+    def _told(self, peer: str) -> RpcError | None:
+        """Return the failure that a lost peer has reported itself, if it has."""
+        return self.lost_peers.get(peer) if self._server.peers.leave_messages.get(peer) else None
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         """Note why a peer closed a connection. Thread-safe."""
@@ -203,7 +209,9 @@ class FailureDetector:
         if not self._open:  # the supervisor ends the children
             return
         error = classify_error(exc, peer)
-        if isinstance(error, WorkerLost) and (reason := self.exit_reason(peer)):
+        if (told := self._told(peer)) is not None:
+            error = told
+        elif isinstance(error, WorkerLost) and (reason := self.exit_reason(peer)):
             error = WorkerLost(peer, reason)
         self.lose(peer, error)
 

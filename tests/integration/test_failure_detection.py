@@ -139,6 +139,24 @@ async def lost_for_good(me: aiorpc.Worker, peer: str) -> None:
         await asyncio.sleep(0)
 
 
+@pytest.mark.promise("lost.exit")
+async def test_a_peer_that_told_of_its_failure() -> None:
+    """Its own words stay the reason, also for the first call to it, which finds no process."""
+    async with world(["b"]) as me:
+        detector = me._failure_detector
+        assert detector is not None
+        number = detector._peers["b"].id
+        before = detector.on_disconnect("b", number)
+        detector._server.peers.on_leave_message("b", number, "failed", "ValueError: odd\nTraceback")
+        detector._on_unreachable("b", RuntimeError("EOF: end of file (tensorpipe/uv.cc:1)"))
+        errors = [detector.lost_peers["b"], detector.on_disconnect("b", number)]
+    assert before is None
+    for error in errors:
+        assert isinstance(error, WorkerLost)
+        assert error.reason == "ValueError: odd"
+        assert "Traceback" in str(error.__cause__)
+
+
 async def test_a_child_that_cannot_be_restarted(caplog: pytest.LogCaptureFixture) -> None:
     """The system has no process left: those that wait for the child are told."""
     async with world(["b"], restart=1) as me, asyncio.timeout(30.0):

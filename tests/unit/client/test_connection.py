@@ -44,9 +44,8 @@ class Observed:
     def on_message(self, peer: str) -> None:
         self.told.append("message")
 
-    def on_disconnect(self, peer: str, number: int) -> str:
+    def on_disconnect(self, peer: str, number: int) -> None:
         self.told.append(("disconnect", peer, number))
-        return ""
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         self.told.append(("leave", peer, number, what, text))
