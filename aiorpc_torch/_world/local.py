@@ -71,7 +71,8 @@ async def local_world(
             torch, and start in milliseconds. "spawn": each gets a new interpreter, which takes
             seconds, and 300 MB of its own.
         preload: Names of modules that the process from which children are forked imports too. They
-            must start no thread and must not use CUDA while they are imported.
+            must start no thread and must not use CUDA while they are imported. With `start="spawn"`
+            there is no such process, and they are not imported.
         loop_factory: Function or class at the top level of a module that makes the event loops of
             the children (default: uvloop's where it is installed, else asyncio's).
 
