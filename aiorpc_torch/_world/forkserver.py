@@ -27,7 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from .._aio.fork import close_on_fork
-from .forkserver_main import NUMBER, STREAMS, ChildState, InheritedDescriptor, main
+from .forkserver_main import (
+    MOST_DESCRIPTORS,
+    NUMBER,
+    STREAMS,
+    ChildState,
+    InheritedDescriptor,
+    main,
+)
 
 # Beginnings of variables that torch and the libraries below it read while they are loaded. Children
 # get all variables as they are when the child starts; for these that would be too late.
@@ -94,9 +101,9 @@ class ForkServer:
         process.server = self
         return process
 
-    def fork(self, descriptors: Sequence[int]) -> None:
-        """Request a child that gets these descriptors."""
-        socket.send_fds(self._socket, [b"fork"], descriptors)
+    def fork(self, descriptors: Sequence[int], more: int) -> None:
+        """Request a child that gets these descriptors, and `more` on the second of them."""
+        socket.send_fds(self._socket, [NUMBER.pack(more)], descriptors)
 
 
 _current: ForkServer | None = None
@@ -173,12 +180,12 @@ def _died() -> RuntimeError:
     return RuntimeError("the process that forks the children of local worlds has died")
 
 
-def _is_open(descriptor: int) -> bool:
+def _is_stream(descriptor: int) -> bool:
+    """Return whether a new process would inherit it: if the stream is closed, it is another's."""
     try:
-        os.fstat(descriptor)
+        return os.get_inheritable(descriptor)
     except OSError:
         return False
-    return True
 
 
 # ── children ────────────────────────────────────────────────────────────────────────────────────
@@ -214,10 +221,13 @@ class _Launched:
             self._finalizer = weakref.finalize(self, self._status.close)
             stack.enter_context(theirs)
             null = stack.enter_context(open(os.devnull, "r+b"))
-            streams = [n if _is_open(n) else null.fileno() for n in STREAMS]
+            streams = [n if _is_stream(n) else null.fileno() for n in STREAMS]
             tracker: Any = resource_tracker.getfd()
+            for start in range(0, len(self._inherited), MOST_DESCRIPTORS):
+                some = self._inherited[start : start + MOST_DESCRIPTORS]
+                socket.send_fds(self._status, [b"."], some)
             shared = [data.fileno(), theirs.fileno(), *streams, tracker]
-            server.fork([*shared, *self._inherited])
+            server.fork(shared, len(self._inherited))
         self.sentinel = self._status.fileno()
         self.pid = self._receive_pid()
 

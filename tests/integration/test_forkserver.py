@@ -5,6 +5,7 @@ import gc
 import os
 import random
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import call, local_world
 from aiorpc_torch._world import forkserver
 from tests.support import actors
-from tests.support.scripts import program, run, started
+from tests.support.scripts import ROOT, program, run, started
 
 
 def server() -> psutil.Process:
@@ -29,9 +30,9 @@ def server() -> psutil.Process:
 async def test_children_come_from_a_process_with_one_thread() -> None:
     """The import of torch starts no thread (2.13, 2.15), so a fork after it is safe."""
     async with local_world(["a"]):
-        child = psutil.Process(await call("a", actors.pid))
+        process = psutil.Process(await call("a", actors.pid))
         parent = server()
-        assert child.ppid() == parent.pid
+        assert process.ppid() == parent.pid
         assert parent.ppid() == os.getpid()
         assert parent.num_threads() == 1
         assert "libtorch" in "".join(each.path for each in parent.memory_maps()), "it was imported"
@@ -118,6 +119,46 @@ async def test_a_variable_that_torch_reads_starts_another_server(
         assert await call("a", torch.get_num_threads) == 2
     gc.collect()
     assert not first.is_running()
+
+
+def check_tensors(tensors: list[torch.Tensor]) -> None:
+    sys.exit(0 if [int(each) for each in tensors] == [*range(300)] else 3)
+
+
+async def test_a_child_gets_any_number_of_tensors() -> None:
+    """Each is a descriptor, and one message takes 253."""
+    forks = forkserver.obtain(())
+    await forks.ready(500.0)
+    process = forks.process(check_tensors, ([torch.tensor(n) for n in range(300)],), "tensors")
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_program_as_a_daemon(tmp_path: Path) -> None:
+    """It has closed its streams, and it ignores the ends of its children."""
+    path = program(
+        tmp_path,
+        """
+        import signal, traceback
+        async def main(file):
+            async with aiorpc.local_world(1):
+                print(await aiorpc.call(1, abs, -1), file=file)
+        if __name__ == "__main__":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            with open(sys.argv[1], "w") as file:
+                try:
+                    asyncio.run(main(file))
+                except BaseException:
+                    traceback.print_exc(file=file)
+        """,
+    )
+    result = tmp_path / "result"
+    command = [sys.executable, path, result]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+    assert subprocess.run(line, env=environment, timeout=500, check=False).returncode == 0
+    assert result.read_text() == "1\n"
 
 
 # ── preload ─────────────────────────────────────────────────────────────────────────────────────
