@@ -16,7 +16,8 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, local_world
-from aiorpc_torch._world import forkserver
+from aiorpc_torch._torch import agent
+from aiorpc_torch._world import child, forkserver
 from tests.support import actors
 from tests.support.scripts import ROOT, program, run, started
 
@@ -159,6 +160,39 @@ def test_a_program_as_a_daemon(tmp_path: Path) -> None:
     line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
     assert subprocess.run(line, env=environment, timeout=500, check=False).returncode == 0
     assert result.read_text() == "1\n"
+
+
+# ── forks of workers ────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_fork_of_the_program_ends_nothing_at_its_exit() -> None:
+    """Its exit functions kill no worker, and do not wait for threads that it has not."""
+    async with local_world(["a"]):
+        assert child._running
+        if (pid := os.fork()) == 0:
+            os._exit(bool(child._running) or agent._needs_stop)
+        assert await asyncio.to_thread(os.waitpid, pid, 0) == (pid, 0)
+
+
+def fork_sleeper() -> tuple[int, int]:
+    if (pid := os.fork()) == 0:
+        signal.pause()
+    return os.getpid(), pid
+
+
+async def test_a_worker_is_replaced_though_its_fork_lives() -> None:
+    """A process that it forked, as of a pool, does not hold the pipe that tells its death."""
+    async with local_world(["a"], restart=1, start_timeout=500.0) as me:
+        killed, sleeper = await call("a", fork_sleeper)
+        try:
+            os.kill(killed, signal.SIGKILL)
+            with pytest.raises(aiorpc.WorkerLost):
+                await call("a", asyncio.sleep, 600)
+            async with asyncio.timeout(60.0):
+                await me.wait_for("a")
+            assert await call("a", actors.pid) != killed
+        finally:
+            os.kill(sleeper, signal.SIGKILL)
 
 
 # ── preload ─────────────────────────────────────────────────────────────────────────────────────
