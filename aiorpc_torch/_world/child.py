@@ -147,9 +147,11 @@ class ChildProcess:
         """Kill the process if it has not ended, and free what belongs to it."""
         if self._process.exitcode is None:
             self._process.kill()
-            self._process.join()
-        self.release()
-        self._process.close()
+            self._process.join(EXIT_TIMEOUT)
+        _running.discard(self)
+        self._pipe.close()
+        with contextlib.suppress(ValueError):  # its end is not known, as with SIGCHLD ignored
+            self._process.close()
 
 
 @contextlib.contextmanager

@@ -44,6 +44,8 @@ READ_AT_IMPORT = (
     *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TZ"),
 )
 
+ANSWER_TIMEOUT = 5.0  # seconds for it to fork a child, or to report the end of a killed one
+
 
 class ForkServer:
     """A process that forks children, from its start to the end of this object or this process.
@@ -81,6 +83,11 @@ class ForkServer:
         if error is not None:
             raise error
         self._is_ready, self._has_failed = True, False
+
+    def kill(self) -> None:
+        """End it: it is frozen. Its children live on, and the next world has another."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
 
     def is_alive(self) -> bool:
         """Return whether the process has not ended."""
@@ -248,6 +255,8 @@ class _Launched:
         return len(self._inherited) - 1
 
     def _receive_pid(self) -> int:
+        if not wait([self._status], ANSWER_TIMEOUT):
+            self._server.kill()
         pid = self._receive()
         if pid is None:
             raise _died()
@@ -256,7 +265,10 @@ class _Launched:
         return pid
 
     def _receive(self) -> int | None:
-        data = self._status.recv(NUMBER.size, socket.MSG_WAITALL)
+        try:
+            data = self._status.recv(NUMBER.size, socket.MSG_WAITALL)
+        except ConnectionResetError:  # the server died before it had the request
+            return None
         return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
@@ -280,8 +292,10 @@ class _Launched:
         self._send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL, and wait for the report of the end."""
         self._send_signal(signal.SIGKILL)
+        if self.returncode is None and not wait([self._status], ANSWER_TIMEOUT):
+            self._server.kill()  # else `join` would wait without end
 
     def _send_signal(self, number: int) -> None:
         if self.poll() is None:

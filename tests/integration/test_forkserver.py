@@ -356,6 +356,23 @@ async def test_a_killed_server_ends_no_worker() -> None:
         assert server() != before
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["inside", "between"])
+async def test_a_frozen_server_holds_up_no_world(when: str) -> None:
+    """It is killed: neither the end of a world nor the start of a child waits for it."""
+    async with local_world(["a"]):
+        frozen = server()
+        if when == "inside":
+            frozen.suspend()
+    if when == "between":
+        frozen.suspend()
+        with pytest.raises(RuntimeError, match="forks the children of local worlds has died"):
+            async with local_world(["a"]):
+                pass
+    async with local_world(["a"]):
+        assert server() != frozen
+
+
 def test_a_script_without_its_guard(tmp_path: Path) -> None:
     """Its children say so, and the start ends at once."""
     path = program(
