@@ -52,7 +52,7 @@ def describe_exit(code: int | None) -> str:
 def _is_exiting(pid: int | None) -> bool:
     """Return whether the kernel is ending a process: then its exit code comes, at once or soon."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:  # it has been reaped
         return True
     # The flags, of which PF_EXITING is set before any file of the process is closed.

@@ -142,7 +142,7 @@ def server_pid() -> int | None:
 
 def inherited_state() -> dict[str, object]:
     """Return what a child takes from the process that forks it, and cannot change later."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     limits = [each for each in dir(resource) if each.startswith("RLIMIT_")]
     return {
         "interpreter": _interpreter(),

@@ -174,6 +174,17 @@ async def test_a_fork_of_the_program_ends_nothing_at_its_exit() -> None:
         assert await asyncio.to_thread(os.waitpid, pid, 0) == (pid, 0)
 
 
+def test_a_process_name_that_is_no_text() -> None:
+    """Linux cuts names to 15 bytes, perhaps inside a character; they stand in /proc."""
+    name, before = Path("/proc/self/comm"), Path("/proc/self/comm").read_bytes()
+    name.write_bytes("fünfzehn Zeiche".encode("latin-1"))
+    try:
+        assert forkserver.inherited_state()["umask"]
+        assert not child._is_exiting(os.getpid())
+    finally:
+        name.write_bytes(before)
+
+
 def fork_sleeper() -> tuple[int, int]:
     if (pid := os.fork()) == 0:
         signal.pause()
