@@ -1,4 +1,4 @@
-"""Close sockets in forked children.
+"""Close sockets and pipes in forked children.
 
 A child made by `fork` (a DataLoader's, say) inherits every descriptor. A connection would then end
 only with the child. The child calls `os.close`: a transport's `close` would change
@@ -10,15 +10,16 @@ import contextlib
 import os
 import socket
 import weakref
+from multiprocessing.connection import Connection
 
-_Owner = asyncio.Transport | socket.socket
+_Owner = asyncio.Transport | socket.socket | Connection
 
 _descriptors: "weakref.WeakKeyDictionary[_Owner, int]" = weakref.WeakKeyDictionary()
 
 
 def close_on_fork(owner: _Owner) -> None:
-    """Close the descriptor of a transport or a socket in children forked from now on."""
-    if isinstance(owner, socket.socket):
+    """Close the descriptor of a transport, socket or pipe in children forked from now on."""
+    if isinstance(owner, socket.socket | Connection):
         _descriptors[owner] = owner.fileno()
     else:
         _descriptors[owner] = owner.get_extra_info("socket").fileno()
@@ -26,6 +27,9 @@ def close_on_fork(owner: _Owner) -> None:
 
 def _close_all() -> None:
     for owner, descriptor in list(_descriptors.items()):
+        if isinstance(owner, Connection):
+            owner.close()
+            continue
         is_closed = owner.fileno() < 0 if isinstance(owner, socket.socket) else owner.is_closing()
         if not is_closed:
             with contextlib.suppress(OSError):

@@ -11,6 +11,7 @@ tests/integration/test_worlds.py)
 """
 
 import atexit
+import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -245,6 +246,15 @@ def _stop_at_exit() -> None:
         if time.monotonic() > end:
             force_exit(130 if isinstance(failure, KeyboardInterrupt) else 1)
         time.sleep(0.01)
+
+
+def _forget() -> None:
+    """Leave the agent to the process that started it: a fork has none of its threads."""
+    global _needs_stop
+    _needs_stop = False
+
+
+os.register_at_fork(after_in_child=_forget)
 
 
 def _shut_down() -> None:

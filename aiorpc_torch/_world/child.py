@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any, NoReturn
 
+from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
 from .._aio.signals import end_process
 from .._protocol.by_value import is_main_without_file
@@ -51,7 +52,7 @@ def describe_exit(code: int | None) -> str:
 def _is_exiting(pid: int | None) -> bool:
     """Return whether the kernel is ending a process: then its exit code comes, at once or soon."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()
     except OSError:  # it has been reaped
         return True
     # The flags, of which PF_EXITING is set before any file of the process is closed.
@@ -85,6 +86,7 @@ class ChildProcess:
         with sigint_blocked(), _main_importable():
             self._process.start()
         theirs.close()
+        close_on_fork(self._pipe)
         _running.add(self)
         asyncio.get_running_loop().add_reader(self._pipe.fileno(), self._receive)
 
@@ -145,9 +147,11 @@ class ChildProcess:
         """Kill the process if it has not ended, and free what belongs to it."""
         if self._process.exitcode is None:
             self._process.kill()
-            self._process.join()
-        self.release()
-        self._process.close()
+            self._process.join(EXIT_TIMEOUT)
+        _running.discard(self)
+        self._pipe.close()
+        with contextlib.suppress(ValueError):  # its end is not known, as with SIGCHLD ignored
+            self._process.close()
 
 
 @contextlib.contextmanager
@@ -166,6 +170,8 @@ def _main_importable() -> Iterator[None]:
 
 
 _running: set[ChildProcess] = set()
+
+os.register_at_fork(after_in_child=_running.clear)  # a fork that ends must not end them
 
 
 @atexit.register
@@ -193,6 +199,7 @@ def child_main(
 ) -> NoReturn:
     """Run in the child from its start to its end."""
     # A handler, not SIG_IGN, which programs that the child starts would inherit.
+    close_on_fork(pipe)  # a process of a pool that outlives this one must not hide its death
     signal.signal(signal.SIGINT, lambda *_: None)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides

@@ -27,7 +27,14 @@ from pathlib import Path
 from typing import Any
 
 from .._aio.fork import close_on_fork
-from .forkserver_main import NUMBER, STREAMS, ChildState, InheritedDescriptor, main
+from .forkserver_main import (
+    MOST_DESCRIPTORS,
+    NUMBER,
+    STREAMS,
+    ChildState,
+    InheritedDescriptor,
+    main,
+)
 
 # Beginnings of variables that torch and the libraries below it read while they are loaded. Children
 # get all variables as they are when the child starts; for these that would be too late.
@@ -36,6 +43,8 @@ READ_AT_IMPORT = (
     *("LC_", "LD_", "MALLOC_", "MKL", "NUMBA_", "NUMEXPR_", "NVFUSER_", "OMP_", "ONEDNN_"),
     *("OPENBLAS_", "PYTHON", "PYTORCH_", "TORCH_", "TORCHDYNAMO_", "TORCHINDUCTOR_", "TZ"),
 )
+
+ANSWER_TIMEOUT = 20.0  # seconds for it to fork a child, or to report the end of a killed one
 
 
 class ForkServer:
@@ -75,6 +84,11 @@ class ForkServer:
             raise error
         self._is_ready, self._has_failed = True, False
 
+    def kill(self) -> None:
+        """End it: it is frozen. Its children live on, and the next world has another."""
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self.pid, signal.SIGKILL)
+
     def is_alive(self) -> bool:
         """Return whether the process has not ended."""
         poller = select.poll()
@@ -94,9 +108,9 @@ class ForkServer:
         process.server = self
         return process
 
-    def fork(self, descriptors: Sequence[int]) -> None:
-        """Request a child that gets these descriptors."""
-        socket.send_fds(self._socket, [b"fork"], descriptors)
+    def fork(self, descriptors: Sequence[int], more: int) -> None:
+        """Request a child that gets these descriptors, and `more` on the second of them."""
+        socket.send_fds(self._socket, [NUMBER.pack(more)], descriptors)
 
 
 _current: ForkServer | None = None
@@ -128,7 +142,7 @@ def server_pid() -> int | None:
 
 def inherited_state() -> dict[str, object]:
     """Return what a child takes from the process that forks it, and cannot change later."""
-    lines = Path("/proc/self/status").read_text().splitlines()
+    lines = Path("/proc/self/status").read_text(errors="replace").splitlines()
     limits = [each for each in dir(resource) if each.startswith("RLIMIT_")]
     return {
         "interpreter": _interpreter(),
@@ -173,12 +187,12 @@ def _died() -> RuntimeError:
     return RuntimeError("the process that forks the children of local worlds has died")
 
 
-def _is_open(descriptor: int) -> bool:
+def _is_stream(descriptor: int) -> bool:
+    """Return whether a new process would inherit it: if the stream is closed, it is another's."""
     try:
-        os.fstat(descriptor)
+        return os.get_inheritable(descriptor)
     except OSError:
         return False
-    return True
 
 
 # ── children ────────────────────────────────────────────────────────────────────────────────────
@@ -214,10 +228,13 @@ class _Launched:
             self._finalizer = weakref.finalize(self, self._status.close)
             stack.enter_context(theirs)
             null = stack.enter_context(open(os.devnull, "r+b"))
-            streams = [n if _is_open(n) else null.fileno() for n in STREAMS]
+            streams = [n if _is_stream(n) else null.fileno() for n in STREAMS]
             tracker: Any = resource_tracker.getfd()
+            for start in range(0, len(self._inherited), MOST_DESCRIPTORS):
+                some = self._inherited[start : start + MOST_DESCRIPTORS]
+                socket.send_fds(self._status, [b"."], some)
             shared = [data.fileno(), theirs.fileno(), *streams, tracker]
-            server.fork([*shared, *self._inherited])
+            server.fork(shared, len(self._inherited))
         self.sentinel = self._status.fileno()
         self.pid = self._receive_pid()
 
@@ -238,6 +255,8 @@ class _Launched:
         return len(self._inherited) - 1
 
     def _receive_pid(self) -> int:
+        if not wait([self._status], ANSWER_TIMEOUT):
+            self._server.kill()
         pid = self._receive()
         if pid is None:
             raise _died()
@@ -246,7 +265,10 @@ class _Launched:
         return pid
 
     def _receive(self) -> int | None:
-        data = self._status.recv(NUMBER.size, socket.MSG_WAITALL)
+        try:
+            data = self._status.recv(NUMBER.size, socket.MSG_WAITALL)
+        except ConnectionResetError:  # the server died before it had the request
+            return None
         return NUMBER.unpack(data)[0] if len(data) == NUMBER.size else None
 
     def poll(self, flag: int = os.WNOHANG) -> int | None:
@@ -270,8 +292,10 @@ class _Launched:
         self._send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """Send SIGKILL."""
+        """Send SIGKILL, and wait for the report of the end."""
         self._send_signal(signal.SIGKILL)
+        if self.returncode is None and not wait([self._status], ANSWER_TIMEOUT):
+            self._server.kill()  # else `join` would wait without end
 
     def _send_signal(self, number: int) -> None:
         if self.poll() is None:

@@ -5,6 +5,8 @@ program. It kills its children and ends when the program's end of the socket is 
 """
 
 import contextlib
+import errno
+import fcntl
 import gc
 import importlib
 import os
@@ -24,7 +26,9 @@ from typing import Any, NoReturn
 
 from .._aio.signals import end_process
 
-NUMBER = struct.Struct("q")  # a pid or a negative errno, then the exit code
+# Of a request: how many descriptors follow. Then a pid or a negative errno, and the exit code.
+NUMBER = struct.Struct("q")
+MOST_DESCRIPTORS = 250  # of one message; the kernel takes 253
 STREAMS = (0, 1, 2)
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -66,9 +70,14 @@ class InheritedDescriptor:
 
 def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     """Run the server; in a child, run the child."""
-    control = socket.socket(fileno=descriptor)
-    control.set_inheritable(False)
+    control = socket.socket(fileno=fcntl.fcntl(descriptor, fcntl.F_DUPFD_CLOEXEC, 1 + max(STREAMS)))
+    os.close(descriptor)  # it is one of a stream's if the program has closed that stream
+    while (null := os.open(os.devnull, os.O_RDWR)) in STREAMS:
+        pass
+    os.close(null)
     handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    # If the program ignores it, nothing here could wait for a child.
+    handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program's: SIGINT was blocked until here
     error = _imported(preload)
     with contextlib.suppress(ConnectionError):  # the program has ended, which `run` finds out
@@ -142,7 +151,7 @@ class _Server:
         self._wakeups, written = socket.socketpair()
         written.setblocking(False)
         self._written = written
-        handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, lambda *_: None)
+        signal.signal(signal.SIGCHLD, lambda *_: None)
         signal.set_wakeup_fd(written.fileno())
         self._handlers = handlers
         if sys.stdout is not None:
@@ -175,9 +184,7 @@ class _Server:
     def _serve(self) -> Callable[[], Any] | None:
         """Fork for one request; return in the child only, with what it has to run."""
         try:
-            request, descriptors, *_ = socket.recv_fds(
-                self._control, 16, 64, flags=socket.MSG_CMSG_CLOEXEC
-            )
+            request, descriptors = _receive(self._control)
         except ConnectionError:  # the program ended before it read what this process has sent
             request = b""
         if not request:
@@ -190,7 +197,7 @@ class _Server:
             pid = -(exc.errno or 1)
         if pid == 0:
             self._leave()
-            return lambda: _run_child(data, told.detach(), others)
+            return lambda: _run_child(data, told, others, *NUMBER.unpack(request))
         for each in (data, *others):
             os.close(each)
         _tell(told, pid)
@@ -214,6 +221,13 @@ class _Server:
         os._exit(0)
 
 
+def _receive(connection: socket.socket) -> tuple[bytes, list[int]]:
+    """Return a message and its descriptors."""
+    size, most, flags = NUMBER.size, MOST_DESCRIPTORS, socket.MSG_CMSG_CLOEXEC
+    data, descriptors, *_ = socket.recv_fds(connection, size, most, flags=flags)
+    return data, descriptors
+
+
 def _tell(status: socket.socket, number: int) -> None:
     with contextlib.suppress(OSError):  # the program has ended
         status.send(NUMBER.pack(number), socket.MSG_NOSIGNAL)
@@ -222,10 +236,10 @@ def _tell(status: socket.socket, number: int) -> None:
 # ── a child ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def _run_child(data: int, status: int, descriptors: Sequence[int]) -> Any:
+def _run_child(data: int, told: socket.socket, descriptors: Sequence[int], more: int) -> Any:
     """Become the process that the program described in `data`, and run it to its end."""
-    *streams, tracker = descriptors[: len(STREAMS) + 1]
-    InheritedDescriptor.received = descriptors[len(STREAMS) + 1 :]
+    *streams, tracker = descriptors
+    InheritedDescriptor.received = _receive_all(told, more)
     for number, stream in zip(STREAMS, streams, strict=True):
         os.dup2(stream, number)
         os.close(stream)
@@ -237,7 +251,18 @@ def _run_child(data: int, status: int, descriptors: Sequence[int]) -> Any:
         os.lseek(data, file.tell(), os.SEEK_SET)
     state.apply()
     _seed()
-    return spawn._main(data, status)
+    return spawn._main(data, told.detach())
+
+
+def _receive_all(connection: socket.socket, count: int) -> Sequence[int]:
+    """Return the descriptors of as many messages as it takes: a state dict may have thousands."""
+    found: list[int] = []
+    while len(found) < count:
+        _, some = _receive(connection)
+        if not some:
+            raise OSError(errno.EMFILE, "a child process cannot receive all descriptors")
+        found += some
+    return found
 
 
 def _end_child(run: Callable[[], Any]) -> NoReturn:

@@ -7,6 +7,7 @@ import random
 import select
 import signal
 import socket
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -17,9 +18,10 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, local_world
-from aiorpc_torch._world import forkserver
+from aiorpc_torch._torch import agent
+from aiorpc_torch._world import child, forkserver
 from tests.support import actors
-from tests.support.scripts import program, run, started
+from tests.support.scripts import ROOT, program, run, started
 
 
 def server() -> psutil.Process:
@@ -31,9 +33,9 @@ def server() -> psutil.Process:
 async def test_children_come_from_a_process_with_one_thread() -> None:
     """The import of torch starts no thread (2.13, 2.15), so a fork after it is safe."""
     async with local_world(["a"]):
-        child = psutil.Process(await call("a", actors.pid))
+        process = psutil.Process(await call("a", actors.pid))
         parent = server()
-        assert child.ppid() == parent.pid
+        assert process.ppid() == parent.pid
         assert parent.ppid() == os.getpid()
         assert parent.num_threads() == 1
         assert "libtorch" in "".join(each.path for each in parent.memory_maps()), "it was imported"
@@ -120,6 +122,90 @@ async def test_a_variable_that_torch_reads_starts_another_server(
         assert await call("a", torch.get_num_threads) == 2
     gc.collect()
     assert not first.is_running()
+
+
+def check_tensors(tensors: list[torch.Tensor]) -> None:
+    sys.exit(0 if [int(each) for each in tensors] == [*range(300)] else 3)
+
+
+async def test_a_child_gets_any_number_of_tensors() -> None:
+    """Each is a descriptor, and one message takes 253."""
+    forks = forkserver.obtain(())
+    await forks.ready(500.0)
+    process = forks.process(check_tensors, ([torch.tensor(n) for n in range(300)],), "tensors")
+    process.start()
+    process.join()
+    assert process.exitcode == 0
+
+
+def test_a_program_as_a_daemon(tmp_path: Path) -> None:
+    """It has closed its streams, and it ignores the ends of its children."""
+    path = program(
+        tmp_path,
+        """
+        import signal, traceback
+        async def main(file):
+            async with aiorpc.local_world(1):
+                print(await aiorpc.call(1, abs, -1), file=file)
+        if __name__ == "__main__":
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+            with open(sys.argv[1], "w") as file:
+                try:
+                    asyncio.run(main(file))
+                except BaseException:
+                    traceback.print_exc(file=file)
+        """,
+    )
+    result = tmp_path / "result"
+    command = [sys.executable, path, result]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    line = ["sh", "-c", 'exec "$@" <&- >&- 2>&-', "sh", *command]
+    assert subprocess.run(line, env=environment, timeout=500, check=False).returncode == 0
+    assert result.read_text() == "1\n"
+
+
+# ── forks of workers ────────────────────────────────────────────────────────────────────────────
+
+
+async def test_a_fork_of_the_program_ends_nothing_at_its_exit() -> None:
+    """Its exit functions kill no worker, and do not wait for threads that it has not."""
+    async with local_world(["a"]):
+        assert child._running
+        if (pid := os.fork()) == 0:
+            os._exit(bool(child._running) or agent._needs_stop)
+        assert await asyncio.to_thread(os.waitpid, pid, 0) == (pid, 0)
+
+
+def test_a_process_name_that_is_no_text() -> None:
+    """Linux cuts names to 15 bytes, perhaps inside a character; they stand in /proc."""
+    name, before = Path("/proc/self/comm"), Path("/proc/self/comm").read_bytes()
+    name.write_bytes("fünfzehn Zeiche".encode("latin-1"))
+    try:
+        assert forkserver.inherited_state()["umask"]
+        assert not child._is_exiting(os.getpid())
+    finally:
+        name.write_bytes(before)
+
+
+def fork_sleeper() -> tuple[int, int]:
+    if (pid := os.fork()) == 0:
+        signal.pause()
+    return os.getpid(), pid
+
+
+async def test_a_worker_is_replaced_though_its_fork_lives() -> None:
+    """A process that it forked, as of a pool, does not hold the pipe that tells its death."""
+    async with local_world(["a"], restart=1, start_timeout=500.0) as me:
+        killed, sleeper = await call("a", fork_sleeper)
+        try:
+            os.kill(killed, signal.SIGKILL)
+            with pytest.raises(aiorpc.WorkerLost):
+                await call("a", asyncio.sleep, 600)
+            async with asyncio.timeout(60.0):
+                await me.wait_for("a")
+            assert await call("a", actors.pid) != killed
+        finally:
+            os.kill(sleeper, signal.SIGKILL)
 
 
 # ── preload ─────────────────────────────────────────────────────────────────────────────────────
@@ -296,6 +382,23 @@ async def test_a_killed_server_ends_no_worker() -> None:
         assert await call("a", actors.pid) != killed
     async with local_world(["a"]):
         assert server() != before
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("when", ["inside", "between"])
+async def test_a_frozen_server_holds_up_no_world(when: str) -> None:
+    """It is killed: neither the end of a world nor the start of a child waits for it."""
+    async with local_world(["a"]):
+        frozen = server()
+        if when == "inside":
+            frozen.suspend()
+    if when == "between":
+        frozen.suspend()
+        with pytest.raises(RuntimeError, match="forks the children of local worlds has died"):
+            async with local_world(["a"]):
+                pass
+    async with local_world(["a"]):
+        assert server() != frozen
 
 
 def test_a_script_without_its_guard(tmp_path: Path) -> None:
