@@ -541,6 +541,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.slow
 @pytest.mark.promise("autograd.timeout")
 async def test_a_backward_that_torch_never_ends(tmp_path: Path) -> None:
     """It ends in time and names its calls; the world goes on, and so does the process's end."""

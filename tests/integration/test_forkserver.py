@@ -138,6 +138,7 @@ async def test_a_child_gets_any_number_of_tensors() -> None:
     assert process.exitcode == 0
 
 
+@pytest.mark.slow
 def test_a_program_as_a_daemon(tmp_path: Path) -> None:
     """It has closed its streams, and it ignores the ends of its children."""
     path = program(
@@ -167,6 +168,7 @@ def test_a_program_as_a_daemon(tmp_path: Path) -> None:
 # ── forks of workers ────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 async def test_a_fork_of_the_program_ends_nothing_at_its_exit() -> None:
     """Its exit functions kill no worker, and do not wait for threads that it has not."""
     async with local_world(["a"]):
@@ -176,6 +178,7 @@ async def test_a_fork_of_the_program_ends_nothing_at_its_exit() -> None:
         assert await asyncio.to_thread(os.waitpid, pid, 0) == (pid, 0)
 
 
+@pytest.mark.slow
 def test_a_process_name_that_is_no_text() -> None:
     """Linux cuts names to 15 bytes, perhaps inside a character; they stand in /proc."""
     name, before = Path("/proc/self/comm"), Path("/proc/self/comm").read_bytes()
@@ -193,6 +196,7 @@ def fork_sleeper() -> tuple[int, int]:
     return os.getpid(), pid
 
 
+@pytest.mark.slow
 async def test_a_worker_is_replaced_though_its_fork_lives() -> None:
     """A process that it forked, as of a pool, does not hold the pipe that tells its death."""
     async with local_world(["a"], restart=1, start_timeout=500.0) as me:
@@ -272,6 +276,7 @@ async def test_a_module_that_cannot_be_preloaded(
             pass
 
 
+@pytest.mark.slow
 async def test_an_import_without_end(module: Any) -> None:
     """`start_timeout` holds, and the next world has another server."""
     name = module("without_end", "import signal\nsignal.pause()\n")
@@ -285,6 +290,7 @@ async def test_an_import_without_end(module: Any) -> None:
     assert not stuck.is_running()
 
 
+@pytest.mark.slow
 async def test_the_world_after_a_server_that_failed() -> None:
     """It has another server."""
     with pytest.raises(ImportError, match="nothing_of_this_name"):
@@ -296,7 +302,7 @@ async def test_the_world_after_a_server_that_failed() -> None:
 
 # ── its end ─────────────────────────────────────────────────────────────────────────────────────
 
-RARE = ("killed", "killed inside", "exit")
+RARE = ("forked", "killed", "killed inside", "exit")
 
 LIVES = """
     from aiorpc_torch._world import forkserver
@@ -321,7 +327,7 @@ LIVES = """
 
 @pytest.mark.promise("worlds.server_ends")
 @pytest.mark.parametrize(
-    "end", ["normal", "forked", *(pytest.param(end, marks=pytest.mark.slow) for end in RARE)]
+    "end", ["normal", *(pytest.param(end, marks=pytest.mark.slow) for end in RARE)]
 )
 def test_the_server_ends_with_the_program(
     tmp_path: Path, end: str, monkeypatch: pytest.MonkeyPatch
@@ -368,6 +374,7 @@ async def test_no_descriptor_is_left() -> None:
     assert server().num_fds() < 12
 
 
+@pytest.mark.slow
 async def test_a_killed_server_ends_no_worker() -> None:
     """Children live on; one that dies then is replaced; the next world has another server."""
     async with local_world(["a"], restart=1, start_timeout=500.0) as me:
@@ -456,6 +463,7 @@ async def test_the_loops_of_children() -> None:
         assert await call("a", loop_class) == "asyncio"
 
 
+@pytest.mark.slow
 def test_run_local_has_one_kind_of_loop(tmp_path: Path) -> None:
     """In every process, `main` runs on the loop of `loop_factory`."""
     path = program(
