@@ -141,7 +141,7 @@ class FailureDetector:
         the error.
         """
         is_current = peer in self._peers and self._peers[peer].id == number
-        error = self._told(peer) if is_current else None
+        error = self.told_failure(peer) if is_current else None
         if error is None and is_current and self._open and (reason := self.exit_reason(peer)):
             error = WorkerLost(peer, reason)
             run_on_loop(self._loop, self.lose, peer, error)
@@ -149,7 +149,7 @@ class FailureDetector:
             run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
         return error
 
-    def _told(self, peer: str) -> RpcError | None:
+    def told_failure(self, peer: str) -> RpcError | None:
         """Return the failure that a lost peer has reported itself, if it has."""
         return self.lost_peers.get(peer) if self._server.peers.leave_messages.get(peer) else None
 
@@ -209,7 +209,7 @@ class FailureDetector:
         if not self._open:  # the supervisor ends the children
             return
         error = classify_error(exc, peer)
-        if (told := self._told(peer)) is not None:
+        if (told := self.told_failure(peer)) is not None:
             error = told
         elif isinstance(error, WorkerLost) and (reason := self.exit_reason(peer)):
             error = WorkerLost(peer, reason)

@@ -21,6 +21,10 @@ log = logging.getLogger("aiorpc_torch")
 EXIT_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 0.7
 
+# Seconds for the exception of a child that has told its peers of its failure, and has not ended by
+# then: `run_local` raises it, and would return as if nothing had happened.
+FAILURE_TIMEOUT = 20.0
+
 
 @dataclass(eq=False)
 class Supervisor:
@@ -154,12 +158,19 @@ class Supervisor:
     async def _close(self, timeout: float) -> None:
         if ends := [child.ended for child in self._children]:
             await asyncio.wait(ends, timeout=timeout)
+        if late := [each.ended for each in self._children if self._has_failed(each)]:
+            await asyncio.wait(late, timeout=FAILURE_TIMEOUT)
         for child in self._children:
             child.stop_watching()
         await run_in_thread(self._reap, "aiorpc-reaper")
         # The last reference to a server ends it, and the failure detector refers to this object.
         self._children.clear()
         self._make_process = None
+
+    def _has_failed(self, child: ChildProcess) -> bool:
+        if child.ended.done() or self._detector is None:
+            return False
+        return self._detector.told_failure(child.name) is not None
 
     def _reap(self) -> None:
         for child in self._children:
