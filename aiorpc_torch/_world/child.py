@@ -34,7 +34,7 @@ Main = Callable[..., Awaitable[Any]]
 
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
-EXIT_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
+EXIT_CODE_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
 
 
 def describe_exit(code: int | None) -> str:
@@ -126,7 +126,7 @@ class ChildProcess:
         """Return how the process has ended or ends now, "" if it runs. In any thread."""
         with contextlib.suppress(ValueError):  # it is closed: its world has ended
             if _is_exiting(self._process.pid):
-                self._process.join(EXIT_TIMEOUT)
+                self._process.join(EXIT_CODE_TIMEOUT)
             if (code := self._process.exitcode) is not None:
                 return describe_exit(code)
         return ""
@@ -147,7 +147,7 @@ class ChildProcess:
         """Kill the process if it has not ended, and free what belongs to it."""
         if self._process.exitcode is None:
             self._process.kill()
-            self._process.join(EXIT_TIMEOUT)
+            self._process.join(EXIT_CODE_TIMEOUT)
         _running.discard(self)
         self._pipe.close()
         with contextlib.suppress(ValueError):  # its end is not known, as with SIGCHLD ignored

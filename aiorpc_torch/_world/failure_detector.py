@@ -15,13 +15,14 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from .._aio.loops import call_soon, run_on_loop
+from .._client.answers import error_of_close
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._server.server import Server
 from .._torch.agent import PeerInfo
 from .._torch.compat import RawFuture
 from .._torch.transport import classify_error, send, when_done
-from ..errors import NotServing, RemoteTraceback, RpcError, WorkerLost
+from ..errors import NotServing, RpcError, WorkerLost
 from .heartbeat import HeartbeatTracker
 
 log = logging.getLogger("aiorpc_torch")
@@ -219,10 +220,7 @@ class FailureDetector:
 
     def _on_peer_failed(self, peer: str, failure: str) -> None:
         """Lose a peer that reports its own failure."""
-        summary, _, text = failure.partition("\n")
-        error = WorkerLost(peer, summary)
-        error.__cause__ = RemoteTraceback(peer, text) if text else None
-        self.lose(peer, error)
+        self.lose(peer, error_of_close(peer, "failed", failure))
 
     def lose(self, peer: str, error: RpcError) -> None:
         """Fail what waits for a peer: it is lost."""
