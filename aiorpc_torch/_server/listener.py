@@ -31,6 +31,7 @@ log = logging.getLogger("aiorpc_torch")
 MAX_UNPROVEN = 64  # unauthenticated connections; beyond it the oldest is closed
 PROOF_TIMEOUT = 5.0  # seconds
 BACKLOG = 128
+ACCEPT_RETRY = 1.0  # seconds, where a connection cannot be accepted for lack of descriptors
 _UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 _OVERFLOW = "/proc/sys/kernel/overflowuid"
 
@@ -41,53 +42,71 @@ Accept = Callable[[Party, int], Channel]
 class Listener:
     """The listening sockets of one worker, and the credentials that it gave to callers."""
 
-    def __init__(self, me: Party, accept: Accept) -> None:
+    def __init__(self, me: Party, host: str | None, accept: Accept) -> None:
+        """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given."""
         self._me = me
         self._accept = accept
-        self._servers: list[asyncio.Server] = []
+        self._loop = asyncio.get_running_loop()
+        self._listening: list[socket.socket] = []
+        self._opening: dict[asyncio.Task[Any], socket.socket] = {}
+        self._is_closed = False
         self._credentials: dict[bytes, Credentials] = {}
         self._introduced: dict[Party, Credentials] = {}
         self._unproven: dict[_Unproven, None] = {}  # oldest first
-        self.addresses = Addresses(network_namespace(), "")
-
-    @classmethod
-    async def start(cls, me: Party, host: str | None, accept: Accept) -> "Listener":
-        """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given."""
-        listener = cls(me, accept)
         try:
-            await listener._listen(host)
-        except BaseException:  # a cancellation, for one
-            listener.close()
+            self.addresses = self._listen(host)
+        except BaseException:
+            self.close()
             raise
-        return listener
 
-    async def _listen(self, host: str | None) -> None:
+    def _listen(self, host: str | None) -> Addresses:
         name = f"aiorpc-{secrets.token_hex(16)}"
-        unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        unix.bind(f"\0{name}")
-        await self._serve(unix)
-        tcp = None
-        if host is not None:
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            inet = socket.socket(family, socket.SOCK_STREAM)
-            inet.bind((host, 0))
-            tcp = host, int(inet.getsockname()[1])
-            await self._serve(inet)
-        self.addresses = Addresses(network_namespace(), name, tcp)
+        self._listen_on(socket.AF_UNIX, f"\0{name}")
+        if host is None:
+            return Addresses(network_namespace(), name)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        inet = self._listen_on(family, (host, 0))
+        return Addresses(network_namespace(), name, (host, int(inet.getsockname()[1])))
 
-    async def _serve(self, listening: socket.socket) -> None:
-        listening.setblocking(False)
+    def _listen_on(self, family: int, address: Any) -> socket.socket:
+        listening = socket.socket(family, socket.SOCK_STREAM)
+        self._listening.append(listening)
         close_on_fork(listening)
-        loop = asyncio.get_running_loop()
-        options: Any = {"sock": listening, "backlog": BACKLOG, "start_serving": False}
-        make = lambda: _Unproven(self)  # noqa: E731
-        if listening.family == socket.AF_UNIX:
-            server = await loop.create_unix_server(make, **options)
-        else:
-            server = await loop.create_server(make, **options)
-        # asyncio suspends here, with the socket open: `close` must know it already.
-        self._servers.append(server)
-        await server.start_serving()
+        listening.setblocking(False)
+        listening.bind(address)
+        listening.listen(BACKLOG)
+        self._loop.add_reader(listening, self._on_connection, listening)
+        return listening
+
+    # Not asyncio's server: when it is closed, connections that it accepted a moment before have no
+    # transport yet; it never closes them, and their callers wait.
+    # (tests/unit/server/test_listener.py)
+
+    def _on_connection(self, listening: socket.socket) -> None:
+        try:
+            accepted, _ = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as exc:  # no descriptors or memory: the connection waits in the backlog
+            log.warning("worker %r cannot accept a connection: %s", self._me.name, exc)
+            self._loop.remove_reader(listening)
+            self._loop.call_later(ACCEPT_RETRY, self._resume, listening)
+            return
+        accepted.setblocking(False)
+        opening = self._loop.create_task(
+            self._loop.connect_accepted_socket(lambda: _Unproven(self), accepted)
+        )
+        self._opening[opening] = accepted
+        opening.add_done_callback(self._on_opened)
+
+    def _resume(self, listening: socket.socket) -> None:
+        if not self._is_closed:
+            self._loop.add_reader(listening, self._on_connection, listening)
+
+    def _on_opened(self, opening: asyncio.Task[Any]) -> None:
+        accepted = self._opening.pop(opening)
+        if opening.cancelled() or opening.exception() is not None:
+            accepted.close()
 
     def introduce(self, caller: Party) -> tuple[Credentials, Addresses]:
         """Return the credentials and addresses for a caller; the same at each request."""
@@ -107,17 +126,24 @@ class Listener:
         return self._credentials.get(key)
 
     def close(self) -> None:
-        """Stop listening."""
-        for server in self._servers:
-            server.close()
-        for each in [*self._unproven]:
-            each.refuse("this worker leaves")
+        """Stop listening, and close the connections that are not authenticated."""
+        self._is_closed = True
+        while self._listening:
+            listening = self._listening.pop()
+            self._loop.remove_reader(listening)
+            listening.close()
+        for unproven in [*self._unproven]:
+            unproven.refuse("this worker leaves")
 
     def add_unproven(self, unproven: "_Unproven") -> None:
         """Add an unauthenticated connection, and close the oldest beyond `MAX_UNPROVEN`.
 
-        A member proves itself within milliseconds, so strangers cannot keep members out.
+        A member proves itself within milliseconds, so strangers cannot keep members out. A
+        connection that comes after `close` is closed.
         """
+        if self._is_closed:
+            unproven.refuse("this worker has left")
+            return
         while len(self._unproven) >= MAX_UNPROVEN:
             next(iter(self._unproven)).refuse("too many unauthenticated connections")
         self._unproven[unproven] = None
@@ -151,10 +177,10 @@ class _Unproven(asyncio.BufferedProtocol):
         if not _is_same_user(opened):
             opened.abort()
             return
-        self._listener.add_unproven(self)
         close_on_fork(opened)
         self._timer = asyncio.get_running_loop().call_later(PROOF_TIMEOUT, self.refuse, "no proof")
         opened.write(self._nonce)
+        self._listener.add_unproven(self)
 
     def get_buffer(self, sizehint: int) -> memoryview:
         return memoryview(self._buffer)[self._size :]

@@ -81,14 +81,14 @@ class Server:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""
         self._routes = routes
 
-    async def open(self, me: Party, host: str | None = None) -> None:
+    def open(self, me: Party, host: str | None = None) -> None:
         """Listen, and answer peers that request an introduction.
 
         Args:
             me: this process.
             host: address for peers in other network namespaces, None if there are none.
         """
-        self._listener = await Listener.start(me, host, self._accept)
+        self._listener = Listener(me, host, self._accept)
         early, self._early_introductions = self._early_introductions or [], None
         for data, reply in early:
             reply.set_result(self._introduction(data))

@@ -202,7 +202,7 @@ class _Attached:
         self._detector.only_linked = True
         self._detector.start(self._pool)
         attachments.on_attached = self._on_attached
-        await server.open(self._party, host)
+        server.open(self._party, host)
         endpoints.handle_attach_messages(attachments.on_message)
         loop = asyncio.get_running_loop()
         self._tasks = [

@@ -269,7 +269,7 @@ async def _running(
     try:
         if comeback:
             await announce_rejoin(own, members)
-        await server.open(party, _host_for_others(own, members))
+        server.open(party, _host_for_others(own, members))
         me = Worker(
             config.name, config.rank, config.world_size, (*peers,), comeback, detector, departures
         )

@@ -1,0 +1,126 @@
+"""The listening sockets of a worker, without a world."""
+
+import asyncio
+import resource
+import socket
+import struct
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+
+from aiorpc_torch._protocol.handshake import NONCE, Party
+from aiorpc_torch._server import listener as module
+from aiorpc_torch._server.listener import Listener
+
+
+def listen(host: str | None = None) -> Listener:
+    """A listener on whose connections nobody proves who it is."""
+
+    def refuse_to_accept(caller: Party, connection: int) -> object:
+        raise AssertionError(f"{caller} was accepted")
+
+    return Listener(Party("w", 0), host, refuse_to_accept)  # type: ignore[arg-type]
+
+
+def dial(listening: Listener) -> socket.socket:
+    """A connection to the TCP port if there is one, else to the Unix socket."""
+    where = listening.addresses
+    family, address = (
+        (socket.AF_UNIX, f"\0{where.unix}") if where.tcp is None else (socket.AF_INET, where.tcp)
+    )
+    dialled = socket.socket(family, socket.SOCK_STREAM)
+    dialled.settimeout(10.0)
+    dialled.connect(address)
+    return dialled
+
+
+async def passes(number: int) -> None:
+    for _ in range(number):
+        await asyncio.sleep(0)
+
+
+def is_ended(dialled: socket.socket) -> bool:
+    """Whether the other end is closed: nothing follows what it had sent. Else it times out."""
+    with dialled:
+        try:
+            while dialled.recv(64):
+                pass
+        except ConnectionResetError:
+            pass
+    return True
+
+
+@pytest.mark.parametrize("host", [None, "127.0.0.1"])
+@pytest.mark.parametrize("steps", range(7))
+def test_closed_while_a_connection_opens(host: str | None, steps: int) -> None:
+    """Its other end is told so, at whichever step of its opening the listener is closed."""
+
+    async def main() -> socket.socket:
+        listening = listen(host)
+        dialled = dial(listening)
+        await passes(steps)
+        listening.close()
+        return dialled
+
+    assert is_ended(asyncio.run(main()))
+
+
+async def test_a_closed_listener_refuses_what_it_had_accepted() -> None:
+    """At once, as the loop goes on, and not when the time for the proof is over."""
+    listening = listen()
+    dialled = dial(listening)
+    await passes(2)  # accepted, and no transport yet
+    listening.close()
+    assert await asyncio.to_thread(is_ended, dialled)
+
+
+async def test_closed_twice() -> None:
+    listening = listen()
+    listening.close()
+    listening.close()
+
+
+def test_a_port_that_cannot_be_had() -> None:
+    """The error is the caller's, and the other socket is closed."""
+
+    async def main() -> None:
+        with pytest.raises(OSError, match="assign"):
+            listen("192.0.2.1")  # an address of no machine
+
+    asyncio.run(main())
+
+
+@contextmanager
+def without_descriptors() -> Iterator[None]:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_accepted_once_there_are_descriptors_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loop is not kept busy meanwhile: one line tells of it for each try."""
+    monkeypatch.setattr(module, "ACCEPT_RETRY", 0.01)
+    listening = listen()
+    dialled = dial(listening)
+    with without_descriptors():
+        await passes(20)
+    assert len(caplog.records) == 1
+    assert "cannot accept" in caplog.text
+    nonce = await asyncio.to_thread(dialled.recv, 64)
+    assert len(nonce) == NONCE
+    listening.close()
+    assert await asyncio.to_thread(is_ended, dialled)
+
+
+async def test_a_stranger_is_refused() -> None:
+    listening = listen()
+    dialled = dial(listening)
+    dialled.sendall(struct.pack("<200x"))
+    assert await asyncio.to_thread(is_ended, dialled)
+    listening.close()
