@@ -7,8 +7,11 @@ TORCH ?= torch
 EXTRAS ?= examples,test,bench,check,docs
 BIN := $(VENV)/bin
 comma := ,
-PARALLEL = $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
+PARALLEL = $(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
+
+# Hundreds of processes start in the tests: none of them compiles the library anew.
+export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-rest test-all test-long mutation package promises install lint types docs bench soak faults figures clean
 

@@ -193,6 +193,7 @@ async def test_on_a_device(world: Worker) -> None:
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_as_one_command() -> None:
     """Clients are served, it says what giving up saves, and nothing is warned of."""
     printed = run("inference", "--quick", "--clients", "1")

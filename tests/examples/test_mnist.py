@@ -286,6 +286,7 @@ def accuracy(output: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 def test_as_one_command(data: Path) -> None:
     """Two trainers learn at once, and nothing is warned of."""

@@ -104,6 +104,7 @@ async def test_the_order_of_microbatches_counts(workers: Workers) -> None:
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_as_one_command() -> None:
     """It learns, says so, and nothing is warned of."""
     printed = run("pipeline", *SMALL, "--quick")

@@ -92,6 +92,7 @@ def ours() -> list[str]:
     return run("reinforce", *QUICK).splitlines()
 
 
+@pytest.mark.slow
 def test_as_one_command(ours: list[str]) -> None:
     """It says what it has learned after each round, and what its greedy policy reaches."""
     assert len(learned(ours)) == 2

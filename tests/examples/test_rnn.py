@@ -252,6 +252,7 @@ def test_batches_are_contiguous(count: int, width: int, more: int, microbatches:
 # ── the program ─────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.slow
 def test_as_a_user_runs_it() -> None:
     """It beats the unigrams on text that it has not seen."""
     said = run("rnn", "--quick")

@@ -320,6 +320,7 @@ def quick(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return run("selfplay", "--quick", "--plot", str(picture)), picture
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 @pytest.mark.timeout(180)
 def test_the_program_says_how_each_checkpoint_plays(quick: tuple[str, Path]) -> None:
@@ -330,6 +331,7 @@ def test_the_program_says_how_each_checkpoint_plays(quick: tuple[str, Path]) -> 
     assert all(0 <= int(won) + int(drawn) <= 10 for won, drawn in lines)
 
 
+@pytest.mark.slow
 @pytest.mark.worlds
 @pytest.mark.timeout(180)
 def test_the_program_learns_draws_and_compares(quick: tuple[str, Path]) -> None:

@@ -13,7 +13,16 @@ from tests.support.pages import blocks, pages, run_together, saved
 CONCEPTS, STEPS = pages("docs/concepts"), pages("docs/tutorial")
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/index.md", "docs/groups.md", *CONCEPTS])
+@pytest.mark.parametrize(
+    "page",
+    [
+        "README.md",
+        *(
+            pytest.param(p, marks=pytest.mark.slow)
+            for p in ("docs/index.md", "docs/groups.md", *CONCEPTS)
+        ),
+    ],
+)
 def test_program_runs(page: str, tmp_path: Path) -> None:
     """A whole program in a page runs, says something, and warns of nothing."""
     every = [code for _, code in blocks(page, "python")]

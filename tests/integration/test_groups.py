@@ -354,6 +354,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.slow
 def test_under_torchrun(tmp_path: Path) -> None:
     """Names, groups and maps between processes that torchrun started."""
     program = tmp_path / "program.py"

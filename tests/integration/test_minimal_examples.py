@@ -32,9 +32,13 @@ OUTPUT = {
 TORCHRUN = ("torch.distributed.run", "--nproc-per-node", "3")
 
 
+QUICK = ("first_call", "parameter_server")
+"""Those of `make test`; each starts two interpreters or more, whose imports take 2 s each."""
+
+
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow if "torchrun" in name else ()) for name in OUTPUT],
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in OUTPUT],
 )
 def test_a_minimal_example(name: str) -> None:
     start = ["-m", *TORCHRUN] if "torchrun" in name else []
