@@ -37,9 +37,9 @@ from .._protocol.messages import (
     EncodedCall,
     EncodedTarget,
     decode_reply,
-    dump_plain,
     encode_calls,
 )
+from .._protocol.plain import dump
 from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.segment_link import SegmentLink
 from .._protocol.shared_arguments import MemberArguments
@@ -280,7 +280,7 @@ class Connection(Channel):
         if not self.is_open:
             return
         if (controls := self._state.controls()) is not None:  # before later calls
-            self._write(CONTROL, dump_plain(controls))
+            self._write(CONTROL, dump(controls))
         while calls := self._state.take():
             self._send(calls)
         if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
@@ -305,11 +305,11 @@ class Connection(Channel):
         first = calls[0]
         if first.by_torch:
             key = slot_key(self._pending[first.number].source)
-            self._write(SLOT, dump_plain((first.number, key)))
+            self._write(SLOT, dump((first.number, key)))
             self._shared.send_payload(first)
             return
         try:
-            data = dump_plain(tuple(encode_calls(calls, time.monotonic(), TensorTable())))
+            data = dump(encode_calls(calls, time.monotonic(), TensorTable()))
         except Exception as exc:  # out of memory, for one; nothing was sent
             error = RpcError(f"a call to worker {self.peer.name!r} could not be sent: {exc}")
             self._fail([call.number for call in calls], error)

@@ -22,7 +22,7 @@ from .._protocol.handshake import (
     network_namespace,
     new_nonce,
 )
-from .._protocol.messages import dump_plain
+from .._protocol.plain import dump
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
 from ..errors import NotServing, RpcError
@@ -128,7 +128,7 @@ class Introductions:
         known = self._known.get((peer.name, peer.id))
         if known is not None:
             return known
-        data = dump_plain((self._me.name, self._me.number))
+        data = dump((self._me.name, self._me.number))
         try:
             answer = await wrap_future(send(peer, endpoints.introduce, data))
         except Exception as exc:

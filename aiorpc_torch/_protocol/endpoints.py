@@ -14,7 +14,7 @@ from .._torch.thread_state import pin_thread_state
 from ..errors import NotServing
 from .exceptions import RemoteFailure
 from .handshake import VERSION, Party
-from .messages import dump_plain
+from .plain import dump, reader
 
 
 class Endpoint(Protocol):
@@ -144,7 +144,11 @@ def attach_message_of(
 
     The epoch, how many times the process has attached, orders its messages.
     """
-    return dump_plain((VERSION, me.name, epoch, is_attached, {**(device_map or {})}))
+    return dump((VERSION, me.name, epoch, is_attached, {**(device_map or {})}))
+
+
+read_attach_message = reader(tuple[bytes, str, int, bool, dict[str, str]])
+"""Return the parts of an attach message: version, worker, epoch, is_attached, device map."""
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]

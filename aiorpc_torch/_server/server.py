@@ -20,9 +20,9 @@ from .._protocol import names
 from .._protocol.endpoints import completed_future
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party, dump_introduction
-from .._protocol.messages import Calls, encode_reply, load_payload
+from .._protocol.messages import Calls, ResultKey, SessionKey, encode_reply, load_payload
 from .._protocol.payloads import detach_data
-from .._protocol.pickling import load_plain
+from .._protocol.plain import reader
 from .._protocol.recording import record_of_torch_context
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
@@ -38,13 +38,17 @@ from .listener import Listener
 from .methods import LoneMethod
 from .peers import HeldRequests, PeerTable, replaced_text
 from .reply import reply_for
-from .session import Key, Payload, Session
+from .session import Payload, Session
 from .sessions import SessionTable
 from .torch_clients import TorchCall
 
 MAX_METHODS = 1024  # that a session remembers
 
 log = logging.getLogger("aiorpc_torch")
+
+_read_collect = reader(tuple[SessionKey, ResultKey])
+_read_leave_message = reader(tuple[str, int, str])
+_read_party = reader(tuple[str, int])
 
 DRAIN_POLL = 0.01  # seconds between two looks at the calls that run
 RETIRE_TIMEOUT = 2.0  # seconds for callers to answer that they send no further calls
@@ -128,7 +132,7 @@ class Server:
         reply: Any = RawFuture(self._routes.used)
         session = None
         try:
-            key, number = load_plain(data)
+            key, number = _read_collect(data)
             session = self.sessions.get(key)
         except Exception as exc:
             log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
@@ -140,9 +144,7 @@ class Server:
 
     def leave_message(self, data: bytes) -> "Future[Any]":
         """Record that a peer has failed, or with an empty text that it leaves in order."""
-        name, number, failure = load_plain(data)
-        if (type(name), type(number), type(failure)) != (str, int, str):
-            raise TypeError("not a leave message")
+        name, number, failure = _read_leave_message(data)
         self._executor.call_on_loop(
             lambda: self.peers.on_leave_message(
                 name, number, "failed" if failure else "left", failure
@@ -193,7 +195,7 @@ class Server:
 
     def _introduction(self, data: bytes) -> Any:
         try:
-            caller = Party(*load_plain(data))
+            caller = Party(*_read_party(data))
             self.peers.check_member(caller)
             if self._is_leaving or self._listener is None:
                 raise self._not_serving_error()
@@ -268,7 +270,7 @@ class Server:
                 call.record()
         return calls
 
-    def _on_payload(self, key: Key, payload: Payload) -> None:
+    def _on_payload(self, key: SessionKey, payload: Payload) -> None:
         session = self.sessions.get(key)
         if session is None:
             payload.reply.set_result(NO_RESULTS)

@@ -17,9 +17,8 @@ from torch.futures import Future
 
 from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
-from .._protocol.endpoints import attach_message_of, completed_future
+from .._protocol.endpoints import attach_message_of, completed_future, read_attach_message
 from .._protocol.handshake import VERSION, Party
-from .._protocol.pickling import load_plain
 from .._torch.agent import PeerInfo, agent_generation
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
@@ -151,7 +150,7 @@ class Attachments:
         try:
             info = self._infos[peer]
             answer = await wrap_future(send(info, endpoints.attach_message, self._message(peer)))
-            self._record(peer, load_plain(answer))
+            self._record(peer, read_attach_message(answer))
         except Exception as exc:
             self._states[peer].refuse(_refusal(peer, exc))
 
@@ -186,7 +185,7 @@ class Attachments:
     def _on_message(self, data: bytes, answer: "Future[Any]") -> None:
         peer = ""
         try:
-            message = load_plain(data)
+            message = read_attach_message(data)
             if (peer := message[1]) in self._states:
                 self._record(peer, message)
         except Exception as exc:

@@ -23,8 +23,7 @@ from typing import Any, NamedTuple
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
-from .._protocol.messages import dump_plain
-from .._protocol.pickling import load_plain
+from .._protocol.plain import dump, reader, wire_text
 from .._torch.agent import PeerInfo, is_running
 from .._torch.transport import send, wrap_future
 from .activity import Activity, ActivityTable, Report, Wait
@@ -69,6 +68,10 @@ class Answer(NamedTuple):
     """Workers whose blocks have ended in order."""
     lost: Mapping[str, str]
     """The reasons of the lost workers."""
+
+
+_read_plain_request = reader(Request)
+_read_plain_answer = reader(Answer)
 
 
 @dataclass(eq=False)
@@ -229,7 +232,7 @@ class Departures:
         return Request(*own, token, int(goal), (*among,), patience)
 
     def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
-        data = dump_plain((*request,))
+        data = dump(request)
         return wrap_future(send(self.peers[peer].info, endpoints.departure, data))
 
     async def _ask(self, peer: str, request: Request) -> Answer | None:
@@ -300,7 +303,7 @@ class Departures:
 
         def complete(answer: Answer) -> None:
             if is_running():  # see `Agent.release`
-                reply.set_result(dump_plain((*answer,)))
+                reply.set_result(dump(answer))
 
         try:
             request = _read_request(data)
@@ -371,7 +374,7 @@ class Departures:
 
     async def tell(self, peers: Iterable[str], failure: str) -> None:
         """Tell by torch RPC, as far as the peers answer, that this worker has failed."""
-        data = dump_plain((self.pool.me.name, self.pool.me.number, failure))
+        data = dump((self.pool.me.name, self.pool.me.number, wire_text(failure)))
         answers = []
         for peer in peers:
             with contextlib.suppress(Exception):  # torch does not reach it
@@ -395,16 +398,13 @@ def _cancel(future: "asyncio.Future[Any]") -> None:
 
 def _read_request(data: bytes) -> Request:
     """Return the request that a peer has sent. Raises an exception if it is malformed."""
-    request = Request(*load_plain(data))
+    request: Request = _read_plain_request(data)
     Activity(request.activity), Activity(request.goal)
-    numbers = request.process, request.sequence, request.token
-    if not all(type(each) is int for each in numbers) or type(request.patience) is not float:
-        raise TypeError("not a report")
-    if type(request.among) is not tuple or not 0 <= request.patience <= MAX_PATIENCE:
-        raise TypeError("not a report")
+    if not 0 <= request.patience <= MAX_PATIENCE:
+        raise ValueError(f"not a patience: {request.patience}")
     return request
 
 
 def _read_answer(data: Any) -> Answer:
     """Return the answer of a peer; raise the error with which it has answered."""
-    return Answer(*load_plain(data.raise_() if isinstance(data, RemoteFailure) else data))
+    return _read_plain_answer(data.raise_() if isinstance(data, RemoteFailure) else data)  # type: ignore[no-any-return]

@@ -13,7 +13,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
 from aiorpc_torch._client import torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.messages import dump_plain
+from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._world import supervisor
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 from tests.support import actors
@@ -268,8 +268,8 @@ async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) ->
     assert server is not None
     answers = [
         server.payload(*sent[0]),
-        server.collect(dump_plain((("main", 0, 0), 0))),
-        server.introduce(dump_plain(("main", 0))),
+        server.collect(dump((("main", 0, 0), 0))),
+        server.introduce(dump(("main", 0))),
     ]
     async with asyncio.timeout(30.0):
         for answer in answers:
