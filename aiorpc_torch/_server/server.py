@@ -62,7 +62,7 @@ class Server:
         self.last_heard: dict[str, float] = {}
         self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
-        self.on_disconnect: Callable[[str, int], object] = _ignore
+        self.on_disconnect: Callable[[str, int, WorkerLost], object] = _ignore
         self._exports = exports
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
@@ -284,7 +284,7 @@ class Server:
         self.sessions.end(session)
         name, number, _ = session.key
         if what == "lost":
-            self.on_disconnect(name, number)
+            self.on_disconnect(name, number, WorkerLost(name, "its connection has ended"))
         else:
             self.peers.on_leave_message(name, number, what, text)
 
