@@ -292,9 +292,13 @@ class Server:
         """Return the calls served, those that run, and the bytes of held results. In any thread."""
         return self.sessions.tally()
 
-    def running_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread."""
-        return [(call.name, call.caller, call.started) for call in self._open_calls()]
+    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
+        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread.
+
+        Calls of the function `but` are left out.
+        """
+        calls = [call for call in self._open_calls() if call.function is not but]
+        return [(call.name, call.caller, call.started) for call in calls]
 
     def _open_calls(self) -> list[ServerCall]:
         return [*self.sessions.open_calls(), *self._torch_calls]
