@@ -45,8 +45,8 @@ class Endpoint(Protocol):
     def tally(self) -> tuple[int, int, int]:
         """Return the counts of received and of running calls, and the bytes of kept results."""
 
-    def running_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, caller and `time.monotonic()` of each unanswered call."""
+    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
+        """Return method, caller and start of each unanswered call, but those of a function."""
 
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any

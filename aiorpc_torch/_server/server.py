@@ -66,7 +66,7 @@ class Server:
         self.last_heard: dict[str, float] = {}
         self.lost_peers: Mapping[str, Exception] = {}
         self.on_message: Callable[[str], None] = _ignore
-        self.on_disconnect: Callable[[str, int], object] = _ignore
+        self.on_disconnect: Callable[[str, int, WorkerLost], object] = _ignore
         self._exports = exports
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
@@ -286,7 +286,7 @@ class Server:
         self.sessions.end(session)
         name, number, _ = session.key
         if what == "lost":
-            self.on_disconnect(name, number)
+            self.on_disconnect(name, number, WorkerLost(name, "its connection has ended"))
         else:
             self.peers.on_leave_message(name, number, what, text)
 
@@ -294,9 +294,13 @@ class Server:
         """Return the calls served, those that run, and the bytes of held results. In any thread."""
         return self.sessions.tally()
 
-    def running_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread."""
-        return [(call.name, call.caller, call.started) for call in self._open_calls()]
+    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
+        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread.
+
+        Calls of the function `but` are left out.
+        """
+        calls = [call for call in self._open_calls() if call.function is not but]
+        return [(call.name, call.caller, call.started) for call in calls]
 
     def _open_calls(self) -> list[ServerCall]:
         return [*self.sessions.open_calls(), *self._torch_calls]

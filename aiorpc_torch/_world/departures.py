@@ -174,8 +174,11 @@ class Departures:
         self, token: int, goal: Activity, among: Sequence[str]
     ) -> tuple[bool, Sequence[str]]:
         """Wait for a while; return whether the goal is reached, and the peers of whom it is not."""
+        coordinator = self._coordinator()
+        if goal is Activity.SERVING and coordinator not in (None, self.pool.name):
+            self._renew_report()
         request = self._request(token, goal, among, LOG_INTERVAL)
-        if (coordinator := self._coordinator()) is None:
+        if coordinator is None:
             return await self._ask_all(request)
         if coordinator == self.pool.name:
             answered: asyncio.Future[Answer] = self._loop.create_future()
@@ -217,10 +220,19 @@ class Departures:
         activity = Activity.SERVING if self._serving else Activity.ACTIVE
         if self._is_leaving:
             activity = Activity.LEFT
-        last = self._table.report_of(self.pool.name)
-        if activity is not last.activity:
-            report = Report(self.pool.me.number, last.sequence + 1, activity)
-            self._table.record(self.pool.name, report)
+        if activity is not self._table.report_of(self.pool.name).activity:
+            self._renew_report(activity)
+
+    def _renew_report(self, activity: Activity | None = None) -> None:
+        """Record what this worker does (default: as before) under the next number.
+
+        The coordinator counts this worker as active from the answer to one call of `serve` on. So a
+        request for another call, sent before that answer is here, must be a later report.
+        (tests/unit/world/test_departures.py)
+        """
+        _, sequence, last = self._table.report_of(self.pool.name)
+        report = Report(self.pool.me.number, sequence + 1, last if activity is None else activity)
+        self._table.record(self.pool.name, report)
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 

@@ -11,7 +11,7 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any
 
 from .._aio.loops import call_soon, run_on_loop
@@ -40,8 +40,11 @@ class FailureDetector:
         self.on_loss: Callable[[RpcError], None] | None = None
         self.on_change: Callable[[], None] = _ignore
         """Called when a peer is lost, or is alive again."""
-        self.exit_reason: Callable[[str], str] = _no_reason
-        """Returns how the process of a peer has ended, "" if that is unknown. In any thread."""
+        self.is_exiting: Callable[[str], bool] = _is_not_exiting
+        """Returns whether the process of a peer is known to end now, or to have ended. In any
+        thread."""
+        self.exit_reason: Callable[[str], Awaitable[str]] = _no_reason
+        """Waits for the end of that process; returns how it has ended, "" if that is unknown."""
         self.has_left: Callable[[str], Awaitable[bool]] = _has_not_left
         self._name = name
         self.only_linked = False  # silence counts on open connections only
@@ -75,6 +78,8 @@ class FailureDetector:
         self._open = False
         if self._timer is not None:
             self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def wait_until_alive(self, peer: str) -> None:
         """Wait until a lost peer has rejoined; return at once if it is not lost.
@@ -135,20 +140,41 @@ class FailureDetector:
             self._rejoined.pop(peer, asyncio.Event()).set()
         self.on_change()
 
-    def on_disconnect(self, peer: str, number: int) -> RpcError | None:
+    def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
         """Probe a peer whose connection ended without a leave message. Thread-safe.
 
-        A peer that has told of its failure, or is a dead child of this process, is lost: return
-        the error.
+        A peer that has told of its failure is lost already: return that error. A child of this
+        process that is dead or dies is lost once its exit code is known: return None.
         """
         is_current = peer in self._peers and self._peers[peer].id == number
-        error = self.told_failure(peer) if is_current else None
-        if error is None and is_current and self._open and (reason := self.exit_reason(peer)):
-            error = WorkerLost(peer, reason)
-            run_on_loop(self._loop, self.lose, peer, error)
-        elif error is None:
-            run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
+        if is_current and (told := self.told_failure(peer)) is not None:
+            return told
+        if is_current and self._open and self.is_exiting(peer):
+            run_on_loop(self._loop, self._await_exit, peer, number, error)
+            return None
+        run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
         return error
+
+    def _is_watched(self, peer: str, number: int) -> bool:
+        """Return whether this is the number of a peer's current process."""
+        return self._open and peer in self._peers and self._peers[peer].id == number
+
+    def _await_exit(self, peer: str, number: int, error: RpcError) -> None:
+        """Lose a peer when its exit code is known; with `error` if it stays unknown."""
+        if self._is_watched(peer, number):
+            self._probed[peer].clear()
+            self._start(self._lose_exited(peer, number, error))
+
+    async def _lose_exited(self, peer: str, number: int, error: RpcError) -> None:
+        reason = await self.exit_reason(peer)
+        if self._is_watched(peer, number):
+            found = WorkerLost(peer, reason) if reason else error
+            self.lose(peer, self.told_failure(peer) or found)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def told_failure(self, peer: str) -> RpcError | None:
         """Return the failure that a lost peer has reported itself, if it has."""
@@ -161,8 +187,7 @@ class FailureDetector:
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
     def _probe(self, peer: str, number: int) -> None:
-        is_current = peer in self._peers and self._peers[peer].id == number
-        if is_current and self._open:
+        if self._is_watched(peer, number):
             self._probed[peer].clear()
             self._ping(peer)
 
@@ -210,11 +235,11 @@ class FailureDetector:
         if not self._open:  # the supervisor ends the children
             return
         error = classify_error(exc, peer)
-        if (told := self.told_failure(peer)) is not None:
-            error = told
-        elif isinstance(error, WorkerLost) and (reason := self.exit_reason(peer)):
-            error = WorkerLost(peer, reason)
-        self.lose(peer, error)
+        told = self.told_failure(peer)
+        if told is None and isinstance(error, WorkerLost) and self.is_exiting(peer):
+            self._await_exit(peer, self._peers[peer].id, error)
+        else:
+            self.lose(peer, told or error)
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
@@ -233,9 +258,7 @@ class FailureDetector:
         self._server.sessions.cancel_calls_of(peer)
         self.on_change()
         if self.on_loss is not None and peer not in self._server.peers.leave_messages:
-            task = self._loop.create_task(self._report_unless_left(peer, error))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._report_unless_left(peer, error))
         elif self.on_loss is not None and self._server.peers.leave_messages[peer]:
             self.on_loss(error)
 
@@ -245,7 +268,11 @@ class FailureDetector:
             self.on_loss(error)
 
 
-def _no_reason(_: str) -> str:
+def _is_not_exiting(_: str) -> bool:
+    return False
+
+
+async def _no_reason(_: str) -> str:
     return ""
 
 

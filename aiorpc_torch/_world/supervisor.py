@@ -68,12 +68,20 @@ class Supervisor:
         """Restart children from now on, and report their deaths: the world is complete."""
         self._detector = detector
         if detector is not None:
-            detector.exit_reason = self.exit_reason
+            detector.is_exiting, detector.exit_reason = self._is_exiting, self._exit_reason
 
-    def exit_reason(self, name: str) -> str:
-        """Return how the process of a child has ended, "" if it runs. In any thread."""
+    def _is_exiting(self, name: str) -> bool:
+        child = self._child(name)
+        return child is not None and child.is_exiting()
+
+    async def _exit_reason(self, name: str) -> str:
+        child = self._child(name)
+        return "" if child is None else await child.exit_reason()
+
+    def _child(self, name: str) -> ChildProcess | None:
+        """Return the last child of this name. In any thread."""
         children = [each for each in [*self._children] if each.name == name]
-        return children[-1].exit_reason() if children else ""
+        return children[-1] if children else None
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:

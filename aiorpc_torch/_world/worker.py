@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from .._aio.fork import forks_exit_here
 from .._aio.interruption import interruptible
 from .._aio.signals import graceful_signals
 from .._client import pool
@@ -275,7 +276,8 @@ async def _running(
         )
         log.info("%r: the world is complete", me)
         async with _interrupted_by_losses(config, detector):
-            yield me
+            with forks_exit_here():
+                yield me
     except BaseException as exc:
         failure = describe_failure(exc)
         raise

@@ -41,12 +41,14 @@ class Observed:
         self.told: list[Any] = []
         self.last_heard: dict[str, float] = {}
         self.lost_peers: dict[str, Any] = {}
+        self.is_exiting = False
 
     def on_message(self, peer: str) -> None:
         self.told.append("message")
 
-    def on_disconnect(self, peer: str, number: int) -> None:
+    def on_disconnect(self, peer: str, number: int, error: Any) -> Any:
         self.told.append(("disconnect", peer, number))
+        return None if self.is_exiting else error
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         self.told.append(("leave", peer, number, what, text))
@@ -247,6 +249,22 @@ async def test_a_peer_that_vanishes(pair: Pair) -> None:
     assert isinstance(error, WorkerLost)
     assert error.worker == "peer"
     assert ("disconnect", "peer", 3) in pair.observed.told
+
+
+async def test_a_process_that_ends(pair: Pair) -> None:
+    """The calls wait for the reason; until then the connection takes none, and is not over."""
+    pair.observed.is_exiting = True
+    await pair.connect()
+    _, future = pair.call(1)
+    await pair.frame()
+    pair.writer.transport.abort()
+    await pair.connection.ended.wait()
+    assert pair.connection.is_finished
+    assert not pair.connection.is_over
+    assert pair.connection.waiting
+    pair.connection.on_peer_lost(WorkerLost("peer", "it was killed"))
+    assert "it was killed" in str(await error_of(future))
+    assert pair.connection.is_over
 
 
 @pytest.mark.parametrize(("kind", "data"), [(CALLS, b""), (RESULTS, b"no message"), (99, b"")])
