@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._protocol.handshake import Party
-from aiorpc_torch._protocol.messages import dump_plain
+from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._world import departures
 from aiorpc_torch._world.departures import Departures, Request
 
@@ -50,7 +50,7 @@ class Network:
                 deliver()
 
         reply = SimpleNamespace(set_result=answer)
-        self.workers[peer].handle(dump_plain((*request,)), reply)
+        self.workers[peer].handle(dump(request), reply)
         return future
 
     def deliver(self) -> None:
