@@ -39,7 +39,6 @@ from .compat import (
     set_profiler_node,
     worker_names,
 )
-from .cuda import has
 from .devices import DeviceRoutes, NamedDeviceMaps
 
 _first_id: int | None = None  # the worker id of this process in its first world
@@ -117,11 +116,10 @@ class Agent:
         self._maps = {**device_maps}
         self.routes = DeviceRoutes.for_worker(name, device_maps)
         """Devices on which tensors of this worker may be when they are sent."""
-        if has("start"):
-            _init_cuda(self.routes)
+        _init_cuda(self.routes)
         # With the maps of this worker's calls to itself, which `add_peer` does not add.
-        answers, used = ({**self.routes.answers}, self.routes.used) if has("start") else ({}, [])
-        self._agent = TensorPipeAgent(self._store, name, number, None, options, answers, used)
+        devices = {**self.routes.answers}, self.routes.used
+        self._agent = TensorPipeAgent(self._store, name, number, None, options, *devices)
         self._peers: dict[str, PeerInfo] = {}
         _needs_stop = True
         init_rpc_states(self._agent)
