@@ -16,7 +16,7 @@ from .._protocol.exceptions import RemoteFailure
 from .._protocol.messages import Arguments, CallGroup, Calls
 from .._protocol.targets import CreateTarget, order_key
 from .calls import CreateCall, Joiner, RpcCall
-from .exclusive import Entrance, ExclusiveCall, ExclusiveStream
+from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
 from .exports import ExportPolicy
 from .methods import LoneMethod, resolve
 from .session import Session

@@ -19,7 +19,7 @@ from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
 from ..errors import CallTimeout, RpcError
 from .calls import Joiner, ServerCall
-from .exclusive import CallInTurn
+from .exclusive_calls import CallInTurn
 from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
 
 log = logging.getLogger("aiorpc_torch")

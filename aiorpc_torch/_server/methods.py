@@ -13,7 +13,8 @@ from .._protocol.runtime import runs_on_loop
 from .._protocol.targets import Target
 from .._torch import rrefs
 from .calls import Joiner, batch_joiner
-from .exclusive import Entrance
+from .exclusive import unguarded
+from .exclusive_calls import Entrance
 from .exports import ExportPolicy
 
 Resolved = tuple[Callable[..., Any], bool, Joiner | Entrance | None]
@@ -36,7 +37,7 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None) -> Res
     function = target.bind(owner)
     on_loop, joiner = runs_on_loop(function), batch_joiner(function)
     if joiner is None and is_exclusive(owner):  # a batch takes the turn when it runs
-        return function, True, Entrance(turns_of(owner), on_loop)
+        return unguarded(function), True, Entrance(turns_of(owner), on_loop)
     return function, on_loop, joiner
 
 
