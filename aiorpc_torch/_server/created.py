@@ -33,7 +33,7 @@ Finalizer = Callable[[Any], None]
 
 
 class CreatedObjects:
-    """The objects on one worker that have an end. Ends run on the loop of this worker.
+    """The objects created on one worker that have `aclose()` or `close()`, which ends them.
 
     Args:
         call_on_loop: runs a function on that loop; callable from any thread.
@@ -48,16 +48,16 @@ class CreatedObjects:
         self._hooked: WeakIdentityDict[type, bool] = WeakIdentityDict()  # have our `__del__`
         self._is_closed = False
 
-    def add(self, found: Any) -> None:
+    def add(self, instance: Any) -> None:
         """End this object when it is released, or in `close`. In any thread."""
-        key = id(found)
+        key = id(instance)
         known = self._alive.get(key)
-        if end_of(found) is None or (known is not None and known() is found):
+        if end_of(instance) is None or (known is not None and known() is instance):
             return
-        has_hook = self._hook(type(found))
+        has_hook = self._hook(type(instance))
         forget = None if has_hook else lambda _: self._alive.pop(key, None)
         with contextlib.suppress(TypeError):  # its class has no weak references
-            self._alive[key] = weakref.ref(found, forget)
+            self._alive[key] = weakref.ref(instance, forget)
 
     def _hook(self, cls: type) -> bool:
         """Let the release of instances begin their ends; return whether that is possible."""
@@ -66,12 +66,12 @@ class CreatedObjects:
                 return not self._is_closed
             finalizer = getattr(cls, "__del__", None)
 
-            def release(found: Any) -> None:
-                if self._alive.pop(id(found), None) is not None:
-                    self._released.append((found, finalizer))
+            def release(instance: Any) -> None:
+                if self._alive.pop(id(instance), None) is not None:
+                    self._released.append((instance, finalizer))
                     self._call_on_loop(self._end_released)
                 elif finalizer is not None:
-                    finalizer(found)
+                    finalizer(instance)
 
             setattr(release, _REPLACED, vars(cls).get("__del__"))
             try:
@@ -85,9 +85,9 @@ class CreatedObjects:
         while self._released:
             self._begin_end(*self._released.popleft())
 
-    def _begin_end(self, found: Any, finalizer: Finalizer | None = None) -> None:
-        name = f"{type(found).__qualname__}.{end_of(found)}"
-        coroutine = _end(found, name, finalizer)
+    def _begin_end(self, instance: Any, finalizer: Finalizer | None = None) -> None:
+        name = f"{type(instance).__qualname__}.{end_of(instance)}"
+        coroutine = _end(instance, name, finalizer)
         # In an empty context: under no deadline.
         task = asyncio.get_running_loop().create_task(
             coroutine, name=name, context=contextvars.Context()
@@ -102,8 +102,8 @@ class CreatedObjects:
         refs, self._alive = self._alive, {}
         self._end_released()
         for ref in [*refs.values()]:
-            if (found := ref()) is not None:
-                self._begin_end(found)
+            if (instance := ref()) is not None:
+                self._begin_end(instance)
         for cls in self._hooked.owners():
             _unhook(cls)
         if not self._ending:
@@ -118,23 +118,23 @@ class CreatedObjects:
             log.error("%s did not end within %g s", name, timeout)
 
 
-async def _end(found: Any, name: str, finalizer: Finalizer | None) -> None:
+async def _end(instance: Any, name: str, finalizer: Finalizer | None) -> None:
     try:
-        if is_exclusive(found):
-            async with own_turn(found, name):
-                await _call_end(found, name)
+        if is_exclusive(instance):
+            async with own_turn(instance, name):
+                await _call_end(instance, name)
         else:
-            await _call_end(found, name)
+            await _call_end(instance, name)
         if finalizer is not None:  # Python calls it once only, and the object was kept instead
-            finalizer(found)
+            finalizer(instance)
     except asyncio.CancelledError:
         raise
     except BaseException as exc:  # of the user's own code
         log.error("%s of a created object failed", name, exc_info=exc)
 
 
-async def _call_end(found: Any, name: str) -> None:
-    end = getattr(found, end_of(found) or "")
+async def _call_end(instance: Any, name: str) -> None:
+    end = getattr(instance, end_of(instance) or "")
     if runs_on_loop(end):
         result = end()
     else:
@@ -145,10 +145,10 @@ async def _call_end(found: Any, name: str) -> None:
         await result
 
 
-def end_of(found: Any) -> str | None:
+def end_of(instance: Any) -> str | None:
     """Return the name of the method that ends an object: "aclose", else "close", else None."""
     for name in ("aclose", "close"):
-        method = getattr(type(found), name, None)  # not of a proxy, which has any attribute
+        method = getattr(type(instance), name, None)  # not of a proxy, which has any attribute
         if callable(method) and _takes_nothing(method):
             return name
     return None

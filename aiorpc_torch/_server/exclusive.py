@@ -93,8 +93,8 @@ def _guard_methods(cls: type) -> None:
             setattr(cls, name, guard)
 
 
-def _inherited(cls: type, name: str, found: Any) -> Any:
-    return getattr(super(cls, found), name)
+def _inherited(cls: type, name: str, instance: Any) -> Any:
+    return getattr(super(cls, instance), name)
 
 
 def _guard_of(function: Callable[..., Any], bind: Callable[[Any], Any]) -> Any:

@@ -10,7 +10,7 @@ from .stream_writer import StreamCall
 
 
 class Entrance(NamedTuple):
-    """A call's way into the queue of an exclusive object; `on_loop` if its function runs there."""
+    """The turns on the object of a call, and whether the function of the call runs on the loop."""
 
     turns: Turns
     on_loop: bool
@@ -21,8 +21,8 @@ class CallInTurn(ServerCall):
 
     __slots__ = ()
 
-    turn: Turn | None  # a slot of each subclass
-    joiner: Any  # an `Entrance` until the turn begins
+    turn: Turn | None  # defined as a slot by each subclass
+    joiner: Any  # an `Entrance` while the call waits for its turn
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)

@@ -42,10 +42,10 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None) -> Res
 
 
 class LoneMethod:
-    """The method of an object that the `encoded` target of lone calls stands for.
+    """Cache of one resolved method, for the lone calls that name it by the same `encoded` target.
 
-    It remembers the object, weakly, and the function of the last call. While both are the same, a
-    call needs no other look-up. Otherwise it is resolved like any other call.
+    It refers to the object weakly. While the object and its function are those of the last call, no
+    other look-up is needed. Otherwise the target is resolved like that of any other call.
     """
 
     __slots__ = ("_function", "_join", "_object", "_on_loop", "target")

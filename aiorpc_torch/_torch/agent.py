@@ -83,14 +83,14 @@ class PeerInfo:
 class Agent:
     """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 
-    The number is torch's worker id. If every worker is in its `first_world`, torch counts the
+    Worker ids are torch's. If every worker is in its `first_world`, torch counts the
     references to RRefs.
     """
 
     def __init__(
         self,
         name: str,
-        number: int,
+        worker_id: int,
         *,
         threads: int,
         transports: Sequence[str] | None,
@@ -108,10 +108,10 @@ class Agent:
         self._name = name
         self._is_first_world = first_world
         if _first_id is None:
-            _first_id = number
-            init_autograd(number)
-        set_profiler_node(number)  # for a profiler's events; torch cannot unset it
-        rrefs.enter_world(number, counted=first_world)
+            _first_id = worker_id
+            init_autograd(worker_id)
+        set_profiler_node(worker_id)  # for a profiler's events; torch cannot unset it
+        rrefs.enter_world(worker_id, counted=first_world)
         self._store = HashStore()
         self._maps = {**device_maps}
         self.routes = DeviceRoutes.for_worker(name, device_maps)
@@ -119,7 +119,7 @@ class Agent:
         _init_cuda(self.routes)
         # With the maps of this worker's calls to itself, which `add_peer` does not add.
         devices = {**self.routes.answers}, self.routes.used
-        self._agent = TensorPipeAgent(self._store, name, number, None, options, *devices)
+        self._agent = TensorPipeAgent(self._store, name, worker_id, None, options, *devices)
         self._peers: dict[str, PeerInfo] = {}
         _needs_stop = True
         init_rpc_states(self._agent)
