@@ -45,7 +45,7 @@ class RemoteProxy(Generic[T]):
 
     # Type checkers cannot see T's methods here: `proxy` and `call` are the typed forms.
     def __getattr__(self, name: str) -> Callable[..., RemoteCall]:
-        check_public_name(name)
+        name = check_public_name(name)
         rref, timeout = self._rref, self._timeout
 
         def method(*args: Any, **kwargs: Any) -> RemoteCall:

@@ -289,7 +289,7 @@ class GroupProxy(Generic[T]):
         return f"<remote objects of {self._group!r}>"
 
     def __getattr__(self, name: str) -> "Callable[..., GroupCall[T, Any]]":
-        check_public_name(name)
+        name = check_public_name(name)
 
         def method(*args: Any, **kwargs: Any) -> GroupCall[T, Any]:
             members = [(member, MethodTarget(member, name)) for member in self._group]
@@ -378,7 +378,7 @@ class AnyProxy(Generic[T]):
         return f"<remote object: {self._any!r}>"
 
     def __getattr__(self, name: str) -> Callable[..., AnyCall]:
-        check_public_name(name)
+        name = check_public_name(name)
         target = MethodTarget((0, 0), name)
 
         def method(*args: Any, **kwargs: Any) -> AnyCall:

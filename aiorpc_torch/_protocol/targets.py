@@ -121,6 +121,7 @@ def check_public_name(name: Any) -> None:
         raise AttributeError(
             f"{name!r} is not a method name; nested attributes cannot be called remotely"
         )
+    return str.__str__(name)  # of a subclass too, which messages do not hold
 
 
 def public_methods(cls: type) -> list[str]:

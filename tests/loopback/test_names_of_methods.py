@@ -1,9 +1,11 @@
 """Names that are not called from outside: refused at both ends, and nothing of them is executed."""
 
+import asyncio
 import functools
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import aiorpc_torch as aiorpc
@@ -29,7 +31,7 @@ class Guarded:
     nothing = None
 
     def __init__(self) -> None:
-        self.held = lambda: "held"
+        self.held = lambda value="held": value
         self.data = [1]
 
     def __call__(self) -> None:
@@ -169,3 +171,13 @@ async def test_typed_calls_of_private_names(world: aiorpc.Worker) -> None:
         call(guarded, Guarded.value)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callable"):
         await RemoteCall(guarded, BoundTarget(guarded, 5), (), {})  # type: ignore[arg-type]
+
+
+async def test_a_name_of_a_subclass_of_str() -> None:
+    """Is a name like any other, and does not fail the calls of its frame."""
+    async with aiorpc.local_world(0):
+        proxy = remote(RRef(Guarded()))
+        named = getattr(proxy, np.str_("held"))
+        await proxy.public()  # connected: the next calls leave together
+        calls = proxy.public(), named(1), proxy.public()
+        assert await asyncio.gather(*calls) == ["public", 1, "public"]
