@@ -4,7 +4,7 @@ Calls of one method with arguments of the same kinds form a group, whose argumen
 Results of one kind form a column too. A group costs little, another call in it next to nothing.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -24,7 +24,7 @@ from .columns import (
     write_column,
 )
 from .pickling import PickledValue, pack
-from .plain import dump, is_wire_text, reader
+from .plain import are_plain_names, dump, reader
 from .tensors import INLINE_BYTES, TensorTable, size_of
 from .wire_targets import EncodedTarget, NamedTarget, decode_target
 
@@ -97,11 +97,6 @@ def encode_grouped_call(
         by_torch = by_torch or bool(target.tensors)
     by_torch = by_torch or size > INLINE_BYTES
     return EncodedCall(number, header, tuple(cells), due, size, by_torch)
-
-
-def are_plain_names(names: Iterable[Any]) -> bool:
-    """Return whether a message can hold names of keyword arguments: not a str enum, for one."""
-    return all(type(each) is str and is_wire_text(each) for each in names)
 
 
 def target_tensors(target: EncodedTarget) -> Sequence[Tensor]:

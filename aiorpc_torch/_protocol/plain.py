@@ -5,7 +5,7 @@ allocates nothing for what they only declare, refuses depth, and runs no code of
 (tests/unit/protocol/test_plain.py)
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from msgspec import msgpack
@@ -39,6 +39,11 @@ def is_wire_text(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def are_plain_names(names: Iterable[Any]) -> bool:
+    """Return whether a message can hold these names: not a str enum, for one."""
+    return all(type(each) is str and is_wire_text(each) for each in names)
 
 
 def wire_text(text: str) -> str:

@@ -13,10 +13,10 @@ from .messages import (
     CALL_OVERHEAD,
     Arguments,
     EncodedCall,
-    are_plain_names,
     target_tensors,
 )
 from .pickling import PickledValue, SharedPickle, ValueSlot
+from .plain import are_plain_names
 from .shared_tensors import share
 from .tensors import INLINE_BYTES
 from .wire_targets import EncodedTarget

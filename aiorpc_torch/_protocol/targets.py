@@ -10,6 +10,7 @@ from typing import Any, NamedTuple, Union
 from .._torch.compat import RRefBase
 from .._torch.rrefs import RRefId, known_class
 from .by_value import is_among
+from .plain import wire_text
 
 GENERATOR_HINT = "a generator; use `async for`, not `await`"
 """Part of the note of an error: the method of an awaited call is a generator."""
@@ -107,12 +108,14 @@ def order_key(target: Target) -> Any:
         target.factory if isinstance(target, CreateTarget) else getattr(target, "function", None)
     )
     name = getattr(function, "__qualname__", None)
-    return f"{getattr(function, '__module__', '')}.{name}" if isinstance(name, str) else None
+    if not isinstance(name, str):
+        return None
+    return wire_text(f"{getattr(function, '__module__', '')}.{name}")  # a slot's frame holds it
 
 
 @functools.lru_cache(maxsize=4096)
-def check_public_name(name: Any) -> None:
-    """Raise for a name that remote calls must not use."""
+def check_public_name(name: Any) -> str:
+    """Return the name as a plain str. Raises for a name that remote calls must not use."""
     if not isinstance(name, str):
         raise TypeError(f"a method name must be a str, got {name!r}")
     if name.startswith("_"):

@@ -5,8 +5,10 @@ imports nothing. What has no such name is pickled: a function that travels by va
 object that can be called. (tests/unit/protocol/test_wire_targets.py)
 """
 
+import copyreg
 import functools
 import importlib
+import pickle
 import types
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -14,10 +16,10 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.rrefs import RRefId, SharingMode, deserialize_rref, serialize_rref
-from .by_value import NAMED, NotByName, explain, refuse_by_value
+from .by_value import NAMED, explain, refuse_by_value
 from .exceptions import RemoteFailure, try_add_note
 from .pickling import PickledValue, pack, unpack
-from .plain import dump, reader
+from .plain import are_plain_names, dump, reader
 from .targets import BoundTarget, CreateTarget, FetchTarget, FunctionTarget, MethodTarget, Target
 
 METHOD, BOUND, FUNCTION, CREATE, FETCH = "method", "bound", "function", "create", "fetch"
@@ -73,32 +75,59 @@ def _parts(target: Target) -> tuple[str, Callable[..., Any]]:
 
 def name_of(function: Any) -> tuple[str, str] | None:
     """Return path and module by which a peer finds a function or class, None if by none."""
-    owner, last = function, ""
-    if isinstance(function, _OF_OWNERS):
-        reduced = function.__reduce__()  # as pickle sees it: its name, or its owner's attribute
-        if not isinstance(reduced, str):
-            owner, last = reduced[1]
-            if not isinstance(owner, type):  # an object, which has a state
-                return None
-    elif not isinstance(function, NAMED) and not hasattr(type(function), "__aiorpc_reduce__"):
-        return None
     try:
-        refuse_by_value(owner)
-    except NotByName:
+        name = _global_name(function)
+    except Exception:  # it travels by value, or has a state
         return None
-    return _resolved_name(function, owner, last)
+    # A metaclass may define an equality, or forbid hashing.
+    kind: Any = type(function)
+    is_hashable = isinstance(function, _OF_OWNERS) or kind.__hash__ is object.__hash__
+    return name if (_finds_once if is_hashable else _finds)(function, *name) else None
 
 
-# An entry keeps its function alive. A function without a name of its own has none.
-@functools.lru_cache(maxsize=1024)
-def _resolved_name(function: Any, owner: Any, last: str) -> tuple[str, str] | None:
-    module = owner.__module__ or owner.__self__.__name__  # some of torch's do not know theirs
-    path = f"{owner.__qualname__}.{last}" if last else owner.__qualname__
+def _global_name(function: Any) -> tuple[str, str]:
+    """Return path and module in which plain pickle looks for a function or class.
+
+    Raises an exception of any class if it looks in none.
+    """
+    owner, last = _reduced(function)
+    if isinstance(owner, NAMED) or hasattr(type(owner), "__aiorpc_reduce__"):
+        refuse_by_value(owner)
+        last = f"{owner.__qualname__}.{last}" if last else owner.__qualname__
+    if "<" in last:
+        raise AttributeError(f"no module has {last}")
+    # Some of torch's functions do not know their module.
+    module = getattr(owner, "__module__", None)
+    module = module or getattr(getattr(owner, "__self__", None), "__name__", None)
+    return last, module or pickle.whichmodule(owner, last)  # type: ignore[attr-defined]
+
+
+def _reduced(function: Any) -> tuple[Any, str]:
+    """Return a class and the name of its attribute, or an object of a module and its name."""
+    if isinstance(function, NAMED) or hasattr(type(function), "__aiorpc_reduce__"):
+        return function, ""
+    kind: Any = type(function)
+    reduced = copyreg.dispatch_table.get(kind, kind.__reduce__)(function)
+    if isinstance(reduced, str):
+        return function, reduced
+    getter, (owner, last) = reduced
+    if getter is not getattr or not isinstance(owner, type):
+        raise TypeError(f"{function!r} has a state")
+    return owner, last
+
+
+def _finds(function: Any, path: str, module: str) -> bool:
+    """Return whether `find` returns this function, and a message can hold its name."""
     try:
         found = find(path, module)
     except Exception:
-        return None
-    return (path, module) if found is function or found == function else None
+        return False
+    is_same = found is function or (isinstance(function, _OF_OWNERS) and found == function)
+    return is_same and are_plain_names((path, module))
+
+
+# An entry keeps its function alive. A function without a name of its own has none.
+_finds_once = functools.lru_cache(maxsize=1024)(_finds)
 
 
 _OF_OWNERS = (

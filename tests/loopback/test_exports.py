@@ -5,6 +5,7 @@ import functools
 import os
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -23,6 +24,11 @@ class Branch(Shop):
 class Closed:
     async def open(self) -> None:
         ran.append("closed")
+
+
+@functools.lru_cache
+def cached_price(item: int) -> int:
+    return item
 
 
 def make_closed() -> Closed:
@@ -92,9 +98,11 @@ async def test_an_object_of_a_subclass() -> None:
 
 @pytest.mark.promise("security.exports")
 async def test_exported_functions() -> None:
-    """Call own functions and torch's; a factory does not export its class."""
-    async with World(price, torch.add, make_closed) as me:
+    """Call own functions, torch's and NumPy's; a factory does not export its class."""
+    async with World(price, torch.add, make_closed, np.add, cached_price) as me:
         assert await call(me, price, 3) == 3
+        assert await call(me, cached_price, 3) == 3, "of C, and has a name"
+        assert await call(me, np.add, 3, 1) == 4
         assert await call(me, torch.add, torch.ones(2), 1) == pytest.approx([2, 2])
         assert torch.equal(await call(me, torch.add, torch.ones(2), 1), torch.full((2,), 2.0))
         closed = await create(me, make_closed)

@@ -7,6 +7,7 @@ import operator
 from collections import OrderedDict
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, strategies as st
@@ -23,11 +24,13 @@ from aiorpc_torch._protocol.targets import (
     FunctionTarget,
     MethodTarget,
     Target,
+    order_key,
 )
 from aiorpc_torch._protocol.wire_targets import (
     NamedTarget,
     decode_target,
     encode_target,
+    find,
     name_of,
     read_named,
 )
@@ -62,6 +65,42 @@ def across(target: Target) -> Any:
     return decode_target(read(dump(sent)), ())
 
 
+class Alike(type):
+    """The metaclass of classes that are equal."""
+
+    def __eq__(cls, other: object) -> bool:
+        return isinstance(other, Alike)
+
+    def __hash__(cls) -> int:
+        return 1
+
+
+class One(metaclass=Alike): ...
+
+
+class Other(metaclass=Alike): ...
+
+
+class Unhashable(type):
+    def __eq__(cls, other: object) -> bool:
+        return cls is other
+
+
+class Odd(metaclass=Unhashable):
+    @classmethod
+    def by_class(cls) -> None: ...
+
+
+@functools.lru_cache
+def cached() -> None: ...
+
+
+def homeless() -> None: ...
+
+
+homeless.__module__ = None  # type: ignore[assignment]
+
+
 NAMED: list[Any] = [
     math.hypot,
     torch.add,
@@ -83,6 +122,14 @@ NAMED: list[Any] = [
     Outer.Inner.by_class,
     Outer.Inner.static,
     together,
+    One,
+    Other,
+    Odd,
+    Odd.by_class,
+    cached,
+    homeless,
+    np.add,
+    np.stack,
 ]
 
 
@@ -97,6 +144,7 @@ def test_what_has_a_name(kind: Any, function: Any) -> None:
     found = across(target)
     assert type(found) is type(target)
     assert found == target
+    assert getattr(found, "function", found[0]) is function or not isinstance(function, type)
 
 
 @pytest.mark.parametrize("target", [MethodTarget(ONE, "m"), FetchTarget(ONE)])
@@ -124,6 +172,20 @@ def test_what_has_a_state_is_pickled(function: Any) -> None:
     assert name_of(function) is None
     found = across(FunctionTarget(function))
     assert type(found.function) is type(function)
+
+
+def test_a_name_that_a_message_cannot_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is pickled: of a function whose module is a file with a name that is not UTF-8, for one."""
+
+    def odd() -> None: ...
+
+    odd.__qualname__ = "o\udcff"
+    monkeypatch.setitem(globals(), odd.__qualname__, odd)
+    assert find(odd.__qualname__, __name__) is odd
+    target = FunctionTarget(odd)
+    assert name_of(odd) is None
+    assert across(target) == target
+    dump(order_key(target))
 
 
 def test_a_name_that_leads_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
