@@ -360,7 +360,8 @@ class Departures:
         is_open = self._coordinator() == self.pool.name
         process, sequence, activity = self._table.report_of(self.pool.name)
         own = process, sequence, int(activity)
-        return Answer(is_reached, is_open, *own, missing, [*self._left_in_order()], self.lost())
+        lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
+        return Answer(is_reached, is_open, *own, missing, [*self._left_in_order()], lost)
 
     def settle(self) -> None:
         """Answer the requests whose goals are reached: a peer has left, or is lost or replaced."""

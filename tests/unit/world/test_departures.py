@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aiorpc_torch import WorkerLost
 from aiorpc_torch._protocol.handshake import Party
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._world import departures
@@ -105,3 +106,18 @@ async def test_a_wait_that_is_repeated_when_the_coordinator_has_ended(
         await coordinator.close()
         network.deliver()
         await leaving[1]
+
+
+async def test_a_loss_of_which_the_reason_is_no_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Is told to the others all the same: a failed child has raised any text to its parent."""
+    monkeypatch.setattr(departures, "is_running", lambda: True)
+    network = Network()
+    coordinator, other, _ = network.workers.values()
+    for each in (coordinator, other):
+        each.detector.lost_peers["c"] = WorkerLost("c", "no file caf\udce9")
+    async with asyncio.timeout(SOON):
+        await asyncio.gather(coordinator.leave(), other.leave())
+    assert await other.failure_of("c") == "no file caf\udce9"
+    other.detector.lost_peers.clear()
+    assert await other.failure_of("c") == "no file caf\\udce9"
+    await coordinator.close()
