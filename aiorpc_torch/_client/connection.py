@@ -335,9 +335,13 @@ class Connection(Channel):
         """Fail a call whose payload did not arrive, and withdraw its slot."""
         if self._state.cancel(number):
             self.flush_soon()
-        self._fail([number], error)
+        lost: RpcError | None = error
         if isinstance(error, WorkerLost):
-            self._observer.on_disconnect(self.peer.name, self.peer.id, error)
+            lost = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
+            if not error.may_have_run:  # the caller may call another worker
+                lost = error
+        if lost is not None:  # otherwise as in `_lose`
+            self._fail([number], lost)
 
     def _fail(self, numbers: Sequence[int], error: RpcError) -> None:
         self._state.window.answered(numbers)

@@ -267,6 +267,20 @@ async def test_a_process_that_ends(pair: Pair) -> None:
     assert pair.connection.is_over
 
 
+async def test_a_payload_for_a_process_that_ends(pair: Pair) -> None:
+    """Its call waits for the reason too, unless it was not sent."""
+    pair.observed.is_exiting = True
+    await pair.connect()
+    (sent, future), (unsent, other) = pair.call(1), pair.call(2)
+    lost = WorkerLost("peer", "end of file", may_have_run=False)
+    pair.connection.on_payload_failed(unsent, lost)
+    assert "end of file" in str(await error_of(other))
+    pair.connection.on_payload_failed(sent, WorkerLost("peer", "end of file"))
+    assert pair.connection.waiting == 1
+    pair.connection.on_peer_lost(WorkerLost("peer", "it was killed"))
+    assert "it was killed" in str(await error_of(future))
+
+
 @pytest.mark.parametrize(("kind", "data"), [(CALLS, b""), (RESULTS, b"no message"), (99, b"")])
 async def test_a_frame_that_makes_no_sense(pair: Pair, kind: int, data: bytes) -> None:
     """Every pending call fails, and the peer is told why the connection ends."""
