@@ -5,7 +5,7 @@ only with the child. The child calls `os.close`: a transport's `close` would cha
 the event loop's epoll, which the child shares with its parent. (tests/loopback/test_connections.py)
 
 For the same reason a child must not unwind the world and the event loop around it. `os._exit` does
-not, and `sys.exit` is made to do the same. (tests/unit/aio/test_fork.py)
+not, and any other end of the block is made to do the same. (tests/unit/aio/test_fork.py)
 """
 
 import asyncio
@@ -33,18 +33,20 @@ def close_on_fork(owner: _Owner) -> None:
 
 @contextlib.contextmanager
 def forks_exit_here() -> Iterator[None]:
-    """End a fork of this process here if it leaves the block by `sys.exit`.
+    """End a fork of this process here if it leaves the block, by `sys.exit`, an error or `return`.
 
     Streams are flushed; exit functions do not run, as those of any process that `os.fork` has made
     beside threads.
     """
-    owner = os.getpid()
+    owner, code = os.getpid(), 0
     try:
         yield
-    except SystemExit as exc:
+    except BaseException as exc:
         if os.getpid() == owner:
             raise
-        force_exit(exit_code(exc))
+        code = exit_code(exc)
+    if os.getpid() != owner:
+        force_exit(code)
 
 
 def _close_all() -> None:

@@ -96,8 +96,11 @@ def end_process(code: int) -> NoReturn:
     force_exit(code)
 
 
-def exit_code(exc: SystemExit) -> int:
-    """Return the exit code that an exception stands for; print its text, if it is one."""
+def exit_code(exc: BaseException) -> int:
+    """Return the exit code of a process that an exception ends; print what Python prints."""
+    if not isinstance(exc, SystemExit):
+        sys.excepthook(type(exc), exc, exc.__traceback__)
+        return 1
     if exc.code is None or isinstance(exc.code, int):
         return exc.code or 0
     sys.stderr.write(f"{exc.code}\n")

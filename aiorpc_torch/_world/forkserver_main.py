@@ -269,11 +269,8 @@ def _end_child(run: Callable[[], Any]) -> NoReturn:
     """Run a child that `child_main` did not end: it could not be unpickled, say."""
     try:
         code = run()
-    except SystemExit as exc:
-        code = exit_code(exc)
     except BaseException as exc:
-        sys.excepthook(type(exc), exc, exc.__traceback__)
-        code = 1
+        code = exit_code(exc)
     end_process(code)
 
 

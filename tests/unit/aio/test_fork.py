@@ -23,6 +23,24 @@ def test_a_fork_ends_where_it_exits(reason: object, code: int) -> None:
     assert os.waitstatus_to_exitcode(status) == code
 
 
+@pytest.mark.parametrize(("error", "code"), [(None, 0), (ValueError("no data"), 1)])
+def test_a_fork_that_leaves_the_block_otherwise(
+    error: Exception | None, code: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Ends there too, and prints the traceback of an error."""
+    owner = os.getpid()
+    try:
+        with forks_exit_here():
+            if (pid := os.fork()) == 0 and error is not None:
+                raise error
+    finally:
+        if os.getpid() != owner:
+            os._exit(99)
+    _, status = os.waitpid(pid, 0)
+    assert os.waitstatus_to_exitcode(status) == code
+    assert ("ValueError: no data" in capfd.readouterr().err) is (error is not None)
+
+
 def test_the_process_itself_exits_as_ever() -> None:
     with pytest.raises(SystemExit), forks_exit_here():
         sys.exit(3)
