@@ -104,9 +104,10 @@ async def local_world(
         with graceful_signals(handle_signals):
             async with supervisor.running():
                 async with contextlib.AsyncExitStack() as stack:
+                    entering = run_worker(mine, supervisor.exit_reason)
                     async with supervisor.raising_failures("stop"):
-                        me = await stack.enter_async_context(run_worker(mine))
-                    supervisor.watch_children(me._failure_detector)
+                        me = await stack.enter_async_context(entering)
+                    supervisor.watch_children(me)
                     with supervisor.notifying_on_exit():
                         yield me
 
@@ -201,8 +202,9 @@ async def _run(
 ) -> T:
     with graceful_signals(handle_signals):
         async with supervisor.running():
-            async with supervisor.raising_failures(on_failure), run_worker(config) as me:
-                supervisor.watch_children(me._failure_detector)
+            entering = run_worker(config, supervisor.exit_reason)
+            async with supervisor.raising_failures(on_failure), entering as me:
+                supervisor.watch_children(me)
                 with supervisor.notifying_on_exit():
                     result = await main(me, *args)
     if supervisor.failures:

@@ -14,6 +14,7 @@ from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
 from .failure_detector import FailureDetector
 from .processes import ProcessFactory, ProcessOptions
+from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -64,11 +65,10 @@ class Supervisor:
                 self._send(ParentCommand.CANCEL)
             await self._close(timeout)
 
-    def watch_children(self, detector: FailureDetector | None) -> None:
-        """Restart children from now on, and report their deaths: the world is complete."""
-        self._detector = detector
-        if detector is not None:
-            detector.exit_reason = self.exit_reason
+    def watch_children(self, me: Worker) -> None:
+        """Restart children from now on, and report their deaths to `me`: its world is complete."""
+        assert me._node is not None
+        self._detector = me._node.detector
 
     def exit_reason(self, name: str) -> str:
         """Return how the process of a child has ended, "" if it runs. In any thread."""
