@@ -1,8 +1,11 @@
-"""Close sockets and pipes in forked children.
+"""Forks of a process inside its world: their descriptors, and their exit.
 
 A child made by `fork` (a DataLoader's, say) inherits every descriptor. A connection would then end
 only with the child. The child calls `os.close`: a transport's `close` would change
 the event loop's epoll, which the child shares with its parent. (tests/loopback/test_connections.py)
+
+For the same reason a child must not unwind the world and the event loop around it. `os._exit` does
+not, and `sys.exit` is made to do the same. (tests/unit/aio/test_fork.py)
 """
 
 import asyncio
@@ -10,7 +13,10 @@ import contextlib
 import os
 import socket
 import weakref
+from collections.abc import Iterator
 from multiprocessing.connection import Connection
+
+from .signals import exit_code, force_exit
 
 _Owner = asyncio.Transport | socket.socket | Connection
 
@@ -23,6 +29,22 @@ def close_on_fork(owner: _Owner) -> None:
         _descriptors[owner] = owner.fileno()
     else:
         _descriptors[owner] = owner.get_extra_info("socket").fileno()
+
+
+@contextlib.contextmanager
+def forks_exit_here() -> Iterator[None]:
+    """End a fork of this process here if it leaves the block by `sys.exit`.
+
+    Streams are flushed; exit functions do not run, as those of any process that `os.fork` has made
+    beside threads.
+    """
+    owner = os.getpid()
+    try:
+        yield
+    except SystemExit as exc:
+        if os.getpid() == owner:
+            raise
+        force_exit(exit_code(exc))
 
 
 def _close_all() -> None:

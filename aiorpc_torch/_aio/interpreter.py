@@ -6,10 +6,14 @@ the package is imported. (tests/unit/aio/test_interpreter.py)
 
 import asyncio
 import atexit
+import copyreg
 import ctypes
+import operator
 import os
 import sys
 import threading
+import weakref
+from multiprocessing import context, forkserver, process, resource_tracker, spawn, util
 from typing import Any
 
 from .._version import __version__
@@ -24,6 +28,16 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (asyncio.tasks, "_unregister_task"),
     (atexit, "_run_exitfuncs"),
     (threading, "_shutdown"),
+    (copyreg, "_slotnames"),
+    (weakref, "finalize._registry"),
+    (context, "SpawnProcess._start_method"),
+    (forkserver, "_forkserver._forkserver_pid"),
+    (process, "BaseProcess._Popen"),
+    (resource_tracker, "_resource_tracker._fd"),
+    (resource_tracker, "_resource_tracker._pid"),
+    (spawn, "_main"),
+    (util, "_args_from_interpreter_flags"),
+    (util, "_flush_std_streams"),
     (ctypes.pythonapi, "PyGILState_Ensure"),
     (ctypes.pythonapi, "PyThreadState_Clear"),
     (ctypes.pythonapi, "PyThreadState_Delete"),
@@ -37,7 +51,7 @@ def check_interpreter() -> None:
     Torch's threads, those of plain methods and the event loop share state without locks: deques,
     dictionaries and flags that are safe to share only with the GIL.
     """
-    missing = [name for owner, name in PRIVATE_NAMES if not hasattr(owner, name)]
+    missing = [name for owner, name in PRIVATE_NAMES if not _has(owner, name)]
     if missing:
         raise ImportError(
             f"aiorpc_torch {__version__} supports CPython {SUPPORTED}; "
@@ -49,6 +63,15 @@ def check_interpreter() -> None:
             f"aiorpc_torch {__version__} is not safe without the GIL, which this free-threaded "
             f"Python has disabled. Set PYTHON_GIL=1, or {SWITCH}=1 to run it at your own risk"
         )
+
+
+def _has(owner: Any, name: str) -> bool:
+    """Return whether an object has the attribute of a dotted name."""
+    try:
+        operator.attrgetter(name)(owner)
+    except AttributeError:
+        return False
+    return True
 
 
 check_interpreter()

@@ -96,6 +96,14 @@ def end_process(code: int) -> NoReturn:
     force_exit(code)
 
 
+def exit_code(exc: SystemExit) -> int:
+    """Return the exit code that an exception stands for; print its text, if it is one."""
+    if exc.code is None or isinstance(exc.code, int):
+        return exc.code or 0
+    sys.stderr.write(f"{exc.code}\n")
+    return 1
+
+
 def force_exit(code: int) -> NoReturn:
     """End this process without cleanup; its children notice that their pipes close."""
     for stream in (sys.stdout, sys.stderr):

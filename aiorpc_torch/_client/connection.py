@@ -37,10 +37,10 @@ from .._protocol.messages import (
     EncodedCall,
     EncodedTarget,
     decode_reply,
-    dump_plain,
     encode_calls,
 )
 from .._protocol.peer_observer import PeerObserver
+from .._protocol.plain import dump
 from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.segment_link import SegmentLink
 from .._protocol.shared_arguments import MemberArguments
@@ -109,6 +109,11 @@ class Connection(Channel):
         return channel_repr(
             self, f"to {self.peer.name}", f"{len(self._pending)} waiting", self._state
         )
+
+    @property
+    def is_over(self) -> bool:
+        """Return whether it has ended, and its calls have."""
+        return self.ended.is_set() and self._error is not None
 
     @property
     def waiting(self) -> int:
@@ -280,7 +285,7 @@ class Connection(Channel):
         if not self.is_open:
             return
         if (controls := self._state.controls()) is not None:  # before later calls
-            self._write(CONTROL, dump_plain(controls))
+            self._write(CONTROL, dump(controls))
         while calls := self._state.take():
             self._send(calls)
         if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
@@ -305,11 +310,11 @@ class Connection(Channel):
         first = calls[0]
         if first.by_torch:
             key = slot_key(self._pending[first.number].source)
-            self._write(SLOT, dump_plain((first.number, key)))
+            self._write(SLOT, dump((first.number, key)))
             self._shared.send_payload(first)
             return
         try:
-            data = dump_plain(tuple(encode_calls(calls, time.monotonic(), TensorTable())))
+            data = dump(encode_calls(calls, time.monotonic(), TensorTable()))
         except Exception as exc:  # out of memory, for one; nothing was sent
             error = RpcError(f"a call to worker {self.peer.name!r} could not be sent: {exc}")
             self._fail([call.number for call in calls], error)
@@ -332,7 +337,7 @@ class Connection(Channel):
             self.flush_soon()
         self._fail([number], error)
         if isinstance(error, WorkerLost):
-            self._observer.on_disconnect(self.peer.name, self.peer.id)
+            self._observer.on_disconnect(self.peer.name, self.peer.id, error)
 
     def _fail(self, numbers: Sequence[int], error: RpcError) -> None:
         self._state.window.answered(numbers)
@@ -420,8 +425,8 @@ class Connection(Channel):
             return
         exc = None if opening.cancelled() else opening.exception()
         if isinstance(exc, WorkerLost):
-            exc = self._observer.on_disconnect(self.peer.name, self.peer.id) or exc
-        if isinstance(exc, RpcError):
+            self._lose(exc)
+        elif isinstance(exc, RpcError):
             self._finish(exc)
         else:
             self._finish(RpcError(f"worker {self.peer.name!r} cannot be connected: {exc!r}"))
@@ -445,7 +450,10 @@ class Connection(Channel):
 
     def on_peer_lost(self, error: RpcError) -> None:
         """Fail all pending calls; a peer that was only unreachable gets their cancellations."""
-        self._fail_calls(error, recorded=True)
+        if self.ended.is_set():
+            self._finish(error)
+        else:
+            self._fail_calls(error, recorded=True)
 
     def _fail_calls(self, error: RpcError, *, recorded: bool) -> None:
         self._shared.fail(error)
@@ -457,11 +465,18 @@ class Connection(Channel):
         for each in [*self._recorded_calls] if recorded else ():
             each.failed(error)
 
+    def _lose(self, error: WorkerLost) -> None:
+        """End without a leave message; the calls of a process that ends wait for the reason."""
+        self.is_finished = True
+        lost = self._observer.on_disconnect(self.peer.name, self.peer.id, error)
+        if lost is not None:
+            self._finish(lost)
+
     def _finish(self, error: RpcError) -> None:
         if self._error is None:
             self._error = error
             self.is_finished = True
-            self.on_peer_lost(error)
+            self._fail_calls(error, recorded=True)
             self._stop_holding()
             if self._trickle_timer is not None:
                 self._trickle_timer.cancel()
@@ -477,7 +492,6 @@ class Connection(Channel):
     def on_end(self, error: Exception | None) -> None:
         self._segments.close()
         if error is not None and self._error is None:
-            lost = self._observer.on_disconnect(self.peer.name, self.peer.id)
-            reason = f"its connection has ended: {error}"
-            self._finish(lost or WorkerLost(self.peer.name, reason))
-        self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))
+            self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
+        else:
+            self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))

@@ -22,7 +22,7 @@ from .._protocol.handshake import (
     new_nonce,
 )
 from .._protocol.members import Members
-from .._protocol.messages import dump_plain
+from .._protocol.plain import dump
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
 from ..errors import NotServing, RpcError
@@ -129,7 +129,7 @@ class Introductions:
         if known is not None:
             return known
         me = self._members.me
-        data = dump_plain((me.name, me.number))
+        data = dump((me.name, me.number))
         try:
             answer = await wrap_future(send(peer, endpoints.introduce, data))
         except Exception as exc:

@@ -100,7 +100,7 @@ class ConnectionPool:
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
         peer, devices = self._peer(worker), self._sendable_devices.get(worker, ())
         for each in _all(by_peer):
-            if each.ended.is_set():
+            if each.is_over:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
         connection = Connection(

@@ -11,8 +11,9 @@ from functools import partial
 from typing import Any, Protocol
 
 from .._protocol.columns import HeldResult
-from .._protocol.messages import EncodedCall, decode_reply, dump_plain, encode_calls
+from .._protocol.messages import EncodedCall, decode_reply, encode_calls
 from .._protocol.pickling import CallAborted
+from .._protocol.plain import dump
 from .._protocol.segment_link import SegmentLink
 from .._protocol.tensors import TensorTable
 from ..errors import RpcError
@@ -65,7 +66,7 @@ class SharedTransfers:
     def _send(self, call: EncodedCall) -> bool:
         tensors = TensorTable()
         try:
-            data = dump_plain(tuple(encode_calls((call,), time.monotonic(), tensors)))
+            data = dump(encode_calls((call,), time.monotonic(), tensors))
             is_pending = partial(self._pending.__contains__, call.number)
             return self._link.send(data, tensors, partial(self._on_written, call), is_pending)
         except Exception as exc:  # no memory, for one; its slot is open, so the call must be sent

@@ -17,11 +17,11 @@ from .._protocol.messages import (
     EncodedCall,
     EncodedTarget,
     dump_payload,
-    dump_plain,
     encode_calls,
 )
 from .._protocol.payloads import message_for_torch
 from .._protocol.pickling import CallAborted
+from .._protocol.plain import dump
 from .._protocol.recording import RecordedCall
 from .._protocol.segment_link import SegmentLink
 from .._protocol.shared_tensors import can_share
@@ -141,7 +141,7 @@ class TorchTransfers:
         self._owner.on_payload_sent(0)
         peer = self._peer.name
         try:
-            answer = send(self._peer, endpoints.collect, dump_plain((self._key, key)))
+            answer = send(self._peer, endpoints.collect, dump((self._key, key)))
         except Exception as exc:  # the callee still holds it
             self._owner.release_held(key[0] if isinstance(key, tuple) else key)
             # Later: the connection is about to resume the callers of other results.

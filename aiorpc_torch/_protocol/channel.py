@@ -6,7 +6,6 @@ Subclasses handle the frames: `Connection` at the caller, `Session` at the calle
 import asyncio
 import contextlib
 import logging
-import pickle
 import socket
 from typing import Any
 
@@ -14,12 +13,14 @@ from .._aio.fork import close_on_fork
 from .._aio.segments import SegmentLost
 from .connection_state import MAX_CALLS
 from .frames import CLOSE, PING, FrameReader, frame
-from .pickling import load_plain
+from .plain import dump, reader, wire_text
 
 log = logging.getLogger("aiorpc_torch")
 
 LINGER = 0.5  # seconds that a closed connection waits for the peer's CLOSE frame
 
+
+_read_close = reader(tuple[str, str])
 
 _ASK, _ANSWER = frame(PING, b"?"), frame(PING, b"!")
 
@@ -192,7 +193,7 @@ class Channel(asyncio.BufferedProtocol):
         with contextlib.suppress(Exception):
             self.flush()
         self.is_open = False
-        self.write(frame(CLOSE, pickle.dumps((reason, detail[:100_000]))))
+        self.write(frame(CLOSE, dump((reason, wire_text(detail[:100_000])))))
         self._loop.call_later(LINGER, self._transport.abort)
         if self._received_close or not self._transport.can_write_eof():
             self._transport.close()
@@ -202,9 +203,9 @@ class Channel(asyncio.BufferedProtocol):
             self._transport.write_eof()
 
     def _on_close_frame(self, data: bytes) -> None:
-        reason, detail = load_plain(data)
+        reason, detail = _read_close(data)
         self._received_close = self._discards_input = True
-        self.on_close(str(reason), str(detail))
+        self.on_close(reason, detail)
         self.close("ended")
         if self._transport is not None:
             self._transport.close()

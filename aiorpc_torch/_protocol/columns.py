@@ -14,6 +14,7 @@ from torch import Tensor
 from .._torch.sendable import COMPRESSED
 from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack
+from .plain import MAX_INT, MIN_INT, is_wire_text
 from .shared_tensors import share
 from .tensors import (
     INLINE_BYTES,
@@ -37,10 +38,13 @@ COMING = "coming"  # the cell is a size; the value follows in shared memory
 
 CellKind = str | TensorKind
 
-Column = tuple[Any, Any]
+WireKind = str | tuple[str, tuple[int, ...]]
+"""A kind in a message; that of tensors as its dtype's name and its shape."""
+
+Column = tuple[WireKind, Any]
 """A column in a message: its kind and its cells, as plain values."""
 
-_ATOMS = frozenset((int, float, bool, complex, type(None)))
+_ATOMS = frozenset((float, bool, type(None)))
 
 
 def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
@@ -53,8 +57,11 @@ def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
         if value.is_cuda or value.layout in COMPRESSED:
             return None
         return TENSOR, compact_at_call(value)
-    if cls in _ATOMS or ((cls is str or cls is bytes) and len(value) <= INLINE_BYTES):
+    if cls in _ATOMS or (cls is int and MIN_INT <= value <= MAX_INT):
         return PLAIN, value
+    if cls is bytes or cls is str:
+        is_plain = len(value) <= INLINE_BYTES and (cls is bytes or is_wire_text(value))
+        return (PLAIN, value) if is_plain else None
     return None
 
 

@@ -15,8 +15,8 @@ from .._torch.thread_state import pin_thread_state
 from ..errors import NotServing
 from .exceptions import RemoteFailure
 from .handshake import VERSION, Party
-from .messages import dump_plain
 from .name_table import NameTable
+from .plain import dump, reader
 
 
 class Endpoint(Protocol):
@@ -37,8 +37,8 @@ class Endpoint(Protocol):
     def tally(self) -> tuple[int, int, int]:
         """Return the counts of received and of running calls, and the bytes of kept results."""
 
-    def running_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, caller and `time.monotonic()` of each unanswered call."""
+    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
+        """Return method, caller and start of each unanswered call, but those of a function."""
 
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
@@ -185,7 +185,11 @@ def attach_message_of(
 
     The epoch, how many times the process has attached, orders its messages.
     """
-    return dump_plain((VERSION, me.name, epoch, is_attached, {**(device_map or {})}))
+    return dump((VERSION, me.name, epoch, is_attached, {**(device_map or {})}))
+
+
+read_attach_message = reader(tuple[bytes, str, int, bool, dict[str, str]])
+"""Return the parts of an attach message: version, worker, epoch, is_attached, device map."""
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from ..errors import GroupError, RemoteError, RemoteTraceback
 from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
+from .plain import wire_text
 
 # Never raised in the caller. The first four address the process or task that they are raised in;
 # the last two cannot be raised from a coroutine (PEP 479).
@@ -48,8 +49,8 @@ class RemoteFailure:
         return cls(worker, _summary(exc), _text(exc), _dump(exc))
 
     def astuple(self) -> tuple[str, str, str, bytes | None]:
-        """Return the arguments that make an equal `RemoteFailure`."""
-        return self.worker, self.summary, self.text, self.pickled
+        """Return the arguments that make this `RemoteFailure` again, for a message."""
+        return self.worker, wire_text(self.summary), wire_text(self.text), self.pickled
 
     def raise_(self) -> NoReturn:
         """Raise the exception in this process."""

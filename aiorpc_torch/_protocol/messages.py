@@ -1,18 +1,16 @@
 """Encoding of calls and of results that are sent together.
 
 Calls of one method with arguments of the same kinds form a group, whose arguments are columns.
-Results of one kind form a column too. Only plain tuples are pickled, no classes: a group costs
-little, another call in it next to nothing.
+Results of one kind form a column too. A group costs little, another call in it next to nothing.
 """
 
 import functools
-import itertools
-import pickle
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
+import msgspec
 from torch import Tensor
 
 from .._torch.rrefs import RRefId
@@ -23,12 +21,14 @@ from .columns import (
     PLAIN,
     TENSOR,
     CellKind,
+    Column,
     direct_cell,
     read_column,
     skip_column,
     write_column,
 )
-from .pickling import PickledValue, load_plain, pack, pack_by_name, unpack
+from .pickling import PickledValue, pack, pack_by_name, unpack
+from .plain import dump, is_wire_text, reader
 from .targets import CreateTarget, FunctionTarget, MethodTarget, Target
 from .tensors import INLINE_BYTES, TensorTable, size_of
 
@@ -105,7 +105,7 @@ def encode_grouped_call(
 ) -> EncodedCall:
     """Encode a call with ancestor `batches`; copy small arguments. Raises what pickling raises."""
     args, kwargs = arguments
-    if kwargs and {*map(type, kwargs)} != {str}:  # a str enum cannot be sent as a plain value
+    if kwargs and not are_plain_names(kwargs):
         return _encode_pickled_call(number, target, stream, arguments, due, batches)
     kinds, cells, tensors, size = [], [], [], CALL_OVERHEAD
     for value in (*args, *kwargs.values()) if kwargs else args:
@@ -133,6 +133,11 @@ def encode_grouped_call(
     return EncodedCall(number, header, tuple(cells), due, size, by_torch)
 
 
+def are_plain_names(names: Iterable[Any]) -> bool:
+    """Return whether a message can hold names of keyword arguments: not a str enum, for one."""
+    return all(type(each) is str and is_wire_text(each) for each in names)
+
+
 def target_tensors(target: EncodedTarget) -> Sequence[Tensor]:
     """Return the tensors of a target that travel outside its bytes: of a partial, for example."""
     return target.tensors if type(target) is PickledValue else ()
@@ -157,13 +162,37 @@ def _encode_pickled_call(
 # ── a frame of calls ──────────────────────────────────────────────────────────────────────────────
 
 
+_Index = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class Group(NamedTuple):
+    """Calls of one method with arguments of the same kinds.
+
+    Attributes:
+        target: RRef id and method, or a pickled target and the number of its tensors.
+        stream: Whether the items of a generator are wanted.
+        names: Names of the keyword arguments, which are the last columns. None: each call's
+            arguments are pickled together, as one column.
+        size: Number of calls.
+        columns: One for each argument.
+        batches: Ancestor batches of the calls.
+    """
+
+    target: tuple[RRefId | bytes, str | int]
+    stream: bool
+    names: list[str] | None
+    size: int
+    columns: list[Column]
+    batches: tuple[BatchId, ...] = ()
+
+
 class Calls(NamedTuple):
     """Calls of a frame or a payload."""
 
-    numbers: Sequence[int]
-    order: Sequence[int]  # index of each call's group; empty if there is only one
-    groups: Sequence[Any]
-    budgets: Sequence[float | None]  # seconds left for each call; empty if none has a deadline
+    numbers: list[_Index]
+    order: list[_Index]  # index of each call's group; empty if there is only one
+    groups: list[Group]
+    budgets: list[float | None]  # seconds left for each call; empty if none has a deadline
 
 
 def encode_calls(calls: Sequence[EncodedCall], now: float, tensors: TensorTable) -> Calls:
@@ -176,7 +205,7 @@ def encode_calls(calls: Sequence[EncodedCall], now: float, tensors: TensorTable)
             rows = groups[call.header] = []
         rows.append(call.cells)
         timed = timed or call.due is not None
-    order: Sequence[int] = ()
+    order = []
     if len(groups) > 1:
         index = {header: position for position, header in enumerate(groups)}
         order = [index[call.header] for call in calls]
@@ -184,7 +213,7 @@ def encode_calls(calls: Sequence[EncodedCall], now: float, tensors: TensorTable)
         [call.number for call in calls],
         order,
         [_write_group(header, rows, tensors) for header, rows in groups.items()],
-        [call.due and float(call.due - now) for call in calls] if timed else (),
+        [call.due and float(call.due - now) for call in calls] if timed else [],
     )
 
 
@@ -195,63 +224,50 @@ def _write_target(target: EncodedTarget, tensors: TensorTable) -> Any:
     return target
 
 
-def _write_group(header: GroupHeader, rows: list[tuple[Any, ...]], tensors: TensorTable) -> Any:
+def _write_group(header: GroupHeader, rows: list[tuple[Any, ...]], tensors: TensorTable) -> Group:
     target, stream, names, kinds, *batches = header
     target = _write_target(target, tensors)
     cells = zip(*rows, strict=True)
     columns = [
         write_column(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)
     ]
-    return target, stream, names, len(rows), columns, *batches
+    return Group(target, stream, names, len(rows), columns, tuple(batches))
 
 
-def dump_plain(fields: tuple[Any, ...]) -> bytes:
-    """Return the pickle of plain values, for `load_plain`."""
-    return pickle.dumps(fields, pickle.HIGHEST_PROTOCOL)
+SessionKey = tuple[str, int, int]
+"""A session: the caller's name and process number, and the connection number."""
+
+_read_calls = reader(Calls)
+_read_payload = reader(tuple[SessionKey, int, Calls])
 
 
 def load_calls(data: bytes) -> Calls:
     """Return the calls of a frame, with encoded groups. Runs no user code.
 
     Raises:
-        TypeError, ValueError, or what `load_plain` raises: if the frame is malformed.
+        ValueError: if the frame is malformed.
     """
-    return _checked(Calls(*load_plain(data)))
+    return _checked(_read_calls(data))
 
 
-def dump_payload(session: tuple[str, int, int], context: int, calls: Calls) -> bytes:
+def dump_payload(session: SessionKey, context: int, calls: Calls) -> bytes:
     """Return the payload of a call for torch RPC; `context` is an autograd context id or -1."""
-    return dump_plain((session, context, *calls))
+    return dump((session, context, calls))
 
 
-def load_payload(data: bytes) -> tuple[tuple[str, int, int], int, Calls]:
+def load_payload(data: bytes) -> tuple[SessionKey, int, Calls]:
     """Return the arguments of `dump_payload`. Raises the same as `load_calls`."""
-    session, context, *calls = load_plain(data)
-    if tuple(map(type, session)) != (str, int, int) or type(context) is not int:
-        raise TypeError("a payload must name its session and context")
-    checked = _checked(Calls(*calls))
-    if len(checked.numbers) != 1:
-        raise TypeError(f"a payload must have one call, got {len(checked.numbers)}")
-    return session, context, checked
+    session, context, calls = _read_payload(data)
+    if len(_checked(calls).numbers) != 1:
+        raise ValueError(f"a payload must have one call, got {len(calls.numbers)}")
+    return session, context, calls
 
 
 def _checked(calls: Calls) -> Calls:
-    # The contents of other fields are checked where they are used.
-    if tuple(map(type, calls)) not in _SHAPES:
-        raise TypeError(
-            f"fields of calls must be sequences, got {[type(field).__name__ for field in calls]}"
-        )
     numbers = calls.numbers
-    if set(map(type, numbers)) != _INTS or len(set(numbers)) < len(numbers):
-        raise TypeError("calls must have distinct int numbers")
-    # A RESULT frame has 64 bits for the number; a larger one would never be answered.
-    if min(numbers) < 0 or max(numbers) >= 1 << 64:
-        raise ValueError("numbers of calls must be unsigned 64-bit integers")
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError("calls must have distinct numbers")
     return calls
-
-
-_INTS = {int}
-_SHAPES = frozenset(itertools.product((list, tuple), repeat=4))  # of the fields of calls
 
 
 # ── received calls ────────────────────────────────────────────────────────────────────────────────
@@ -273,9 +289,8 @@ class CallGroup:
 
     __slots__ = ("_columns", "_count", "_names", "_target", "_tensors", "batches", "stream")
 
-    def __init__(self, group: Any, tensors: Iterator[Tensor], most: int) -> None:
-        self._target, self.stream, self._names, self._count, self._columns, *batches = group
-        self.batches: Sequence[BatchId] = batches  # ancestors of the calls
+    def __init__(self, group: Group, tensors: Iterator[Tensor], most: int) -> None:
+        self._target, self.stream, self._names, self._count, self._columns, self.batches = group
         self._tensors = tensors
         if not 0 < self._count <= most:
             raise ValueError(f"a group must have 1 to {most} calls, got {self._count}")
@@ -283,9 +298,11 @@ class CallGroup:
     def target(self, unpack: Unpack = unpack) -> Any:
         """Return the unpickled target, or a RemoteFailure."""
         first, second = self._target
-        if isinstance(first, bytes):
+        if isinstance(first, bytes) and isinstance(second, int):
             return unpack(first, list(islice(self._tensors, second)))
-        return MethodTarget(first, second)
+        if isinstance(first, tuple) and isinstance(second, str):
+            return MethodTarget(first, second)
+        raise ValueError(f"malformed target of calls: {self._target!r}")
 
     def calls(self) -> list[Any]:
         """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled."""
@@ -332,7 +349,10 @@ def encode_reply(results: Sequence[EncodedResult]) -> tuple[bytes, TensorTable]:
         column[1].append(key)
         column[2].append(content)
     columns_of_kinds = [(keys, write_column(kind, cells, tensors)) for kind, keys, cells in columns]
-    return pickle.dumps(columns_of_kinds, pickle.HIGHEST_PROTOCOL), tensors
+    return dump(columns_of_kinds), tensors
+
+
+_read_reply = reader(list[tuple[list[ResultKey], Column]])
 
 
 def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[ResultKey, Any]]:
@@ -342,6 +362,6 @@ def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[Resu
     """
     rest = iter(tensors)
     found: list[tuple[ResultKey, Any]] = []
-    for keys, column in load_plain(data):
+    for keys, column in _read_reply(data):
         found += zip(keys, read_column(column, rest, len(keys)), strict=True)
     return found

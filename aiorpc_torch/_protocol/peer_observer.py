@@ -19,10 +19,11 @@ class PeerObserver(Protocol):
     def on_message(self, peer: str) -> None:
         """Record a message from `peer`."""
 
-    def on_disconnect(self, peer: str, number: int) -> RpcError | None:
+    def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
         """Handle the end of a connection to process `number` of `peer` without a leave message.
 
-        Return why that process has ended, None if it is alive or if that is unknown.
+        Return the error of its calls: `error`, or what the process has told of its failure. None if
+        that process has ended or ends now: `ConnectionPool.on_peer_lost` follows with the reason.
         """
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:

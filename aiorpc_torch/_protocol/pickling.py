@@ -147,21 +147,6 @@ def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
         return RemoteFailure.of(exc, "the receiver")
 
 
-def load_plain(data: bytes) -> Any:
-    """Unpickle numbers, str, bytes and containers of them: the parts of a frame.
-
-    Raises UnpicklingError for anything else, so reading a frame runs no user code.
-    """
-    return _PlainUnpickler(io.BytesIO(data)).load()
-
-
-class _PlainUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if name == "complex" and module == "builtins":  # the only number type without an opcode
-            return complex
-        raise pickle.UnpicklingError(f"{module}.{name} in a message: only plain values are allowed")
-
-
 class _ValuePickler(pickle.Pickler):
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file, pickle.HIGHEST_PROTOCOL)

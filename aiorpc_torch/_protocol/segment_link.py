@@ -16,19 +16,22 @@ from torch import Tensor
 from .._aio.entry_queue import EntryQueue
 from .._aio.segments import Mapping, SegmentName, is_supported, map_segment, read_probe
 from .frames import SEGMENTS, SHARED, ProtocolError, frame
-from .messages import dump_plain
 from .payloads import attach_data, detach_data
-from .pickling import load_plain
+from .plain import dump, reader
 from .segment_store import Lease, SegmentStore, store_of
-from .shared_tensors import Block, place, read_places, tensors_at
+from .shared_tensors import Block, Place, check_places, place, tensors_at
 
 Sent = Callable[[bytes | None], object]
 """Sends the frame of a message, or sends the message otherwise if it gets None."""
 
 
+_read_news = reader(tuple[SegmentName | None, bytes | None, list[int], list[int], list[int]])
+_read_shared = reader(tuple[list[tuple[int, int, int, int, bool]], list[Place], bytes])
+
+
 def unshared_frame(data: bytes) -> bytes:
     """Return the frame of a message without tensors that `SegmentLink.read` reads."""
-    return frame(SHARED, dump_plain(((), (), data)))
+    return frame(SHARED, dump(((), (), data)))
 
 
 class Wire(Protocol):
@@ -85,7 +88,7 @@ class SegmentLink:
     def offer(self) -> None:
         """Show the peer the probe, if it is a process of this host."""
         if self._wire.is_local and is_supported() and (name := self._open()) is not None:
-            self._write(offer=tuple(name))
+            self._write(offer=name)
 
     def _open(self) -> SegmentName | None:
         if self._store is None:
@@ -102,9 +105,9 @@ class SegmentLink:
 
         Raises an exception of any class if the frame is malformed.
         """
-        offer, proof, released, forgotten, opened = load_plain(data)
+        offer, proof, released, forgotten, opened = _read_news(data)
         if offer is not None:
-            self._on_offer(SegmentName(*offer))
+            self._on_offer(offer)
         if proof is not None and self._store is not None:
             self.can_send = hmac.compare_digest(proof, self._store.probe.secret)
         for number in opened:
@@ -117,12 +120,10 @@ class SegmentLink:
             self._mappings.pop(number, None)
 
     def _on_offer(self, name: SegmentName) -> None:
-        if {*map(type, name)} != {int}:
-            raise ProtocolError(f"malformed name of a segment: {name}")
         if self._wire.is_local and is_supported():
             self._peer = name.pid
             mine = self._open()
-            self._write(offer=mine and tuple(mine), proof=read_probe(name))
+            self._write(offer=mine, proof=read_probe(name))
 
     def _count_down(self, counts: Counter[int], number: int) -> None:
         if not counts[number]:
@@ -133,7 +134,7 @@ class SegmentLink:
 
     def _write(self, offer: Any = None, proof: bytes | None = None, news: Any = ((),) * 3) -> None:
         if self._wire.is_open:
-            self._wire.write(frame(SEGMENTS, dump_plain((offer, proof, *news))))
+            self._wire.write(frame(SEGMENTS, dump((offer, proof, *news))))
 
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
@@ -168,7 +169,7 @@ class SegmentLink:
             if not self._store.write(block):
                 return False
         self._copying += 1
-        body = [tuple(each) for each in found[1]], data
+        body = found[1], data
         self._finish(found[0], body, then)
         return True
 
@@ -195,7 +196,7 @@ class SegmentLink:
             (each.lease.number, *each.lease.segment.name[1:], each.is_shared) for each in blocks
         ]
         try:
-            return frame(SHARED, dump_plain((names, *body)))
+            return frame(SHARED, dump((names, *body)))
         except (ValueError, MemoryError):  # too many tensors, for one
             return None
 
@@ -219,16 +220,16 @@ class SegmentLink:
 
         Raises an exception of any class if the frame is malformed.
         """
-        names, fields, rest = load_plain(data)
-        places = read_places(fields, [size for _, _, _, size, _ in names])
+        names, places, rest = _read_shared(data)
+        check_places(places, [size for _, _, _, size, _ in names])
         buffers = [self._map(*name) for name in names]
         return detach_data(rest, tensors_at(places, buffers))
 
     def _map(self, number: int, descriptor: int, inode: int, size: int, private: bool) -> Any:
         """Return the memory of a segment of the peer; its release is told when it is freed."""
         name = SegmentName(self._peer, descriptor, inode, size)
-        if {*map(type, (number, *name))} != {int} or not self._peer:
-            raise ProtocolError(f"malformed name of a segment: {name}")
+        if not self._peer:
+            raise ProtocolError("a segment before any offer")
         mapping = None if private else self._mappings.get(number)
         if mapping is None:
             mapping = map_segment(name, private=private)

@@ -9,7 +9,14 @@ from typing import Any, NamedTuple, NoReturn
 
 from .ancestry import BatchId
 from .columns import PACKED, PLAIN, TENSOR, CellKind, cell_bytes, direct_cell
-from .messages import CALL_OVERHEAD, Arguments, EncodedCall, EncodedTarget, target_tensors
+from .messages import (
+    CALL_OVERHEAD,
+    Arguments,
+    EncodedCall,
+    EncodedTarget,
+    are_plain_names,
+    target_tensors,
+)
 from .pickling import PickledValue, SharedPickle, ValueSlot
 from .shared_tensors import share
 from .tensors import INLINE_BYTES
@@ -95,7 +102,7 @@ def _as_cells(
 ) -> Sequence[MemberArguments] | None:
     """Return the arguments as cells, None if they have to be pickled."""
     kwargs = arguments[1]
-    if not count or (kwargs and {*map(type, kwargs)} != {str}):
+    if not count or not are_plain_names(kwargs):
         return None
     columns = []
     for value in values:

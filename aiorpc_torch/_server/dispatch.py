@@ -35,8 +35,6 @@ def calls_of(
 
     `reply` answers calls that came by torch RPC. If it is None, the session answers.
     """
-    if {*map(type, message.budgets)} - _SECONDS:
-        raise TypeError("the budgets of a message must be numbers of seconds")
     calls = []
     rest, count = iter(tensors), len(message.numbers)
     groups = [
@@ -79,9 +77,6 @@ def lone_call(
     call = kind(session, None, number, function, (args, {}), None, worker, on_loop, joiner)
     call.order_key = method.target.on
     return call
-
-
-_SECONDS = {float, int, type(None)}
 
 
 def _batch_scope(batches: frozenset[BatchId], session: Session, number: int) -> BatchScope:

@@ -20,11 +20,11 @@ from .._protocol.endpoints import completed_future
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party, dump_introduction
 from .._protocol.members import Members, replaced_text
-from .._protocol.messages import Calls, encode_reply, load_payload
+from .._protocol.messages import Calls, ResultKey, SessionKey, encode_reply, load_payload
 from .._protocol.name_table import NameTable
 from .._protocol.payloads import detach_data
 from .._protocol.peer_observer import PeerObserver
-from .._protocol.pickling import load_plain
+from .._protocol.plain import reader
 from .._protocol.recording import record_of_torch_context
 from .._torch.compat import RawFuture
 from .._torch.cuda import fence_tensors, fence_tree
@@ -39,13 +39,16 @@ from .exports import ExportPolicy
 from .listener import Listener
 from .methods import LoneMethod
 from .reply import reply_for
-from .session import Key, Payload, Session
+from .session import Payload, Session
 from .sessions import SessionTable
 from .torch_clients import TorchCall
 
 MAX_METHODS = 1024  # that a session remembers
 
 log = logging.getLogger("aiorpc_torch")
+
+_read_collect = reader(tuple[SessionKey, ResultKey])
+_read_party = reader(tuple[str, int])
 
 DRAIN_POLL = 0.01  # seconds between two looks at the calls that run
 RETIRE_TIMEOUT = 2.0  # seconds for callers to answer that they send no further calls
@@ -126,7 +129,7 @@ class Server:
         reply: Any = RawFuture(self._routes.used)
         session = None
         try:
-            key, number = load_plain(data)
+            key, number = _read_collect(data)
             session = self.sessions.get(key)
         except Exception as exc:
             log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
@@ -168,7 +171,7 @@ class Server:
 
     def _introduction(self, data: bytes) -> Any:
         try:
-            caller = Party(*load_plain(data))
+            caller = Party(*_read_party(data))
             self._members.check(caller)
             if self._is_leaving or self._listener is None:
                 raise self._not_serving_error()
@@ -243,7 +246,7 @@ class Server:
                 call.record()
         return calls
 
-    def _on_payload(self, key: Key, payload: Payload) -> None:
+    def _on_payload(self, key: SessionKey, payload: Payload) -> None:
         session = self.sessions.get(key)
         if session is None:
             payload.reply.set_result(NO_RESULTS)
@@ -259,7 +262,8 @@ class Server:
         self.sessions.end(session)
         name, number, _ = session.key
         if what == "lost":
-            self._observer.on_disconnect(name, number)
+            lost = WorkerLost(name, "its connection has ended")
+            self._observer.on_disconnect(name, number, lost)
         else:
             self._observer.on_leave_message(name, number, what, text)
 
@@ -267,9 +271,13 @@ class Server:
         """Return the calls served, those that run, and the bytes of held results. In any thread."""
         return self.sessions.tally()
 
-    def running_calls(self) -> list[tuple[str, str, float]]:
-        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread."""
-        return [(call.name, call.caller, call.started) for call in self._open_calls()]
+    def running_calls(self, but: object) -> list[tuple[str, str, float]]:
+        """Return method, caller and `time.monotonic()` of each unanswered call. In any thread.
+
+        Calls of the function `but` are left out.
+        """
+        calls = [call for call in self._open_calls() if call.function is not but]
+        return [(call.name, call.caller, call.started) for call in calls]
 
     def _open_calls(self) -> list[ServerCall]:
         return [*self.sessions.open_calls(), *self._torch_calls]

@@ -35,18 +35,19 @@ from .._protocol.frames import (
 )
 from .._protocol.handshake import Party
 from .._protocol.lone import decode_call, encode_result
-from .._protocol.messages import Calls, EncodedResult, encode_reply, load_calls
+from .._protocol.messages import Calls, EncodedResult, SessionKey, encode_reply, load_calls
 from .._protocol.payloads import Slots, message_for_torch
-from .._protocol.pickling import load_plain
+from .._protocol.plain import reader
 from .._protocol.segment_link import SegmentLink, unshared_frame
 from .._protocol.tensors import INLINE_BYTES
 from .._torch import devices
+from .._torch.rrefs import RRefId
 from ..errors import RpcError
 
 log = logging.getLogger("aiorpc_torch")
 
-Key = tuple[str, int, int]
-"""A session's key: the caller's name and process number, and the connection number."""
+_read_control = reader(tuple[list[int], list[tuple[int, int]]])
+_read_slot = reader(tuple[int, RRefId | str | None])
 
 
 class Payload(NamedTuple):
@@ -114,7 +115,7 @@ class Session(Channel):
     ) -> None:
         super().__init__()
         self.caller = caller.name
-        self.key: Key = (caller.name, caller.number, connection)
+        self.key: SessionKey = (caller.name, caller.number, connection)
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
         self.methods: dict[bytes, Any] = {}  # of lone calls, by target
@@ -151,10 +152,9 @@ class Session(Channel):
             self._handler.start_calls(self, message)
             return len(message.numbers)
         if kind == CONTROL:
-            return self._on_control(*load_plain(data))
+            return self._on_control(*_read_control(data))
         if kind == SLOT:
-            number, key = load_plain(data)
-            hash(key)  # raises before an early payload is taken out
+            number, key = _read_slot(data)
             self._start_held(self.slots.open(number, key))
             return 1
         if kind == SHARED:
@@ -217,7 +217,7 @@ class Session(Channel):
                 self._handler.cancel(call)
         for number, credit in grants:
             call = self.calls.get(number)
-            if call is not None and type(credit) is int:
+            if call is not None:
                 call.grant(credit)
         return len(cancels) + len(grants)
 

@@ -2,11 +2,12 @@
 
 import asyncio
 
+from .._protocol.messages import SessionKey
 from .calls import RpcCall
-from .session import Key, Session
+from .session import Session
 
 
-class SessionTable(dict[Key, Session]):
+class SessionTable(dict[SessionKey, Session]):
     """The open sessions of worker `name`, and the ended ones that have calls which still run.
 
     The worker's loop changes the table; any thread may read it.

@@ -45,6 +45,7 @@ try:
         _is_current_rpc_agent_set as has_agent,
         _set_profiler_node_id as set_profiler_node,
     )
+    from torch._subclasses.fake_tensor import FakeTensor
     from torch.autograd import profiler as _profiler
     from torch.distributed import autograd as _autograd, rpc as _rpc
     from torch.distributed.rpc import api as _api
@@ -67,6 +68,7 @@ __all__ = (
     "DisableTorchFunctionSubclass",
     "DispatchKey",
     "DispatchKeySet",
+    "FakeTensor",
     "FileStore",
     "HashStore",
     "PythonUDF",

@@ -3,8 +3,8 @@
 torch counts the references to an object: to pickle an RRef forks it, and torch sends a message for
 the fork. That costs more than a call. Also, torch counts correctly in a process's first world only:
 in later ones its messages fail, and an owner that waits for them reports an error. An RRef that
-reaches its owner after the owner has shut torch down is waited for without end. (2.13, 2.15;
-tests/integration/test_rrefs.py)
+reaches its owner when torch there does not know the object is waited for without end: torch has
+shut down, or no fork of the RRef is left. (2.13, 2.15; tests/integration/test_rrefs.py)
 
 So a call refers to its object by the RRef id, torch's number for the RRef. The owner finds the
 object in a table of this module. torch counts only in a world whose workers are all in
@@ -44,15 +44,16 @@ FREED = (
 class RRefTable:
     """The objects of this process that other workers of one world may refer to."""
 
-    def __init__(self, worker_id: int, *, counted: bool) -> None:
+    def __init__(self, worker_id: int, *, counted: bool, adopted: bool = False) -> None:
         self.worker_id = worker_id
         self._counted = counted
+        self._adopted = adopted
         self._objects: weakref.WeakValueDictionary[RRefId, Any] = weakref.WeakValueDictionary()
         self._rrefs: weakref.WeakValueDictionary[RRefId, RRefBase[Any]] = (
             weakref.WeakValueDictionary()
         )
         self._ids: weakref.WeakKeyDictionary[RRefBase[Any], RRefId] = weakref.WeakKeyDictionary()
-        self._pinned: set[RRefBase[Any]] = set()
+        self._pinned: dict[RRefBase[Any], Any] = {}  # with the fork by which torch keeps it
         self._renewed: weakref.WeakKeyDictionary[RRefBase[Any], RRef[Any]] = (
             weakref.WeakKeyDictionary()
         )
@@ -78,7 +79,7 @@ class RRefTable:
         own_id = _id_in(data)
         if not self._counted:
             self._rrefs[own_id] = rref
-            self._pinned.add(rref)
+            self._pin(rref)
             _cancel_fork(data)
             return PINNED
         try:
@@ -86,6 +87,18 @@ class RRefTable:
         except TypeError:  # its class has no weak references
             return BY_TORCH
         return BY_ID
+
+    def _pin(self, rref: "RRefBase[Any]") -> None:
+        """Keep an object until this table is closed. In any thread."""
+        if rref in self._pinned:
+            return
+        # Without a fork torch forgets the object, and a plain torch call of the RRef waits for it
+        # without end. In an adopted world the program's `rpc.shutdown` would wait for the fork.
+        fork = None if self._adopted else rref._serialize()
+        if self._pinned.setdefault(rref, fork) is not fork:  # another thread has pinned it
+            _cancel_fork(fork)
+        if self._is_closed:
+            self.unpin()
 
     def find(self, named: "RRefBase[Any] | RRefId") -> Any:
         """Return the object of a call."""
@@ -114,7 +127,14 @@ class RRefTable:
     def close(self) -> None:
         """Disable `find`, and free pinned objects."""
         self._is_closed = True
-        self._pinned.clear()
+        self.unpin()
+
+    def unpin(self) -> None:
+        """Free pinned objects, unless an RRef of this process holds them."""
+        for rref in [*self._pinned]:
+            fork = self._pinned.pop(rref, None)
+            if fork is not None:
+                _cancel_fork(fork)
 
 
 class _Received(NamedTuple):
@@ -143,9 +163,9 @@ def enter_world(worker_id: int, *, counted: bool) -> None:
 
 def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
     """Use the table of torch's world `generation`; start a new one at the first call for it."""
-    global _adopted
+    global _table, _adopted
     if _adopted != generation:
-        enter_world(worker_id, counted=counted)
+        _table = RRefTable(worker_id, counted=counted, adopted=True)
         _adopted = generation
 
 

@@ -14,7 +14,13 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from .compat import DisableTorchFunctionSubclass, DispatchKey, DispatchKeySet, dispatch_keys
+from .compat import (
+    DisableTorchFunctionSubclass,
+    DispatchKey,
+    DispatchKeySet,
+    FakeTensor,
+    dispatch_keys,
+)
 
 # ── kinds of tensors ────────────────────────────────────────────────────────────────────────────
 
@@ -100,7 +106,12 @@ def check_tensors(tensors: Iterable[Tensor]) -> None:
 
 
 def check_subclass(tensor: Tensor) -> None:
-    """Raise ValueError for a tensor of a subclass whose storage is pickled, if it has no memory."""
+    """Raise ValueError for a tensor of a subclass without elements.
+
+    It is a fake tensor, or its storage is pickled and has no memory.
+    """
+    if isinstance(tensor, FakeTensor):
+        _refuse_kind(tensor)
     with DisableTorchFunctionSubclass():
         if is_plain(tensor) and not has_memory(tensor):
             _refuse_storage(tensor, tensor)
@@ -142,6 +153,8 @@ def _refuse_kind(tensor: Tensor) -> NoReturn:
 
 
 def _describe(tensor: Tensor) -> tuple[str, str]:
+    if isinstance(tensor, FakeTensor):
+        return "a FakeTensor", "it has no elements. Send its shape and dtype"
     if tensor.is_nested:
         return "a nested tensor of layout torch.strided", "send one of layout=torch.jagged"
     if tensor.is_mkldnn:

@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 
 import anyio
 
+from .._aio.fork import forks_exit_here
 from .._aio.loops import call_soon
 from .._aio.tasks import run_to_end
 from .._batching.queue import close_queues
@@ -108,7 +109,8 @@ async def attach(
     endpoints.enter(attached.node)
     try:
         attached.enter(host)
-        yield attached.worker()
+        with forks_exit_here():
+            yield attached.worker()
     except BaseException:
         await attached.leave(0.0)
         raise
@@ -282,7 +284,8 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
     thread.start()
     me = entered.result()
     try:
-        yield me
+        with forks_exit_here():
+            yield me
     finally:
         assert me._loop is not None
         call_soon(me._loop, left.set)

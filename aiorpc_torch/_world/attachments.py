@@ -17,10 +17,9 @@ from torch.futures import Future
 
 from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
-from .._protocol.endpoints import attach_message_of
+from .._protocol.endpoints import attach_message_of, read_attach_message
 from .._protocol.handshake import VERSION
 from .._protocol.members import Members
-from .._protocol.pickling import load_plain
 from .._torch.agent import agent_generation
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
@@ -162,7 +161,7 @@ class Attachments:
         try:
             info, message = self._members.peers[peer].info, self._message(peer)
             answer = await wrap_future(send(info, endpoints.attach_message, message))
-            self._record(peer, load_plain(answer))
+            self._record(peer, read_attach_message(answer))
         except Exception as exc:
             self._states[peer].refuse(_refusal(peer, exc))
 
@@ -201,7 +200,7 @@ class Attachments:
     def _on_message(self, data: bytes, answer: "Future[Any]") -> None:
         peer = ""
         try:
-            message = load_plain(data)
+            message = read_attach_message(data)
             if (peer := message[1]) in self._states:
                 self._record(peer, message)
         except Exception as exc:

@@ -122,11 +122,17 @@ class ChildProcess:
         code = self._process.exitcode
         return None if code == 0 else WorkerLost(self.name, describe_exit(code))
 
-    def exit_reason(self) -> str:
-        """Return how the process has ended or ends now, "" if it runs. In any thread."""
+    def is_exiting(self) -> bool:
+        """Return whether the process has ended or ends now. In any thread."""
         with contextlib.suppress(ValueError):  # it is closed: its world has ended
-            if _is_exiting(self._process.pid):
-                self._process.join(EXIT_CODE_TIMEOUT)
+            return _is_exiting(self._process.pid)
+        return False
+
+    async def exit_reason(self) -> str:
+        """Wait for the exit code of a process that ends now; return the text for it, or ""."""
+        # Under load, or with much memory to free, the kernel and the fork server may take a while.
+        await asyncio.wait((self.ended,), timeout=EXIT_CODE_TIMEOUT)
+        with contextlib.suppress(ValueError):
             if (code := self._process.exitcode) is not None:
                 return describe_exit(code)
         return ""

@@ -12,7 +12,7 @@ import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
 from .._aio.loops import call_soon, run_on_loop
@@ -54,6 +54,16 @@ class Connections(Protocol):
         """Return whether the block of a peer has ended in order."""
 
 
+class Children(Protocol):
+    """The peers that are child processes of this one."""
+
+    def is_exiting(self, name: str) -> bool:
+        """Return whether a child has ended or ends now, False for another peer. In any thread."""
+
+    async def exit_reason(self, name: str) -> str:
+        """Wait for the end of that child; return how it has ended, "" if that is unknown."""
+
+
 class FailureDetector:
     """A watch over one worker's peers, on the loop that created it, from `start` to `close`.
 
@@ -61,8 +71,7 @@ class FailureDetector:
         members: the workers of the world.
         heartbeat: seconds of silence after which a peer is lost.
         connections: those of this worker.
-        exit_reason: returns how the process of a peer has ended, "" if that is unknown. It may be
-            called in any thread.
+        children: tell how peers have ended that are child processes.
         only_linked: whether silence counts on open connections only.
     """
 
@@ -71,7 +80,7 @@ class FailureDetector:
         members: Members,
         heartbeat: float,
         connections: Connections,
-        exit_reason: Callable[[str], str] = lambda _: "",
+        children: Children | None = None,
         *,
         only_linked: bool = False,
     ) -> None:
@@ -79,7 +88,7 @@ class FailureDetector:
         self._members = members
         self._heartbeat = heartbeat
         self._connections = connections
-        self._exit_reason = exit_reason
+        self._children = children
         self._only_linked = only_linked
         self._tracker = HeartbeatTracker(heartbeat, members.last_heard)
         self._loop = asyncio.get_running_loop()
@@ -110,6 +119,8 @@ class FailureDetector:
         self._open = False
         if self._timer is not None:
             self._timer.cancel()
+        for task in self._tasks:
+            task.cancel()
 
     async def wait_until_alive(self, peer: str) -> None:
         """Wait until a lost peer has rejoined; return at once if it is not lost.
@@ -165,20 +176,44 @@ class FailureDetector:
             self._rejoined.pop(peer, asyncio.Event()).set()
         self._connections.on_change()
 
-    def on_disconnect(self, peer: str, number: int) -> RpcError | None:
+    def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
         """Probe a peer whose connection ended without a leave message. Thread-safe.
 
-        A peer that has told of its failure, or is a dead child of this process, is lost: return
-        the error.
+        A peer that has told of its failure is lost already: return that error. A child of this
+        process that is dead or dies is lost once its exit code is known: return None.
         """
         is_current = self._is_current(peer, number)
-        error = self.told_failure(peer) if is_current else None
-        if error is None and is_current and self._open and (reason := self._exit_reason(peer)):
-            error = WorkerLost(peer, reason)
-            run_on_loop(self._loop, self.lose, peer, error)
-        elif error is None:
-            run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
+        if is_current and (told := self.told_failure(peer)) is not None:
+            return told
+        if is_current and self._open and self._is_exiting(peer):
+            run_on_loop(self._loop, self._await_exit, peer, number, error)
+            return None
+        run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
         return error
+
+    def _is_watched(self, peer: str, number: int) -> bool:
+        """Return whether this is the number of a peer's current process."""
+        return self._open and self._is_current(peer, number)
+
+    def _is_exiting(self, peer: str) -> bool:
+        return self._children is not None and self._children.is_exiting(peer)
+
+    def _await_exit(self, peer: str, number: int, error: RpcError) -> None:
+        """Lose a peer when its exit code is known; with `error` if it stays unknown."""
+        if self._is_watched(peer, number):
+            self._probed[peer].clear()
+            self._start(self._lose_exited(peer, number, error))
+
+    async def _lose_exited(self, peer: str, number: int, error: RpcError) -> None:
+        reason = "" if self._children is None else await self._children.exit_reason(peer)
+        if self._is_watched(peer, number):
+            found = WorkerLost(peer, reason) if reason else error
+            self.lose(peer, self.told_failure(peer) or found)
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     def told_failure(self, peer: str) -> RpcError | None:
         """Return the failure that a lost peer has reported itself, if it has."""
@@ -207,7 +242,7 @@ class FailureDetector:
         return peer != self._members.name and self._members.is_current(peer, number)
 
     def _probe(self, peer: str, number: int) -> None:
-        if self._is_current(peer, number) and self._open:
+        if self._is_watched(peer, number):
             self._probed[peer].clear()
             self._ping(peer)
 
@@ -254,11 +289,11 @@ class FailureDetector:
         if not self._open:  # the supervisor ends the children
             return
         error = classify_error(exc, peer)
-        if (told := self.told_failure(peer)) is not None:
-            error = told
-        elif isinstance(error, WorkerLost) and (reason := self._exit_reason(peer)):
-            error = WorkerLost(peer, reason)
-        self.lose(peer, error)
+        told = self.told_failure(peer)
+        if told is None and isinstance(error, WorkerLost) and self._is_exiting(peer):
+            self._await_exit(peer, self._members.processes[peer], error)
+        else:
+            self.lose(peer, told or error)
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
@@ -273,9 +308,7 @@ class FailureDetector:
         self._connections.on_change()
         message = self._members.leave_messages.get(peer)
         if self._on_loss is not None and message is None:
-            task = self._loop.create_task(self._report_unless_left(peer, error))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            self._start(self._report_unless_left(peer, error))
         elif self._on_loss is not None and message:
             self._on_loss(error)
 

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker, spawn
 from typing import Any, NoReturn
 
-from .._aio.signals import end_process
+from .._aio.signals import end_process, exit_code
 
 # Of a request: how many descriptors follow. Then a pid or a negative errno, and the exit code.
 NUMBER = struct.Struct("q")
@@ -270,9 +270,7 @@ def _end_child(run: Callable[[], Any]) -> NoReturn:
     try:
         code = run()
     except SystemExit as exc:
-        if isinstance(exc.code, str):
-            sys.stderr.write(exc.code + "\n")
-        code = exc.code if isinstance(exc.code, int) else int(exc.code is not None)
+        code = exit_code(exc)
     except BaseException as exc:
         sys.excepthook(type(exc), exc, exc.__traceback__)
         code = 1

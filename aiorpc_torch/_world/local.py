@@ -104,9 +104,8 @@ async def local_world(
         with graceful_signals(handle_signals):
             async with supervisor.running():
                 async with contextlib.AsyncExitStack() as stack:
-                    entering = run_worker(mine, supervisor.exit_reason)
                     async with supervisor.raising_failures("stop"):
-                        me = await stack.enter_async_context(entering)
+                        me = await stack.enter_async_context(run_worker(mine, supervisor))
                     supervisor.watch_children(me)
                     with supervisor.notifying_on_exit():
                         yield me
@@ -202,7 +201,7 @@ async def _run(
 ) -> T:
     with graceful_signals(handle_signals):
         async with supervisor.running():
-            entering = run_worker(config, supervisor.exit_reason)
+            entering = run_worker(config, supervisor)
             async with supervisor.raising_failures(on_failure), entering as me:
                 supervisor.watch_children(me)
                 with supervisor.notifying_on_exit():

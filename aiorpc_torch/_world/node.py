@@ -11,7 +11,7 @@ from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._protocol.endpoints import completed_future
 from .._protocol.members import Members
-from .._protocol.pickling import load_plain
+from .._protocol.plain import reader
 from .._server.exports import ExportPolicy
 from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo
@@ -20,8 +20,10 @@ from ..errors import RpcError
 from .attachments import Attachments
 from .config import NodeConfig
 from .departures import Departures
-from .failure_detector import FailureDetector
+from .failure_detector import Children, FailureDetector
 from .rejoin import RejoinHandler
+
+_read_leave_message = reader(tuple[str, int, str])
 
 
 class Node:
@@ -33,7 +35,7 @@ class Node:
     Args:
         members: the workers of the world; `worker` learns them once torch's RPC has started.
         config: the options of this worker.
-        exit_reason: as for `FailureDetector`.
+        children: as for `FailureDetector`.
         introductions: open the connections to peers (default: by torch RPC).
         is_attached: whether `init_rpc` has started the world. There is no coordinator then.
     """
@@ -42,7 +44,7 @@ class Node:
         self,
         members: Members,
         config: NodeConfig,
-        exit_reason: Callable[[str], str] = lambda _: "",
+        children: Children | None = None,
         introductions: Introductions | None = None,
         *,
         is_attached: bool = False,
@@ -52,7 +54,7 @@ class Node:
         if is_attached:
             self.attachments = Attachments(members, config.start_timeout, self._on_attached)
         self.detector = FailureDetector(
-            members, config.heartbeat, self, exit_reason, only_linked=is_attached
+            members, config.heartbeat, self, children, only_linked=is_attached
         )
         exports = None if config.exports is None else ExportPolicy(config.exports)
         self.server = Server(members, self.detector, config.threads, exports)
@@ -91,9 +93,7 @@ class Node:
 
     def leave_message(self, data: bytes) -> "Future[Any]":
         """Record that a peer has failed, or with an empty text that it leaves in order."""
-        name, number, failure = load_plain(data)
-        if (type(name), type(number), type(failure)) != (str, int, str):
-            raise TypeError("not a leave message")
+        name, number, failure = _read_leave_message(data)
         what = "failed" if failure else "left"
         self._when_started(lambda: self.detector.on_leave_message(name, number, what, failure))
         return completed_future(None)

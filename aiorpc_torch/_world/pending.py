@@ -31,11 +31,12 @@ def pending() -> list[PendingCall]:
     of this worker to itself is in the list twice. Calls of plain torch clients are in the list if
     they are of `async_execution` or `@batched` functions. Their worker is "a torch client".
     Callable from any thread; outside a world the list is empty. `await call("w", aiorpc.pending)`
-    returns the list of worker `w`, from its event loop: it needs no free thread there.
+    returns the list of worker `w`, from its event loop: it needs no free thread there. Incoming
+    calls of this function are not in the list.
     """
     now, connections, server = time.monotonic(), pool.find_current(), endpoints.serving()
     outgoing = [] if connections is None else connections.pending_calls()
-    incoming = [] if server is None else server.running_calls()
+    incoming = [] if server is None else server.running_calls(but=pending)
     calls = [
         PendingCall(method, worker, max(0.0, now - started), is_incoming)
         for is_incoming, found in ((False, outgoing), (True, incoming))

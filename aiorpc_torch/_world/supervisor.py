@@ -70,10 +70,20 @@ class Supervisor:
         assert me._node is not None
         self._detector = me._node.detector
 
-    def exit_reason(self, name: str) -> str:
-        """Return how the process of a child has ended, "" if it runs. In any thread."""
+    def is_exiting(self, name: str) -> bool:
+        """Return whether a child has ended or ends now. In any thread."""
+        child = self._child(name)
+        return child is not None and child.is_exiting()
+
+    async def exit_reason(self, name: str) -> str:
+        """Wait for the end of a child that ends now; return how it has ended, or ""."""
+        child = self._child(name)
+        return "" if child is None else await child.exit_reason()
+
+    def _child(self, name: str) -> ChildProcess | None:
+        """Return the last child of this name. In any thread."""
         children = [each for each in [*self._children] if each.name == name]
-        return children[-1].exit_reason() if children else ""
+        return children[-1] if children else None
 
     @contextlib.contextmanager
     def notifying_on_exit(self) -> Iterator[None]:

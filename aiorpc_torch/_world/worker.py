@@ -3,10 +3,11 @@
 import contextlib
 import gc
 import logging
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from urllib.parse import urlsplit
 
+from .._aio.fork import forks_exit_here
 from .._aio.interruption import interruptible
 from .._aio.signals import graceful_signals
 from .._protocol import endpoints
@@ -18,7 +19,7 @@ from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
 from .dump import dump_on_signal
-from .failure_detector import FailureDetector
+from .failure_detector import Children, FailureDetector
 from .network import loopback_only, requested_interfaces
 from .node import Node
 from .rejoin import announce_rejoin
@@ -204,12 +205,12 @@ async def worker(
 
 @contextlib.asynccontextmanager
 async def run_worker(
-    config: WorkerConfig, exit_reason: Callable[[str], str] = lambda _: ""
+    config: WorkerConfig, children: Children | None = None
 ) -> AsyncIterator[Worker]:
-    """Be the worker of `config` during the block; `exit_reason` is as for `FailureDetector`."""
+    """Be the worker of `config` during the block; `children` are as for `FailureDetector`."""
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
-    node = Node(Members(config.name), config, exit_reason)
+    node = Node(Members(config.name), config, children)
     endpoints.enter(node)  # before torch starts: a quicker peer may call already
     rendezvous = None
     try:
@@ -260,7 +261,8 @@ async def _running(
         me = Worker(config.name, config.rank, config.world_size, peers, comeback, node)
         log.info("%r: the world is complete", me)
         async with _interrupted_by_losses(config, node.detector):
-            yield me
+            with forks_exit_here():
+                yield me
     except BaseException as exc:
         failure = describe_failure(exc)
         raise

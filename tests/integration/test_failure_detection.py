@@ -1,9 +1,12 @@
 """Peers that are killed, frozen or busy: the errors, their delay and the cancellations."""
 
 import asyncio
+import contextlib
 import errno
 import os
+import signal
 import time
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -11,10 +14,10 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
-from aiorpc_torch._client import torch_transfers
+from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.messages import dump_plain
-from aiorpc_torch._world import supervisor
+from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._world import child, forkserver, supervisor
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Sleeper, Streams
@@ -37,6 +40,15 @@ async def ends_of(tasks: list["asyncio.Task[Any]"]) -> dict[str, tuple[float, An
 
 def named(name: str, coroutine: Any) -> "asyncio.Task[Any]":
     return asyncio.create_task(coroutine, name=name)
+
+
+@contextlib.contextmanager
+def frozen_process(pid: int) -> Iterator[None]:
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        yield
+    finally:
+        os.kill(pid, signal.SIGCONT)
 
 
 async def iterate(stream: Any) -> list[Any]:
@@ -132,6 +144,29 @@ async def test_a_dead_child_is_reported(
     assert f"worker 'b' is lost: {reason}" in warnings
 
 
+@pytest.mark.promise("lost.exit")
+async def test_an_exit_code_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The event loop goes on meanwhile, and the calls of the dead child wait for the reason."""
+    monkeypatch.setattr(child, "EXIT_CODE_TIMEOUT", 30.0)
+    async with world(["b"]), asyncio.timeout(60.0):
+        gate = await create("b", Gate)
+        passed = named("passed", remote(gate).passed())
+        await remote(gate).entered()
+        number = await call("b", os.getpid)
+        connection, server = pool.current().connection("b"), forkserver.server_pid()
+        assert server is not None
+        with frozen_process(server):  # it reports no exit code
+            os.kill(number, signal.SIGKILL)
+            await connection.ended.wait()
+            later = named("later", remote(gate).passed())
+            await asyncio.sleep(0)
+            assert not passed.done()
+        for each in (passed, later):
+            with pytest.raises(WorkerLost) as lost:
+                await each
+            assert lost.value.reason == "its process was killed by SIGKILL"
+
+
 async def lost_for_good(me: aiorpc.Worker, peer: str) -> None:
     """Wait until a peer that was killed is lost and will not rejoin."""
     while True:
@@ -145,11 +180,12 @@ async def test_a_peer_that_told_of_its_failure() -> None:
     async with world(["b"]) as me:
         assert me._node is not None
         detector, number = me._node.detector, me._node.members.processes["b"]
-        before = detector.on_disconnect("b", number)
+        ended = WorkerLost("b", "its connection has ended")
+        before = detector.on_disconnect("b", number, ended)
         detector.on_leave_message("b", number, "failed", "ValueError: odd\nTraceback")
         detector._on_unreachable("b", RuntimeError("EOF: end of file (tensorpipe/uv.cc:1)"))
-        errors = [detector.lost_peers["b"], detector.on_disconnect("b", number)]
-    assert before is None
+        errors = [detector.lost_peers["b"], detector.on_disconnect("b", number, ended)]
+    assert before is ended
     for error in errors:
         assert isinstance(error, WorkerLost)
         assert error.reason == "ValueError: odd"
@@ -267,8 +303,8 @@ async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) ->
     assert node is not None
     answers = [
         node.server.payload(*sent[0]),
-        node.server.collect(dump_plain((("main", 0, 0), 0))),
-        node.introduce(dump_plain(("main", 0))),
+        node.server.collect(dump((("main", 0, 0), 0))),
+        node.introduce(dump(("main", 0))),
     ]
     async with asyncio.timeout(30.0):
         for answer in answers:

@@ -178,6 +178,26 @@ async def test_a_fork_of_the_program_ends_nothing_at_its_exit() -> None:
         assert await asyncio.to_thread(os.waitpid, pid, 0) == (pid, 0)
 
 
+FORKS = """
+    async def main():
+        async with aiorpc.local_world(0):
+            await aiorpc.call("main", os.getpid)
+            if (pid := os.fork()) == 0:
+                sys.exit(3)
+            _, status = await asyncio.to_thread(os.waitpid, pid, 0)
+            print(os.waitstatus_to_exitcode(status))
+            assert await aiorpc.call("main", os.getpid) == os.getpid()
+    asyncio.run(main())
+"""
+
+
+@pytest.mark.slow
+def test_a_fork_of_the_program_that_exits(tmp_path: Path) -> None:
+    """`sys.exit` in it ends it there, and the world of its parent goes on."""
+    done = run(program(tmp_path, FORKS))
+    assert (done.stdout, done.stderr, done.returncode) == ("3\n", "", 0)
+
+
 @pytest.mark.slow
 def test_a_process_name_that_is_no_text() -> None:
     """Linux cuts names to 15 bytes, perhaps inside a character; they stand in /proc."""

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import create
+from aiorpc_torch import call, create
 from aiorpc_torch.testing import Workers, kill
 from tests.support import guides, page_objects as objects
 
@@ -25,9 +25,6 @@ async def names_for(fragment: str) -> dict[str, Any]:
     names |= {name: getattr(aiorpc, name) for name in aiorpc.__all__}
     names |= {name: thing for name, thing in vars(objects).items() if not name.startswith("_")}
     names |= {"x": torch.ones(2), "y": torch.ones(2), "n": 3, "Grads": Tensor, "Parameters": Tensor}
-    if "rref.rpc_sync" in fragment:
-        server = await create("ps", objects.ParameterServer)
-        return names | {"rref": server, "grads": torch.ones(3), "a": 1, "b": 2}
     net = await create("a", objects.Net)
     names |= {"rref": net, "function": objects.double, "torch_future": objects.finished_future()}
     names |= {"seeds": [1, 2], "agent": net, "xs": range(5), "weights": torch.ones(100_000)}
@@ -43,6 +40,12 @@ async def names_for(fragment: str) -> dict[str, Any]:
     return names
 
 
+def run_as_torch_client(fragment: str, server: Any) -> None:
+    """Run a fragment of plain torch calls, in a thread of a worker."""
+    names = {"rref": server, "grads": torch.ones(3), "a": 1, "b": 2}
+    exec(fragment, {"rpc": rpc, **vars(objects), **names})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES)
 async def test_fragments_run(name: str, workers: Workers) -> None:
@@ -52,6 +55,11 @@ async def test_fragments_run(name: str, workers: Workers) -> None:
     ]
     assert fragments
     for fragment in fragments:
+        if "rref.rpc_sync" in fragment:
+            server = await create("ps", objects.ParameterServer)
+            # By a process in its first world, which this one may not be.
+            await call("a", run_as_torch_client, fragment, server)
+            continue
         names = await names_for(fragment)
         if "WorkerLost as lost" in fragment:
             kill("env1")

@@ -13,11 +13,11 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._protocol.pickling import load_plain
 from aiorpc_torch._world.departures import Departures
 from aiorpc_torch.testing import world
 from tests.support import leavers
 from tests.support.example_programs import free_port
+from tests.support.raw_connections import read
 
 PATIENCE = 30.0
 
@@ -179,7 +179,7 @@ async def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     names, handle = [], Departures.handle
 
     def count(self: Departures, data: bytes, reply: Any) -> None:
-        names.append(load_plain(data)[0])
+        names.append(read(data)[0])
         handle(self, data, reply)
 
     monkeypatch.setattr(Departures, "handle", count)

@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch._C._distributed_rpc import _rref_context_get_debug_info
 from torch.distributed.rpc import api
 
 from aiorpc_torch import NotServing, RRef, create, remote
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._torch.agent import Agent, is_running
+from aiorpc_torch._torch.rrefs import PINNED, RRefTable
 from aiorpc_torch.testing import world
 from tests.support.actors import Counter, Holder
 from tests.support.scripts import program, started
@@ -138,6 +140,25 @@ async def test_of_ones_own_object(kind: type[Slotted]) -> None:
         assert await remote(rref).me(rref)
 
 
+@pytest.mark.usefixtures("world")
+async def test_what_torch_keeps_of_an_object_in_a_later_world() -> None:
+    """It, once, until the table is closed; nothing in an adopted world, which torch ends."""
+    others = known_to_torch()
+    for adopted, kept in ((False, 1), (True, 0)):
+        table, rref = RRefTable(0, counted=False, adopted=adopted), RRef(Plain())
+        for _ in range(2):
+            assert table.share(rref, rref._serialize()) == PINNED
+        assert known_to_torch() - others == kept
+        table.close()
+        assert known_to_torch() == others
+        table.share(rref, rref._serialize())  # a call that has run until now
+        assert known_to_torch() == others
+
+
+def known_to_torch() -> int:
+    return int(_rref_context_get_debug_info()["num_owner_rrefs"])
+
+
 @pytest.mark.promise("calls.not_serving")
 async def test_of_a_world_that_was_left() -> None:
     """Any use raises, whichever its owner; RRefs of own objects still work."""
@@ -188,6 +209,20 @@ async def test_of_theirs_passed_on_among_them_and_to_us(capfd: pytest.CaptureFix
     assert "Timed out" not in capfd.readouterr().err
 
 
+@pytest.mark.promise("worlds.rrefs")
+async def test_of_theirs_in_a_plain_torch_call() -> None:
+    """Between processes in their first world, torch finds the object until this world ends."""
+    async with world([]):
+        pass
+    async with world(["a", "b"]):
+        rref = await create("a", Counter)
+        first, second = [await create("b", Holder) for _ in range(2)]
+        for holder in (first, second):
+            await remote(holder).take(rref)
+        await remote(first).take(None)  # torch of b tells that of a
+        assert await remote(second).add_by_torch(2) == 2
+
+
 # ── the same processes in one world after another ───────────────────────────────────────────────
 
 AGAIN = """
@@ -211,8 +246,9 @@ AGAIN = """
                     await aiorpc.remote(counter).add(1),
                     await aiorpc.remote(other).add(1),
                     await aiorpc.fetch(own),
+                    (await asyncio.to_thread(counter.to_here, 60.0)).value,
                 ]
-                assert found == [1, 2, [rank]], found
+                assert found == [1, 2, [rank], 2], found
             print("left", flush=True)
 
     if __name__ == "__main__":

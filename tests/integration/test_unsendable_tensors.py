@@ -1,6 +1,5 @@
 """Tensors that cannot be sent, between two processes: both live on, with the same connection."""
 
-from pickle import PicklingError
 from typing import Any
 
 import pytest
@@ -36,7 +35,7 @@ async def test_both_processes_live_on(
     for kind in UNSENDABLE:
         made = await create("a", give, kind)
         for attempt in (shelf.echo([make(kind)]), call("a", give, kind), fetch(made)):
-            with pytest.raises((ValueError, TypeError, PicklingError)):
+            with pytest.raises(ValueError, match="cannot be sent: "):
                 await attempt
     x = torch.ones(50_000)
     assert torch.equal(await shelf.echo(x), x)

@@ -680,7 +680,7 @@ async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:
     await first.is_refused()
     assert second.session in server().sessions.values()
     second.send(CALLS, ((0,), (), [((pack(FunctionTarget(int)).data, 0), False, (), 1, [])], ()))
-    assert await second.frame() == (RESULTS, [([0], ("plain", [0]))])
+    assert await second.frame() == (RESULTS, [[[0], ["plain", [0]]]])
     await second.leave()
 
 
@@ -826,7 +826,7 @@ async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) 
     answered: list[int] = []
     while len(answered) < count:  # on uvloop the results of several calls share a frame
         kind, [(numbers, values)] = await stranger.frame()  # type: ignore[misc]
-        assert (kind, values) == (RESULTS, ("plain", [data] * len(numbers)))
+        assert (kind, values) == (RESULTS, ["plain", [data] * len(numbers)])
         answered += numbers
     assert answered == echoed == [*range(count)]
     assert not end._paused

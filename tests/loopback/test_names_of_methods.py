@@ -124,7 +124,7 @@ async def test_names_that_are_not_called(world: aiorpc.Worker, name: str) -> Non
 async def test_names_that_are_none(world: aiorpc.Worker, name: Any) -> None:
     """An error of the callee's, which goes on."""
     guarded = RRef(Guarded())
-    with pytest.raises(TypeError, match="name"):
+    with pytest.raises((ValueError, aiorpc.RemoteError), match=r"malformed|cannot read a frame"):
         await past_the_caller(guarded, name)
     assert await remote(guarded).public() == "public"
 

@@ -116,7 +116,7 @@ async def until(count: int) -> list[Any]:
 
 def release() -> None:
     """Release an object, as torch does when its last RRef goes."""
-    rrefs._table._pinned.clear()
+    rrefs._table.unpin()
 
 
 @pytest.mark.parametrize(

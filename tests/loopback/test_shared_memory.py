@@ -3,7 +3,6 @@
 import asyncio
 import gc
 import os
-import pickle
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +19,7 @@ from aiorpc_torch._aio import segments
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch._protocol import segment_store
 from aiorpc_torch._protocol.frames import CALLS, SEGMENTS, SHARED, SLOT, frame
+from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.segment_store import COPY_ON_LOOP, SegmentStore
 from aiorpc_torch._protocol.tensors import INLINE_BYTES
 from tests.support.raw_connections import Stranger, Tap, server
@@ -719,7 +719,7 @@ async def test_a_malformed_frame_ends_its_connection(world: aiorpc.Worker, name:
     """And nothing else."""
     stranger = await Stranger.proven()
     kind, fields = MALFORMED[name]
-    stranger.writer.write(frame(kind, pickle.dumps(fields)))
+    stranger.writer.write(frame(kind, dump(fields)))
     async with asyncio.timeout(SOON):
         await stranger.session.ended.wait()
     await stranger.leave()
@@ -734,7 +734,7 @@ async def test_a_segment_that_is_another_file(world: aiorpc.Worker, what: str) -
     with tempfile.TemporaryFile() as file:
         inode = os.fstat(file.fileno()).st_ino
         offer = (os.getpid(), file.fileno(), inode, 4096)
-        stranger.writer.write(frame(SEGMENTS, pickle.dumps((offer, None, *NEWS))))
+        stranger.writer.write(frame(SEGMENTS, dump((offer, None, *NEWS))))
         found = await stranger.frame()
         assert found is not None
         kind, (_, proof, *_) = found
@@ -744,7 +744,7 @@ async def test_a_segment_that_is_another_file(world: aiorpc.Worker, what: str) -
             "inode": (1, file.fileno(), inode + 1, 4096, False),
             "descriptor": (1, 1 << 20, inode, 4096, True),
         }[what]
-        stranger.writer.write(frame(SHARED, pickle.dumps(((name,), (), b""))))
+        stranger.writer.write(frame(SHARED, dump(((name,), (), b""))))
         async with asyncio.timeout(SOON):
             await stranger.session.ended.wait()
     await stranger.leave()

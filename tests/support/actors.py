@@ -245,6 +245,10 @@ class Holder:
     async def add(self, amount: int) -> int:
         return await remote(self.rref).add(amount)
 
+    def add_by_torch(self, amount: int) -> int:
+        """Call the object as a plain torch client."""
+        return self.rref.rpc_sync(timeout=30.0).add(amount)
+
     async def is_its_own(self) -> bool:
         return self.rref.local_value() is self
 

@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import os
-import pickle
 import warnings
 from collections.abc import Coroutine, Iterator
 from dataclasses import astuple
@@ -14,7 +13,7 @@ from torch.distributed import rpc
 from aiorpc_torch import call
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.introduction import _connect_unix
-from aiorpc_torch._protocol import channel, endpoints
+from aiorpc_torch._protocol import channel, endpoints, plain
 from aiorpc_torch._protocol.frames import HEADER, RESULTS, FrameReader, frame
 from aiorpc_torch._protocol.handshake import (
     NONCE,
@@ -28,6 +27,9 @@ from aiorpc_torch._protocol.handshake import (
 )
 from aiorpc_torch._server import session
 from aiorpc_torch._server.server import Server
+from tests.support.malformed import dump
+
+read = plain.reader(Any)
 
 SOON = 30.0  # seconds after which something will never happen
 CONNECTION = 1 << 40  # no connection of ours has that number
@@ -80,17 +82,16 @@ class Stranger:
         return await self.reader.readexactly(NONCE)
 
     def send(self, kind: int, fields: Any) -> None:
-        """One frame: of bytes, or of what is pickled."""
-        data = fields if isinstance(fields, bytes) else pickle.dumps(fields)
-        self.writer.write(frame(kind, data))
+        """One frame: of bytes, or of plain values."""
+        self.writer.write(frame(kind, dump(fields)))
 
-    async def frame(self, *, plain: bool = True) -> tuple[int, Any] | None:
-        """The kind and the content of the next frame, None at the end; its bytes if not `plain`."""
+    async def frame(self, *, is_plain: bool = True) -> tuple[int, Any] | None:
+        """Kind and content of the next frame, or its bytes if not `is_plain`; None at the end."""
         async with asyncio.timeout(SOON):
             with contextlib.suppress(OSError, asyncio.IncompleteReadError):
                 length, kind = HEADER.unpack(await self.reader.readexactly(HEADER.size))
                 data = await self.reader.readexactly(length)
-                return kind, pickle.loads(data) if plain else data
+                return kind, read(data) if is_plain else data
         return None
 
     async def frames(self) -> list[tuple[int, Any]]:

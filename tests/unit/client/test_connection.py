@@ -1,7 +1,6 @@
 """The caller's end of a connection over a socket pair; tests write the callee's end by hand."""
 
 import asyncio
-import pickle
 import socket
 from collections.abc import AsyncIterator
 from typing import Any
@@ -25,9 +24,11 @@ from aiorpc_torch._protocol.frames import (
 from aiorpc_torch._protocol.handshake import Party
 from aiorpc_torch._protocol.lone import encode_result
 from aiorpc_torch._protocol.messages import encode_reply, load_calls
+from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.targets import MethodTarget
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch.errors import CallTimeout, NotServing, RemoteError, WorkerLost
+from tests.support.raw_connections import read
 
 TARGET = MethodTarget((0, 1), "method")
 SOON = 30.0  # seconds after which something will never happen
@@ -40,12 +41,14 @@ class Observed:
         self.told: list[Any] = []
         self.last_heard: dict[str, float] = {}
         self.lost_peers: dict[str, Any] = {}
+        self.is_exiting = False
 
     def on_message(self, peer: str) -> None:
         self.told.append("message")
 
-    def on_disconnect(self, peer: str, number: int) -> None:
+    def on_disconnect(self, peer: str, number: int, error: Any) -> Any:
         self.told.append(("disconnect", peer, number))
+        return None if self.is_exiting else error
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         self.told.append(("leave", peer, number, what, text))
@@ -189,7 +192,7 @@ async def test_a_call_cancelled_after_it_was_sent_is_withdrawn(pair: Pair) -> No
     pair.connection.cancel(number)
     kind, data = await pair.frame()
     assert kind == CONTROL
-    assert number in pickle.loads(data)[0]
+    assert number in read(data)[0]
     other, future = pair.call(2)
     pair.answer(number, 1, other, 2)
     async with asyncio.timeout(SOON):
@@ -209,7 +212,7 @@ async def test_a_held_result_that_comes_too_late_is_released(pair: Pair, key: st
     price = 0 if key == "the end of a stream" else 2
     pair.reply((number if key == "a call" else (number, 0, price), HELD, 1 << 20))
     kind, data = await pair.frame()
-    assert (kind, pickle.loads(data)[0]) == (CONTROL, [number])
+    assert (kind, read(data)[0]) == (CONTROL, [number])
     assert (number in pair.connection._state.window) == (key == "an item")
 
 
@@ -230,7 +233,7 @@ async def test_a_peer_that_leaves(pair: Pair) -> None:
     """Pending calls fail with its reason, the observer is told, and no call is taken any more."""
     await pair.connect()
     _, future = pair.call(1)
-    pair.writer.write(frame(CLOSE, pickle.dumps(("left", "it is done"))))
+    pair.writer.write(frame(CLOSE, dump(("left", "it is done"))))
     assert "it is done" in str(await error_of(future))
     assert ("leave", "peer", 3, "left", "it is done") in pair.observed.told
     assert pair.connection.is_finished
@@ -248,7 +251,23 @@ async def test_a_peer_that_vanishes(pair: Pair) -> None:
     assert ("disconnect", "peer", 3) in pair.observed.told
 
 
-@pytest.mark.parametrize(("kind", "data"), [(CALLS, b""), (RESULTS, b"no pickle"), (99, b"")])
+async def test_a_process_that_ends(pair: Pair) -> None:
+    """The calls wait for the reason; until then the connection takes none, and is not over."""
+    pair.observed.is_exiting = True
+    await pair.connect()
+    _, future = pair.call(1)
+    await pair.frame()
+    pair.writer.transport.abort()
+    await pair.connection.ended.wait()
+    assert pair.connection.is_finished
+    assert not pair.connection.is_over
+    assert pair.connection.waiting
+    pair.connection.on_peer_lost(WorkerLost("peer", "it was killed"))
+    assert "it was killed" in str(await error_of(future))
+    assert pair.connection.is_over
+
+
+@pytest.mark.parametrize(("kind", "data"), [(CALLS, b""), (RESULTS, b"no message"), (99, b"")])
 async def test_a_frame_that_makes_no_sense(pair: Pair, kind: int, data: bytes) -> None:
     """Every pending call fails, and the peer is told why the connection ends."""
     await pair.connect()
@@ -258,7 +277,7 @@ async def test_a_frame_that_makes_no_sense(pair: Pair, kind: int, data: bytes) -
     assert isinstance(await error_of(future), RemoteError)
     kind, data = await pair.frame()
     assert kind == CLOSE
-    assert pickle.loads(data)[0] == "broken"
+    assert read(data)[0] == "broken"
     assert pair.connection.is_finished
 
 
@@ -272,4 +291,4 @@ async def test_when_this_process_leaves(pair: Pair) -> None:
     kind, data = await pair.frame()
     while kind != CLOSE:  # the cancellation goes first
         kind, data = await pair.frame()
-    assert pickle.loads(data) == ("left", "we are done")
+    assert read(data) == ["left", "we are done"]

@@ -1,7 +1,6 @@
 """The handshake at the caller; the test is the callee, and writes to a socket of its own."""
 
 import asyncio
-import pickle
 import secrets
 
 import pytest
@@ -11,6 +10,7 @@ from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
 from aiorpc_torch._protocol.frames import CLOSE, RETIRE, frame
 from aiorpc_torch._protocol.handshake import HELLO, Credentials, Hello, Party, new_nonce
+from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch.errors import NotServing, WorkerLost
 from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
@@ -57,7 +57,7 @@ async def test_a_callee_that_is_lost_with_its_proof() -> None:
 @pytest.mark.parametrize("before", [b"", frame(RETIRE, b"")])
 async def test_a_callee_that_leaves_with_its_proof(before: bytes) -> None:
     """Frames that come with the last bytes of the handshake are read."""
-    goodbye = frame(CLOSE, pickle.dumps(("left", "worker 'peer' has had enough")))
+    goodbye = frame(CLOSE, dump(("left", "worker 'peer' has had enough")))
     error, observed = await error_and_observed(before + goodbye)
     assert isinstance(error, NotServing)
     assert "has had enough" in str(error)

@@ -8,7 +8,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._protocol.messages import CallGroup, encode_calls
+from aiorpc_torch._protocol.messages import CallGroup, encode_calls, load_calls
+from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.shared_arguments import EachValue, MemberArguments, encode_for_members
 from aiorpc_torch._protocol.tensors import INLINE_BYTES, TensorTable
 
@@ -18,7 +19,7 @@ def decoded(row: MemberArguments) -> Any:
     tensors = TensorTable()
     call = row.call(7, ((1, 2), "method"), None)
     calls = encode_calls((call,), 0.0, tensors)
-    plain = pickle.loads(pickle.dumps(tuple(calls)))
+    plain = load_calls(dump(calls))
     (arguments,) = CallGroup(plain[2][0], iter(tensors), 1).calls()
     return arguments
 

@@ -14,9 +14,9 @@ from aiorpc_torch._protocol.shared_tensors import (
     Block,
     Place,
     can_share,
+    check_places,
     compact,
     place,
-    read_places,
     share,
     tensors_at,
 )
@@ -71,7 +71,8 @@ def received(sent: list[Tensor]) -> list[Tensor]:
             )
         )
         buffers.append(buffer)
-    return tensors_at(read_places(map(tuple, places), [*map(len, buffers)]), buffers)
+    check_places(places, [*map(len, buffers)])
+    return tensors_at(places, buffers)
 
 
 def content(tensor: Tensor) -> bytes:
@@ -173,34 +174,29 @@ GOOD = Place(0, 0, 48, "float32", 0, (3, 4), (4, 1), False)
     [
         {"block": 1},
         {"block": -1},
-        {"block": True},
         {"start": 64},
         {"start": -64},
         {"size": 47},
         {"size": 1 << 62},
         {"dtype": "qint8"},
         {"dtype": "float33"},
-        {"dtype": 5},
         {"offset": 1},
         {"offset": -1},
         {"shape": (3, 5)},
         {"shape": (3,)},
         {"shape": (-3, -4)},
         {"shape": (1 << 40, 1 << 40), "strides": (0, 0)},
-        {"shape": (3.0, 4)},
-        {"shape": [3, 4]},
         {"strides": (5, 1)},
         {"strides": (-4, 1)},
         {"strides": (1 << 62, 1)},
-        {"requires_grad": 1},
     ],
     ids=str,
 )
 def test_a_malformed_place_is_refused(change: dict[str, Any]) -> None:
     """Before any memory is read."""
-    read_places([GOOD], [64])
-    with pytest.raises((TypeError, ValueError)):
-        read_places([GOOD._replace(**change)], [64])
+    check_places([GOOD], [64])
+    with pytest.raises(ValueError):  # noqa: PT011
+        check_places([GOOD._replace(**change)], [64])
 
 
 @given(st.tuples(*[st.integers(-3, 100)] * 3), SHAPES, SHAPES, st.integers(-1, 50))
@@ -211,11 +207,11 @@ def test_an_accepted_place_lies_in_its_segment(
     block, start, size = numbers
     given = Place(block, start, size, "int16", offset, (*shape,), (*strides,), False)
     try:
-        places = read_places([given], [128])
-    except (TypeError, ValueError):
+        check_places([given], [128])
+    except ValueError:
         return
     buffer = (ctypes.c_ubyte * 128)(*[7] * 128)
-    (found,) = tensors_at(places, [buffer])
+    (found,) = tensors_at([given], [buffer])
     assert found.tolist() == torch.full(shape, 0x0707, dtype=torch.int16).tolist()
 
 

@@ -11,7 +11,7 @@ from torch.futures import Future
 from aiorpc_torch import NotServing, RemoteError, WorkerLost, call
 from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.frames import CALL, CALLS, frame
-from aiorpc_torch._protocol.messages import dump_plain
+from aiorpc_torch._protocol.plain import dump
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, gated_in_a_thread, two_ends, until
 
@@ -26,7 +26,7 @@ async def ends() -> AsyncIterator[TwoEnds]:
 def introduction(ends: TwoEnds, *caller: Any) -> Any:
     """The answer to a caller that asks for an introduction."""
     reply: Future[Any] = Future()
-    ends.server.introduce(dump_plain(caller), reply)
+    ends.server.introduce(dump(caller), reply)
     return reply.value()
 
 
@@ -36,7 +36,7 @@ async def test_the_calls_that_it_counts(ends: TwoEnds) -> None:
     running = asyncio.ensure_future(call("far", gated, 1))
     await ends.gate.wait_for()
     assert ends.server.tally() == (2, 1, 0)
-    ((method, caller, _),) = ends.server.running_calls()
+    ((method, caller, _),) = ends.server.running_calls(None)
     assert (method, caller) == ("gated", "near")
     ends.connection.abort()
     with pytest.raises(WorkerLost):
@@ -127,7 +127,7 @@ async def test_a_torch_client_runs_on_the_loop(ends: TwoEnds, function: Any) -> 
     """It counts as a call that runs."""
     ends.gate.open()
     answer = ends.server.accept_torch(function, 5)
-    assert len(ends.server.running_calls()) == 1
+    assert len(ends.server.running_calls(None)) == 1
     await until(answer.done)
     assert answer.value() == 5
-    await until(lambda: not ends.server.running_calls())
+    await until(lambda: not ends.server.running_calls(None))

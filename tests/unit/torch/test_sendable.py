@@ -51,13 +51,14 @@ def test_what_can_be_sent(kind: str) -> None:
         ("nested", "a nested tensor of layout torch.strided .*: send one of layout=torch.jagged"),
         ("packed", r"torch.quint4x2 cannot be sent: send its dequantize\(\)"),
         ("meta", "on meta cannot be sent: it has no elements"),
+        ("fake", "a FakeTensor cannot be sent: it has no elements. Send its shape and dtype"),
         ("functional", r"own \(DispatchKeySet\(.*Functionalize.*\)\) cannot be sent: .* outside"),
         ("in vmap", "FuncTorchBatched.* cannot be sent: send it from outside of transforms"),
     ],
 )
 def test_what_an_error_says(kind: str, text: str) -> None:
     with pytest.raises(ValueError, match=text):
-        check_tensor(make(kind))
+        check_tensors([make(kind)])
 
 
 @pytest.mark.parametrize("kind", UNSENDABLE)

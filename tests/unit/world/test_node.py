@@ -11,7 +11,7 @@ from aiorpc_torch import NotServing, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.members import Members
-from aiorpc_torch._protocol.messages import dump_plain
+from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
 from tests.support.two_ends import SOON, WORKERS, gated, two_ends, until
@@ -30,8 +30,8 @@ async def test_messages_are_held_until_it_starts(entered: list[Node]) -> None:
     node = Node(Members("far"), NodeConfig())
     entered.append(node)
     endpoints.enter(node)
-    introduction: Any = node.introduce(dump_plain(("near", 0)))
-    node.leave_message(dump_plain(("near", 0, "its block raised ValueError: odd\nTraceback")))
+    introduction: Any = node.introduce(dump(("near", 0)))
+    node.leave_message(dump(("near", 0, "its block raised ValueError: odd\nTraceback")))
     await node.server.handle_last_messages()
     assert not introduction.done()
     with pytest.raises(NotServing, match="in no world"):
@@ -49,7 +49,7 @@ async def test_messages_are_held_until_it_starts(entered: list[Node]) -> None:
 async def test_a_node_that_cannot_listen_answers_all_the_same() -> None:
     """Whoever waits for it learns that it does not serve."""
     node = Node(Members("far"), NodeConfig())
-    introduction: Any = node.introduce(dump_plain(("near", 0)))
+    introduction: Any = node.introduce(dump(("near", 0)))
     await node.server.handle_last_messages()
     with pytest.raises(OSError, match="assign"):
         node.start("192.0.2.1", WORKERS)  # an address of no machine

@@ -1,9 +1,17 @@
-"""Texts for failures of the children of a local world."""
+"""The failures of the children of a local world: their texts, and that none is missed."""
+
+import asyncio
+import os
+from multiprocessing.connection import Connection
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from aiorpc_torch import WorkerLost
-from aiorpc_torch._world.supervisor import _reason
+from aiorpc_torch._protocol.exceptions import RemoteFailure
+from aiorpc_torch._world.processes import ProcessOptions
+from aiorpc_torch._world.supervisor import Supervisor, _reason
 
 
 @pytest.mark.parametrize(
@@ -17,3 +25,56 @@ from aiorpc_torch._world.supervisor import _reason
 def test_the_reason_of_a_failure(failure: Exception, reason: str) -> None:
     """The death of a child is said without its name, that of a peer which it met with its name."""
     assert _reason("a", failure) == reason
+
+
+class Process:
+    """A process whose end the test decides, and the child's end of the pipe to its parent."""
+
+    pid = os.getpid()
+
+    def __init__(self) -> None:
+        self.exitcode: int | None = None
+        self.was_killed = False
+
+    def made(self, _: Any, args: tuple[Any, ...], __: str) -> Any:
+        self._inherited = args[0]
+        return self
+
+    def start(self) -> None:
+        self._pipe = Connection(os.dup(self._inherited.fileno()))
+
+    def fail(self) -> None:
+        """End as a child does whose `main` has raised."""
+        self._pipe.send(RemoteFailure.of(ValueError("odd"), "b"))
+        self.exitcode = 1
+        self._pipe.close()
+
+    def kill(self) -> None:
+        self.was_killed = True
+        self._pipe.close()
+
+    def join(self, timeout: float) -> None:
+        self.exitcode = self.exitcode or -9
+
+    def close(self) -> None:
+        """Free nothing."""
+
+
+async def test_the_exception_of_a_child_that_ends_late() -> None:
+    """It has told its peers of its failure, but needs longer to end than children may."""
+    process = Process()
+
+    def told_failure(_: str) -> WorkerLost:  # called when the time of all children is over
+        asyncio.get_running_loop().call_soon(process.fail)
+        return WorkerLost("b", "its block raised ValueError: odd")
+
+    config: Any = SimpleNamespace(name="b")
+    detector: Any = SimpleNamespace(told_failure=told_failure, give_up=lambda *_: None)
+    supervisor = Supervisor([config], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    supervisor._start(config)
+    me: Any = SimpleNamespace(_node=SimpleNamespace(detector=detector))
+    supervisor.watch_children(me)
+    await supervisor._close(0.0)
+    assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
+    assert not process.was_killed

@@ -1,0 +1,83 @@
+"""Departures of three workers in one event loop: the messages between them wait for the test."""
+
+import asyncio
+import contextlib
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._world import departures
+from aiorpc_torch._world.departures import Departures, Request
+
+NAMES = ("a", "b", "c")
+SOON = 30.0
+
+
+class Network:
+    """Three workers, of which `a` is the coordinator. Answers to those in `held` wait."""
+
+    def __init__(self) -> None:
+        self.held: set[str] = set()
+        self._late: list[Callable[[], None]] = []
+        self.workers = {name: self._worker(name) for name in NAMES}
+
+    def _worker(self, name: str) -> Departures:
+        workers = [PeerInfo(each, number, number, "") for number, each in enumerate(NAMES)]
+        pool: Any = SimpleNamespace(watching_peers=lambda *_: contextlib.nullcontext())
+        linked = lambda: {*NAMES}  # noqa: E731
+        made = Departures(Members(name, workers), pool, linked, dict, lambda _: None, True)
+        made._send = self.send  # type: ignore[method-assign]
+        return made
+
+    def send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
+        """Deliver a request at once; return the future of its answer."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+
+        def answer(data: Any) -> None:
+            deliver = lambda: future.done() or future.set_result(data)  # noqa: E731
+            if request.name in self.held:
+                self._late.append(deliver)
+            else:
+                deliver()
+
+        reply = SimpleNamespace(set_result=answer)
+        self.workers[peer].handle(dump(request), reply)
+        return future
+
+    def deliver(self) -> None:
+        """Deliver the answers that are held."""
+        self.held.clear()
+        for each in self._late:
+            each()
+
+    def serve(self, name: str) -> "asyncio.Task[None]":
+        """Let a worker serve until all others do."""
+        return asyncio.create_task(self.workers[name].serve())
+
+
+async def turns() -> None:
+    """Let all that can go on do so."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+async def test_a_call_of_serve_beside_one_that_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts, though its request is sent before the answer to the other one is here."""
+    monkeypatch.setattr(departures, "is_running", lambda: True)
+    network = Network()
+    network.held = {"b"}
+    first = [network.serve(name) for name in NAMES]
+    await turns()
+    assert [each.done() for each in first] == [True, False, True]
+    beside = network.serve("b")
+    await turns()
+    network.deliver()
+    second = [network.serve(name) for name in ("a", "c")]
+    async with asyncio.timeout(SOON):
+        await asyncio.gather(*first, beside, *second)
+    await network.workers["a"].close()
