@@ -288,12 +288,10 @@ def current() -> ConnectionPool:
     Raises:
         NotServing: if this process is in no world.
     """
+    if (pool := find_current()) is not None:
+        return pool
     node = endpoints.current()
-    reason = endpoints.NO_WORLD if node is None else node.pool.refusal
-    if node is None or reason:
-        raise NotServing(reason)
-    pool: ConnectionPool = node.pool
-    return pool
+    raise NotServing(endpoints.NO_WORLD if node is None else node.pool.refusal)
 
 
 def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:

@@ -11,7 +11,7 @@ import logging
 import os
 import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
@@ -110,7 +110,7 @@ async def attach(
     try:
         attached.enter(host)
         with forks_exit_here():
-            yield attached.worker()
+            yield Worker._of(attached.node)
     except BaseException:
         await attached.leave(0.0)
         raise
@@ -137,13 +137,6 @@ class _Attached:
         self._attachments = self.node.attachments
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
-
-    def worker(self) -> Worker:
-        """Return what `attach` yields."""
-        members = self.node.members
-        rank = members.workers[members.name].rank
-        count = len(members.processes)
-        return Worker(members.name, rank, count, (*members.peers,), 0, self.node)
 
     def enter(self, host: str | None) -> None:
         """Serve, and tell the peers, whose answers are not waited for."""
@@ -208,7 +201,7 @@ class _Attached:
 class AttachedThread(Worker):
     """This process as an attached worker in a thread: what `attach_in_thread` yields."""
 
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
+    _loop: asyncio.AbstractEventLoop = field(repr=False, compare=False, kw_only=True)
 
     def run(self, async_function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run `await async_function(*args)` on the thread's event loop, and return its result.
@@ -221,7 +214,6 @@ class AttachedThread(Worker):
             NotServing: if the block of `attach_in_thread` is left before the end.
         """
         loop = self._loop
-        assert loop is not None
         if asyncio._get_running_loop() is loop:
             raise RuntimeError("run() would block its own event loop: use await there")
         running = _awaited(async_function, args)
@@ -268,7 +260,8 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
 
     async def serve() -> None:
         async with attach(**options) as me:
-            entered.set_result(_in_thread(me, asyncio.get_running_loop()))
+            loop = asyncio.get_running_loop()
+            entered.set_result(AttachedThread._of(me._node, _loop=loop))
             await left.wait()
 
     def run() -> None:
@@ -287,13 +280,7 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
         with forks_exit_here():
             yield me
     finally:
-        assert me._loop is not None
         call_soon(me._loop, left.set)
         thread.join()
     if failure:
         raise failure[0]
-
-
-def _in_thread(me: Worker, loop: asyncio.AbstractEventLoop) -> AttachedThread:
-    parts = {each.name: getattr(me, each.name) for each in fields(me)}
-    return AttachedThread(**parts, _loop=loop)

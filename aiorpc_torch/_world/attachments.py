@@ -185,12 +185,11 @@ class Attachments:
         if state.record(int(epoch), bool(is_attached)) and is_attached:
             self._on_attached(peer, maps)
 
-    def on_message(self, data: bytes) -> "Future[Any]":
-        """Handle the message of a peer, on a thread of torch's."""
-        answer: Future[Any] = Future()
+    def on_message(self, data: bytes) -> "Future[Any] | None":
+        """Handle the message of a peer, on a thread of torch's; return None from `close` on."""
         if self._is_closed:
-            answer.set_result(self._message(""))
-            return answer
+            return None
+        answer: Future[Any] = Future()
         try:
             self._loop.call_soon_threadsafe(self._on_message, data, answer)
         except RuntimeError:  # the loop is closed
@@ -209,8 +208,8 @@ class Attachments:
             answer.set_result(self._message(peer))
 
     def close(self) -> None:
-        """Answer from now on that this process has left."""
-        self._is_attached, self._is_closed = False, True
+        """Answer no further messages: this process has left."""
+        self._is_closed = True
 
     def on_close(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left, in the epoch `text`."""

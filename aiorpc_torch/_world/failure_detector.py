@@ -106,8 +106,8 @@ class FailureDetector:
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
 
     @contextlib.contextmanager
-    def reporting(self, on_loss: Callable[[RpcError], None]) -> Iterator[None]:
-        """Call `on_loss` for each peer that is lost during the block."""
+    def reporting(self, on_loss: Callable[[RpcError], None] | None) -> Iterator[None]:
+        """Call `on_loss`, if there is one, for each peer that is lost during the block."""
         self._on_loss = on_loss
         try:
             yield

@@ -67,7 +67,6 @@ class Supervisor:
 
     def watch_children(self, me: Worker) -> None:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
-        assert me._node is not None
         self._detector = me._node.detector
 
     def is_exiting(self, name: str) -> bool:

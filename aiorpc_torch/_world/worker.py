@@ -5,6 +5,7 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from .._aio.fork import forks_exit_here
@@ -19,7 +20,7 @@ from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
 from .dump import dump_on_signal
-from .failure_detector import Children, FailureDetector
+from .failure_detector import Children
 from .network import loopback_only, requested_interfaces
 from .node import Node
 from .rejoin import announce_rejoin
@@ -44,7 +45,14 @@ class Worker:
     """The names of the other workers, in rank order."""
     comeback: int = 0
     """0; in a replacement process, the number of rejoins of this world up to its own."""
-    _node: Node | None = field(default=None, repr=False, compare=False)
+    _node: Node = field(repr=False, compare=False, kw_only=True)
+
+    @classmethod
+    def _of(cls, node: Node, comeback: int = 0, **more: Any) -> Self:
+        """Return the worker of a node whose members are known."""
+        members = node.members
+        rank, size = members.workers[members.name].rank, len(members.processes)
+        return cls(members.name, rank, size, (*members.peers,), comeback, _node=node, **more)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
@@ -66,7 +74,6 @@ class Worker:
         """
         if peer not in self.peers:
             raise ValueError(f"peer must be one of {', '.join(self.peers)}, got {peer!r}")
-        assert self._node is not None
         await self._node.detector.wait_until_alive(peer)
 
     async def serve(self, until: str | None = None) -> None:
@@ -87,7 +94,6 @@ class Worker:
             ValueError: if there is no such peer.
             WorkerLost: if the peer `until` is lost.
         """
-        assert self._node is not None
         departures = self._node.departures
         if until is None:
             await departures.serve()
@@ -257,11 +263,11 @@ async def _running(
         node.start(_host_for_others(own, workers), workers, agent)
         if comeback:
             await announce_rejoin(own, workers)
-        peers = (*node.members.peers,)
-        me = Worker(config.name, config.rank, config.world_size, peers, comeback, node)
+        me = Worker._of(node, comeback)
         log.info("%r: the world is complete", me)
-        async with _interrupted_by_losses(config, node.detector):
-            with forks_exit_here():
+        async with interruptible() as interrupt:
+            on_loss = interrupt if config.on_failure == "stop" else None
+            with node.detector.reporting(on_loss), forks_exit_here():
                 yield me
     except BaseException as exc:
         failure = describe_failure(exc)
@@ -276,15 +282,3 @@ def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:
     if me.namespace and {each.namespace for each in members} == {me.namespace}:
         return None
     return urlsplit(me.address).hostname
-
-
-@contextlib.asynccontextmanager
-async def _interrupted_by_losses(
-    config: WorkerConfig, detector: FailureDetector
-) -> AsyncIterator[None]:
-    if config.on_failure == "continue":
-        yield
-        return
-    async with interruptible() as interrupt:
-        with detector.reporting(interrupt):
-            yield

@@ -178,7 +178,6 @@ async def lost_for_good(me: aiorpc.Worker, peer: str) -> None:
 async def test_a_peer_that_told_of_its_failure() -> None:
     """Its own words stay the reason, also for the first call to it, which finds no process."""
     async with world(["b"]) as me:
-        assert me._node is not None
         detector, number = me._node.detector, me._node.members.processes["b"]
         ended = WorkerLost("b", "its connection has ended")
         before = detector.on_disconnect("b", number, ended)

@@ -13,7 +13,7 @@ def worker(told: dict[str, str]) -> Worker:
     """Worker a, whose peer b has told this as it left; its detector counts b as alive."""
     members = Members("a", [PeerInfo("a", 0, 0, ""), PeerInfo("b", 1, 1, "")])
     members.leave_messages.update(told)
-    return Worker("a", 0, 2, ("b",), 0, Node(members, NodeConfig()))
+    return Worker._of(Node(members, NodeConfig()))
 
 
 async def test_serve_returns_when_the_peer_has_left() -> None:
