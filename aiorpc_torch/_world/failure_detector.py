@@ -166,7 +166,8 @@ class FailureDetector:
     def on_message(self, peer: str) -> None:
         """Record a message from a peer. Thread-safe."""
         self._tracker.record(peer, time.monotonic())
-        if peer in self.lost_peers:  # it was frozen, or unreachable
+        # It was frozen or unreachable. The last frame of a process that fails is no sign of life.
+        if peer in self.lost_peers and peer not in self._members.leave_messages:
             call_soon(self._loop, self._mark_alive, peer)
 
     def _mark_alive(self, peer: str) -> None:

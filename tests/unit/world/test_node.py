@@ -103,3 +103,29 @@ async def test_a_lost_peer_ends_what_waits_in_both_directions() -> None:
         await until(lambda: ends.gate.cancelled)
         assert losses == [error]
         assert ends.near.detector.penalty("far") is None
+
+
+async def test_a_callee_that_fails() -> None:
+    """It is lost when its calls raise, so `wait_for` then waits; its last frame is no life."""
+    async with two_ends() as ends:
+        running = asyncio.ensure_future(call("far", gated, 1))
+        await ends.gate.wait_for()
+        connection = ends.connection
+        ends.session.close("failed", "odd\nTraceback")
+        with pytest.raises(WorkerLost, match="odd"):
+            await running
+        assert ends.near.members.lost_peers.keys() == {"far"}
+        await connection.ended.wait()
+        assert ends.near.members.lost_peers.keys() == {"far"}
+
+
+async def test_a_caller_that_fails() -> None:
+    """It stays lost: its last frame is no sign of life."""
+    async with two_ends() as ends:
+        assert await call("far", abs, -1) == 1
+        session = ends.session
+        ends.connection.leave("failed", "odd\nTraceback", NotServing("it has failed"))
+        await until(lambda: ends.far.members.lost_peers)
+        await session.ended.wait()
+        await asyncio.sleep(0)
+        assert ends.far.members.lost_peers.keys() == {"near"}
