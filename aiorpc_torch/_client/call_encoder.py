@@ -15,13 +15,12 @@ from .._protocol.lone import encode_call, encode_method
 from .._protocol.messages import (
     Arguments,
     EncodedCall,
-    EncodedTarget,
     encode_grouped_call,
-    encode_target,
 )
 from .._protocol.recording import record_for_call
 from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import MethodTarget, Target, call_name, order_key
+from .._protocol.wire_targets import METHOD, EncodedTarget, NamedTarget, encode_target
 from .._torch import rrefs
 from .._torch.rrefs import RRefId
 
@@ -95,13 +94,13 @@ class CallEncoder:
         """Return the encoded method of `target`, and remember it."""
         rref_id, name = _rref_id(target), target.name
         if rref_id is None:  # packing such an RRef forks it, as `call` does
-            return _no_rref, ((0, 0), name), None
+            return _no_rref, NamedTarget(METHOD, (0, 0), name), None
         if isinstance(target.on, tuple):
-            return _no_rref, (rref_id, name), encode_method(rref_id, name)
+            return _no_rref, NamedTarget(METHOD, rref_id, name), encode_method(rref_id, name)
         if len(self._methods) >= MAX_METHODS:
             self._methods.clear()
-        encoded = encode_method(rref_id, name)
-        known = self._methods[name] = weakref.ref(target.on), (rref_id, name), encoded
+        key, encoded = NamedTarget(METHOD, rref_id, name), encode_method(rref_id, name)
+        known = self._methods[name] = weakref.ref(target.on), key, encoded
         return known
 
 

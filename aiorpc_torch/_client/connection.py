@@ -35,7 +35,6 @@ from .._protocol.lone import decode_result
 from .._protocol.messages import (
     Arguments,
     EncodedCall,
-    EncodedTarget,
     decode_reply,
     encode_calls,
 )
@@ -47,6 +46,7 @@ from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import Target, call_name, target_name
 from .._protocol.tensors import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
+from .._protocol.wire_targets import EncodedTarget
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost

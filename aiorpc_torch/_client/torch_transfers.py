@@ -15,7 +15,6 @@ import torch
 from .._protocol import endpoints
 from .._protocol.messages import (
     EncodedCall,
-    EncodedTarget,
     dump_payload,
     encode_calls,
 )
@@ -26,6 +25,7 @@ from .._protocol.recording import RecordedCall
 from .._protocol.segment_link import SegmentLink
 from .._protocol.shared_tensors import can_share
 from .._protocol.tensors import TensorTable, size_of
+from .._protocol.wire_targets import EncodedTarget
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done
 from ..errors import RemoteError, RpcError, WorkerLost

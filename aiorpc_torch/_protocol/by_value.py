@@ -20,7 +20,7 @@ import uuid
 import weakref
 from collections.abc import Callable, Iterable
 from types import FunctionType
-from typing import Any, NoReturn
+from typing import Any
 
 EXTRA = "pip install 'aiorpc_torch[cloudpickle]'"
 
@@ -216,8 +216,3 @@ def explain(exc: BaseException) -> BaseException:
     if type(exc) is AttributeError and "module '__main__'" in str(exc):
         return AttributeError(f"{exc}; for its sender to send it by value: {EXTRA}")
     return exc
-
-
-def refuse_received(name: str) -> NoReturn:
-    """Raise for a target that came by value: `restore` or another function of this module."""
-    raise pickle.UnpicklingError(f"it came by value ({name}), and has no name to compare")

@@ -4,8 +4,6 @@ Calls of one method with arguments of the same kinds form a group, whose argumen
 Results of one kind form a column too. A group costs little, another call in it next to nothing.
 """
 
-import functools
-import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
@@ -13,9 +11,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 from torch import Tensor
 
-from .._torch.rrefs import RRefId
 from .ancestry import BatchId
-from .by_value import NotByName
 from .columns import (
     PACKED,
     PLAIN,
@@ -27,10 +23,10 @@ from .columns import (
     skip_column,
     write_column,
 )
-from .pickling import PickledValue, pack, pack_by_name, unpack
+from .pickling import PickledValue, pack
 from .plain import dump, is_wire_text, reader
-from .targets import CreateTarget, FunctionTarget, MethodTarget, Target
 from .tensors import INLINE_BYTES, TensorTable, size_of
+from .wire_targets import EncodedTarget, NamedTarget, decode_target
 
 # ── calls to send ─────────────────────────────────────────────────────────────────────────────────
 
@@ -63,36 +59,6 @@ class EncodedCall(NamedTuple):
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
-
-EncodedTarget = tuple[RRefId, str] | PickledValue
-"""A target in a message."""
-
-
-def encode_target(target: Target, on: RRefId | None) -> EncodedTarget:
-    """Return the target as sent, with the RRef id `on`, unless None, instead of its RRef."""
-    if on is not None:
-        if type(target) is MethodTarget:  # the common case
-            return on, target.name
-        if not isinstance(target, FunctionTarget | CreateTarget):
-            target = target._replace(on=on)
-    by_name = target.on is None or on is not None
-    by_name = by_name and _goes_by_name(getattr(target, "function", None))
-    if not by_name:
-        return pack(target)
-    try:
-        return _packed_once(target)
-    except NotByName:  # it travels by value, as it is now
-        return pack(target)
-
-
-def _goes_by_name(function: Any) -> bool:
-    if type(function) is types.BuiltinFunctionType:  # not a method of an object that has state
-        return isinstance(function.__self__, types.ModuleType | type | None)
-    return type(function) is types.FunctionType
-
-
-# Calls of one function share one object, so that they form one group.
-_packed_once = functools.lru_cache(maxsize=1024, typed=True)(pack_by_name)
 
 
 def encode_grouped_call(
@@ -169,7 +135,7 @@ class Group(NamedTuple):
     """Calls of one method with arguments of the same kinds.
 
     Attributes:
-        target: RRef id and method, or a pickled target and the number of its tensors.
+        target: A target by names, or pickled, and the number of tensors of its pickle.
         stream: Whether the items of a generator are wanted.
         names: Names of the keyword arguments, which are the last columns. None: each call's
             arguments are pickled together, as one column.
@@ -178,7 +144,7 @@ class Group(NamedTuple):
         batches: Ancestor batches of the calls.
     """
 
-    target: tuple[RRefId | bytes, str | int]
+    target: tuple[NamedTarget | bytes, int]
     stream: bool
     names: list[str] | None
     size: int
@@ -221,7 +187,7 @@ def _write_target(target: EncodedTarget, tensors: TensorTable) -> Any:
     if type(target) is PickledValue:
         tensors.put(target.ready_tensors())
         return target.data, len(target.tensors)
-    return target
+    return target, 0
 
 
 def _write_group(header: GroupHeader, rows: list[tuple[Any, ...]], tensors: TensorTable) -> Group:
@@ -273,7 +239,7 @@ def _checked(calls: Calls) -> Calls:
 # ── received calls ────────────────────────────────────────────────────────────────────────────────
 
 
-Unpack = Callable[[bytes, Sequence[Tensor]], Any]
+DecodeTarget = Callable[[NamedTarget | bytes, Sequence[Tensor]], Any]
 
 
 class CallGroup:
@@ -295,14 +261,10 @@ class CallGroup:
         if not 0 < self._count <= most:
             raise ValueError(f"a group must have 1 to {most} calls, got {self._count}")
 
-    def target(self, unpack: Unpack = unpack) -> Any:
-        """Return the unpickled target, or a RemoteFailure."""
-        first, second = self._target
-        if isinstance(first, bytes) and isinstance(second, int):
-            return unpack(first, list(islice(self._tensors, second)))
-        if isinstance(first, tuple) and isinstance(second, str):
-            return MethodTarget(first, second)
-        raise ValueError(f"malformed target of calls: {self._target!r}")
+    def target(self, decode: DecodeTarget = decode_target) -> Any:
+        """Return the target, or a RemoteFailure."""
+        target, tensors = self._target
+        return decode(target, list(islice(self._tensors, tensors)))
 
     def calls(self) -> list[Any]:
         """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled."""

@@ -81,18 +81,6 @@ def _pack_by_value(value: Any, failed: "_ValuePickler", cause: NotByName) -> Pic
     return PickledValue(data, failed.tensors)
 
 
-def pack_by_name(value: Any) -> PickledValue:
-    """Pickle `value` by name alone.
-
-    Raises:
-        NotByName: if something in it has no name that a peer can resolve.
-    """
-    file = io.BytesIO()
-    packer = _ValuePickler(file)
-    packer.dump(value)
-    return PickledValue(file.getvalue(), packer.tensors)
-
-
 class SharedPickle:
     """A value that is pickled once for many receivers.
 

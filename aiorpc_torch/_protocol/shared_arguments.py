@@ -13,13 +13,13 @@ from .messages import (
     CALL_OVERHEAD,
     Arguments,
     EncodedCall,
-    EncodedTarget,
     are_plain_names,
     target_tensors,
 )
 from .pickling import PickledValue, SharedPickle, ValueSlot
 from .shared_tensors import share
 from .tensors import INLINE_BYTES
+from .wire_targets import EncodedTarget
 
 
 class EachValue:

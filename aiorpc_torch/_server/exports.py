@@ -1,34 +1,26 @@
 """The export policy of a worker: restrict what callers can reach.
 
-The target of a call is read without importing, running or changing what it names. Its unpickler
-knows the target classes; any other global is read as a name, and only exported names are looked up.
+The target of a call is text. It is compared without importing, running or changing what it names,
+and only exported names are looked up.
 (tests/loopback/test_exports.py)
 """
 
 import importlib
-import pickle
 import sys
 import types
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
-from io import BytesIO
 from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._protocol import by_value
 from .._protocol.names import watch_name
-from .._protocol.pickling import read_rref
 from .._protocol.targets import (
     BoundTarget,
-    CreateTarget,
-    FetchTarget,
-    FunctionTarget,
     MethodTarget,
     Target,
     check_public_name,
 )
-from .._torch.compat import RRefBase
+from .._protocol.wire_targets import BOUND, NamedTarget, read_named
 from ..errors import NotExported
 
 Export = Callable[..., Any] | str
@@ -63,25 +55,20 @@ class ExportPolicy:
         for module in self._modules:
             importlib.import_module(module)  # raises ImportError
 
-    def load_target(self, data: bytes, tensors: Sequence[Tensor]) -> Target:
-        """Return the target that was pickled.
+    def load_target(self, target: NamedTarget | bytes, _: Sequence[Tensor]) -> Target:
+        """Return the target of a message.
 
         Raises:
-            NotExported: if it is not exported, or is not pickled by name.
+            NotExported: if it is not exported, or has no name.
+            ValueError: if it is malformed.
         """
-        try:
-            stub = _NameUnpickler(BytesIO(data)).load()
-            kind = type(stub).kind
-            parts = zip(kind._fields, stub, strict=False)
-            target: Target = kind(*(self._resolve(kind, *each) for each in parts))
-        except NotExported:
-            raise
-        except BaseException as exc:
+        if isinstance(target, bytes):
             raise NotExported(
-                "the worker has exports=, so the target of a call must be pickled by name "
-                f"({type(exc).__name__}: {exc})"
-            ) from None
-        return target
+                "the worker has exports=, so the function of a call must have a name by which it "
+                "can be imported: not one by value, a partial or a method of an object"
+            )
+        by_itself = target.kind != BOUND
+        return read_named(target, lambda path, module: self._find(path, module, by_itself))
 
     def check(self, target: Target, found: Any) -> None:
         """Raise NotExported unless `target`, a method of the object `found`, is exported."""
@@ -95,15 +82,9 @@ class ExportPolicy:
                 _refuse(_describe(function))
         # `load_target` has checked functions and classes. Who holds an RRef may fetch its object.
 
-    def _resolve(self, kind: type, field: str, part: Any) -> Any:
-        if isinstance(part, _FIELD_TYPES[field]):
-            is_name = isinstance(part, _Name)
-            return self._find(part.text, by_itself=kind is not BoundTarget) if is_name else part
-        raise TypeError(f"{field!r} must not be a {type(part).__name__}")
-
-    def _find(self, name: str, *, by_itself: bool) -> Any:
-        """Return the object of that name in a loaded module, without running user code."""
-        module, _, path = name.partition(":")
+    def _find(self, path: str, module: str, by_itself: bool) -> Any:
+        """Return what has that name in a loaded module, without running user code."""
+        name = f"{module}.{path}"
         if self._has_module(module):
             importlib.import_module(module)
         owner: Any = None
@@ -182,59 +163,4 @@ def _describe(found: Any) -> str:
 
 
 def _refuse(name: str) -> NoReturn:
-    name = name.replace(":", ".")
     raise NotExported(f"the worker does not export {name}; add it to that worker's exports=")
-
-
-# ── unpickling names ────────────────────────────────────────────────────────────────────────────
-
-
-_TARGETS = {
-    (kind.__module__, kind.__name__): kind
-    for kind in (MethodTarget, BoundTarget, FunctionTarget, CreateTarget, FetchTarget)
-}
-
-
-class _TargetStub(tuple[Any, ...]):
-    """A stand-in for a target class. Each pickle has its own subclass, which it may change."""
-
-    __slots__ = ()
-    kind: Any
-
-    def __new__(cls, *parts: Any) -> Any:
-        return super().__new__(cls, parts)
-
-
-@dataclass(slots=True)
-class _Name:
-    """A stand-in for any other global: `module:qualified.name`."""
-
-    text: str
-
-
-class _NameUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (kind := _TARGETS.get((module, name))) is not None:
-            return type(name, (_TargetStub,), {"__slots__": (), "kind": kind})
-        if (module, name) == (read_rref.__module__, read_rref.__name__):
-            return lambda *parts: read_rref(*parts)  # a new object, since BUILD could change it
-        if (module, name) == ("builtins", "getattr"):  # class methods are pickled with it
-            return lambda owner, name: _attribute(owner, name)
-        if module == by_value.__name__:
-            by_value.refuse_received(name)
-        return _Name(f"{module}:{name}")
-
-
-def _attribute(owner: Any, name: str) -> _Name:
-    if not isinstance(owner, _Name):
-        raise pickle.UnpicklingError(f"getattr on a {type(owner).__name__}")
-    return _Name(f"{owner.text}.{name}")
-
-
-# The types allowed in the fields of the target classes.
-_FIELD_TYPES: dict[str, Any] = {
-    "on": RRefBase | tuple | None,
-    "name": str,
-    "function": _Name,
-    "factory": _Name,
-}

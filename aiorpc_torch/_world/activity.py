@@ -56,7 +56,7 @@ class ActivityTable:
 
     Args:
         processes: number of each member's current process.
-        gone: returns the members that are lost, or have closed their connections.
+        gone: returns the members that are lost, or are known otherwise to have left.
     """
 
     def __init__(

@@ -91,7 +91,7 @@ class Departures:
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._table = ActivityTable(self.members.processes, self._gone)
+        self._table = ActivityTable(self.members.processes, self._not_awaited)
         self._tokens = itertools.count()
         self._serving = 0  # waits in `serve` for all peers
         self._is_leaving = self._is_closed = False
@@ -112,13 +112,18 @@ class Departures:
         return (self._left_in_order() | self.told().keys()) - {self.members.name}
 
     def _left_in_order(self) -> set[str]:
-        there = {
-            name for name, process in self._left_there if self.members.processes[name] == process
-        }
-        return self._table.left() | there
+        return self._table.left() | self._left_there_now()
+
+    def _left_there_now(self) -> set[str]:
+        processes = self.members.processes
+        return {name for name, process in self._left_there if processes[name] == process}
 
     def _gone(self) -> set[str]:
         return self.members.lost_peers.keys() | self.told().keys()
+
+    def _not_awaited(self) -> set[str]:
+        """Return the peers for which no wait waits, whatever they have told this worker."""
+        return self._gone() | self._left_there_now()
 
     def lost(self) -> dict[str, str]:
         """Return the peers that are lost, here or for the coordinator, with the reasons."""

@@ -5,6 +5,7 @@ import inspect
 import multiprocessing
 import os
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -39,8 +40,9 @@ class Process:
 
     def hear(self, *starts: str) -> str:
         """Return the first text that starts like one of these."""
+        end = time.monotonic() + PATIENCE  # other texts do not prolong it
         while True:
-            assert self.pipe.poll(PATIENCE), starts
+            assert self.pipe.poll(max(0.0, end - time.monotonic())), starts
             text = self.pipe.recv()
             if str(text).startswith(starts):
                 return str(text)

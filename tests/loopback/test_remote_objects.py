@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import rpc
 
 from aiorpc_torch import RRef, create, remote
-from aiorpc_torch._protocol import pickling
+from aiorpc_torch._protocol import wire_targets
 from tests.support.actors import Counter
 
 
@@ -45,9 +45,9 @@ async def test_a_call_forks_an_rref_once(monkeypatch: pytest.MonkeyPatch) -> Non
     numbers = rpc.remote("main", Slotted)
     await remote(numbers).push(1)
     forked = []
-    serialize = pickling.serialize_rref
+    serialize = wire_targets.serialize_rref
     monkeypatch.setattr(
-        pickling, "serialize_rref", lambda rref: forked.append(rref) or serialize(rref)
+        wire_targets, "serialize_rref", lambda rref: forked.append(rref) or serialize(rref)
     )
     for _ in range(3):
         await remote(numbers).total()

@@ -1,12 +1,10 @@
 """Frames, pickles and results that are malformed, each under a name that says how."""
 
-import math
 import pickle
 from typing import Any
 
 from aiorpc_torch._protocol import plain
-from aiorpc_torch._protocol.pickling import pack
-from aiorpc_torch._protocol.targets import FunctionTarget
+from aiorpc_torch._protocol.wire_targets import NamedTarget
 
 
 class Foreign:
@@ -35,7 +33,7 @@ def dump(fields: Any) -> bytes:
         return pickle.dumps(fields)
 
 
-POWER = (pack(FunctionTarget(math.pow)).data, 0)
+POWER = (NamedTarget("function", None, "pow", "math"), 0)
 
 
 def calls(*groups: Any, numbers: Any = (0,), order: Any = (), budgets: Any = ()) -> Any:

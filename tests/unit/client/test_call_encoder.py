@@ -15,8 +15,10 @@ from aiorpc_torch._protocol.lone import decode_call, decode_method
 from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT
 from aiorpc_torch._protocol.shared_arguments import encode_for_members
 from aiorpc_torch._protocol.targets import BoundTarget, FunctionTarget, MethodTarget, Target
+from aiorpc_torch._protocol.wire_targets import METHOD as METHOD_KIND, NamedTarget
 
 METHOD = MethodTarget((2, 7), "method")
+NAMED_METHOD = NamedTarget(METHOD_KIND, (2, 7), "method")
 IDS = st.tuples(*[st.integers(-(2**63), 2**63 - 1)] * 2)
 NUMBERS = st.integers(0, 2**64 - 1)
 
@@ -38,7 +40,8 @@ def test_a_lone_call(number: int, on: Any, name: str, value: int | None) -> None
     found = encoder.lone(number, target, args)
     assert found is not None
     key, frame = found
-    assert key == encoder.call(number, target, False, (args, {}), None).header[0] == (on, name)
+    assert key == encoder.call(number, target, False, (args, {}), None).header[0]
+    assert key == NamedTarget(METHOD_KIND, on, name)
     decoded, encoded, arguments = decode_call(frame[HEADER.size :])
     assert (decoded, decode_method(encoded), arguments) == (number, target, args)
 
@@ -71,7 +74,7 @@ def test_a_call_names_its_ancestor_batches(encoder: CallEncoder) -> None:
         (member,) = encode_for_members(((1,), {}), 1)
         one = encoder.call(0, METHOD, False, ((1,), {}), None)
         assert encoder.member_call(0, encoder.member_target(METHOD, member), member, None) == one
-        assert one.header == (((2, 7), "method"), False, (), (PLAIN,), ("me", 5))
+        assert one.header == (NAMED_METHOD, False, (), (PLAIN,), ("me", 5))
 
     contextvars.copy_context().run(encode)
 
@@ -80,7 +83,7 @@ def test_arguments_pickled_as_a_whole(encoder: CallEncoder) -> None:
     """A list is no cell; it is pickled with all other arguments."""
     call = encoder.call(3, METHOD, True, (([1], 2), {"key": 3}), 4.5)
     assert (call.number, call.due) == (3, 4.5)
-    assert call.header == (((2, 7), "method"), True, None, (PACKED,))
+    assert call.header == (NAMED_METHOD, True, None, (PACKED,))
 
 
 @pytest.mark.parametrize(

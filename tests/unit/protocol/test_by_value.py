@@ -15,9 +15,9 @@ from hypothesis import given, strategies as st
 from aiorpc_torch import RemoteError, batched
 from aiorpc_torch._protocol import by_value
 from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.messages import encode_target
-from aiorpc_torch._protocol.pickling import pack, pack_by_name, unpack
+from aiorpc_torch._protocol.pickling import pack, unpack
 from aiorpc_torch._protocol.targets import FunctionTarget
+from aiorpc_torch._protocol.wire_targets import encode_target, name_of
 
 pytest.importorskip("cloudpickle")
 
@@ -125,7 +125,7 @@ def test_what_peers_can_import_goes_by_name() -> None:
     assert b"Named" in pack(lambda: Named).data
     assert type(across((lambda: 0, Named()))[1]) is Named
     with pytest.raises(by_value.NotByName, match="<lambda> cannot be pickled by name"):
-        pack_by_name(lambda: 0)
+        by_value.refuse_by_value(lambda: 0)
 
 
 def test_classes_and_their_instances_are_the_senders_own() -> None:
@@ -204,8 +204,9 @@ def test_a_function_of_a_call_is_pickled_as_it_is_now() -> None:
     second = encode_target(FunctionTarget(f), None)
     assert pickle_free(first).function() == 1
     assert pickle_free(second).function() == 2
-    once = encode_target(FunctionTarget(by_name), None)
-    assert encode_target(FunctionTarget(by_name), None) is once
+    assert encode_target(FunctionTarget(by_name), None) == (
+        "function", None, "by_name", __name__,
+    )  # fmt: skip
 
 
 def test_functions_of_main_go_by_value_only_without_a_file(
@@ -223,7 +224,9 @@ def test_functions_of_main_go_by_value_only_without_a_file(
     assert elsewhere(main.f) is not main.f
     main.__file__ = "/a/program.py"
     assert elsewhere(main.f) is main.f
-    assert pack_by_name(main.C).data == pickle.dumps(main.C, pickle.HIGHEST_PROTOCOL)
+    assert name_of(main.C) == ("C", "__main__")
+    main.__file__ = None
+    assert name_of(main.C) is None
 
 
 # ── without cloudpickle ─────────────────────────────────────────────────────────────────────────

@@ -26,7 +26,6 @@ from aiorpc_torch._protocol.messages import (
     encode_calls,
     encode_grouped_call,
     encode_reply,
-    encode_target,
     load_calls,
     load_payload,
 )
@@ -34,11 +33,11 @@ from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.targets import (
     BoundTarget,
     CreateTarget,
-    FetchTarget,
     FunctionTarget,
     MethodTarget,
 )
 from aiorpc_torch._protocol.tensors import INLINE_BYTES, TensorTable
+from aiorpc_torch._protocol.wire_targets import NamedTarget, encode_target
 
 NOW = 1000.0
 numbers = itertools.count()
@@ -313,7 +312,9 @@ def test_to_make_is_not_to_call() -> None:
     ]
 
 
-CALLS_OF_ONE = Calls([4], [], [Group(((0, 1), "m"), False, [], 1, [])], [])
+CALLS_OF_ONE = Calls(
+    [4], [], [Group((NamedTarget("method", (0, 1), "m"), 0), False, [], 1, [])], []
+)
 
 
 @pytest.mark.parametrize("context", [-1, 7])
@@ -383,7 +384,11 @@ def test_budgets(budgets: list[float | None]) -> None:
     """Each call has what is left of its time; if none has a limit, nothing is said of it."""
     calls = [
         encode_grouped_call(
-            number, (ONE, "m"), False, ((), {}), None if left is None else NOW + left
+            number,
+            NamedTarget("method", ONE, "m"),
+            False,
+            ((), {}),
+            None if left is None else NOW + left,
         )
         for number, left in enumerate(budgets)
     ]
@@ -527,10 +532,9 @@ def test_an_unreadable_argument_fails_alone() -> None:
 
 def test_an_unreadable_target_fails_alone() -> None:
     """The other groups of the message are read."""
+    unreadable = FunctionTarget(functools.partial(max, Unreadable()))
     calls = [
-        encode_grouped_call(
-            0, encode_target(FetchTarget(Unreadable()), None), False, NOTHING, None
-        ),  # type: ignore[arg-type]
+        encode_grouped_call(0, encode_target(unreadable, None), False, NOTHING, None),
         call(torch.zeros(INLINE_BYTES)),
     ]
     (_, target, _, _), (_, other, _, work) = across(calls)

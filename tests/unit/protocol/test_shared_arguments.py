@@ -12,12 +12,13 @@ from aiorpc_torch._protocol.messages import CallGroup, encode_calls, load_calls
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.shared_arguments import EachValue, MemberArguments, encode_for_members
 from aiorpc_torch._protocol.tensors import INLINE_BYTES, TensorTable
+from aiorpc_torch._protocol.wire_targets import NamedTarget
 
 
 def decoded(row: MemberArguments) -> Any:
     """What a member gets."""
     tensors = TensorTable()
-    call = row.call(7, ((1, 2), "method"), None)
+    call = row.call(7, NamedTarget("method", (1, 2), "m"), None)
     calls = encode_calls((call,), 0.0, tensors)
     plain = load_calls(dump(calls))
     (arguments,) = CallGroup(plain[2][0], iter(tensors), 1).calls()
@@ -90,7 +91,7 @@ def test_tensors_are_shared() -> None:
     assert all(row.cells[0] is rows[0].cells[0] for row in rows)
     assert all(row.cells[1] is rows[0].cells[1] for row in rows)
     assert rows[0].cells[0].data_ptr() == large.data_ptr()
-    assert all(row.call(0, ((0, 0), "m"), None).by_torch for row in rows)
+    assert all(row.call(0, NamedTarget("method", (0, 0), "m"), None).by_torch for row in rows)
     nested = encode_for_members((({"weight": large},), {}), 3)
     packed = [row.packed for row in nested if row.packed is not None]
     assert [each.tensors[0].data_ptr() for each in packed] == [large.data_ptr()] * 3

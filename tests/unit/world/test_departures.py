@@ -81,3 +81,23 @@ async def test_a_call_of_serve_beside_one_that_is_answered(monkeypatch: pytest.M
     async with asyncio.timeout(SOON):
         await asyncio.gather(*first, beside, *second)
     await network.workers["a"].close()
+
+
+async def test_a_wait_that_is_repeated_when_the_coordinator_has_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last answer says who has left: it is not waited for without end."""
+    monkeypatch.setattr(departures, "is_running", lambda: True)
+    network = Network()
+    coordinator, other, _ = network.workers.values()
+    network.held = {"b"}
+    leaving = [asyncio.create_task(each.leave()) for each in (coordinator, other)]
+    await turns()
+    for wait in [*coordinator._table._waits]:
+        if wait.asker == "b":
+            coordinator._table.expire(wait)  # its patience is over; the answer is on its way
+    async with asyncio.timeout(SOON):
+        await asyncio.gather(network.workers["c"].leave(), leaving[0])
+        await coordinator.close()
+        network.deliver()
+        await leaving[1]
