@@ -1,4 +1,4 @@
-"""Objects told apart by identity, and held weakly."""
+"""A dict by the identity of objects, which it refers to weakly."""
 
 import weakref
 from typing import Generic, TypeVar
@@ -8,7 +8,7 @@ V = TypeVar("V")
 
 
 class WeakIdentityDict(Generic[K, V]):
-    """Values of objects, which it does not keep alive. Each method is thread-safe.
+    """A dict of values by the identity of objects, held weakly. Each method is thread-safe.
 
     Not a `WeakKeyDictionary`: an instance may define equality and forbid hashing, and iteration
     fails if another thread adds an object meanwhile.

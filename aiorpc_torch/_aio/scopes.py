@@ -29,5 +29,5 @@ def anyio_scope_deadline() -> float | None:
 
 
 def is_unbounded() -> bool:
-    """Return whether certainly no deadline applies here, without the time it takes to ask anyio."""
+    """Return True if no deadline can apply here; False if anyio has to be asked, slowly."""
     return _BACKEND not in sys.modules and current_deadline() is None

@@ -79,8 +79,8 @@ class Mapping:
         access = mmap.PROT_READ | mmap.PROT_WRITE
         address = _libc.mmap(None, size, access, flags, descriptor, 0)
         if address in (None, _FAILED):
-            number = ctypes.get_errno()
-            raise OSError(number, os.strerror(number))
+            code = ctypes.get_errno()
+            raise OSError(code, os.strerror(code))
         self.address: int = address
         self.size = size
         weakref.finalize(self, _libc.munmap, address, size).atexit = False

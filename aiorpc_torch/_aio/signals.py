@@ -71,12 +71,12 @@ def _sigterm_cancels() -> Iterator[None]:
 def _second_ctrl_c_exits(previous: Any) -> Iterator[None]:
     count = 0
 
-    def on_sigint(number: int, frame: FrameType | None) -> None:
+    def on_sigint(signum: int, frame: FrameType | None) -> None:
         nonlocal count
         count += 1
         if count > 1:
             force_exit(128 + signal.SIGINT)
-        previous(number, frame)
+        previous(signum, frame)
 
     signal.signal(signal.SIGINT, on_sigint)
     try:

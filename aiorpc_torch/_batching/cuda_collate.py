@@ -12,21 +12,24 @@ import torch
 from torch import Tensor
 
 from .._aio.tasks import StepContext
-from .._torch.cuda import has, record_streams, stream_of_coroutine
+from .._torch.cuda import record_streams, stream_of_coroutine
 from .._torch.tree import map_tensors
 from .collate import Collator
 
 R = TypeVar("R")
+
+STREAM_PRIORITY = -1
+"""Not 0, the priority of the 32 streams from which torch RPC takes those of its transfers: they
+would queue behind a batch."""
 
 
 class CudaCollator(Collator):
     """Stacks on `device`, on a stream of its own. Call its methods inside `on_stream`."""
 
     def __init__(self, device: torch.device) -> None:
-        # Not of the pool of 32 streams of priority 0, from which torch RPC takes those of its
-        # transfers: they would queue behind the batch.
-        priority = -1 if has("stream") else 0
-        self._stream = torch.cuda.Stream(device, priority=priority)  # type: ignore[no-untyped-call]
+        self._stream: torch.cuda.Stream = torch.cuda.Stream(  # type: ignore[no-untyped-call]
+            device, priority=STREAM_PRIORITY
+        )
         self.device: torch.device = self._stream.device  # with its index
 
     def record_event(self) -> torch.cuda.Event:
@@ -38,7 +41,7 @@ class CudaCollator(Collator):
     def on_stream(self, after: torch.cuda.Event | None = None) -> Iterator[None]:
         """Queue the work of the block on the collator's stream, behind the event `after`."""
         with torch.cuda.stream(self._stream):
-            if after is not None and has("batch"):
+            if after is not None:
                 self._stream.wait_event(after)
             yield
 
@@ -48,7 +51,7 @@ class CudaCollator(Collator):
 
         Results of remote calls arrive on the latter.
         """
-        with self.on_stream(self.record_event() if has("delivery") else None):
+        with self.on_stream(self.record_event()):
             yield
 
     async def run_coroutine(self, coroutine: Coroutine[Any, Any, R]) -> R:

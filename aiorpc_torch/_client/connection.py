@@ -65,7 +65,7 @@ class Connection(Channel):
     Args:
         me: this process.
         peer: the process that runs the calls.
-        number: number of this connection among those of this process.
+        connection_number: number of this connection among those of this process.
         observer: is told of the peer's messages and of the connection's end.
         sendable_devices: devices that tensors for the peer may be on, beside the CPU.
 
@@ -78,14 +78,14 @@ class Connection(Channel):
         self,
         me: Party,
         peer: WorkerInfo,
-        number: int,
+        connection_number: int,
         observer: PeerObserver,
         sendable_devices: Collection[torch.device] = (),
     ) -> None:
         super().__init__()
         self.peer = peer
         self._me = me
-        self._key = (me.name, me.number, number)
+        self._key = (me.name, me.number, connection_number)
         self._observer = observer
         self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
         self._calls = self._messages = self._bytes = 0
@@ -327,7 +327,7 @@ class Connection(Channel):
             self._send([call])
 
     def on_payload_sent(self, size: int) -> None:
-        """Count a message that is not of this connection's frames."""
+        """Count a message with a payload, by torch RPC or in shared memory."""
         self._messages += 1
         self._bytes += size
 

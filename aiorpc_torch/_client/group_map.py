@@ -162,8 +162,8 @@ class _MapRun:
                     await self._slots.wait()
                 if (arguments := await _next_arguments(sources)) is None:
                     break
-                number = schedule.take()
-                self._items[number] = arguments
+                index = schedule.take()
+                self._items[index] = arguments
                 self._send_assigned()
         except BaseException as exc:  # of an iterable, which may raise anything
             failure = exc
@@ -174,43 +174,43 @@ class _MapRun:
         while (assigned := self._schedule.assign()) is not None:
             self._send(*assigned)
 
-    def _send(self, number: int, member: int) -> None:
+    def _send(self, index: int, member: int) -> None:
         target = BoundTarget(rref := self._members[member], self._method)
         try:
             if self._pool.load(owner := rref.owner_name()) is None:
                 worker = self._pool.worker_of(owner)
                 raise WorkerLost(worker, "no member of the group is left")
             connection = connection_to(rref)
-            call, future = connection.call(target, (self._items[number], {}), self.bound)
+            call, future = connection.call(target, (self._items[index], {}), self.bound)
         except WorkerLost as exc:  # nothing was sent
-            self._schedule.withdraw(number, member, exc)
+            self._schedule.withdraw(index, member, exc)
             self.results.set()
             return
         except Exception as exc:  # an argument that cannot be pickled, for one
-            self._end_item(number, member, Outcome(None, exc))
+            self._end_item(index, member, Outcome(None, exc))
             return
-        self._calls[number] = connection, call, target
-        on_answer = functools.partial(self._on_answer, number, member)
+        self._calls[index] = connection, call, target
+        on_answer = functools.partial(self._on_answer, index, member)
         future.add_done_callback(on_answer, context=self._context)
 
     # ── answers ─────────────────────────────────────────────────────────────────────────────────
 
-    def _on_answer(self, number: int, member: int, future: InlineFuture) -> None:
-        if (call := self._calls.pop(number, None)) is None:  # the map has ended
+    def _on_answer(self, index: int, member: int, future: InlineFuture) -> None:
+        if (call := self._calls.pop(index, None)) is None:  # the map has ended
             return
         answer = future.result()
         failure = exception_of(answer, call[2])
         if type(answer) is CallAborted and isinstance(failure, WorkerLost):
-            self._schedule.lose(number, member, failure)
+            self._schedule.lose(index, member, failure)
             self.results.set()
         else:
-            self._end_item(number, member, Outcome(None if failure else answer, failure))
+            self._end_item(index, member, Outcome(None if failure else answer, failure))
         self._send_assigned()
         self._slots.set()
 
-    def _end_item(self, number: int, member: int, outcome: Outcome) -> None:
-        self._items.pop(number, None)
-        self._schedule.answer(number, member, outcome)
+    def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
+        self._items.pop(index, None)
+        self._schedule.answer(index, member, outcome)
         self.results.set()
 
     def _expire(self, seconds: float) -> None:

@@ -42,7 +42,7 @@ class Outcome(NamedTuple):
 class MapSchedule:
     """The items of one `map`: which may be taken, which member gets each, which result is next.
 
-    Items are numbered in the order in which they were taken. Each member has at most `in_flight`
+    The index of an item says how many were taken before it. Each member has at most `in_flight`
     unanswered ones. After losses an item is given to another member at most `retries` times.
     """
 
@@ -70,11 +70,11 @@ class MapSchedule:
         return self._taken - self._yielded < self._capacity
 
     def take(self) -> int:
-        """Return the number of an item that was taken."""
-        number = self._taken
+        """Return the index of an item that was taken."""
+        index = self._taken
         self._taken += 1
-        self._unassigned.append(number)
-        return number
+        self._unassigned.append(index)
+        return index
 
     def exhaust(self, failure: BaseException | None = None) -> None:
         """End the items, in order or with a failure in place of the next item."""
@@ -95,27 +95,27 @@ class MapSchedule:
         self._add_load(member, 1)
         return self._unassigned.popleft(), member
 
-    def answer(self, number: int, member: int, outcome: Outcome) -> None:
+    def answer(self, index: int, member: int, outcome: Outcome) -> None:
         """Note the outcome of an item that `member` had."""
         self._add_load(member, -1)
-        self._outcomes[number] = outcome
+        self._outcomes[index] = outcome
 
-    def withdraw(self, number: int, member: int, failure: BaseException) -> None:
+    def withdraw(self, index: int, member: int, failure: BaseException) -> None:
         """Take back an item that was not sent, because `member` is lost: another gets it."""
         self._loads[member] = None
-        self._unassigned.appendleft(number)
+        self._unassigned.appendleft(index)
         if not self._has_members():
             self.fail_unassigned(failure)
 
-    def lose(self, number: int, member: int, failure: BaseException) -> None:
+    def lose(self, index: int, member: int, failure: BaseException) -> None:
         """Note that `member` was lost with an item: another gets it, or it has failed."""
-        attempts = self._attempts.pop(number, 0)
+        attempts = self._attempts.pop(index, 0)
         if attempts < self._retries:
-            self._attempts[number] = attempts + 1
-            self.withdraw(number, member, failure)
+            self._attempts[index] = attempts + 1
+            self.withdraw(index, member, failure)
         else:
             self._loads[member] = None
-            self._outcomes[number] = Outcome(None, failure)
+            self._outcomes[index] = Outcome(None, failure)
             if not self._has_members():
                 self.fail_unassigned(failure)
 

@@ -82,7 +82,7 @@ class Introductions:
         self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
 
-    async def connect(self, peer: WorkerInfo, number: int, start: Start) -> None:
+    async def connect(self, peer: WorkerInfo, connection: int, start: Start) -> None:
         """Open a connection to `peer`; call `start` when its handshake is done.
 
         Raises:
@@ -96,7 +96,7 @@ class Introductions:
             address = self._address(peer.name, addresses)
             try:
                 await _dial(
-                    address, credentials, number, start, lambda: self._introduce_again(peer)
+                    address, credentials, connection, start, lambda: self._introduce_again(peer)
                 )
                 return
             except (OSError, TimeoutError) as exc:
@@ -156,12 +156,12 @@ def _format_address(address: str | tuple[str, int]) -> str:
 async def _dial(
     address: str | tuple[str, int],
     credentials: Credentials,
-    number: int,
+    connection: int,
     start: Start,
     introduce: Callable[[], Awaitable[object]],
 ) -> None:
     loop = asyncio.get_running_loop()
-    factory: Callable[[], Any] = functools.partial(_Handshake, credentials, number, start)
+    factory: Callable[[], Any] = functools.partial(_Handshake, credentials, connection, start)
     transport: asyncio.Transport
     async with asyncio.timeout(DIAL_TIMEOUT):
         if isinstance(address, str):
@@ -224,15 +224,16 @@ class _Handshake(asyncio.Protocol):
     """The caller's side of the handshake of a connection.
 
     Args:
-        credentials, number: of the connection.
+        credentials: secrets of the introduction.
+        connection: number of the connection.
         start: sets the transport's next protocol, and gets what has followed the handshake. The
             read that ends the handshake calls it, so that it misses neither frames nor the end.
     """
 
-    def __init__(self, credentials: Credentials, number: int, start: Start) -> None:
+    def __init__(self, credentials: Credentials, connection: int, start: Start) -> None:
         self.proven: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._credentials = credentials
-        self._number = number
+        self._connection = connection
         self._start = start
         self._nonce = new_nonce()
         self._received = b""
@@ -248,11 +249,11 @@ class _Handshake(asyncio.Protocol):
         if len(peer_nonce) == NONCE and not self._is_sent and self._transport is not None:
             self._is_sent = True
             self._transport.write(
-                encode_hello(self._credentials, self._number, peer_nonce, self._nonce)
+                encode_hello(self._credentials, self._connection, peer_nonce, self._nonce)
             )
         if len(proof) < PROOF or self.proven.done() or self._transport is None:
             return
-        if is_callee_proven(self._credentials, self._number, peer_nonce, self._nonce, proof):
+        if is_callee_proven(self._credentials, self._connection, peer_nonce, self._nonce, proof):
             self.proven.set_result(None)
             self._start(self._transport, self._received[NONCE + PROOF :])
         else:

@@ -25,7 +25,7 @@ log = logging.getLogger("aiorpc_torch")
 
 
 class Owner(Protocol):
-    """The connection, which is told what came of a transfer. On its loop."""
+    """The connection of the transfers: its callbacks for their outcomes. Called on its loop."""
 
     @property
     def is_open(self) -> bool:

@@ -25,7 +25,7 @@ class Item:
 
 
 class StreamReader:
-    """The items of one stream that the consumer has not taken. `grant` sends credit for others."""
+    """The items of one stream that the consumer has not taken. `grant` sends credit for more."""
 
     def __init__(self, name: str, grant: Callable[[int], None]) -> None:
         self._name = name

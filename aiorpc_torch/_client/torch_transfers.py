@@ -37,7 +37,7 @@ MAX_LARGE_RESULTS = 1024  # remembered targets of one connection
 
 
 class Owner(Protocol):
-    """The connection, which is told what came of a transfer. On its loop."""
+    """The connection of the transfers: its callbacks for their outcomes. Called on its loop."""
 
     def on_payload_sent(self, size: int) -> None:
         """Count a message with `size` bytes."""

@@ -69,12 +69,12 @@ def ancestor_batches() -> frozenset[BatchId]:
 
 
 def to_wire(worker: str) -> tuple[BatchId, ...]:
-    """Return the ancestor batches as `worker`, this process's, names them to others. Sorted."""
+    """Return the ancestor batches, sorted, with `worker` as the name of this process's worker."""
     if not _scopes.get():  # the common case, on each call
         return ()
     return tuple(sorted((name or worker, number) for name, number in ancestor_batches()))
 
 
 def from_wire(worker: str, batches: Iterable[BatchId]) -> frozenset[BatchId]:
-    """Return the batches that a peer named, as `worker`, this process's, names them itself."""
+    """Return the batches that a peer sent; those of `worker`, this process's, are named `HERE`."""
     return frozenset((HERE if name == worker else name, number) for name, number in batches)

@@ -186,7 +186,7 @@ def _known_identity(obj: Any) -> Identity | None:
 
 
 def restore(identity: Identity, make: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Return the object without its state, or this process's own if it returns."""
+    """Return a new object without its state, or the original if this process sent it first."""
     process, number = identity
     if process == _objects.process and (own := _objects.own.get(number)) is not None:
         return own

@@ -117,31 +117,31 @@ def own_call_error(name: str) -> RuntimeError:
     )
 
 
-def is_exclusive(found: object) -> bool:
+def is_exclusive(instance: object) -> bool:
     """Return whether an object is of an exclusive class."""
-    return getattr(type(found), EXCLUSIVE, False) is True
+    return getattr(type(instance), EXCLUSIVE, False) is True
 
 
 _turns: WeakIdentityDict[Any, Turns] = WeakIdentityDict()
 _lock = threading.Lock()
 
 
-def turns_of(found: Any) -> Turns:
+def turns_of(instance: Any) -> Turns:
     """Return the turns on an exclusive object."""
     with _lock:
-        if (turns := _turns.get(found)) is None:
-            _turns.set(found, turns := Turns())
+        if (turns := _turns.get(instance)) is None:
+            _turns.set(instance, turns := Turns())
         return turns
 
 
 @contextlib.asynccontextmanager
-async def own_turn(found: Any, name: str) -> AsyncIterator[None]:
+async def own_turn(instance: Any, name: str) -> AsyncIterator[None]:
     """Hold a turn on an exclusive object in this block of a task.
 
     Raises:
         RuntimeError: if the task is a part of a call that holds the turn.
     """
-    turn = await turns_of(found).wait(name)
+    turn = await turns_of(instance).wait(name)
     try:
         with add_scope(turn.scope()):
             yield

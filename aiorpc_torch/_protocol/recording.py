@@ -30,14 +30,14 @@ RecordedReply = Any
 
 
 class ContextRecord:
-    """Calls in context `number`, made by its opener or by one call in it. Thread-safe.
+    """Calls in context `context_id`, made by its opener or by one call in it. Thread-safe.
 
     The record is settled when all these calls are answered. The record of a call, unlike that of an
     opener, begins with the call's own receive edge.
     """
 
-    def __init__(self, number: int, recv_edge: Tensor | None = None) -> None:
-        self.id = number
+    def __init__(self, context_id: int, recv_edge: Tensor | None = None) -> None:
+        self.id = context_id
         self.carries = recv_edge is not None  # whether gradients go to the caller
         self.is_open = True
         self.lost: list[str] = []  # calls whose gradients are lost
@@ -230,13 +230,13 @@ def record_for_call() -> ContextRecord | None:
     if found is not None and found.is_open:
         return found if torch.is_grad_enabled() else None
     # As `record_of_torch_context`, without another function on the path of each call.
-    return None if (number := current_context_id()) < 0 else ContextRecord(number)
+    return None if (context_id := current_context_id()) < 0 else ContextRecord(context_id)
 
 
 def record_of_torch_context() -> ContextRecord | None:
     """Return a new record of the context that is open in this thread, None if there is none."""
-    number = current_context_id()
-    return None if number < 0 else ContextRecord(number)
+    context_id = current_context_id()
+    return None if context_id < 0 else ContextRecord(context_id)
 
 
 async def wait_until_settled(record: ContextRecord) -> None:

@@ -1,4 +1,4 @@
-"""Shared memory between the two ends of one connection: who may map what, and what was freed.
+"""Shared memory of one connection: which segments each end has mapped, and which it has freed.
 
 Each end shows the other a probe segment. An end that gets its secret back may send tensors in
 segments. Released segments are told on the connection. (tests/loopback/test_shared_memory.py)

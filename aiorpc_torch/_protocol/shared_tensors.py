@@ -24,7 +24,8 @@ from .tensors import (
 ALIGNMENT = 64
 """Bytes to which the tensors of a block are aligned."""
 
-_MARK = "_aiorpc_block"  # attribute of a tensor whose block many messages share
+_BLOCK_ATTRIBUTE = "_aiorpc_block"
+"""Name of a tensor's attribute that holds its shared `Block`."""
 
 
 class Place(NamedTuple):
@@ -137,7 +138,7 @@ class Block:
 
 def compact(tensor: Tensor) -> Tensor:
     """Return the tensor for torch, or a copy of it if its storage is larger than the tensor."""
-    block = getattr(tensor, _MARK, None)
+    block = getattr(tensor, _BLOCK_ATTRIBUTE, None)
     return compact_storage(tensor) if block is None else block.compact(tensor)
 
 
@@ -161,7 +162,7 @@ def _marked(tensor: Tensor, block: Block) -> Tensor:
     if tensor.requires_grad or not can_share(tensor):
         return tensor
     alias = tensor.detach()
-    setattr(alias, _MARK, block)
+    setattr(alias, _BLOCK_ATTRIBUTE, block)
     block.add(alias)
     return alias
 
@@ -172,7 +173,7 @@ def place(tensors: Iterable[Tensor]) -> tuple[list[Block], list[Place]] | None:
     for tensor in tensors:
         if not can_share(tensor):
             return None
-        block = getattr(tensor, _MARK, own)
+        block = getattr(tensor, _BLOCK_ATTRIBUTE, own)
         index, extent = -1, Extent(0, 0, 0)
         if tensor.numel():
             if not has_memory(tensor):

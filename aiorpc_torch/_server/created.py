@@ -1,19 +1,24 @@
 """The end of objects that callers have created: `aclose()` or `close()`, called once.
 
-torch does not tell that the last RRef of an object was dropped; it only releases the object. So the
-class of a created object gets a `__del__` that keeps the object for its end. Types whose attributes
-cannot be set, such as files, end by themselves when they are freed.
+torch does not tell that the last RRef of an object was dropped; it only releases the object. A weak
+reference tells it when the object is gone, which is too late to call a method. Python keeps a
+released object for the `__del__` of its class alone (PEP 442). So the class of a created object has
+such a `__del__` while its worker is in its world. Types whose attributes cannot be set, such as
+files, end by themselves when they are freed. (tests/unit/server/test_created.py)
 """
 
 import asyncio
+import contextlib
 import contextvars
-import functools
 import inspect
 import logging
+import threading
 import weakref
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
+from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
 from .._aio.threads import run_in_thread
 from .._protocol.exclusive import is_exclusive, own_turn
@@ -28,7 +33,7 @@ Finalizer = Callable[[Any], None]
 
 
 class CreatedObjects:
-    """The objects on one worker that have an end. Ends run on the loop of this worker.
+    """The objects created on one worker that have `aclose()` or `close()`, which ends them.
 
     Args:
         call_on_loop: runs a function on that loop; callable from any thread.
@@ -36,33 +41,53 @@ class CreatedObjects:
 
     def __init__(self, call_on_loop: Callable[[Callable[[], None]], None]) -> None:
         self._call_on_loop = call_on_loop
-        self._alive: dict[int, weakref.ref[Any]] = {}
+        self._alive: dict[int, weakref.ref[Any]] = {}  # by the object's id
+        self._released: deque[tuple[Any, Finalizer | None]] = deque()
         self._ending: dict[asyncio.Task[None], str] = {}
+        self._lock = threading.Lock()  # for what follows
+        self._hooked: WeakIdentityDict[type, bool] = WeakIdentityDict()  # have our `__del__`
+        self._is_closed = False
 
-    def add(self, found: Any) -> None:
+    def add(self, instance: Any) -> None:
         """End this object when it is released, or in `close`. In any thread."""
-        key = id(found)
-        if key in self._alive or end_of(found) is None:
+        key = id(instance)
+        known = self._alive.get(key)
+        if end_of(instance) is None or (known is not None and known() is instance):
             return
-        has_hook = _has_hook(type(found))
+        has_hook = self._hook(type(instance))
         forget = None if has_hook else lambda _: self._alive.pop(key, None)
-        try:
-            self._alive[key] = weakref.ref(found, forget)
-        except TypeError:  # its class has no weak references
-            return
-        if has_hook:
-            _owners[key] = self
+        with contextlib.suppress(TypeError):  # its class has no weak references
+            self._alive[key] = weakref.ref(instance, forget)
 
-    def revive(self, found: Any, finalizer: Finalizer | None) -> bool:
-        """Keep a released object for its end; return whether it has one. In any thread."""
-        if self._alive.pop(id(found), None) is None:
-            return False
-        self._call_on_loop(functools.partial(self._begin_end, found, finalizer))
-        return True
+    def _hook(self, cls: type) -> bool:
+        """Let the release of instances begin their ends; return whether that is possible."""
+        with self._lock:
+            if self._is_closed or self._hooked.get(cls):
+                return not self._is_closed
+            finalizer = getattr(cls, "__del__", None)
 
-    def _begin_end(self, found: Any, finalizer: Finalizer | None = None) -> None:
-        name = f"{type(found).__qualname__}.{end_of(found)}"
-        coroutine = _end(found, name, finalizer)
+            def release(instance: Any) -> None:
+                if self._alive.pop(id(instance), None) is not None:
+                    self._released.append((instance, finalizer))
+                    self._call_on_loop(self._end_released)
+                elif finalizer is not None:
+                    finalizer(instance)
+
+            setattr(release, _REPLACED, vars(cls).get("__del__"))
+            try:
+                cls.__del__ = release  # type: ignore[attr-defined]
+            except (AttributeError, TypeError):  # a type of C, or one whose attributes are fixed
+                return False
+            self._hooked.set(cls, True)
+            return True
+
+    def _end_released(self) -> None:
+        while self._released:
+            self._begin_end(*self._released.popleft())
+
+    def _begin_end(self, instance: Any, finalizer: Finalizer | None = None) -> None:
+        name = f"{type(instance).__qualname__}.{end_of(instance)}"
+        coroutine = _end(instance, name, finalizer)
         # In an empty context: under no deadline.
         task = asyncio.get_running_loop().create_task(
             coroutine, name=name, context=contextvars.Context()
@@ -72,11 +97,15 @@ class CreatedObjects:
 
     async def close(self, timeout: float) -> None:
         """End every object that is left. An end that takes over `timeout` seconds is cancelled."""
+        with self._lock:
+            self._is_closed = True
         refs, self._alive = self._alive, {}
-        for key, ref in [*refs.items()]:
-            if (found := ref()) is not None:
-                _owners.pop(key, None)
-                self._begin_end(found)
+        self._end_released()
+        for ref in [*refs.values()]:
+            if (instance := ref()) is not None:
+                self._begin_end(instance)
+        for cls in self._hooked.owners():
+            _unhook(cls)
         if not self._ending:
             return
         _, late = await asyncio.wait([*self._ending], timeout=timeout)
@@ -89,23 +118,23 @@ class CreatedObjects:
             log.error("%s did not end within %g s", name, timeout)
 
 
-async def _end(found: Any, name: str, finalizer: Finalizer | None) -> None:
+async def _end(instance: Any, name: str, finalizer: Finalizer | None) -> None:
     try:
-        if is_exclusive(found):
-            async with own_turn(found, name):
-                await _call_end(found, name)
+        if is_exclusive(instance):
+            async with own_turn(instance, name):
+                await _call_end(instance, name)
         else:
-            await _call_end(found, name)
+            await _call_end(instance, name)
         if finalizer is not None:  # Python calls it once only, and the object was kept instead
-            finalizer(found)
+            finalizer(instance)
     except asyncio.CancelledError:
         raise
     except BaseException as exc:  # of the user's own code
         log.error("%s of a created object failed", name, exc_info=exc)
 
 
-async def _call_end(found: Any, name: str) -> None:
-    end = getattr(found, end_of(found) or "")
+async def _call_end(instance: Any, name: str) -> None:
+    end = getattr(instance, end_of(instance) or "")
     if runs_on_loop(end):
         result = end()
     else:
@@ -116,10 +145,10 @@ async def _call_end(found: Any, name: str) -> None:
         await result
 
 
-def end_of(found: Any) -> str | None:
+def end_of(instance: Any) -> str | None:
     """Return the name of the method that ends an object: "aclose", else "close", else None."""
     for name in ("aclose", "close"):
-        method = getattr(type(found), name, None)  # not of a proxy, which has any attribute
+        method = getattr(type(instance), name, None)  # not of a proxy, which has any attribute
         if callable(method) and _takes_nothing(method):
             return name
     return None
@@ -137,25 +166,14 @@ def _takes_nothing(method: Any) -> bool:
 
 # ── release ─────────────────────────────────────────────────────────────────────────────────────
 
-_owners: dict[int, CreatedObjects] = {}  # by the object's id
+_REPLACED = "__aiorpc_replaced__"
+"""Attribute of our `__del__`: the one that the class defines itself, else None."""
 
-_HOOK = "__aiorpc_hook__"
 
-
-def _has_hook(cls: type) -> bool:
-    """Let the release of an instance of `cls` begin its end; return whether that is possible."""
-    finalizer = getattr(cls, "__del__", None)
-    if hasattr(finalizer, _HOOK):
-        return True
-
-    def release(self: Any) -> None:
-        owner = _owners.pop(id(self), None)
-        if (owner is None or not owner.revive(self, finalizer)) and finalizer is not None:
-            finalizer(self)
-
-    setattr(release, _HOOK, True)
-    try:
-        cls.__del__ = release  # type: ignore[attr-defined]
-    except (AttributeError, TypeError):  # a type of C, or one whose attributes cannot be set
-        return False
-    return True
+def _unhook(cls: Any) -> None:
+    """Remove our `__del__` from a class, unless another one has replaced it since."""
+    replaced = getattr(vars(cls).get("__del__"), _REPLACED, cls)
+    if replaced is None:
+        del cls.__del__
+    elif replaced is not cls:
+        cls.__del__ = replaced

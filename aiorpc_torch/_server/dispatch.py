@@ -16,7 +16,7 @@ from .._protocol.exceptions import RemoteFailure
 from .._protocol.messages import Arguments, CallGroup, Calls
 from .._protocol.targets import CreateTarget, order_key
 from .calls import CreateCall, Joiner, RpcCall
-from .exclusive import Entrance, ExclusiveCall, ExclusiveStream
+from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
 from .exports import ExportPolicy
 from .methods import LoneMethod, resolve
 from .session import Session
@@ -43,17 +43,17 @@ def calls_of(
     order = message.order or itertools.repeat(0)
     budgets = message.budgets or itertools.repeat(None)
     for number, index, budget in zip(message.numbers, order, budgets, strict=False):
-        found = groups[index]
-        function, joiner, arguments = found.function, found.joiner, next(found.arguments)
+        target = groups[index]
+        function, joiner, arguments = target.function, target.joiner, next(target.arguments)
         if isinstance(arguments, RemoteFailure):
             function, joiner, arguments = arguments.raise_, None, _NO_ARGUMENTS
         deadline = None if budget is None else deadline_after(budget)
-        call = found.call_type(
-            session, reply, number, function, arguments, deadline, worker, found.on_loop, joiner
+        call = target.call_type(
+            session, reply, number, function, arguments, deadline, worker, target.on_loop, joiner
         )
-        call.order_key = found.order_key
-        if found.batches:
-            call.scope = _batch_scope(from_wire(worker, found.batches), session, number)
+        call.order_key = target.order_key
+        if target.batches:
+            call.scope = _batch_scope(from_wire(worker, target.batches), session, number)
         calls.append(call)
     if len(calls) < count:
         raise ValueError(f"a message must have {count} calls, got {len(calls)}")

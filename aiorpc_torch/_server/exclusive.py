@@ -1,21 +1,23 @@
 """`@exclusive`: one call at a time for each object, in the order of arrival.
 
-Calls of peers wait on the event loop, without a task or a thread, and take the turn when they
-start. Batches take it when they run (`_batching.queue`). Coroutines that are called directly in
-this process take it too.
+The decorator marks a class. Calls of peers find the mark and take the turn when they start
+(`exclusive_calls`), and so do batches when they run (`_batching.queue`).
+
+A coroutine that code of this process awaits directly takes the turn too. Python looks it up on the
+class alone, so a guard stands there in the place of each `async def`, also of subclasses. A call
+that holds the turn does without the guards.
 """
 
+import contextlib
 import functools
 import inspect
 from collections.abc import AsyncGenerator, Callable, Coroutine
-from contextlib import aclosing
-from types import FunctionType
-from typing import Any, NamedTuple, TypeVar
+from contextlib import AbstractContextManager
+from types import FunctionType, MethodType
+from typing import Any, TypeVar
 
-from .._protocol.ancestry import NO_BATCHES, add_scope, ancestor_batches, enter_scopes
-from .._protocol.exclusive import EXCLUSIVE, Turn, Turns, own_turn, turns_of
-from .calls import RpcCall, ServerCall
-from .stream_writer import StreamCall
+from .._protocol.ancestry import add_scope, ancestor_batches
+from .._protocol.exclusive import EXCLUSIVE, own_turn, turns_of
 from .torch_clients import COROUTINE, async_execution
 
 T = TypeVar("T", bound=type)
@@ -57,128 +59,49 @@ def exclusive(cls: T) -> T:
     return cls
 
 
-# ── calls of peers ──────────────────────────────────────────────────────────────────────────────
+def unguarded(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return the method behind a guard, for a call that holds the turn; another one as it is."""
+    while type(method) is MethodType and (bind := _bind_of(method.__func__)):
+        method = bind(method.__self__)
+    return method
 
 
-class Entrance(NamedTuple):
-    """A call's way into the queue of an exclusive object; `on_loop` if its function runs there."""
+# ── guards of local calls ───────────────────────────────────────────────────────────────────────
 
-    turns: Turns
-    on_loop: bool
-
-
-class CallInTurn(ServerCall):
-    """A call on an exclusive object. Its turn ends when its function has ended."""
-
-    __slots__ = ()
-
-    turn: Turn | None  # a slot of each subclass
-    joiner: Any  # an `Entrance` until the turn begins
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.turn = None  # type: ignore[misc]
-
-    def enter(self, begin: Callable[[], None]) -> bool:
-        """Enter the queue; return whether the turn has begun, otherwise `begin` is called later.
-
-        Raises:
-            RuntimeError: if the call would wait for itself.
-        """
-        batches = NO_BATCHES if self.scope is None else self.scope.batches
-        turns: Turns = self.joiner.turns
-        self.turn = turn = Turn(turns, begin)  # type: ignore[misc]
-        self.leave_batch = turn.leave
-        return turns.enter(turn, self.name, batches)
-
-    def begin(self) -> bool:
-        """Begin the turn; return whether the function runs on the loop."""
-        runs_on_loop: bool = self.joiner.on_loop
-        self.joiner = self.leave_batch = None
-        return runs_on_loop
-
-    def invoke(self) -> Any:
-        self.enter_context()
-        return super().invoke()
-
-    def enter_context(self) -> None:
-        super().enter_context()
-        assert self.turn is not None
-        scopes = {self.turn.scope()}
-        enter_scopes(scopes if self.scope is None else scopes | {self.scope})
-
-    def succeed(self, value: Any) -> None:
-        super().succeed(value)
-        self._leave()
-
-    def fail(self, exc: BaseException) -> None:
-        super().fail(exc)
-        self._leave()
-
-    def abandon(self, exc: BaseException) -> None:
-        super().fail(exc)
-        if self.joiner is not None:  # it waits; otherwise its function still runs
-            self._leave()
-
-    def _leave(self) -> None:
-        if self.turn is not None:
-            self.turn.leave()
+_GUARD = "__aiorpc_guard__"
+"""Attribute of a guard: itself, and what returns the method behind it, given the object."""
 
 
-class ExclusiveCall(CallInTurn, RpcCall):
-    """A call of a function."""
-
-    __slots__ = ("turn",)
-
-    def succeed(self, value: Any) -> None:
-        if self.reply is None and self.session.send_lone_result(self.number, value):
-            self._leave()
-        else:
-            super().succeed(value)
-
-
-class ExclusiveStream(CallInTurn, StreamCall):
-    """A call of a generator. Its turn ends when the generator has ended."""
-
-    __slots__ = ("turn",)
-
-
-# ── local calls ─────────────────────────────────────────────────────────────────────────────────
-
-_GUARDED = "__aiorpc_guarded__"
+def _bind_of(function: Any) -> Callable[[Any], Any] | None:
+    guard, bind = getattr(function, _GUARD, (None, None))
+    return bind if guard is function else None  # `functools.wraps` of a user copies the attribute
 
 
 def _guard_methods(cls: type) -> None:
     """Let the coroutines of a class take turns when this process calls them directly."""
-    for name in {name for base in cls.__mro__ for name in vars(base)}:
-        function = next(vars(base)[name] for base in cls.__mro__ if name in vars(base))
-        if name.startswith("_") or not isinstance(function, FunctionType):
+    for name in dir(cls):
+        function = inspect.getattr_static(cls, name, None)
+        if name.startswith("_") or type(function) is not FunctionType or _bind_of(function):
             continue
-        if hasattr(function, _GUARDED):
-            continue
-        if (guarded := _guarded(cls, name, function)) is not None:
-            setattr(guarded, _GUARDED, True)
-            setattr(cls, name, guarded)
+        coroutine = getattr(function, COROUTINE, function)
+        # Inherited: by the order of inheritance, which may have another class between the two.
+        is_own = name in vars(cls)
+        bind = function.__get__ if is_own else functools.partial(_inherited, cls, name)
+        if (guard := _guard_of(coroutine, bind)) is not None:
+            guard = guard if coroutine is function else async_execution(guard)
+            setattr(guard, _GUARD, (guard, bind))
+            setattr(cls, name, guard)
 
 
-def _guarded(cls: type, name: str, function: FunctionType) -> Any:
-    """Return a method in place of `function` that takes a turn, None if it cannot wait for one."""
-    if name in vars(cls):
-        coroutine = getattr(function, COROUTINE, None)
-        if coroutine is not None:
-            return async_execution(_guarded_coroutine(coroutine, coroutine.__get__))
-        bind = function.__get__
-    else:  # by the order of inheritance, which may have another class between the two
-        bind = functools.partial(_inherited, cls, name)
+def _inherited(cls: type, name: str, instance: Any) -> Any:
+    return getattr(super(cls, instance), name)
+
+
+def _guard_of(function: Callable[..., Any], bind: Callable[[Any], Any]) -> Any:
+    """Return a function that takes a turn, None if `function` cannot wait for one."""
     if inspect.iscoroutinefunction(function):
         return _guarded_coroutine(function, bind)
-    if inspect.isasyncgenfunction(function):
-        return _guarded_generator(function, bind)
-    return None
-
-
-def _inherited(cls: type, name: str, found: Any) -> Any:
-    return getattr(super(cls, found), name)
+    return _guarded_generator(function, bind) if inspect.isasyncgenfunction(function) else None
 
 
 def _guarded_coroutine(
@@ -200,26 +123,33 @@ def _guarded_generator(
     @functools.wraps(function)
     async def guarded(self: Any, /, *args: Any, **kwargs: Any) -> AsyncGenerator[Any, Any]:
         source, turns = bind(self)(*args, **kwargs), turns_of(self)
-        if turns.is_held_by(ancestor_batches()):
-            async with aclosing(source):
-                async for item in source:
-                    yield item
-            return
-        turn = await turns.wait(function.__qualname__)
+        turn = None
+        in_turn: Callable[[], AbstractContextManager[None]] = contextlib.nullcontext
+        if not turns.is_held_by(ancestor_batches()):
+            turn = await turns.wait(function.__qualname__)
+            # Entered for each step: the consumer's code between two items is no part of the call.
+            in_turn = functools.partial(add_scope, turn.scope())
+        step = source.__anext__
         try:
-            # The consumer's code between two items is no part of the call.
-            sent = None
             while True:
-                with add_scope(turn.scope()):
+                with in_turn():
                     try:
-                        item = await source.asend(sent)
+                        item = await step()
                     except StopAsyncIteration:
                         return
-                sent = yield item
+                try:
+                    step = functools.partial(source.asend, (yield item))
+                except GeneratorExit:
+                    raise
+                except BaseException as exc:  # thrown in by the consumer
+                    step = functools.partial(source.athrow, exc)
         finally:
-            with add_scope(turn.scope()):
-                await source.aclose()
-            turn.leave()
+            try:
+                with in_turn():
+                    await source.aclose()
+            finally:
+                if turn is not None:
+                    turn.leave()
 
     return guarded
 

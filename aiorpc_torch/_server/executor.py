@@ -19,7 +19,7 @@ from .._torch.compat import RawFuture
 from .._torch.thread_state import thread_settings
 from ..errors import CallTimeout, RpcError
 from .calls import Joiner, ServerCall
-from .exclusive import CallInTurn
+from .exclusive_calls import CallInTurn
 from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
 
 log = logging.getLogger("aiorpc_torch")
@@ -43,7 +43,7 @@ class Executor:
         settings = thread_settings()
         settings()
         self._threads = DaemonThreadPool(threads, settings)
-        self._has_cancelled = False  # whether cancelled coroutines have not run since
+        self._has_cancelled = False  # whether a task was cancelled in this loop iteration
 
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the calls to this method. In any thread."""

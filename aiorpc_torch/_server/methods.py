@@ -13,7 +13,8 @@ from .._protocol.runtime import runs_on_loop
 from .._protocol.targets import Target
 from .._torch import rrefs
 from .calls import Joiner, batch_joiner
-from .exclusive import Entrance
+from .exclusive import unguarded
+from .exclusive_calls import Entrance
 from .exports import ExportPolicy
 
 Resolved = tuple[Callable[..., Any], bool, Joiner | Entrance | None]
@@ -36,15 +37,15 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None) -> Res
     function = target.bind(owner)
     on_loop, joiner = runs_on_loop(function), batch_joiner(function)
     if joiner is None and is_exclusive(owner):  # a batch takes the turn when it runs
-        return function, True, Entrance(turns_of(owner), on_loop)
+        return unguarded(function), True, Entrance(turns_of(owner), on_loop)
     return function, on_loop, joiner
 
 
 class LoneMethod:
-    """The method of an object that the `encoded` target of lone calls stands for.
+    """Cache of one resolved method, for the lone calls that name it by the same `encoded` target.
 
-    It remembers the object, weakly, and the function of the last call. While both are the same, a
-    call needs no other look-up. Otherwise it is resolved like any other call.
+    It refers to the object weakly. While the object and its function are those of the last call, no
+    other look-up is needed. Otherwise the target is resolved like that of any other call.
     """
 
     __slots__ = ("_function", "_join", "_object", "_on_loop", "target")

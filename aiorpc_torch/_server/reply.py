@@ -31,7 +31,7 @@ class DeferredReply:
     def set_result(self, answer: Any) -> None:
         """Set the reply: bytes, or bytes and tensors. Call it on the streams of the tensors."""
         tensors = () if isinstance(answer, bytes) else answer[1]
-        fence = fence_tensors(tensors, "deferred")
+        fence = fence_tensors(tensors)
         self.recording.when_settled(lambda: self._complete(answer, fence), close=True)
 
     def _complete(self, answer: Any, fence: StreamFence | None) -> None:

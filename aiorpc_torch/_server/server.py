@@ -120,7 +120,7 @@ class Server:
             log.warning("worker %r rejected an unreadable payload: %r", self.name, exc)
             error = RemoteError(f"worker {self.name!r} cannot read the payload of a call: {exc!r}")
             return completed_future(RemoteFailure.of(error, self.name))
-        payload = Payload(message, tensors, reply, context, fence_tensors(tensors, "arguments"))
+        payload = Payload(message, tensors, reply, context, fence_tensors(tensors))
         self._executor.call_on_loop(functools.partial(self._on_payload, key, payload))
         return answer  # type: ignore[no-any-return]
 
@@ -146,7 +146,7 @@ class Server:
         reply: Future[Any] = Future(devices=[*self._routes.used])
         call = TorchCall(self._torch_calls, reply, function, (args, kwargs), self.name)
         if self._routes.used:
-            call.fence = fence_tree((args, kwargs), "arguments")
+            call.fence = fence_tree((args, kwargs))
         call.recording = record_of_torch_context()
         self._executor.call_on_loop(functools.partial(self._executor.start, (call,)))
         return reply

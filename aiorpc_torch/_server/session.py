@@ -51,7 +51,7 @@ _read_slot = reader(tuple[int, RRefId | str | None])
 
 
 class Payload(NamedTuple):
-    """A call whose arguments came apart from its slot.
+    """The arguments of a call, which came by torch RPC or in shared memory, apart from its slot.
 
     Attributes:
         reply: Future of the reply if it came by torch RPC, None if it came in shared memory.
@@ -200,7 +200,7 @@ class Session(Channel):
                 self._handler.start_held_call(item)
 
     def _drop(self, number: int, payload: Payload) -> None:
-        """Answer a cancelled call that has not started."""
+        """Answer a cancelled call that has not started, so that the sender frees its slot."""
         if payload.reply is None:
             failure = RemoteFailure.of(asyncio.CancelledError(), "the callee")
             self._queue_result((number, FAILED, failure))

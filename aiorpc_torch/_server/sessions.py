@@ -1,4 +1,4 @@
-"""The sessions of one worker: who is connected to it, and which calls run for whom."""
+"""The sessions of one worker: its connected callers, and the running calls of each."""
 
 import asyncio
 

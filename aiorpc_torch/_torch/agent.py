@@ -39,7 +39,6 @@ from .compat import (
     set_profiler_node,
     worker_names,
 )
-from .cuda import has
 from .devices import DeviceRoutes, NamedDeviceMaps
 
 _first_id: int | None = None  # the worker id of this process in its first world
@@ -84,14 +83,14 @@ class PeerInfo:
 class Agent:
     """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 
-    The number is torch's worker id. If every worker is in its `first_world`, torch counts the
+    Worker ids are torch's. If every worker is in its `first_world`, torch counts the
     references to RRefs.
     """
 
     def __init__(
         self,
         name: str,
-        number: int,
+        worker_id: int,
         *,
         threads: int,
         transports: Sequence[str] | None,
@@ -109,19 +108,18 @@ class Agent:
         self._name = name
         self._is_first_world = first_world
         if _first_id is None:
-            _first_id = number
-            init_autograd(number)
-        set_profiler_node(number)  # for a profiler's events; torch cannot unset it
-        rrefs.enter_world(number, counted=first_world)
+            _first_id = worker_id
+            init_autograd(worker_id)
+        set_profiler_node(worker_id)  # for a profiler's events; torch cannot unset it
+        rrefs.enter_world(worker_id, counted=first_world)
         self._store = HashStore()
         self._maps = {**device_maps}
         self.routes = DeviceRoutes.for_worker(name, device_maps)
         """Devices on which tensors of this worker may be when they are sent."""
-        if has("start"):
-            _init_cuda(self.routes)
+        _init_cuda(self.routes)
         # With the maps of this worker's calls to itself, which `add_peer` does not add.
-        answers, used = ({**self.routes.answers}, self.routes.used) if has("start") else ({}, [])
-        self._agent = TensorPipeAgent(self._store, name, number, None, options, answers, used)
+        devices = {**self.routes.answers}, self.routes.used
+        self._agent = TensorPipeAgent(self._store, name, worker_id, None, options, *devices)
         self._peers: dict[str, PeerInfo] = {}
         _needs_stop = True
         init_rpc_states(self._agent)

@@ -6,7 +6,6 @@ never waits. (tests/gpu/test_stream_order.py, tests/unit/torch/test_cuda.py)
 """
 
 import contextlib
-import os
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -15,50 +14,16 @@ from torch import Tensor
 from .devices import refuse_sparse
 from .tree import tensors_in
 
-# ── switches for tests ──────────────────────────────────────────────────────────────────────────
-
-SWITCHES = {
-    "arguments": "the callee does not wait for arguments on their way",
-    "results": "a result is sent without waiting for the kernels that make it",
-    "memory": "the allocator is not told which streams use a tensor",
-    "deferred": "a reply in an autograd context does not wait for the kernels of its result",
-    "batch": "the stream of a batch does not wait for the event loop's stream",
-    "stream": "a batch gets a stream that it shares with torch's transfers",
-    "delivery": "the stream of a coroutine's batch does not wait for results of its calls",
-    "aliases": "tensors that share memory are sent as such, beside tensors on other devices",
-    "empty": "CUDA tensors without elements are sent without memory",
-    "start": "CUDA is not initialized, and torch's agent has no devices, when it starts",
-}
-"""Parts of the synchronization that AIORPC_CUDA_WITHOUT leaves out, separated by commas.
-
-Each test in `tests/gpu` fails without the part that it is about. Never set the variable otherwise.
-"""
-
-_WITHOUT = frozenset(filter(None, os.environ.get("AIORPC_CUDA_WITHOUT", "").split(",")))
-
-if _WITHOUT - SWITCHES.keys():
-    raise ValueError(
-        f"AIORPC_CUDA_WITHOUT must name some of {', '.join(SWITCHES)}, "
-        f"got {', '.join(sorted(_WITHOUT))}"
-    )
-
-
-def has(part: str) -> bool:
-    """Return whether a part of the synchronization is in place."""
-    return part not in _WITHOUT
-
-
 # ── fences ──────────────────────────────────────────────────────────────────────────────────────
 
 
 class StreamFence:
     """Events behind the work that this thread has queued for some CUDA tensors."""
 
-    __slots__ = ("_events", "_part", "_tensors")
+    __slots__ = ("_events", "_tensors")
 
-    def __init__(self, tensors: Sequence[Tensor], part: str) -> None:
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
         self._tensors = tensors
-        self._part = part
         self._events = {
             device: torch.cuda.current_stream(device).record_event()
             for device in {tensor.device for tensor in tensors}
@@ -67,9 +32,8 @@ class StreamFence:
     def wait(self) -> None:
         """Let this thread's current streams wait for the work, and use the tensors."""
         streams = {device: torch.cuda.current_stream(device) for device in self._events}
-        if has(self._part):
-            for device, event in self._events.items():
-                streams[device].wait_event(event)
+        for device, event in self._events.items():
+            streams[device].wait_event(event)
         record_streams(self._tensors, streams.values())
 
 
@@ -78,8 +42,6 @@ def record_streams(tensors: Iterable[Tensor], streams: Iterable[torch.cuda.Strea
 
     The memory is then not used again before the work that is queued there by the time of its end.
     """
-    if not has("memory"):
-        return
     by_device = [(stream.device, stream) for stream in streams]
     for tensor in tensors:
         for device, stream in by_device:
@@ -88,15 +50,15 @@ def record_streams(tensors: Iterable[Tensor], streams: Iterable[torch.cuda.Strea
                 tensor.record_stream(stream)
 
 
-def fence_tensors(tensors: Iterable[Tensor], part: str = "results") -> StreamFence | None:
-    """Record events for the CUDA tensors; None if there are none. `part` is one of `SWITCHES`."""
+def fence_tensors(tensors: Iterable[Tensor]) -> StreamFence | None:
+    """Record events for the CUDA tensors; None if there are none."""
     found = [tensor for tensor in tensors if tensor.is_cuda]
-    return StreamFence(found, part) if found else None
+    return StreamFence(found) if found else None
 
 
-def fence_tree(value: object, part: str = "results") -> StreamFence | None:
+def fence_tree(value: object) -> StreamFence | None:
     """Record events for the CUDA tensors in a tree; None if there are none."""
-    return fence_tensors(tensors_in(value), part)
+    return fence_tensors(tensors_in(value))
 
 
 # ── coroutines on streams of their own ──────────────────────────────────────────────────────────
@@ -144,11 +106,11 @@ def sendable(tensors: Sequence[Tensor]) -> list[Tensor]:
         return [*tensors]
     refuse_sparse(tensors)
     found = [tensor if _has_memory(tensor) else _with_memory(tensor) for tensor in tensors]
-    return _without_aliases(found) if len(devices) > 1 and has("aliases") else found
+    return _without_aliases(found) if len(devices) > 1 else found
 
 
 def _has_memory(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" or tensor.numel() > 0 or not has("empty")
+    return tensor.device.type == "cpu" or tensor.numel() > 0
 
 
 def _with_memory(tensor: Tensor) -> Tensor:

@@ -150,28 +150,29 @@ NO_WORLD = -1
 
 _table = RRefTable(NO_WORLD, counted=True)
 _classes: "weakref.WeakKeyDictionary[RRefBase[Any], type]" = weakref.WeakKeyDictionary()
-_adopted: int | None = None  # the generation of an adopted world to which the table belongs
+_adopted_generation: int | None = None
+"""`init_rpc` count of the world of `_table`; None if this library started the world."""
 _received: "weakref.WeakKeyDictionary[RRefBase[Any], _Received]" = weakref.WeakKeyDictionary()
 
 
 def enter_world(worker_id: int, *, counted: bool) -> None:
     """Start a new table for a world in which torch counts references, or does not."""
-    global _table, _adopted
-    _adopted = None
+    global _table, _adopted_generation
+    _adopted_generation = None
     _table = RRefTable(worker_id, counted=counted)
 
 
 def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
     """Use the table of torch's world `generation`; start a new one at the first call for it."""
-    global _table, _adopted
-    if _adopted != generation:
+    global _table, _adopted_generation
+    if _adopted_generation != generation:
         _table = RRefTable(worker_id, counted=counted, adopted=True)
-        _adopted = generation
+        _adopted_generation = generation
 
 
 def is_adopted() -> bool:
     """Return whether this process was last in a world that `init_rpc` started."""
-    return _adopted is not None
+    return _adopted_generation is not None
 
 
 @contextlib.contextmanager

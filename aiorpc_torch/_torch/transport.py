@@ -129,8 +129,8 @@ def send(
 
 
 @contextlib.contextmanager
-def enter_context_id(number: int) -> Iterator[None]:
-    """Make `number` the autograd context of this thread inside the block, -1 for none.
+def enter_context_id(context_id: int) -> Iterator[None]:
+    """Make `context_id` the autograd context of this thread inside the block, -1 for none.
 
     Raises:
         RuntimeError: if this torch does not export the function for it.
@@ -141,7 +141,7 @@ def enter_context_id(number: int) -> Iterator[None]:
             "context are not supported"
         )
     before = current_context_id()
-    force_context(number)
+    force_context(context_id)
     try:
         yield
     finally:

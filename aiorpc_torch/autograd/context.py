@@ -245,6 +245,6 @@ def _describe(root: Tensor) -> str:
     return f"one of shape {tuple(root.shape)}{needs}"
 
 
-def _release(number: int) -> None:
+def _release(context_id: int) -> None:
     with contextlib.suppress(RuntimeError):  # torch has stopped, or has released it
-        release_context(number)
+        release_context(context_id)

@@ -164,8 +164,8 @@ class DistributedOptimizer:
         Raises:
             RuntimeError: if the context is not open. Exceptions of a step are raised as they are.
         """
-        number = context.id
-        await _all(call(each, LocalOptimizer.step, number) for each in self._optimizers)
+        context_id = context.id
+        await _all(call(each, LocalOptimizer.step, context_id) for each in self._optimizers)
 
     async def set(self, **options: Any) -> None:
         """Change options of the optimizers while training: `await opt.set(lr=0.01)`.

@@ -1,6 +1,7 @@
 """`@exclusive` for calls of every kind: never two at once, in order, and no place is lost."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import AsyncIterator, Iterator
 from typing import Any
@@ -150,7 +151,11 @@ class One(Actor):
 
 
 class Sub(One):
+    wrapped = 0
+
+    @functools.wraps(One.work)
     async def work(self, item: Any) -> Any:
+        self.wrapped += 1
         return await super().work(item)
 
     def compute(self, item: Any) -> Any:
@@ -194,6 +199,7 @@ async def test_calls_of_every_kind_take_turns(cls: type[Actor]) -> None:
     assert actor.log == [*range(9)]
     assert actor.most == 1
     await remote(rref).work(9)
+    assert getattr(actor, "wrapped", 4) == 4  # the override ran, although its guard did not
     assert turns_of(actor).holder is None
 
 

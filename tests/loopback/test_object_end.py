@@ -214,6 +214,7 @@ async def test_objects_end_when_their_worker_leaves(tmp_path: Path) -> None:
         assert ended == []
     expected = [("close", "Closes"), ("aclose", "Acloses"), ("close", "Cyclic")]
     assert sorted(ended) == sorted(expected)
+    assert not any("__del__" in vars(cls) for cls in (Closes, Acloses, Cyclic))
     assert stream.closed
     del values, made, file
     gc.collect()

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from aiorpc_torch import RRef, Worker, batched, create, remote, testing
-from aiorpc_torch._torch.cuda import SWITCHES
+from tests.gpu.left_out import PARTS
 
 GPU = [
     pytest.mark.gpu,
@@ -53,8 +53,8 @@ NEEDS: dict[str, str] = {}
 
 
 def fails_without(part: str) -> Callable[[Test], Test]:
-    """Name the part; `test_switches.py` tries that the test fails if the part is left out."""
-    assert part in SWITCHES
+    """Name the part; `test_left_out.py` tries that the test fails if the part is left out."""
+    assert part in PARTS
 
     def note(test: Test) -> Test:
         NEEDS[f"{test.__module__.rpartition('.')[2]}.py::{test.__name__}"] = part
@@ -65,6 +65,8 @@ def fails_without(part: str) -> Callable[[Test], Test]:
 
 def gpu_world(workers: Sequence[str] = (), **options: Any) -> AbstractAsyncContextManager[Worker]:
     """A world with maps between all devices, unless `options` says otherwise."""
+    # Children leave out a part from their start on, if it is left out here.
+    options = {"preload": ("tests.gpu.left_out",), **options}
     return testing.world(workers, **{"device_maps": "auto", "channels": CHANNELS, **options})
 
 

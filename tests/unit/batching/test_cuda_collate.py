@@ -10,7 +10,6 @@ import torch
 
 from aiorpc_torch._batching.cuda_collate import CudaCollator
 from aiorpc_torch._batching.function import BatchFunction
-from aiorpc_torch._torch import cuda
 from aiorpc_torch._torch.cuda import note_delivered
 from tests.support.cuda_doubles import ONE, ZERO, CudaTensor, Streams
 
@@ -86,20 +85,6 @@ async def test_a_plain_function_is_behind_the_arguments(streams: Streams) -> Non
         ("record", own),
         ("synchronize", "unrecorded"),
     ]
-
-
-@pytest.mark.parametrize(("part", "waits"), [("batch", 0), ("delivery", 1), ("results", 3)])
-async def test_switches(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch, part: str, waits: int
-) -> None:
-    monkeypatch.setattr(cuda, "_WITHOUT", frozenset([part]))
-
-    async def function(items: list[int]) -> list[int]:
-        await asyncio.sleep(0)
-        return items
-
-    await batch_function(function).run(None, [(1,)])
-    assert len([entry for entry in streams.log if entry[0] == "wait"]) == waits
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])

@@ -1,6 +1,7 @@
 """`@exclusive` without a world: coroutines that a program awaits itself, and the decorator."""
 
 import asyncio
+import functools
 import gc
 import threading
 import weakref
@@ -88,6 +89,24 @@ async def test_inherited_methods_keep_the_order_of_classes() -> None:
     assert await asyncio.gather(diamond.work(1), diamond.work(2)) == [("mixin", 1), ("mixin", 2)]
 
 
+async def test_an_override_with_the_attributes_of_what_it_overrides() -> None:
+    """`functools.wraps` copies those of the guard: the override needs one all the same."""
+
+    class Wraps(Inherits):
+        entered = 0
+
+        @functools.wraps(Inherits.work)
+        async def work(self, item: Any, steps: int = 2) -> Any:
+            self.entered += 1
+            entered = self.entered
+            found = await super().work(item, steps)
+            self.entered -= 1
+            return found, entered
+
+    wraps = Wraps()
+    assert await asyncio.gather(wraps.work(1), wraps.work(2)) == [(1, 1), (2, 1)]
+
+
 async def test_a_local_stream_is_one_call() -> None:
     """From its first item to its end; the consumer's own code is no part of it."""
     busy = Inherits()
@@ -108,6 +127,76 @@ async def test_a_stream_that_is_closed_ends_its_turn() -> None:
     assert await anext(stream) == 0
     await stream.aclose()
     assert await busy.work(1) == 1
+
+
+@aiorpc.exclusive
+class Streams:
+    async def echo(self) -> AsyncIterator[Any]:
+        """Yield what the consumer sends or throws in."""
+        got: Any = "first"
+        while True:
+            try:
+                got = yield got
+            except LookupError as exc:
+                got = exc
+
+    async def echo_inside(self) -> list[Any]:
+        """The same generator in the turn of this call."""
+        return await converse(self.echo())
+
+    async def fails_to_close(self) -> AsyncIterator[int]:
+        try:
+            yield 1
+        finally:
+            await asyncio.sleep(0)
+            raise LookupError("close")
+
+    async def work(self) -> str:
+        return "worked"
+
+
+async def converse(stream: Any) -> list[Any]:
+    found = [await anext(stream), await stream.asend("sent")]
+    found.append(str(await stream.athrow(LookupError("thrown"))))
+    await stream.aclose()
+    return found
+
+
+async def test_a_local_stream_gets_what_is_sent_and_thrown() -> None:
+    """In a turn of its own, and in that of the call which consumes it."""
+    streams = Streams()
+    expected = ["first", "sent", "thrown"]
+    assert await converse(streams.echo()) == expected
+    assert await streams.echo_inside() == expected
+
+
+async def test_a_stream_that_fails_to_close_ends_its_turn() -> None:
+    streams = Streams()
+    stream: Any = streams.fails_to_close()
+    assert await anext(stream) == 1
+    with pytest.raises(LookupError, match="close"):
+        await stream.aclose()
+    assert turns_of(streams).holder is None
+    assert await streams.work() == "worked"
+
+
+async def test_inherited_methods_for_torch_clients_take_turns() -> None:
+    class Base:
+        inside = 0
+
+        @aiorpc.async_execution
+        async def for_torch(self) -> int:
+            self.inside += 1
+            await asyncio.sleep(0)
+            self.inside -= 1
+            return self.inside
+
+    @aiorpc.exclusive
+    class Marked(Base):
+        pass
+
+    marked = Marked()
+    assert await asyncio.gather(marked.for_torch(), marked.for_torch()) == [0, 0]
 
 
 async def test_a_batch_of_the_own_object_is_refused() -> None:

@@ -1,10 +1,6 @@
 """The order of CUDA work by doubles of streams, and tensors in forms that torch can send."""
 
-import os
-import subprocess
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +8,6 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._torch import cuda
 from aiorpc_torch._torch.cuda import (
     copy_of,
     fence_tensors,
@@ -27,11 +22,6 @@ from tests.support.cuda_doubles import ONE, ZERO, CudaTensor, Streams
 @pytest.fixture
 def streams(monkeypatch: pytest.MonkeyPatch) -> Streams:
     return Streams().install(monkeypatch)
-
-
-def without(monkeypatch: pytest.MonkeyPatch, part: str) -> None:
-    assert part in cuda.SWITCHES
-    monkeypatch.setattr(cuda, "_WITHOUT", frozenset([part]))
 
 
 # ── fences ──────────────────────────────────────────────────────────────────────────────────────
@@ -72,30 +62,6 @@ def test_nothing_is_done_for_tensors_on_the_cpu(streams: Streams) -> None:
     assert streams.log == []
 
 
-@pytest.mark.parametrize("part", ["arguments", "results", "memory"])
-def test_switches_leave_out_a_part(
-    streams: Streams, monkeypatch: pytest.MonkeyPatch, part: str
-) -> None:
-    """Of a fence of results the order, or what the allocator is told; else it is whole."""
-    tensor = CudaTensor.on(ZERO)
-    fence = fence_tensors([tensor], "results")
-    assert fence is not None
-    without(monkeypatch, part)
-    fence.wait()
-    waits = [entry for entry in streams.log if entry[0] == "wait"]
-    assert (len(waits) == 1, len(tensor.used_on) == 1) == (part != "results", part != "memory")
-
-
-@pytest.mark.parametrize(("words", "fails"), [("results,memory", False), ("result", True)])
-def test_a_switch_that_does_not_exist(words: str, fails: bool) -> None:
-    """A misspelt one would let a test pass for a wrong reason."""
-    line = [sys.executable, "-c", "import aiorpc_torch._torch.cuda as c; print(c.has('results'))"]
-    environment = {**os.environ, "AIORPC_CUDA_WITHOUT": words}
-    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
-    assert ("must name some of arguments, results" in done.stderr) == fails
-    assert fails or done.stdout == "False\n"
-
-
 def test_results_that_arrive_are_used_on_the_streams_of_waiting_coroutines(
     streams: Streams,
 ) -> None:
@@ -108,12 +74,6 @@ def test_results_that_arrive_are_used_on_the_streams_of_waiting_coroutines(
             note_delivered({"x": tensors[1]})
     note_delivered(tensors[2])
     assert [tensor.used_on for tensor in tensors] == [["stream 1"], ["stream 1"], []]
-
-
-def test_the_switches_are_documented() -> None:
-    text = (Path(__file__).parents[3] / "docs" / "cuda.md").read_text()
-    rows = [f"| `{part}` | {what} |" for part, what in cuda.SWITCHES.items()]
-    assert [line for line in text.splitlines() if line in rows] == rows
 
 
 # ── tensors that torch can send ─────────────────────────────────────────────────────────────────
@@ -180,12 +140,3 @@ def test_sparse_tensors_beside_a_device_are_refused() -> None:
     assert sendable([sparse])[0] is sparse
     with pytest.raises(ValueError, match="sparse_coo on cpu cannot be sent"):
         sendable([sparse, torch.ones(1, device="meta")])
-
-
-def test_switches_for_what_is_sent(monkeypatch: pytest.MonkeyPatch) -> None:
-    x, empty = torch.empty(2, 3, device="meta"), torch.empty(0, device="meta")
-    without(monkeypatch, "aliases")
-    found = sendable([x, x.T, torch.ones(1)])
-    assert storage(found[0]) == storage(found[1])
-    without(monkeypatch, "empty")
-    assert sendable([empty])[0] is empty

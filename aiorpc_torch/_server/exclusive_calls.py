@@ -1,0 +1,92 @@
+"""Calls of peers on exclusive objects: they wait on the event loop, without a task or a thread."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from .._protocol.ancestry import NO_BATCHES, enter_scopes
+from .._protocol.exclusive import Turn, Turns
+from .calls import RpcCall, ServerCall
+from .stream_writer import StreamCall
+
+
+class Entrance(NamedTuple):
+    """The turns on the object of a call, and whether the function of the call runs on the loop."""
+
+    turns: Turns
+    on_loop: bool
+
+
+class CallInTurn(ServerCall):
+    """A call on an exclusive object. Its turn ends when its function has ended."""
+
+    __slots__ = ()
+
+    turn: Turn | None  # defined as a slot by each subclass
+    joiner: Any  # an `Entrance` while the call waits for its turn
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.turn = None  # type: ignore[misc]
+
+    def enter(self, begin: Callable[[], None]) -> bool:
+        """Enter the queue; return whether the turn has begun, otherwise `begin` is called later.
+
+        Raises:
+            RuntimeError: if the call would wait for itself.
+        """
+        batches = NO_BATCHES if self.scope is None else self.scope.batches
+        turns: Turns = self.joiner.turns
+        self.turn = turn = Turn(turns, begin)  # type: ignore[misc]
+        self.leave_batch = turn.leave
+        return turns.enter(turn, self.name, batches)
+
+    def begin(self) -> bool:
+        """Begin the turn; return whether the function runs on the loop."""
+        runs_on_loop: bool = self.joiner.on_loop
+        self.joiner = self.leave_batch = None
+        return runs_on_loop
+
+    def invoke(self) -> Any:
+        self.enter_context()
+        return super().invoke()
+
+    def enter_context(self) -> None:
+        super().enter_context()
+        assert self.turn is not None
+        scopes = {self.turn.scope()}
+        enter_scopes(scopes if self.scope is None else scopes | {self.scope})
+
+    def succeed(self, value: Any) -> None:
+        super().succeed(value)
+        self._leave()
+
+    def fail(self, exc: BaseException) -> None:
+        super().fail(exc)
+        self._leave()
+
+    def abandon(self, exc: BaseException) -> None:
+        super().fail(exc)
+        if self.joiner is not None:  # it waits; otherwise its function still runs
+            self._leave()
+
+    def _leave(self) -> None:
+        if self.turn is not None:
+            self.turn.leave()
+
+
+class ExclusiveCall(CallInTurn, RpcCall):
+    """A call of a function."""
+
+    __slots__ = ("turn",)
+
+    def succeed(self, value: Any) -> None:
+        if self.reply is None and self.session.send_lone_result(self.number, value):
+            self._leave()
+        else:
+            super().succeed(value)
+
+
+class ExclusiveStream(CallInTurn, StreamCall):
+    """A call of a generator. Its turn ends when the generator has ended."""
+
+    __slots__ = ("turn",)
