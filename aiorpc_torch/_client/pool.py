@@ -98,14 +98,13 @@ class ConnectionPool:
         return self._connect(by_peer, worker)
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
-        peer, devices = self._peer(worker), self._sendable_devices.get(worker, ())
+        me, peer = self._members.me, self._peer(worker)
+        devices = self._sendable_devices.get(worker, ())
         for each in _all(by_peer):
             if each.is_over:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
-        connection = Connection(
-            self._members.me, peer, next(self._numbers), self._observer, devices
-        )
+        connection = Connection(me, peer, next(self._numbers), self._observer, devices)
         connection.open(self._introductions)
         by_peer.setdefault(worker, []).append(connection)
         return connection

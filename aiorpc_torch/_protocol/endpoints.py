@@ -108,8 +108,7 @@ def current() -> Node | None:
 
 def serving() -> Endpoint | None:
     """Return the server of this process, None if it is in no world."""
-    node = _node
-    return None if node is None else node.server
+    return None if (node := _node) is None else node.server
 
 
 def not_serving() -> "Future[Any]":
@@ -134,38 +133,33 @@ def ping(_: bytes) -> "Future[Any]":
 def introduce(data: bytes) -> "Future[Any]":
     """Introduce a caller that wants a connection."""
     pin_thread_state()
-    node = _node
-    return not_serving() if node is None else node.introduce(data)
+    return not_serving() if (node := _node) is None else node.introduce(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def payload(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
     """Take the payload of a call; return its result."""
     pin_thread_state()
-    server = serving()
-    return not_serving() if server is None else server.payload(data, tensors)
+    return not_serving() if (node := _node) is None else node.server.payload(data, tensors)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def collect(data: bytes) -> "Future[Any]":
     """Return a result that is kept for its caller."""
     pin_thread_state()
-    server = serving()
-    return not_serving() if server is None else server.collect(data)
+    return not_serving() if (node := _node) is None else node.server.collect(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def leave_message(data: bytes) -> "Future[Any]":
     """Note that a peer leaves, or has failed."""
-    node = _node
-    return not_serving() if node is None else node.leave_message(data)
+    return not_serving() if (node := _node) is None else node.leave_message(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def departure(data: bytes) -> "Future[Any]":
     """Note what a peer does; answer when those that it waits for have left."""
-    node = _node
-    return not_serving() if node is None else node.departure(data)
+    return not_serving() if (node := _node) is None else node.departure(data)
 
 
 _epoch = 0  # how many times this process has attached
@@ -195,13 +189,11 @@ read_attach_message = reader(tuple[bytes, str, int, bool, dict[str, str]])
 @functions.async_execution  # type: ignore[untyped-decorator]
 def attach_message(data: bytes) -> "Future[Any]":
     """Note that a peer is attached or has left, and answer with this process's own message."""
-    node = _node
-    answer = None if node is None else node.attach_message(data)
+    answer = None if (node := _node) is None else node.attach_message(data)
     return answer or completed_future(attach_message_of(Party("", -1), _epoch, False))
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def rejoin(data: bytes) -> "Future[Any]":
     """Accept or reject a replacement process."""
-    node = _node
-    return not_serving() if node is None else node.rejoin(data)
+    return not_serving() if (node := _node) is None else node.rejoin(data)

@@ -92,13 +92,12 @@ async def attach(
         RuntimeError: If this process is in a world of this library, or attached already.
         ValueError: If an argument is out of range, or there is no such interface.
     """
-    checked = None if exports is None else checked_exports(exports)
     config = NodeConfig(
         threads=threads,
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
-        exports=checked,
+        exports=None if exports is None else checked_exports(exports),
     )
     if endpoints.current() is not None:
         raise RuntimeError(endpoints.IN_A_WORLD)
@@ -140,6 +139,7 @@ class _Attached:
 
     def enter(self, host: str | None) -> None:
         """Serve, and tell the peers, whose answers are not waited for."""
+        self._attachments.open()
         self.node.use_device_maps()
         self.node.start(host)
         loop = asyncio.get_running_loop()

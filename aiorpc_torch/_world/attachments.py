@@ -85,7 +85,7 @@ class Attachments:
         on_attached: Callable[[str, Mapping[str, str]], None],
     ) -> None:
         self.timeout = timeout
-        self.epoch = endpoints.next_epoch()
+        self.epoch = 0
         self._members = members
         self._on_attached = on_attached
         self._is_attached = True
@@ -206,6 +206,13 @@ class Attachments:
             log.warning("%s rejected an unreadable attach message: %r", self._members.name, exc)
         with contextlib.suppress(RuntimeError):  # torch has stopped
             answer.set_result(self._message(peer))
+
+    def open(self) -> None:
+        """Begin the next epoch: from now on this process answers as attached.
+
+        Were it begun before, an answer that this process is not attached would end it.
+        """
+        self.epoch = endpoints.next_epoch()
 
     def close(self) -> None:
         """Answer no further messages: this process has left."""

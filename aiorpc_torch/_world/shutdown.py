@@ -62,9 +62,8 @@ class Shutdown:
     async def _wait_for_peers(self) -> None:
         if self.failure:  # peers with a connection see its end
             connected = self.node.pool.connected() | self.node.server.sessions.connected()
-            await self.node.departures.tell(
-                self.node.members.peers.keys() - connected, self.failure
-            )
+            others = self.node.members.peers.keys() - connected
+            await self.node.departures.tell(others, self.failure)
         elif self.rendezvous is not None:
             with anyio.move_on_after(self.timeout):
                 await self.node.departures.leave()
@@ -81,9 +80,8 @@ class Shutdown:
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
         await self._close_connections()
-        await self.node.server.end_objects(
-            OBJECTS_TIMEOUT if self.timeout is None else self.timeout
-        )
+        limit = OBJECTS_TIMEOUT if self.timeout is None else self.timeout
+        await self.node.server.end_objects(limit)
         if self.failure:
             await close_queues()
         else:
@@ -123,18 +121,14 @@ class Shutdown:
 
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""
-        lost = self.node.members.lost_peers
-        messages = self.node.members.leave_messages
+        members = self.node.members
+        lost, messages = members.lost_peers, members.leave_messages
         left = {peer for peer in self.node.departures.left() if not messages.get(peer)}
-        leaving = [peer for peer in self.node.members.peers if peer in left and peer not in lost]
-        rest = [
-            f"{peer} ({self._state_of(peer)})"
-            for peer in self.node.members.peers
-            if peer not in leaving
-        ]
+        leaving = [peer for peer in members.peers if peer in left and peer not in lost]
+        rest = [f"{peer} ({self._state_of(peer)})" for peer in members.peers if peer not in leaving]
         if rest and not self.failure:
-            log.warning("%s did not wait for %s", self.node.members.name, ", ".join(rest))
-        return [self.node.members.peers[peer].rank for peer in leaving]
+            log.warning("%s did not wait for %s", members.name, ", ".join(rest))
+        return [members.peers[peer].rank for peer in leaving]
 
     def _state_of(self, peer: str) -> str:
         if self.node.members.leave_messages.get(peer):

@@ -12,6 +12,7 @@ from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._world.attachments import PeerState
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
 from tests.support.two_ends import SOON, WORKERS, gated, two_ends, until
@@ -129,3 +130,27 @@ async def test_a_caller_that_fails() -> None:
         await session.ended.wait()
         await asyncio.sleep(0)
         assert ends.far.members.lost_peers.keys() == {"near"}
+
+
+async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
+    """A peer that attaches meanwhile hears that it has not, and learns later that it has."""
+    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    entered.append(node)
+    assert node.attachments is not None
+    state = PeerState()
+
+    def tell(message: Any) -> bool:
+        _, _, epoch, is_attached, _ = endpoints.read_attach_message(message)
+        state.record(epoch, is_attached)
+        return state.is_attached
+
+    assert not tell(endpoints.attach_message(b"").value())
+    endpoints.enter(node)
+    node.attachments.open()
+    assert tell(node.attachments._message("near"))
+    node.attachments.close()
+    assert not tell(endpoints.attach_message(b"").value())
+    assert state.has_left
+    endpoints.leave(node)
+    assert not tell(endpoints.attach_message(b"").value())
+    await node.server.close(SOON)
