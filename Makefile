@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 # Hundreds of processes start in the tests: none of them compiles the library anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-rest test-all test-long mutation package promises install lint types docs bench soak faults figures clean
+.PHONY: demo test test-rest test-all test-long fuzz mutation package promises install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
 
@@ -48,6 +48,11 @@ test-all: test test-rest mutation package
 test-long: install
 	HYPOTHESIS_PROFILE=long $(BIN)/python -m pytest tests/unit/batching/test_scheduler.py tests/unit/batching/test_policies.py tests/loopback/test_fuzz.py \
 		--timeout 3000 -o faulthandler_timeout=0
+
+# Coverage-guided, for an hour: what reads the bytes of a peer. Finds are kept in tests/fuzz/corpus.
+fuzz: install
+	$(BIN)/python -m pip install --quiet atheris
+	$(BIN)/python -m tests.fuzz
 
 # The page of the promises, from tests/promises.toml and the marks of the tests.
 promises: install

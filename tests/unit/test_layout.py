@@ -82,7 +82,7 @@ def test_a_unit_test_has_the_name_of_its_module(path: str) -> None:
 
 def test_every_test_has_a_tier() -> None:
     """Each file lies in the folder of a tier, from which it gets its mark."""
-    tiers = {"unit", "loopback", "faults", "torch_facts"}
+    tiers = {"unit", "loopback", "faults", "fuzz", "torch_facts"}
     tiers |= {"integration", "network", "gpu", "examples"}
     assert {path.relative_to(TESTS).parts[0] for path in TESTS.rglob("test_*.py")} == tiers
 

@@ -1,0 +1,1 @@
+"""Fuzzing of what reads the bytes of a peer. (tests/README.md)"""
