@@ -159,9 +159,8 @@ class Member:
     async def _await_leaves(self) -> None:
         """Wait until the others have left, and so wait for this worker."""
         assert self._me is not None
-        assert self._me._failure_detector is not None
         for peer in ("main", "b"):
-            while not await self._me._failure_detector.has_left(peer):  # noqa: ASYNC110  there is no event
+            while not await self._me._node.has_left(peer):  # noqa: ASYNC110  there is no event
                 await asyncio.sleep(0.01)
 
 

@@ -38,6 +38,7 @@ from .._protocol.messages import (
     decode_reply,
     encode_calls,
 )
+from .._protocol.peer_observer import PeerObserver
 from .._protocol.plain import dump
 from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.segment_link import SegmentLink
@@ -52,7 +53,6 @@ from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
 from .answers import error_of_close
 from .call_encoder import CallEncoder, slot_key
 from .introduction import Holding, Introductions, held_too_long
-from .peer_observer import PeerObserver
 from .pending import PendingCalls, ReplyReceiver
 from .shared_transfers import SharedTransfers
 from .stream_reader import StreamReader

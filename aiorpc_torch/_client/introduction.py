@@ -15,13 +15,13 @@ from .._protocol.handshake import (
     PROOF,
     Addresses,
     Credentials,
-    Party,
     encode_hello,
     is_callee_proven,
     load_introduction,
     network_namespace,
     new_nonce,
 )
+from .._protocol.members import Members
 from .._protocol.plain import dump
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
@@ -76,9 +76,9 @@ class Introductions:
     Without `holding`, calls of peers that do not serve yet fail.
     """
 
-    def __init__(self, me: Party, holding: Holding | None = None) -> None:
+    def __init__(self, members: Members, holding: Holding | None = None) -> None:
         self.holding = holding
-        self._me = me
+        self._members = members
         self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
 
@@ -128,7 +128,8 @@ class Introductions:
         known = self._known.get((peer.name, peer.id))
         if known is not None:
             return known
-        data = dump((self._me.name, self._me.number))
+        me = self._members.me
+        data = dump((me.name, me.number))
         try:
             answer = await wrap_future(send(peer, endpoints.introduce, data))
         except Exception as exc:

@@ -6,12 +6,15 @@ import functools
 import itertools
 import weakref
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from typing import Any
 
+import torch
+
 from .._aio.loops import call_soon
-from .._protocol.endpoints import NO_WORLD
-from .._protocol.handshake import Party
+from .._protocol import endpoints
+from .._protocol.members import Members
+from .._protocol.peer_observer import PeerObserver
 from .._torch.agent import PeerInfo
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
@@ -19,7 +22,6 @@ from .._torch.transport import is_own_end
 from ..errors import NotServing, RpcError, WorkerLost
 from .connection import Connection
 from .introduction import Introductions
-from .peer_observer import PeerObserver
 
 # Quicker than the method of rpc.RRef, which torch wraps in Python.
 _owner_name = RRefBase.owner_name
@@ -35,27 +37,22 @@ _LoopConnections = tuple[Callable[[], asyncio.AbstractEventLoop | None], _ByPeer
 
 
 class ConnectionPool:
-    """The connections of process `me` to the peers of its world.
+    """The connections of this process to the peers of its world. It makes some from `open` on.
 
     The observer is told what the connections see of the peers.
+
+    Attributes:
+        refusal: why no calls can be made, "" if they can.
     """
 
     def __init__(
-        self,
-        me: Party,
-        members: Sequence[PeerInfo],
-        observer: PeerObserver,
-        introductions: Introductions | None = None,
+        self, members: Members, observer: PeerObserver, introductions: Introductions
     ) -> None:
-        self.name = me.name
-        self.me = me
+        self.refusal = endpoints.NO_WORLD
+        self._members = members
         self._observer = observer
-        self._introductions = introductions or Introductions(me)
-        self._members: dict[str | int, PeerInfo] = {}
-        for member in members:
-            self._members[member.name] = self._members[member.rank] = member
-        maps = {member.name: member.device_maps for member in members}
-        self._sendable_devices = DeviceRoutes.for_worker(me.name, maps).calls
+        self._introductions = introductions
+        self._sendable_devices: Mapping[str, Collection[torch.device]] = {}
         self._replaced: dict[str, str] = {}  # owners of objects of processes that were replaced
         # Each loop has its own connections, so nothing here needs a lock. The keys are ids, since
         # other threads read the counters: a WeakKeyDictionary cannot be iterated meanwhile.
@@ -66,6 +63,15 @@ class ConnectionPool:
         self._finished: Counter[str] = Counter()  # counters of finished connections
         self._watches: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
 
+    def open(self) -> None:
+        """Let calls be made: the members are known."""
+        routes = DeviceRoutes.for_worker(self._members.name, self._members.device_maps())
+        self._sendable_devices, self.refusal = routes.calls, ""
+
+    def refuse(self, reason: str) -> None:
+        """Refuse further calls."""
+        self.refusal = reason
+
     def find(self, worker: WorkerRef) -> str:
         """Return the name of a worker of this world.
 
@@ -74,9 +80,9 @@ class ConnectionPool:
         """
         key = worker.name if isinstance(worker, WorkerInfo) else worker
         try:
-            return self._members[key].name
+            return self._members.workers[key].name
         except (KeyError, TypeError):
-            names = ", ".join(name for name in self._members if isinstance(name, str))
+            names = ", ".join(self._members.processes)
             raise ValueError(f"no worker {worker!r} in this world; there are: {names}") from None
 
     # ── connections ─────────────────────────────────────────────────────────────────────────────
@@ -92,12 +98,13 @@ class ConnectionPool:
         return self._connect(by_peer, worker)
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
-        peer, devices = self._peer(worker), self._sendable_devices.get(worker, ())
+        me, peer = self._members.me, self._peer(worker)
+        devices = self._sendable_devices.get(worker, ())
         for each in _all(by_peer):
             if each.is_over:
                 by_peer[each.peer.name].remove(each)
                 self._finished.update(each.counters())
-        connection = Connection(self.me, peer, next(self._numbers), self._observer, devices)
+        connection = Connection(me, peer, next(self._numbers), self._observer, devices)
         connection.open(self._introductions)
         by_peer.setdefault(worker, []).append(connection)
         return connection
@@ -106,7 +113,7 @@ class ConnectionPool:
         if (name := self._replaced.get(worker)) is not None:
             reason = "it was restarted, and this RRef belongs to its old process. create() it again"
             raise WorkerLost(name, reason)
-        return self._members[worker].info
+        return self._members.workers[worker].info
 
     def _connections_of(self, loop: asyncio.AbstractEventLoop) -> _ByPeer:
         every, key = self._by_loop, id(loop)
@@ -221,12 +228,11 @@ class ConnectionPool:
         for loop, each in self._connections_to(peer):
             call_soon(loop, each.on_peer_lost, error)
 
-    def replace(self, member: PeerInfo, past: str) -> None:
-        """Connect to the replacement process of a peer from now on. Thread-safe.
+    def end_replaced(self, member: PeerInfo, past: str) -> None:
+        """End what waits for a member's process, which another one has replaced.
 
         The objects of the old process have an owner called `past`.
         """
-        self._members[member.name] = self._members[member.rank] = member
         self._replaced[past] = member.name
         error = WorkerLost(member.name, "its process was replaced")
         for loop, by_peer in self._loops():
@@ -268,19 +274,11 @@ def _is_closed(loop: asyncio.AbstractEventLoop | None) -> bool:
 
 AGENT_ENDED = "torch's RPC of this process has ended: attach again after rpc.init_rpc"
 
-_current: ConnectionPool | None = None
-_no_pool = NO_WORLD
-
-
-def set_current(pool: ConnectionPool | None, reason: str = NO_WORLD) -> None:
-    """Set the pool of this process, None if it is in no world; `reason` says why not."""
-    global _current, _no_pool
-    _current, _no_pool = pool, reason
-
 
 def find_current() -> ConnectionPool | None:
-    """Return the pool of this process, None if it is in no world."""
-    return _current
+    """Return the pool of this process, None if it can make no calls."""
+    node = endpoints.current()
+    return None if node is None or node.pool.refusal else node.pool
 
 
 def current() -> ConnectionPool:
@@ -289,9 +287,10 @@ def current() -> ConnectionPool:
     Raises:
         NotServing: if this process is in no world.
     """
-    if _current is None:
-        raise NotServing(_no_pool)
-    return _current
+    if (pool := find_current()) is not None:
+        return pool
+    node = endpoints.current()
+    raise NotServing(endpoints.NO_WORLD if node is None else node.pool.refusal)
 
 
 def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
@@ -301,7 +300,7 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         NotServing: if this process is in no world.
         ValueError: if there is no such worker.
     """
-    pool = _current or current()
+    pool = current()
     if isinstance(worker, RRefBase):
         try:
             owner = _owner_name(worker)

@@ -1,8 +1,9 @@
 """Entry points that peers call by torch RPC, on torch's threads, even if the event loop is blocked.
 
-They delegate to the registered `Endpoint`. Without one they answer with `NotServing`.
+They delegate to the current node. Without one they answer with `NotServing`.
 """
 
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -14,33 +15,24 @@ from .._torch.thread_state import pin_thread_state
 from ..errors import NotServing
 from .exceptions import RemoteFailure
 from .handshake import VERSION, Party
+from .name_table import NameTable
 from .plain import dump, reader
 
 
 class Endpoint(Protocol):
-    """A worker that answers peers. Its methods may be called in any thread."""
+    """The server of a node. Its methods may be called in any thread."""
 
-    @property
-    def name(self) -> str:
-        """The worker's name."""
+    name: str
+    """The worker's name."""
 
-    def introduce(self, data: bytes) -> "Future[Any]":
-        """Return the credentials and addresses for a connection."""
+    names: NameTable
+    """Its named objects."""
 
     def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Take the payload of a call; return its result."""
 
     def collect(self, data: bytes) -> "Future[Any]":
         """Return a result that is kept for its caller."""
-
-    def leave_message(self, data: bytes) -> "Future[Any]":
-        """Note that a peer leaves, or has failed."""
-
-    def departure(self, data: bytes) -> "Future[Any]":
-        """Note what a peer does; answer when those that it waits for have left."""
-
-    def rejoin(self, data: bytes) -> "Future[Any]":
-        """Return "" to accept a replacement process, or the reason for the rejection."""
 
     def tally(self) -> tuple[int, int, int]:
         """Return the counts of received and of running calls, and the bytes of kept results."""
@@ -58,20 +50,65 @@ class Endpoint(Protocol):
 
 
 NO_WORLD = "this process is in no world: enter worker(), local_world() or attach() first"
+IN_A_WORLD = "this process is attached or in a world already: leave that first"
 NOT_SERVING = "no worker serves in this process: enter worker(), local_world() or attach() first"
 
-_endpoint: Endpoint | None = None
+
+class Node(Protocol):
+    """All that this process has as a worker of its world. For any thread."""
+
+    @property
+    def server(self) -> Endpoint:
+        """The server of calls."""
+
+    @property
+    def pool(self) -> Any:
+        """The pool of connections."""
+
+    def introduce(self, data: bytes) -> "Future[Any]":
+        """Return the credentials and addresses for a connection."""
+
+    def leave_message(self, data: bytes) -> "Future[Any]":
+        """Note that a peer leaves, or has failed."""
+
+    def departure(self, data: bytes) -> "Future[Any]":
+        """Note what a peer does; answer when those that it waits for have left."""
+
+    def rejoin(self, data: bytes) -> "Future[Any]":
+        """Return "" to accept a replacement process, or the reason for the rejection."""
+
+    def attach_message(self, data: bytes) -> "Future[Any] | None":
+        """Note that a peer is attached or has left; return None if this node is not attached."""
 
 
-def register(endpoint: Endpoint | None) -> None:
-    """Let `endpoint` answer for this process; None ends that."""
-    global _endpoint
-    _endpoint = endpoint
+_node: Node | None = None
+_lock = threading.Lock()
+
+
+def enter(node: Node) -> None:
+    """Make this the current node. Raises RuntimeError if there is one."""
+    global _node
+    with _lock:
+        if _node is not None:
+            raise RuntimeError(IN_A_WORLD)
+        _node = node
+
+
+def leave(node: Node) -> None:
+    """Let this process be in no world, if this is its node."""
+    global _node
+    if _node is node:
+        _node = None
+
+
+def current() -> Node | None:
+    """Return the node of this process, None if it is in no world."""
+    return _node
 
 
 def serving() -> Endpoint | None:
-    """Return the registered endpoint, None if there is none."""
-    return _endpoint
+    """Return the server of this process, None if it is in no world."""
+    return None if (node := _node) is None else node.server
 
 
 def not_serving() -> "Future[Any]":
@@ -96,45 +133,43 @@ def ping(_: bytes) -> "Future[Any]":
 def introduce(data: bytes) -> "Future[Any]":
     """Introduce a caller that wants a connection."""
     pin_thread_state()
-    return not_serving() if _endpoint is None else _endpoint.introduce(data)
+    return not_serving() if (node := _node) is None else node.introduce(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def payload(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
     """Take the payload of a call; return its result."""
     pin_thread_state()
-    return not_serving() if _endpoint is None else _endpoint.payload(data, tensors)
+    return not_serving() if (node := _node) is None else node.server.payload(data, tensors)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def collect(data: bytes) -> "Future[Any]":
     """Return a result that is kept for its caller."""
     pin_thread_state()
-    return not_serving() if _endpoint is None else _endpoint.collect(data)
+    return not_serving() if (node := _node) is None else node.server.collect(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def leave_message(data: bytes) -> "Future[Any]":
     """Note that a peer leaves, or has failed."""
-    return not_serving() if _endpoint is None else _endpoint.leave_message(data)
+    return not_serving() if (node := _node) is None else node.leave_message(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def departure(data: bytes) -> "Future[Any]":
     """Note what a peer does; answer when those that it waits for have left."""
-    return not_serving() if _endpoint is None else _endpoint.departure(data)
+    return not_serving() if (node := _node) is None else node.departure(data)
 
 
-AttachHandler = Callable[[bytes], "Future[Any]"]
-"""Takes the attach message of a peer, and returns a future of this process's own."""
-
-_attach_handler: AttachHandler | None = None
+_epoch = 0  # how many times this process has attached
 
 
-def handle_attach_messages(handler: AttachHandler | None) -> None:
-    """Let `handler` answer attach messages; None: this process was never attached."""
-    global _attach_handler
-    _attach_handler = handler
+def next_epoch() -> int:
+    """Count that this process attaches; return the number."""
+    global _epoch
+    _epoch += 1
+    return _epoch
 
 
 def attach_message_of(
@@ -154,12 +189,11 @@ read_attach_message = reader(tuple[bytes, str, int, bool, dict[str, str]])
 @functions.async_execution  # type: ignore[untyped-decorator]
 def attach_message(data: bytes) -> "Future[Any]":
     """Note that a peer is attached or has left, and answer with this process's own message."""
-    if _attach_handler is not None:
-        return _attach_handler(data)
-    return completed_future(attach_message_of(Party("", -1), 0, False))
+    answer = None if (node := _node) is None else node.attach_message(data)
+    return answer or completed_future(attach_message_of(Party("", -1), _epoch, False))
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def rejoin(data: bytes) -> "Future[Any]":
     """Accept or reject a replacement process."""
-    return not_serving() if _endpoint is None else _endpoint.rejoin(data)
+    return not_serving() if (node := _node) is None else node.rejoin(data)

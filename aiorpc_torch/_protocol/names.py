@@ -2,8 +2,7 @@
 
 import asyncio
 import functools
-import threading
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
@@ -12,67 +11,9 @@ from .._aio.loops import call_soon
 from .._torch.compat import RRefBase
 from ..errors import NotServing
 from . import endpoints
+from .name_table import NameTable
 
 T = TypeVar("T")
-
-
-class NameTable:
-    """The objects registered in one process, and the watchers of changes. Thread-safe."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._rrefs: dict[str, RRef[Any]] = {}
-        self._watchers: set[Callable[[], None]] = set()
-
-    def names(self) -> tuple[str, ...]:
-        """Return the names, sorted."""
-        with self._lock:
-            return tuple(sorted(self._rrefs))
-
-    def find(self, name: str) -> RRef[Any] | None:
-        """Return the RRef registered as `name`, None if there is none."""
-        with self._lock:
-            return self._rrefs.get(name)
-
-    def add(self, name: str, rref: RRef[Any]) -> None:
-        """Register an RRef. Raises ValueError if the name is taken."""
-        with self._lock:
-            if (found := self._rrefs.get(name)) is not None:
-                raise ValueError(f"the name {name!r} is taken by {found!r}; unregister it first")
-            self._rrefs[name] = rref
-        self._notify()
-
-    def remove(self, name: str) -> None:
-        """Remove a name. Raises ValueError if it is not registered."""
-        with self._lock:
-            if self._rrefs.pop(name, None) is None:
-                known = ", ".join(sorted(self._rrefs)) or "none"
-                raise ValueError(f"{name!r} is not registered; registered names: {known}")
-        self._notify()
-
-    def clear(self) -> None:
-        """Remove all names."""
-        with self._lock:
-            self._rrefs.clear()
-
-    def watch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` after each change, in any thread, until `unwatch`."""
-        with self._lock:
-            self._watchers.add(on_change)
-
-    def unwatch(self, on_change: Callable[[], None]) -> None:
-        """Call `on_change` no more."""
-        with self._lock:
-            self._watchers.discard(on_change)
-
-    def _notify(self) -> None:
-        with self._lock:
-            watchers = [*self._watchers]
-        for on_change in watchers:
-            on_change()
-
-
-_table = NameTable()
 
 
 def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
@@ -95,7 +36,7 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
-    if endpoints.serving() is None:
+    if (server := endpoints.serving()) is None:
         raise NotServing(endpoints.NO_WORLD)
     rref: Any = object
     if not isinstance(rref, RRefBase):
@@ -103,7 +44,7 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     elif not rref.is_owner():
         owner = rref.owner_name()
         raise ValueError(f"the object is on worker {owner!r}; register it there, or pass its RRef")
-    _table.add(name, rref)
+    server.names.add(name, rref)
     return rref  # type: ignore[no-any-return]
 
 
@@ -113,24 +54,25 @@ def unregister(name: str) -> None:
     Raises:
         ValueError: if the name is not registered.
     """
-    _table.remove(name)
+    _table().remove(name)
 
 
-def clear() -> None:
-    """Remove all names: this worker leaves its world."""
-    _table.clear()
+def _table() -> NameTable:
+    """Return the table of this worker, an empty one outside a world."""
+    server = endpoints.serving()
+    return NameTable() if server is None else server.names
 
 
 async def watch_name(name: str) -> AsyncIterator[Any]:
     """Yield the registered names, after each change too, until one is `name`; then its RRef."""
-    changed = asyncio.Event()
+    table, changed = _table(), asyncio.Event()
     on_change = functools.partial(call_soon, asyncio.get_running_loop(), changed.set)
-    _table.watch(on_change)
+    table.watch(on_change)
     try:
-        while (found := _table.find(name)) is None:
-            yield _table.names()
+        while (found := table.find(name)) is None:
+            yield table.names()
             await changed.wait()
             changed.clear()
         yield found
     finally:
-        _table.unwatch(on_change)
+        table.unwatch(on_change)

@@ -9,19 +9,21 @@ import contextlib
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
-from .._protocol import names
 from .._protocol.endpoints import completed_future
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party, dump_introduction
+from .._protocol.members import Members, replaced_text
 from .._protocol.messages import Calls, ResultKey, SessionKey, encode_reply, load_payload
+from .._protocol.name_table import NameTable
 from .._protocol.payloads import detach_data
+from .._protocol.peer_observer import PeerObserver
 from .._protocol.plain import reader
 from .._protocol.recording import record_of_torch_context
 from .._torch.compat import RawFuture
@@ -36,7 +38,6 @@ from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
 from .methods import LoneMethod
-from .peers import HeldRequests, PeerTable, replaced_text
 from .reply import reply_for
 from .session import Payload, Session
 from .sessions import SessionTable
@@ -47,7 +48,6 @@ MAX_METHODS = 1024  # that a session remembers
 log = logging.getLogger("aiorpc_torch")
 
 _read_collect = reader(tuple[SessionKey, ResultKey])
-_read_leave_message = reader(tuple[str, int, str])
 _read_party = reader(tuple[str, int])
 
 DRAIN_POLL = 0.01  # seconds between two looks at the calls that run
@@ -57,16 +57,29 @@ NO_RESULTS, _ = encode_reply(())  # the reply to a cancelled call
 
 
 class Server:
-    """The server of one worker, on the loop that it was made on. Serves from `open` to `close`."""
+    """The server of one worker, on the loop that it was made on. Serves from `open` to `close`.
 
-    def __init__(self, name: str, threads: int, exports: ExportPolicy | None = None) -> None:
-        self.name = name
-        self.peers = PeerTable()
-        self.sessions = SessionTable(name)
-        self.last_heard: dict[str, float] = {}
-        self.lost_peers: Mapping[str, Exception] = {}
-        self.on_message: Callable[[str], None] = _ignore
-        self.on_disconnect: Callable[[str, int, WorkerLost], object] = _ignore
+    Args:
+        members: the workers that may connect.
+        observer: is told of the messages of callers, and of the ends of their connections.
+        threads: number of threads for plain `def`s.
+        exports: what calls may reach, None for everything.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        observer: PeerObserver,
+        threads: int,
+        exports: ExportPolicy | None = None,
+    ) -> None:
+        self.name = members.name
+        self.names = NameTable()
+        self.sessions = SessionTable(members.name)
+        self.last_heard, self.lost_peers = members.last_heard, members.lost_peers
+        self._members = members
+        self._observer = observer
+        self.on_message = observer.on_message
         self._exports = exports
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
@@ -75,8 +88,6 @@ class Server:
         self._is_leaving = False
         self._failure = ""  # the error that ended this worker's block
         self._torch_calls: set[TorchCall] = set()
-        # Requests until `open`, None from then on.
-        self._early_introductions: list[tuple[bytes, Future[Any]]] | None = []
 
     def __repr__(self) -> str:
         return f"<Server {self.name}: {len(self.sessions.open_calls())} running>"
@@ -85,19 +96,11 @@ class Server:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""
         self._routes = routes
 
-    def open(self, me: Party, host: str | None = None) -> None:
-        """Listen, and answer peers that request an introduction.
+    def open(self, host: str | None = None) -> None:
+        """Listen, at the address `host` too if there are peers in other network namespaces."""
+        self._listener = Listener(self._members.me, host, self.accept)
 
-        Args:
-            me: this process.
-            host: address for peers in other network namespaces, None if there are none.
-        """
-        self._listener = Listener(me, host, self._accept)
-        early, self._early_introductions = self._early_introductions or [], None
-        for data, reply in early:
-            reply.set_result(self._introduction(data))
-
-    def _accept(self, caller: Party, connection: int) -> Session:
+    def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""
         mapped = self._routes.answers.get(caller.name, ())
         session = Session(self, caller, connection, self._executor.call_on_loop, mapped)
@@ -105,12 +108,6 @@ class Server:
         return session
 
     # ── on threads of torch ────────────────────────────────────────────────────────────────────
-
-    def introduce(self, data: bytes) -> "Future[Any]":
-        """Answer a request for an introduction, once this worker is open."""
-        reply: Future[Any] = Future()
-        self._executor.call_on_loop(functools.partial(self._introduce, data, reply))
-        return reply
 
     def payload(self, data: bytes, tensors: Sequence[Tensor]) -> "Future[Any]":
         """Handle the payload of a call. The future completes with its result."""
@@ -142,29 +139,6 @@ class Server:
             session.collect(number, reply)
         return reply  # type: ignore[no-any-return]
 
-    def leave_message(self, data: bytes) -> "Future[Any]":
-        """Record that a peer has failed, or with an empty text that it leaves in order."""
-        name, number, failure = _read_leave_message(data)
-        self._executor.call_on_loop(
-            lambda: self.peers.on_leave_message(
-                name, number, "failed" if failure else "left", failure
-            )
-        )
-        return completed_future(None)
-
-    def departure(self, data: bytes) -> "Future[Any]":
-        """Answer a worker that reports what it does, from the loop."""
-        return self._answer_on_loop(self.peers.departures, data)
-
-    def rejoin(self, data: bytes) -> "Future[Any]":
-        """Answer a worker that rejoins, from the loop."""
-        return self._answer_on_loop(self.peers.rejoins, data)
-
-    def _answer_on_loop(self, requests: HeldRequests, data: bytes) -> "Future[Any]":
-        reply: Future[Any] = Future()
-        self._executor.call_on_loop(lambda: requests.put(data, reply))
-        return reply
-
     def accept_torch(
         self, function: Callable[..., Any], *args: Any, **kwargs: Any
     ) -> "Future[Any]":
@@ -181,22 +155,24 @@ class Server:
         """End a created object when its last RRef is dropped, or when this worker leaves."""
         self._created.add(created)
 
+    def call_on_loop(self, step: Callable[[], None]) -> None:
+        """Run `step` on the loop, in the order of the messages of torch RPC. From any thread."""
+        self._executor.call_on_loop(step)
+
     def lend_thread(self, task: Callable[[], None]) -> None:
         """Run `task` in one of the threads for plain `def`s. From any thread."""
         self._executor.submit_to_threads((task,))
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
-    def _introduce(self, data: bytes, reply: "Future[Any]") -> None:
-        if self._early_introductions is None:
-            reply.set_result(self._introduction(data))
-        else:
-            self._early_introductions.append((data, reply))
+    def introduce(self, data: bytes, reply: "Future[Any]") -> None:
+        """Answer a request for an introduction."""
+        reply.set_result(self._introduction(data))
 
     def _introduction(self, data: bytes) -> Any:
         try:
             caller = Party(*_read_party(data))
-            self.peers.check_member(caller)
+            self._members.check(caller)
             if self._is_leaving or self._listener is None:
                 raise self._not_serving_error()
             return dump_introduction(*self._listener.introduce(caller))
@@ -286,9 +262,10 @@ class Server:
         self.sessions.end(session)
         name, number, _ = session.key
         if what == "lost":
-            self.on_disconnect(name, number, WorkerLost(name, "its connection has ended"))
+            lost = WorkerLost(name, "its connection has ended")
+            self._observer.on_disconnect(name, number, lost)
         else:
-            self.peers.on_leave_message(name, number, what, text)
+            self._observer.on_leave_message(name, number, what, text)
 
     def tally(self) -> tuple[int, int, int]:
         """Return the calls served, those that run, and the bytes of held results. In any thread."""
@@ -305,14 +282,13 @@ class Server:
     def _open_calls(self) -> list[ServerCall]:
         return [*self.sessions.open_calls(), *self._torch_calls]
 
-    def replace_peer(self, caller: Party) -> None:
-        """Replace a member's process by the one that rejoins; close the old one's sessions."""
-        self.sessions.cancel_calls_of(caller.name)
-        self.peers.replace(caller)
+    def end_replaced(self, peer: str) -> None:
+        """End what a member's process has here, which another one has replaced."""
+        self.sessions.cancel_calls_of(peer)
         if self._listener is not None:
-            self._listener.revoke(caller.name)
-        for session in self.sessions.of(caller.name):
-            session.close("replaced", replaced_text(caller.name))
+            self._listener.revoke(peer)
+        for session in self.sessions.of(peer):
+            session.close("replaced", replaced_text(peer))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
@@ -361,7 +337,7 @@ class Server:
         """
         self._is_leaving, self._failure = True, failure
         self._executor.refusal = self._not_serving_error
-        names.clear()
+        self.names.clear()
         calls = self._open_calls()
         for call in calls:
             call.abandon(self._not_serving_error())
@@ -376,8 +352,6 @@ class Server:
         for task in tasks and (await asyncio.wait(tasks, timeout=timeout))[1]:
             detach_task(task, f"{tasks[task]} of worker {self.name}")
         await asyncio.gather(*(session.ended.wait() for session in sessions))
-        for data, reply in self._early_introductions or []:
-            reply.set_result(self._introduction(data))
         self._executor.close(0.1, self.name)
 
     async def handle_last_messages(self) -> None:
@@ -389,7 +363,3 @@ class Server:
     async def end_objects(self, timeout: float) -> None:
         """End the objects that callers have created here, each in at most `timeout` seconds."""
         await self._created.close(timeout)
-
-
-def _ignore(*_: Any) -> None:
-    """Ignore the event. The failure detector replaces this."""

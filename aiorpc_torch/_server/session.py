@@ -8,7 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
 from time import monotonic
 from typing import Any, NamedTuple, Protocol
@@ -42,6 +42,7 @@ from .._protocol.segment_link import SegmentLink, unshared_frame
 from .._protocol.tensors import INLINE_BYTES
 from .._torch import devices
 from .._torch.rrefs import RRefId
+from ..errors import RpcError
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -89,12 +90,11 @@ class Handler(Protocol):
     last_heard: dict[str, float]
     """Time of the last message from each caller, written by the sessions."""
 
-    lost_peers: Mapping[str, Exception]
+    lost_peers: dict[str, RpcError]
     """Callers whose next message `on_message` has to be told."""
 
-    @property
-    def on_message(self) -> Callable[[str], None]:
-        """Return the callback for input from a lost caller."""
+    def on_message(self, peer: str) -> None:
+        """Note input from a lost caller."""
 
     def on_session_end(self, session: "Session", what: str, text: str) -> None:
         """Handle the end of the connection; `what` is "lost" if no last frame came."""

@@ -7,38 +7,30 @@ replacement process; `Attachments` knows which peers serve.
 import asyncio
 import concurrent.futures
 import contextlib
-import itertools
 import logging
 import os
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, Unpack
 from urllib.parse import urlsplit
 
 import anyio
-import torch
 
 from .._aio.fork import forks_exit_here
 from .._aio.loops import call_soon
 from .._aio.tasks import run_to_end
 from .._batching.queue import close_queues
-from .._client import pool
-from .._client.introduction import Introductions
-from .._client.pool import AGENT_ENDED, ConnectionPool
+from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
-from .._protocol.handshake import Party
-from .._server.exports import Export, ExportPolicy, checked_exports
-from .._server.server import Server
-from .._torch.agent import PeerInfo, adopt_agent, init_method, is_running
-from .._torch.devices import DeviceRoutes
+from .._protocol.members import Members
+from .._server.exports import Export, checked_exports
+from .._torch.agent import adopt_agent, init_method, is_running
 from .._torch.thread_state import free_dead_thread_states
 from ..errors import NotServing
 from . import network
-from .attachments import Attachments, answer_as_left
-from .config import WorkerConfig
-from .departures import Departures
-from .failure_detector import FailureDetector
+from .config import NodeConfig
+from .node import Node
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
@@ -49,9 +41,6 @@ T = TypeVar("T")
 AGENT_POLL = 0.05  # between two looks whether torch's RPC still runs
 TELL_TIMEOUT = 0.5  # for peers to learn that this worker leaves
 CANCEL_TIMEOUT = 0.5  # for cancelled calls to end
-
-_in_use = threading.Lock()  # held by the one attach of this process
-_epochs = itertools.count(1)
 
 
 class AttachOptions(TypedDict, total=False):
@@ -103,43 +92,29 @@ async def attach(
         RuntimeError: If this process is in a world of this library, or attached already.
         ValueError: If an argument is out of range, or there is no such interface.
     """
-    config = WorkerConfig(
-        "attached",
-        0,
-        1,
-        "",
+    config = NodeConfig(
         threads=threads,
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
         exports=None if exports is None else checked_exports(exports),
     )
-    with _only_one():
-        host = _host(interface)
-        name, members = adopt_agent()
-        attached = _Attached(replace(config, name=name), members)
-        try:
-            await attached.enter(host)
-            with forks_exit_here():
-                yield attached.worker()
-        except BaseException:
-            await attached.leave(0.0)
-            raise
-        else:
-            await attached.leave(stop_timeout)
-
-
-@contextlib.contextmanager
-def _only_one() -> Iterator[None]:
-    """Allow one attach at a time, over an agent that `init_rpc` started."""
-    if endpoints.serving() is not None or not _in_use.acquire(blocking=False):
-        raise RuntimeError("this process is attached or in a world already: leave that first")
+    if endpoints.current() is not None:
+        raise RuntimeError(endpoints.IN_A_WORLD)
+    if not is_running():
+        raise NotServing("attach() needs torch's RPC: call rpc.init_rpc() first")
+    host = _host(interface)
+    attached = _Attached(config, Members(*adopt_agent()))
+    endpoints.enter(attached.node)
     try:
-        if not is_running():
-            raise NotServing("attach() needs torch's RPC: call rpc.init_rpc() first")
-        yield
-    finally:
-        _in_use.release()
+        attached.enter(host)
+        with forks_exit_here():
+            yield Worker._of(attached.node)
+    except BaseException:
+        await attached.leave(0.0)
+        raise
+    else:
+        await attached.leave(stop_timeout)
 
 
 def _host(interface: str | None) -> str | None:
@@ -153,84 +128,33 @@ def _host(interface: str | None) -> str | None:
 
 
 class _Attached:
-    """The parts of an attached worker, from its entry to its exit."""
+    """An attached worker, from its entry to its exit."""
 
-    def __init__(self, config: WorkerConfig, members: list[PeerInfo]) -> None:
-        own = next(each for each in members if each.name == config.name)
-        self._members = members
-        self._rank = own.rank
-        self._maps = {each.name: each.device_maps for each in members}
-        self._peers = {each.name: each for each in members if each is not own}
-        self._party = Party(own.name, own.number)
-        self._epoch = next(_epochs)
-        exports = None if config.exports is None else ExportPolicy(config.exports)
-        self._server = Server(own.name, config.threads, exports)
-        self._attachments = Attachments(self._party, self._epoch, members, config.start_timeout)
-        self._detector = FailureDetector(own.name, self._server, members, config.heartbeat)
-        introductions = Introductions(self._party, self._attachments)
-        self._pool = ConnectionPool(self._party, members, self._detector, introductions)
-        self._departures = Departures(
-            self._pool,
-            self._detector,
-            self._peers,
-            self._server.peers.process_numbers,
-            self._attachments.left,
-            self._probe,
-        )
+    def __init__(self, config: NodeConfig, members: Members) -> None:
+        self.node = Node(members, config, is_attached=True)
+        assert self.node.attachments is not None
+        self._attachments = self.node.attachments
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
 
-    def worker(self) -> Worker:
-        """Return what `attach` yields."""
-        return Worker(
-            self._party.name,
-            self._rank,
-            len(self._members),
-            tuple(self._peers),
-            0,
-            self._detector,
-            self._departures,
-        )
-
-    async def enter(self, host: str | None) -> None:
+    def enter(self, host: str | None) -> None:
         """Serve, and tell the peers, whose answers are not waited for."""
-        server, attachments = self._server, self._attachments
-        server.set_device_routes(DeviceRoutes.for_worker(self._party.name, self._maps))
-        server.peers.set_members({each.name: each.number for each in self._members})
-        server.peers.on_detached = attachments.on_close
-        server.peers.departures.set_handler(self._departures.handle)
-        endpoints.register(server)
-        pool.set_current(self._pool)
-        self._detector.only_linked = True
-        self._detector.start(self._pool)
-        attachments.on_attached = self._on_attached
-        server.open(self._party, host)
-        endpoints.handle_attach_messages(attachments.on_message)
+        self._attachments.open()
+        self.node.use_device_maps()
+        self.node.start(host)
         loop = asyncio.get_running_loop()
         self._tasks = [
-            loop.create_task(attachments.tell(True), name="aiorpc-attach"),
+            loop.create_task(self._attachments.tell(True), name="aiorpc-attach"),
             loop.create_task(self._watch_agent(), name="aiorpc-agent"),
         ]
-
-    def _probe(self, peer: str) -> None:
-        if self._attachments.has_answered(peer):
-            self._detector.probe(peer)
-
-    def _on_attached(self, peer: str, device_map: Mapping[str, str]) -> None:
-        self._detector.on_message(peer)
-        if device_map:
-            self._maps[peer] = {self._party.name: {**device_map}}
-            routes = DeviceRoutes.for_worker(self._party.name, self._maps)
-            self._server.set_device_routes(routes)
-            torch.cuda.init()  # type: ignore[no-untyped-call]
 
     async def _watch_agent(self) -> None:
         """End all calls once torch's RPC has ended."""
         while self._attachments.has_agent():  # noqa: ASYNC110 - torch tells nobody of its end
             await asyncio.sleep(AGENT_POLL)
-        log.info("%s: torch's RPC has ended", self._party.name)
+        log.info("%s: torch's RPC has ended", self.node.members.name)
         self._attachments.wake()
-        pool.set_current(None, AGENT_ENDED)
+        self.node.pool.refuse(AGENT_ENDED)
         await self._close()
 
     # ── leaving ─────────────────────────────────────────────────────────────────────────────────
@@ -242,11 +166,11 @@ class _Attached:
         await run_to_end(closing, draining.cancel)
 
     async def _drain(self, stop_timeout: float | None) -> None:
-        self._server.retire()
+        self.node.server.retire()
         if self._attachments.has_agent():
             with anyio.move_on_after(TELL_TIMEOUT):
                 await self._attachments.tell(False)
-            await self._server.drain(stop_timeout)
+            await self.node.server.drain(stop_timeout)
 
     async def _leave(self, draining: "asyncio.Task[None]") -> None:
         await asyncio.wait((draining,))
@@ -254,20 +178,20 @@ class _Attached:
             task.cancel()
         if self._tasks:
             await asyncio.wait(self._tasks)
-        endpoints.handle_attach_messages(answer_as_left(self._party, self._epoch))
+        self._attachments.close()
         await self._close()
-        endpoints.register(None)
-        pool.set_current(None)
+        endpoints.leave(self.node)
         free_dead_thread_states()
 
     async def _close(self) -> None:
         """End what waits, in both directions."""
-        self._detector.close()
+        epoch = str(self._attachments.epoch)
+        self.node.detector.close()
         await close_queues()
-        await self._pool.close("detached", str(self._epoch))
+        await self.node.pool.close("detached", epoch)
         if not self._is_closed:
             self._is_closed = True
-            await self._server.close(CANCEL_TIMEOUT, text=str(self._epoch), what="detached")
+            await self.node.server.close(CANCEL_TIMEOUT, text=epoch, what="detached")
 
 
 # ── in a thread ─────────────────────────────────────────────────────────────────────────────────
@@ -277,7 +201,7 @@ class _Attached:
 class AttachedThread(Worker):
     """This process as an attached worker in a thread: what `attach_in_thread` yields."""
 
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, repr=False, compare=False)
+    _loop: asyncio.AbstractEventLoop = field(repr=False, compare=False, kw_only=True)
 
     def run(self, async_function: Callable[..., Awaitable[T]], *args: Any) -> T:
         """Run `await async_function(*args)` on the thread's event loop, and return its result.
@@ -290,7 +214,6 @@ class AttachedThread(Worker):
             NotServing: if the block of `attach_in_thread` is left before the end.
         """
         loop = self._loop
-        assert loop is not None
         if asyncio._get_running_loop() is loop:
             raise RuntimeError("run() would block its own event loop: use await there")
         running = _awaited(async_function, args)
@@ -337,7 +260,8 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
 
     async def serve() -> None:
         async with attach(**options) as me:
-            entered.set_result(_in_thread(me, asyncio.get_running_loop()))
+            loop = asyncio.get_running_loop()
+            entered.set_result(AttachedThread._of(me._node, _loop=loop))
             await left.wait()
 
     def run() -> None:
@@ -356,13 +280,7 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
         with forks_exit_here():
             yield me
     finally:
-        assert me._loop is not None
         call_soon(me._loop, left.set)
         thread.join()
     if failure:
         raise failure[0]
-
-
-def _in_thread(me: Worker, loop: asyncio.AbstractEventLoop) -> AttachedThread:
-    parts = {each.name: getattr(me, each.name) for each in fields(me)}
-    return AttachedThread(**parts, _loop=loop)

@@ -17,9 +17,10 @@ from torch.futures import Future
 
 from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
-from .._protocol.endpoints import attach_message_of, completed_future, read_attach_message
-from .._protocol.handshake import VERSION, Party
-from .._torch.agent import PeerInfo, agent_generation
+from .._protocol.endpoints import attach_message_of, read_attach_message
+from .._protocol.handshake import VERSION
+from .._protocol.members import Members
+from .._torch.agent import agent_generation
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
 from ..errors import NotServing, RpcError, WorkerLost, safe_str
@@ -69,19 +70,29 @@ class PeerState:
 
 
 class Attachments:
-    """The attachments of one process's peers, and its own. `Holding` for its calls."""
+    """The attachments of one process's peers, and its own. `Holding` for its calls.
 
-    def __init__(self, me: Party, epoch: int, members: Sequence[PeerInfo], timeout: float) -> None:
+    Args:
+        members: the workers of torch's world.
+        timeout: seconds for which a call to a peer that is not attached is held.
+        on_attached: is called with each peer that attaches, and its device map for this process.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        timeout: float,
+        on_attached: Callable[[str, Mapping[str, str]], None],
+    ) -> None:
         self.timeout = timeout
-        self.epoch = epoch
-        self.on_attached: Callable[[str, Mapping[str, str]], None] = lambda *_: None
-        self._me = me
+        self.epoch = 0
+        self._members = members
+        self._on_attached = on_attached
         self._is_attached = True
+        self._is_closed = False
         self._generation = agent_generation()
         self._loop = asyncio.get_running_loop()
-        self._maps = next(each.device_maps for each in members if each.name == me.name)
-        self._infos = {each.name: each.info for each in members if each.name != me.name}
-        self._states = {name: PeerState() for name in self._infos}
+        self._states = {name: PeerState() for name in members.peers}
 
     def left(self) -> dict[str, str]:
         """Return the peers that have left or cannot attach, as leave messages."""
@@ -148,15 +159,16 @@ class Attachments:
     async def _ask(self, peer: str) -> None:
         """Tell one peer of this process, and record its answer."""
         try:
-            info = self._infos[peer]
-            answer = await wrap_future(send(info, endpoints.attach_message, self._message(peer)))
+            info, message = self._members.peers[peer].info, self._message(peer)
+            answer = await wrap_future(send(info, endpoints.attach_message, message))
             self._record(peer, read_attach_message(answer))
         except Exception as exc:
             self._states[peer].refuse(_refusal(peer, exc))
 
     def _message(self, peer: str) -> bytes:
-        maps = self._maps.get(peer, {})
-        return attach_message_of(self._me, self.epoch, self._is_attached, maps)
+        me = self._members.me
+        maps = self._members.workers[me.name].device_maps.get(peer, {})
+        return attach_message_of(me, self.epoch, self._is_attached, maps)
 
     def _record(self, peer: str, message: Sequence[Any]) -> None:
         version, *rest = message
@@ -171,10 +183,12 @@ class Attachments:
             return
         _, epoch, is_attached, maps = rest
         if state.record(int(epoch), bool(is_attached)) and is_attached:
-            self.on_attached(peer, maps)
+            self._on_attached(peer, maps)
 
-    def on_message(self, data: bytes) -> "Future[Any]":
-        """Handle the message of a peer, on a thread of torch's."""
+    def on_message(self, data: bytes) -> "Future[Any] | None":
+        """Handle the message of a peer, on a thread of torch's; return None from `close` on."""
+        if self._is_closed:
+            return None
         answer: Future[Any] = Future()
         try:
             self._loop.call_soon_threadsafe(self._on_message, data, answer)
@@ -189,9 +203,20 @@ class Attachments:
             if (peer := message[1]) in self._states:
                 self._record(peer, message)
         except Exception as exc:
-            log.warning("%s rejected an unreadable attach message: %r", self._me.name, exc)
+            log.warning("%s rejected an unreadable attach message: %r", self._members.name, exc)
         with contextlib.suppress(RuntimeError):  # torch has stopped
             answer.set_result(self._message(peer))
+
+    def open(self) -> None:
+        """Begin the next epoch: from now on this process answers as attached.
+
+        Were it begun before, an answer that this process is not attached would end it.
+        """
+        self.epoch = endpoints.next_epoch()
+
+    def close(self) -> None:
+        """Answer no further messages: this process has left."""
+        self._is_closed = True
 
     def on_close(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left, in the epoch `text`."""
@@ -213,8 +238,3 @@ def _refusal(peer: str, exc: Exception) -> Callable[[], RpcError]:
         reason = f"speaks a protocol before {VERSION.decode()}, which this process speaks"
         return functools.partial(RpcError, f"worker {peer!r} {reason}; the call has not run")
     return functools.partial(classify_error, exc, peer)
-
-
-def answer_as_left(me: Party, epoch: int) -> endpoints.AttachHandler:
-    """Return the handler of attach messages of a process that has left."""
-    return lambda _: completed_future(attach_message_of(me, epoch, False))

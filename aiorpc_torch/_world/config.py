@@ -20,24 +20,38 @@ from .registration import Registration
 OnFailure = Literal["continue", "stop"]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeConfig:
+    """The checked arguments that `worker()` and `attach()` have in common."""
+
+    threads: int = 16
+    start_timeout: float = 60.0
+    stop_timeout: float | None = 10.0
+    heartbeat: float = 10.0
+    exports: tuple[Export, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.threads < 1:
+            raise ValueError(f"threads must be at least 1, got {self.threads}")
+        if not 0.0 < self.heartbeat < float("inf"):
+            raise ValueError(
+                f"heartbeat must be a finite number of seconds above 0, got {self.heartbeat!r}"
+            )
+
+
 @dataclass(frozen=True, slots=True)
-class WorkerConfig:
+class WorkerConfig(NodeConfig):
     """The checked arguments of `worker()`, `local_world()` or `run_local()` for one worker."""
 
     name: str
     rank: int
     world_size: int
     init_method: str
-    threads: int = 16
     transports: Sequence[str] | None = None
     channels: Sequence[str] | None = None
     device_maps: DeviceMaps = field(default_factory=dict)
-    start_timeout: float = 60.0
-    stop_timeout: float | None = 10.0
-    heartbeat: float = 10.0
     interfaces: Interfaces = field(default_factory=dict)
     on_failure: OnFailure = "continue"
-    exports: tuple[Export, ...] | None = None
     freeze_gc: bool = True
     is_local: bool = False
     loop_factory: LoopFactory = new_event_loop  # in processes whose loop is ours
@@ -53,12 +67,7 @@ class WorkerConfig:
                 "a worker's name must be 1 to 127 letters, digits, '-', '_' or ':', "
                 f"got {self.name!r}"
             )
-        if self.threads < 1:
-            raise ValueError(f"threads must be at least 1, got {self.threads}")
-        if not 0.0 < self.heartbeat < float("inf"):
-            raise ValueError(
-                f"heartbeat must be a finite number of seconds above 0, got {self.heartbeat!r}"
-            )
+        NodeConfig.__post_init__(self)  # `slots` breaks `super()` before Python 3.14
         if self.on_failure not in ("continue", "stop"):
             raise ValueError(f'on_failure must be "continue" or "stop", got {self.on_failure!r}')
         for option, names in (("transports", self.transports), ("channels", self.channels)):

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
+from .._protocol.members import Members
 from .._protocol.plain import dump, reader, wire_text
-from .._torch.agent import PeerInfo, is_running
+from .._torch.agent import is_running
 from .._torch.transport import send, wrap_future
 from .activity import Activity, ActivityTable, Report, Wait
-from .failure_detector import FailureDetector
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -78,22 +78,20 @@ _read_plain_answer = reader(Answer)
 class Departures:
     """The departures of one worker's peers, on the loop that it was made on."""
 
+    members: Members
     pool: ConnectionPool
-    detector: FailureDetector
-    peers: Mapping[str, PeerInfo]
-    """The other workers by name."""
-    processes: Mapping[str, int]
-    """Number of each member's current process, this worker included."""
+    linked: Callable[[], set[str]]
+    """Returns the peers with an open connection."""
     told: Callable[[], Mapping[str, str]]
     """Returns the leave messages of peers: "" or a failure."""
     probe: Callable[[str], None]
     """Asks whether a peer lives."""
-    coordinator: str | None = None
-    """Name of rank 0, None without a coordinator."""
+    has_coordinator: bool
+    """Whether rank 0 is one."""
 
     def __post_init__(self) -> None:
         self._loop = asyncio.get_running_loop()
-        self._table = ActivityTable(self.processes, self._not_awaited)
+        self._table = ActivityTable(self.members.processes, self._not_awaited)
         self._tokens = itertools.count()
         self._serving = 0  # waits in `serve` for all peers
         self._is_leaving = self._is_closed = False
@@ -104,18 +102,24 @@ class Departures:
         self._closed_coordinator: int | None = None  # process that answers no requests any more
         self._attendant: asyncio.Task[None] | None = None
 
+    @property
+    def coordinator(self) -> str | None:
+        """Return the name of the coordinator, None without one."""
+        return self.members.workers[0].name if self.has_coordinator else None
+
     def left(self) -> set[str]:
         """Return the peers that have left, as far as this worker knows."""
-        return (self._left_in_order() | self.told().keys()) - {self.pool.name}
+        return (self._left_in_order() | self.told().keys()) - {self.members.name}
 
     def _left_in_order(self) -> set[str]:
         return self._table.left() | self._left_there_now()
 
     def _left_there_now(self) -> set[str]:
-        return {name for name, process in self._left_there if self.processes[name] == process}
+        processes = self.members.processes
+        return {name for name, process in self._left_there if processes[name] == process}
 
     def _gone(self) -> set[str]:
-        return self.detector.lost_peers.keys() | self.told().keys()
+        return self.members.lost_peers.keys() | self.told().keys()
 
     def _not_awaited(self) -> set[str]:
         """Return the peers for which no wait waits, whatever they have told this worker."""
@@ -123,7 +127,7 @@ class Departures:
 
     def lost(self) -> dict[str, str]:
         """Return the peers that are lost, here or for the coordinator, with the reasons."""
-        here = self.detector.lost_peers.items()
+        here = self.members.lost_peers.items()
         reasons = {peer: getattr(error, "reason", str(error)) for peer, error in here}
         return {**self._lost_there, **reasons}
 
@@ -159,7 +163,7 @@ class Departures:
     async def _wait(self, goal: Activity, among: Sequence[str], level: int) -> None:
         """Wait until the peers `among` (default: all) have reached `goal`."""
         missing: Sequence[str] = ()
-        token, is_reached = next(self._tokens), not self.peers
+        token, is_reached = next(self._tokens), not self.members.peers
         next_log = self._loop.time() + LOG_INTERVAL
         self._serving += goal is Activity.SERVING
         self._report()
@@ -169,7 +173,7 @@ class Departures:
                 if not is_reached and self._loop.time() >= next_log:
                     next_log = self._loop.time() + LOG_INTERVAL
                     names, verb = ", ".join(missing), "leaves" if len(missing) == 1 else "leave"
-                    log.log(level, "%s is serving until %s %s", self.pool.name, names, verb)
+                    log.log(level, "%s is serving until %s %s", self.members.name, names, verb)
         finally:
             self._serving -= goal is Activity.SERVING
             self._report()
@@ -181,12 +185,12 @@ class Departures:
     ) -> tuple[bool, Sequence[str]]:
         """Wait for a while; return whether the goal is reached, and the peers of whom it is not."""
         coordinator = self._coordinator()
-        if goal is Activity.SERVING and coordinator not in (None, self.pool.name):
+        if goal is Activity.SERVING and coordinator not in (None, self.members.name):
             self._renew_report()
         request = self._request(token, goal, among, LOG_INTERVAL)
         if coordinator is None:
             return await self._ask_all(request)
-        if coordinator == self.pool.name:
+        if coordinator == self.members.name:
             answered: asyncio.Future[Answer] = self._loop.create_future()
             self._open_wait(request, functools.partial(_complete, answered))
             answer: Answer | None = await answered
@@ -196,37 +200,37 @@ class Departures:
             return answer.is_reached, answer.missing
         self.probe(coordinator)
         await asyncio.sleep(_POLL)
-        return False, self._table.missing(self.pool.name, goal, among)
+        return False, self._table.missing(self.members.name, goal, among)
 
     def _withdraw(self, token: int) -> None:
         """End a wait that is cancelled, here and at the coordinator, whose answer is ignored."""
-        self._table.end(self.pool.name, self.pool.me.number, token)
+        self._table.end(self.members.name, self.members.me.number, token)
         coordinator = self._coordinator()
-        if coordinator is not None and coordinator != self.pool.name:
+        if coordinator is not None and coordinator != self.members.name:
             with contextlib.suppress(Exception):  # torch does not reach it
                 self._send(coordinator, self._request(token, Activity.LEFT, (), 0.0)).cancel()
 
     async def refresh(self) -> None:
         """Ask the coordinator which peers have left, unless all have."""
         coordinator = None if self._has_ended else self._coordinator()
-        if coordinator is not None and coordinator != self.pool.name:
+        if coordinator is not None and coordinator != self.members.name:
             await self._ask(coordinator, self._request(-1, Activity.LEFT, (), 0.0))
 
     def _coordinator(self) -> str | None:
         """Return the name of the coordinator, None if there is none or it is lost or gone."""
         name = self.coordinator
-        if name == self.pool.name:
+        if name == self.members.name:
             return None if self._is_closed else name
         if name is None or name in self._gone():
             return None
-        return None if self.processes[name] == self._closed_coordinator else name
+        return None if self.members.processes[name] == self._closed_coordinator else name
 
     def _report(self) -> None:
         """Record what this worker does, under the next number if it has changed."""
         activity = Activity.SERVING if self._serving else Activity.ACTIVE
         if self._is_leaving:
             activity = Activity.LEFT
-        if activity is not self._table.report_of(self.pool.name).activity:
+        if activity is not self._table.report_of(self.members.name).activity:
             self._renew_report(activity)
 
     def _renew_report(self, activity: Activity | None = None) -> None:
@@ -236,22 +240,24 @@ class Departures:
         request for another call, sent before that answer is here, must be a later report.
         (tests/unit/world/test_departures.py)
         """
-        _, sequence, last = self._table.report_of(self.pool.name)
-        report = Report(self.pool.me.number, sequence + 1, last if activity is None else activity)
-        self._table.record(self.pool.name, report)
+        _, sequence, last = self._table.report_of(self.members.name)
+        report = Report(
+            self.members.me.number, sequence + 1, last if activity is None else activity
+        )
+        self._table.record(self.members.name, report)
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────
 
     def _request(
         self, token: int, goal: Activity, among: Sequence[str], patience: float
     ) -> Request:
-        process, sequence, activity = self._table.report_of(self.pool.name)
-        own = self.pool.name, process, sequence, int(activity)
+        process, sequence, activity = self._table.report_of(self.members.name)
+        own = self.members.name, process, sequence, int(activity)
         return Request(*own, token, int(goal), (*among,), patience)
 
     def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
         data = dump(request)
-        return wrap_future(send(self.peers[peer].info, endpoints.departure, data))
+        return wrap_future(send(self.members.peers[peer].info, endpoints.departure, data))
 
     async def _ask(self, peer: str, request: Request) -> Answer | None:
         """Return a peer's answer; None if it does not answer or is lost."""
@@ -267,7 +273,7 @@ class Departures:
             self._on_answer(peer, answer)
             return answer
         except Exception as exc:  # torch does not reach it, or it leaves
-            log.debug("%s: no answer from worker %r: %r", self.pool.name, peer, exc)
+            log.debug("%s: no answer from worker %r: %r", self.members.name, peer, exc)
             return None
         finally:
             future.cancel()
@@ -276,7 +282,7 @@ class Departures:
         report = Report(answer.process, answer.sequence, Activity(answer.activity))
         self._table.record(peer, report)
         if peer == self.coordinator:
-            self._left_there |= {(name, self.processes[name]) for name in answer.left}
+            self._left_there |= {(name, self.members.processes[name]) for name in answer.left}
             self._lost_there = answer.lost
             if not answer.is_open:
                 self._closed_coordinator = answer.process
@@ -286,28 +292,28 @@ class Departures:
     async def _ask_all(self, request: Request) -> tuple[bool, Sequence[str]]:
         """Ask the peers in rounds; return whether the goal is reached, and of whom it is not."""
         request = request._replace(patience=0.0)
-        awaited = {*(request.among or self.peers)} - self.left()
+        awaited = {*(request.among or self.members.peers)} - self.left()
         with self.pool.watching_peers(awaited, lambda _: None):  # a frozen one is lost in time
             return await self._ask_in_rounds(request)
 
     async def _ask_in_rounds(self, request: Request) -> tuple[bool, Sequence[str]]:
         goal, among = Activity(request.goal), request.among
         before = await self._round(request)
-        missing = self._table.missing(self.pool.name, goal, among)
+        missing = self._table.missing(self.members.name, goal, among)
         if not missing:
             # A peer that has left stays so; one that serves may stop.
             return goal is Activity.LEFT or before == await self._round(request), ()
         end = self._loop.time() + PROBE_INTERVAL
         while (left := end - self._loop.time()) > 0:
             await asyncio.sleep(min(left, _POLL))
-            if self._table.missing(self.pool.name, goal, among) != missing:
+            if self._table.missing(self.members.name, goal, among) != missing:
                 break
         return False, missing
 
     async def _round(self, request: Request) -> dict[str, Report]:
         """Ask the live peers that have not left; return their reports."""
-        awaited = [peer for peer in request.among or self.peers if peer not in self.left()]
-        asked = [peer for peer in awaited if peer not in self.detector.lost_peers]
+        awaited = [peer for peer in request.among or self.members.peers if peer not in self.left()]
+        asked = [peer for peer in awaited if peer not in self.members.lost_peers]
         answers = await asyncio.gather(*(self._ask(peer, request) for peer in asked))
         for peer, answer in zip(asked, answers, strict=True):
             if answer is None:
@@ -325,15 +331,15 @@ class Departures:
 
         try:
             request = _read_request(data)
-            if not {request.name, *request.among} <= self.processes.keys():
+            if not {request.name, *request.among} <= self.members.processes.keys():
                 raise ValueError(f"no worker {request.name!r} in this world")
         except Exception as exc:
-            log.warning("worker %r rejected an unreadable report: %r", self.pool.name, exc)
-            reply.set_result(RemoteFailure.of(exc, self.pool.name))
+            log.warning("worker %r rejected an unreadable report: %r", self.members.name, exc)
+            reply.set_result(RemoteFailure.of(exc, self.members.name))
             return
         activity = Activity(request.activity)
         self._table.record(request.name, Report(request.process, request.sequence, activity))
-        if request.patience and self._coordinator() == self.pool.name:
+        if request.patience and self._coordinator() == self.members.name:
             self._open_wait(request, complete)
             return
         self._table.end(request.name, request.process, request.token)
@@ -357,8 +363,8 @@ class Departures:
 
     def _answer(self, request: Request, is_reached: bool) -> Answer:
         missing = self._table.missing(request.name, Activity(request.goal), request.among)
-        is_open = self._coordinator() == self.pool.name
-        process, sequence, activity = self._table.report_of(self.pool.name)
+        is_open = self._coordinator() == self.members.name
+        process, sequence, activity = self._table.report_of(self.members.name)
         own = process, sequence, int(activity)
         lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
         return Answer(is_reached, is_open, *own, missing, [*self._left_in_order()], lost)
@@ -376,8 +382,8 @@ class Departures:
         with self.pool.watching_peers(watched, lambda _: None):
             while awaited := self._table.awaited():
                 watched.clear()
-                watched |= awaited - {self.pool.name}
-                for peer in watched - self.detector.linked():
+                watched |= awaited - {self.members.name}
+                for peer in watched - self.linked():
                     self.probe(peer)
                 await asyncio.sleep(PROBE_INTERVAL)
                 self.settle()
@@ -393,12 +399,12 @@ class Departures:
 
     async def tell(self, peers: Iterable[str], failure: str) -> None:
         """Tell by torch RPC, as far as the peers answer, that this worker has failed."""
-        data = dump((self.pool.me.name, self.pool.me.number, wire_text(failure)))
+        data = dump((self.members.name, self.members.me.number, wire_text(failure)))
         answers = []
         for peer in peers:
             with contextlib.suppress(Exception):  # torch does not reach it
                 answers.append(
-                    wrap_future(send(self.peers[peer].info, endpoints.leave_message, data))
+                    wrap_future(send(self.members.peers[peer].info, endpoints.leave_message, data))
                 )
         if answers:
             await asyncio.wait(answers, timeout=MESSAGE_TIMEOUT)

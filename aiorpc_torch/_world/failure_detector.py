@@ -7,19 +7,18 @@ answers, so one with a blocked loop is not lost. `HeartbeatTracker` decides when
 """
 
 import asyncio
+import contextlib
 import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any
+from collections.abc import Callable, Coroutine, Iterator
+from typing import Any, Protocol
 
 from .._aio.loops import call_soon, run_on_loop
 from .._client.answers import error_of_close
-from .._client.pool import ConnectionPool
 from .._protocol import endpoints
-from .._server.server import Server
-from .._torch.agent import PeerInfo
+from .._protocol.members import Members
 from .._torch.compat import RawFuture
 from .._torch.transport import classify_error, send, when_done
 from ..errors import NotServing, RpcError, WorkerLost
@@ -30,32 +29,71 @@ log = logging.getLogger("aiorpc_torch")
 PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
 
 
+class Connections(Protocol):
+    """The connections of a worker in both directions, and who else is told of losses."""
+
+    def linked(self) -> set[str]:
+        """Return the peers with an open connection."""
+
+    def awaited(self) -> set[str]:
+        """Return the peers that a call waits for, or whose calls run here."""
+
+    def ping(self, peer: str) -> None:
+        """Ask the event loop of a peer for a sign of life, on each connection."""
+
+    def fail(self, peer: str, error: RpcError) -> None:
+        """Fail what waits for a lost peer."""
+
+    def on_detached(self, peer: str, text: str) -> None:
+        """Handle the leave message of a peer that was attached."""
+
+    def on_change(self) -> None:
+        """Handle that a peer has left, is lost, or is alive again."""
+
+    async def has_left(self, peer: str) -> bool:
+        """Return whether the block of a peer has ended in order."""
+
+
+class Children(Protocol):
+    """The peers that are child processes of this one."""
+
+    def is_exiting(self, name: str) -> bool:
+        """Return whether a child has ended or ends now, False for another peer. In any thread."""
+
+    async def exit_reason(self, name: str) -> str:
+        """Wait for the end of that child; return how it has ended, "" if that is unknown."""
+
+
 class FailureDetector:
-    """A watch over one worker's peers, on the loop that created it, until `close`."""
+    """A watch over one worker's peers, on the loop that created it, from `start` to `close`.
+
+    Args:
+        members: the workers of the world.
+        heartbeat: seconds of silence after which a peer is lost.
+        connections: those of this worker.
+        children: tell how peers have ended that are child processes.
+        only_linked: whether silence counts on open connections only.
+    """
 
     def __init__(
-        self, name: str, server: Server, members: Sequence[PeerInfo], heartbeat: float
+        self,
+        members: Members,
+        heartbeat: float,
+        connections: Connections,
+        children: Children | None = None,
+        *,
+        only_linked: bool = False,
     ) -> None:
-        self.lost_peers: dict[str, RpcError] = {}
-        self.on_loss: Callable[[RpcError], None] | None = None
-        self.on_change: Callable[[], None] = _ignore
-        """Called when a peer is lost, or is alive again."""
-        self.is_exiting: Callable[[str], bool] = _is_not_exiting
-        """Returns whether the process of a peer is known to end now, or to have ended. In any
-        thread."""
-        self.exit_reason: Callable[[str], Awaitable[str]] = _no_reason
-        """Waits for the end of that process; returns how it has ended, "" if that is unknown."""
-        self.has_left: Callable[[str], Awaitable[bool]] = _has_not_left
-        self._name = name
-        self.only_linked = False  # silence counts on open connections only
-        self._pool: ConnectionPool  # from `start` on
-        self._server = server
-        self._peers = {each.name: each.info for each in members if each.name != name}
+        self.lost_peers, self.last_heard = members.lost_peers, members.last_heard
+        self._members = members
         self._heartbeat = heartbeat
-        self._tracker = HeartbeatTracker(heartbeat, server.last_heard)
-        self.last_heard = server.last_heard
+        self._connections = connections
+        self._children = children
+        self._only_linked = only_linked
+        self._tracker = HeartbeatTracker(heartbeat, members.last_heard)
         self._loop = asyncio.get_running_loop()
         self._open = True
+        self._on_loss: Callable[[RpcError], None] | None = None
         self._given_up: dict[str, RpcError] = {}  # peers that will not rejoin
         self._rejoined: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._probed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -63,15 +101,18 @@ class FailureDetector:
         self._tasks: set[asyncio.Task[None]] = set()
         self._unanswered: set[tuple[str, int]] = set()  # processes with a ping by torch on its way
 
-    def start(self, pool: ConnectionPool) -> None:
-        """Start watching. When a peer is lost, the calls to it in `pool` fail."""
-        self._pool, server = pool, self._server
+    def start(self) -> None:
+        """Start watching: the members are known."""
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
-        server.lost_peers, server.on_message = self.lost_peers, self.on_message
-        server.on_disconnect = self.on_disconnect
-        server.peers.on_failure = self._on_peer_failed
-        for caller in server.sessions.callers():  # before this worker's start was over
-            self.on_message(caller)
+
+    @contextlib.contextmanager
+    def reporting(self, on_loss: Callable[[RpcError], None] | None) -> Iterator[None]:
+        """Call `on_loss`, if there is one, for each peer that is lost during the block."""
+        self._on_loss = on_loss
+        try:
+            yield
+        finally:
+            self._on_loss = None
 
     def close(self) -> None:
         """Stop watching."""
@@ -99,46 +140,42 @@ class FailureDetector:
 
     def penalty(self, peer: str) -> int | None:
         """Return 0 for a live peer, None for a lost one, and much while a probe is under way."""
-        if peer in self.lost_peers or peer in self._server.peers.leave_messages:
+        if peer in self.lost_peers or peer in self._members.leave_messages:
             return None
         probe = self._probed.get(peer)
         return 0 if probe is None or probe.is_set() else PROBED_LOAD
 
-    def replace(self, member: PeerInfo) -> None:
+    def on_replaced(self, peer: str) -> None:
         """Watch the replacement process of a peer from now on."""
-        self._peers[member.name] = member.info
-        self.on_message(member.name)
-        self._mark_alive(member.name)
+        self.on_message(peer)
+        self._mark_alive(peer)
 
     def give_up(self, peer: str, error: RpcError) -> None:
         """Note that a peer will not rejoin."""
         self._given_up[peer] = error
         self.lost_peers.setdefault(peer, error)
         self._rejoined[peer].set()
-        self.on_change()
-
-    def linked(self) -> set[str]:
-        """Return the peers with an open connection, in either direction."""
-        return self._pool.linked() | self._server.sessions.linked()
+        self._connections.on_change()
 
     def probe(self, peer: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost."""
-        self._probe(peer, self._peers[peer].id)
+        self._probe(peer, self._members.processes[peer])
 
     # ── signs of life ───────────────────────────────────────────────────────────────────────────
 
     def on_message(self, peer: str) -> None:
         """Record a message from a peer. Thread-safe."""
         self._tracker.record(peer, time.monotonic())
-        if peer in self.lost_peers:  # it was frozen, or unreachable
+        # It was frozen or unreachable. The last frame of a process that fails is no sign of life.
+        if peer in self.lost_peers and peer not in self._members.leave_messages:
             call_soon(self._loop, self._mark_alive, peer)
 
     def _mark_alive(self, peer: str) -> None:
         self._probed[peer].set()
         if self.lost_peers.pop(peer, None) is not None:
-            log.info("%s: worker %r is back", self._name, peer)
+            log.info("%s: worker %r is back", self._members.name, peer)
             self._rejoined.pop(peer, asyncio.Event()).set()
-        self.on_change()
+        self._connections.on_change()
 
     def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
         """Probe a peer whose connection ended without a leave message. Thread-safe.
@@ -146,10 +183,10 @@ class FailureDetector:
         A peer that has told of its failure is lost already: return that error. A child of this
         process that is dead or dies is lost once its exit code is known: return None.
         """
-        is_current = peer in self._peers and self._peers[peer].id == number
+        is_current = self._is_current(peer, number)
         if is_current and (told := self.told_failure(peer)) is not None:
             return told
-        if is_current and self._open and self.is_exiting(peer):
+        if is_current and self._open and self._is_exiting(peer):
             run_on_loop(self._loop, self._await_exit, peer, number, error)
             return None
         run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
@@ -157,7 +194,10 @@ class FailureDetector:
 
     def _is_watched(self, peer: str, number: int) -> bool:
         """Return whether this is the number of a peer's current process."""
-        return self._open and peer in self._peers and self._peers[peer].id == number
+        return self._open and self._is_current(peer, number)
+
+    def _is_exiting(self, peer: str) -> bool:
+        return self._children is not None and self._children.is_exiting(peer)
 
     def _await_exit(self, peer: str, number: int, error: RpcError) -> None:
         """Lose a peer when its exit code is known; with `error` if it stays unknown."""
@@ -166,7 +206,7 @@ class FailureDetector:
             self._start(self._lose_exited(peer, number, error))
 
     async def _lose_exited(self, peer: str, number: int, error: RpcError) -> None:
-        reason = await self.exit_reason(peer)
+        reason = "" if self._children is None else await self._children.exit_reason(peer)
         if self._is_watched(peer, number):
             found = WorkerLost(peer, reason) if reason else error
             self.lose(peer, self.told_failure(peer) or found)
@@ -178,13 +218,29 @@ class FailureDetector:
 
     def told_failure(self, peer: str) -> RpcError | None:
         """Return the failure that a lost peer has reported itself, if it has."""
-        return self.lost_peers.get(peer) if self._server.peers.leave_messages.get(peer) else None
+        return self.lost_peers.get(peer) if self._members.leave_messages.get(peer) else None
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
-        """Note why a peer closed a connection. Thread-safe."""
-        call_soon(self._loop, self._server.peers.on_leave_message, peer, number, what, text)
+        """Record why a peer has closed a connection, before its callers resume. Thread-safe."""
+        run_on_loop(self._loop, self._record_leave_message, peer, number, what, text)
+
+    def _record_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+        if what == "detached":
+            self._connections.on_detached(peer, text)
+        if not self._members.is_current(peer, number) or what not in ("left", "failed"):
+            return
+        messages = self._members.leave_messages
+        is_first = peer not in messages
+        messages[peer] = text if what == "failed" else ""
+        if is_first and what == "failed":
+            self.lose(peer, error_of_close(peer, "failed", text))
+        self._connections.on_change()
 
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
+
+    def _is_current(self, peer: str, number: int) -> bool:
+        """Return whether a peer, which is not this worker, has that process."""
+        return peer != self._members.name and self._members.is_current(peer, number)
 
     def _probe(self, peer: str, number: int) -> None:
         if self._is_watched(peer, number):
@@ -192,10 +248,10 @@ class FailureDetector:
             self._ping(peer)
 
     def _check(self) -> None:
-        waited_for = self._pool.awaited_peers() | self._server.sessions.callers()
-        if self.only_linked:
-            waited_for &= self.linked()
-        silent, lost = self._tracker.check(time.monotonic(), waited_for & self._peers.keys())
+        awaited = self._connections.awaited() & self._members.peers.keys()
+        if self._only_linked:
+            awaited &= self._connections.linked()
+        silent, lost = self._tracker.check(time.monotonic(), awaited)
         for peer in silent:
             self._ping(peer)
         for peer in lost:
@@ -206,9 +262,8 @@ class FailureDetector:
     def _ping(self, peer: str) -> None:
         if not self._open:
             return
-        info = self._peers[peer]
-        self._pool.ping(peer)
-        self._server.sessions.ping(peer)
+        info = self._members.peers[peer].info
+        self._connections.ping(peer)
         if (peer, info.id) in self._unanswered:
             return
         try:
@@ -221,7 +276,7 @@ class FailureDetector:
 
     def _on_answer(self, peer: str, number: int, answer: "RawFuture[Any]") -> None:
         self._unanswered.discard((peer, number))
-        if self._peers[peer].id != number:
+        if not self._members.is_current(peer, number):
             return  # the answer of a process that was replaced
         try:
             answer.wait()
@@ -236,49 +291,29 @@ class FailureDetector:
             return
         error = classify_error(exc, peer)
         told = self.told_failure(peer)
-        if told is None and isinstance(error, WorkerLost) and self.is_exiting(peer):
-            self._await_exit(peer, self._peers[peer].id, error)
+        if told is None and isinstance(error, WorkerLost) and self._is_exiting(peer):
+            self._await_exit(peer, self._members.processes[peer], error)
         else:
             self.lose(peer, told or error)
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
-    def _on_peer_failed(self, peer: str, failure: str) -> None:
-        """Lose a peer that reports its own failure."""
-        self.lose(peer, error_of_close(peer, "failed", failure))
-
     def lose(self, peer: str, error: RpcError) -> None:
         """Fail what waits for a peer: it is lost."""
         if not self._open or isinstance(error, NotServing):  # torch's RPC has ended here
             return
-        log.info("%s: %s", self._name, error)
+        log.info("%s: %s", self._members.name, error)
         self.lost_peers[peer] = error
         self._probed[peer].set()
-        self._pool.on_peer_lost(peer, error)
-        self._server.sessions.cancel_calls_of(peer)
-        self.on_change()
-        if self.on_loss is not None and peer not in self._server.peers.leave_messages:
+        self._connections.fail(peer, error)
+        self._connections.on_change()
+        message = self._members.leave_messages.get(peer)
+        if self._on_loss is not None and message is None:
             self._start(self._report_unless_left(peer, error))
-        elif self.on_loss is not None and self._server.peers.leave_messages[peer]:
-            self.on_loss(error)
+        elif self._on_loss is not None and message:
+            self._on_loss(error)
 
     async def _report_unless_left(self, peer: str, error: RpcError) -> None:
         """Report the loss, unless the peer's block had ended in order before."""
-        if not await self.has_left(peer) and self.on_loss is not None:
-            self.on_loss(error)
-
-
-def _is_not_exiting(_: str) -> bool:
-    return False
-
-
-async def _no_reason(_: str) -> str:
-    return ""
-
-
-def _ignore() -> None:
-    """Ignore the change."""
-
-
-async def _has_not_left(_: str) -> bool:
-    return False
+        if not await self._connections.has_left(peer) and self._on_loss is not None:
+            self._on_loss(error)

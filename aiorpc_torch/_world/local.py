@@ -105,8 +105,8 @@ async def local_world(
             async with supervisor.running():
                 async with contextlib.AsyncExitStack() as stack:
                     async with supervisor.raising_failures("stop"):
-                        me = await stack.enter_async_context(run_worker(mine))
-                    supervisor.watch_children(me._failure_detector)
+                        me = await stack.enter_async_context(run_worker(mine, supervisor))
+                    supervisor.watch_children(me)
                     with supervisor.notifying_on_exit():
                         yield me
 
@@ -201,8 +201,9 @@ async def _run(
 ) -> T:
     with graceful_signals(handle_signals):
         async with supervisor.running():
-            async with supervisor.raising_failures(on_failure), run_worker(config) as me:
-                supervisor.watch_children(me._failure_detector)
+            entering = run_worker(config, supervisor)
+            async with supervisor.raising_failures(on_failure), entering as me:
+                supervisor.watch_children(me)
                 with supervisor.notifying_on_exit():
                     result = await main(me, *args)
     if supervisor.failures:

@@ -9,18 +9,15 @@ workers' calls go on.
 import asyncio
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
-from .._protocol.handshake import Party
-from .._server.server import Server
-from .._torch.agent import Agent, PeerInfo, is_running
+from .._protocol.members import Members
+from .._torch.agent import PeerInfo, is_running
 from .._torch.transport import send, wrap_future
-from .failure_detector import FailureDetector
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -65,11 +62,9 @@ async def _send(peer: PeerInfo, data: bytes) -> str:
 class RejoinHandler:
     """A handler of replacement processes: of their questions, then of their announcements."""
 
-    agent: Agent
-    pool: ConnectionPool
-    server: Server
-    failure_detector: FailureDetector
-    peers: dict[str, PeerInfo]
+    members: Members
+    replace: Callable[[PeerInfo], None]
+    """Replaces a member's process by a newer one."""
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def handle(self, data: bytes, reply: Any) -> None:
@@ -86,7 +81,7 @@ class RejoinHandler:
             answer = await step(member)
         except Exception as exc:
             log.warning("a worker could not rejoin: %r", exc)
-            answer = f"{self.pool.name} could not let it rejoin: {exc!r}"
+            answer = f"{self.members.name} could not let it rejoin: {exc!r}"
         if is_running():  # see `Agent.release`
             reply.set_result(answer)
 
@@ -96,20 +91,13 @@ class RejoinHandler:
             task.cancel()
 
     async def _check_predecessor_dead(self, member: PeerInfo) -> str:
-        if await self._is_alive(self.peers[member.name]):
+        if await self._is_alive(self.members.peers[member.name]):
             return f"two workers are called {member.name!r}: the first one is alive"
         return ""
 
     async def _replace(self, member: PeerInfo) -> str:
-        old = self.peers[member.name]
-        if old.number == member.number:
-            return ""
-        past = self.agent.replace_peer(member)
-        self.peers[member.name] = member
-        self.pool.replace(member, past)
-        self.server.set_device_routes(self.agent.routes)  # its maps may differ
-        self.server.replace_peer(Party(member.name, member.number))
-        self.failure_detector.replace(member)
+        if self.members.peers[member.name].number != member.number:
+            self.replace(member)
         return ""
 
     async def _is_alive(self, peer: PeerInfo) -> bool:

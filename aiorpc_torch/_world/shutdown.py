@@ -15,12 +15,9 @@ import anyio
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
-from .._client.pool import ConnectionPool
-from .._server.server import Server
-from .._torch.agent import Agent, PeerInfo, is_running
+from .._torch.agent import Agent, is_running
 from .._torch.thread_state import free_dead_thread_states
-from .departures import Departures
-from .failure_detector import FailureDetector
+from .node import Node
 from .rendezvous import Rendezvous
 
 log = logging.getLogger("aiorpc_torch")
@@ -46,15 +43,10 @@ def describe_failure(exc: BaseException) -> str:
 class Shutdown:
     """The shutdown of one worker. After a failure the peers are told, and no wait takes long."""
 
-    pool: ConnectionPool
-    server: Server
-    failure_detector: FailureDetector
+    node: Node
     agent: Agent
     rendezvous: Rendezvous | None
     """None in a world of one."""
-    departures: Departures
-    peers: dict[str, PeerInfo]
-    """The other workers by name."""
     timeout: float | None
     """Seconds to wait for them, None for no limit."""
     failure: str
@@ -69,25 +61,27 @@ class Shutdown:
 
     async def _wait_for_peers(self) -> None:
         if self.failure:  # peers with a connection see its end
-            connected = self.pool.connected() | self.server.sessions.connected()
-            await self.departures.tell(self.peers.keys() - connected, self.failure)
+            connected = self.node.pool.connected() | self.node.server.sessions.connected()
+            others = self.node.members.peers.keys() - connected
+            await self.node.departures.tell(others, self.failure)
         elif self.rendezvous is not None:
             with anyio.move_on_after(self.timeout):
-                await self.departures.leave()
+                await self.node.departures.leave()
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
         if not self.failure:
-            await self.departures.refresh()  # the wait was cut: which peers have left?
-        await self.departures.close()
-        self.failure_detector.close()
+            await self.node.departures.refresh()  # the wait was cut: which peers have left?
+        await self.node.departures.close()
+        self.node.detector.close()
         leaving = self._ranks_leaving_too()
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
         await self._close_connections()
-        await self.server.end_objects(OBJECTS_TIMEOUT if self.timeout is None else self.timeout)
+        limit = OBJECTS_TIMEOUT if self.timeout is None else self.timeout
+        await self.node.server.end_objects(limit)
         if self.failure:
             await close_queues()
         else:
@@ -97,25 +91,27 @@ class Shutdown:
 
     async def _stop_torch(self) -> None:
         if await self._in_thread(STOP_TIMEOUT, self.agent.stop):
-            await self.server.handle_last_messages()  # while the agent exists
+            await self.node.server.handle_last_messages()  # while the agent exists
             await self._in_thread(STOP_TIMEOUT, self.agent.release)
         elif is_running():
-            log.error("torch's RPC of %s did not stop within %g s", self.pool.me.name, STOP_TIMEOUT)
+            log.error(
+                "torch's RPC of %s did not stop within %g s", self.node.members.name, STOP_TIMEOUT
+            )
 
     async def _close_connections(self) -> None:
         what = "failed" if self.failure else "left"
         ended = await asyncio.gather(
-            self.pool.close(what, self.failure),
-            self.server.close(0.5, self.failure.partition("\n")[0], self.failure),
+            self.node.pool.close(what, self.failure),
+            self.node.server.close(0.5, self.failure.partition("\n")[0], self.failure),
             return_exceptions=True,  # torch is stopped in any case
         )
         for exc in ended:
             if isinstance(exc, BaseException):
-                log.error("%s: a connection was not closed", self.pool.me.name, exc_info=exc)
+                log.error("%s: a connection was not closed", self.node.members.name, exc_info=exc)
 
     async def _close_together(self, ranks: list[int]) -> None:
         """Wait until those ranks are ready: torch logs a broken pipe at each that is not."""
-        is_full = len(ranks) == len(self.peers)
+        is_full = len(ranks) == len(self.node.members.peers)
         if is_full:
             await self._in_thread(RELEASE_TIMEOUT, self.agent.release_rrefs)
         await self._in_thread(DRAIN_TIMEOUT, self.agent.drain)
@@ -125,19 +121,19 @@ class Shutdown:
 
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""
-        lost = self.failure_detector.lost_peers
-        messages = self.server.peers.leave_messages
-        left = {peer for peer in self.departures.left() if not messages.get(peer)}
-        leaving = [peer for peer in self.peers if peer in left and peer not in lost]
-        rest = [f"{peer} ({self._state_of(peer)})" for peer in self.peers if peer not in leaving]
+        members = self.node.members
+        lost, messages = members.lost_peers, members.leave_messages
+        left = {peer for peer in self.node.departures.left() if not messages.get(peer)}
+        leaving = [peer for peer in members.peers if peer in left and peer not in lost]
+        rest = [f"{peer} ({self._state_of(peer)})" for peer in members.peers if peer not in leaving]
         if rest and not self.failure:
-            log.warning("%s did not wait for %s", self.pool.me.name, ", ".join(rest))
-        return [self.peers[peer].rank for peer in leaving]
+            log.warning("%s did not wait for %s", members.name, ", ".join(rest))
+        return [members.peers[peer].rank for peer in leaving]
 
     def _state_of(self, peer: str) -> str:
-        if self.server.peers.leave_messages.get(peer):
+        if self.node.members.leave_messages.get(peer):
             return "failed"
-        return "lost" if peer in self.departures.lost() else "has not left"
+        return "lost" if peer in self.node.departures.lost() else "has not left"
 
     async def _in_thread(self, seconds: float, step: Callable[[], Any]) -> bool:
         """Run `step` in a thread; return whether it ended in time."""

@@ -14,6 +14,7 @@ from .child import ChildProcess, Main, ParentCommand
 from .config import OnFailure, WorkerConfig
 from .failure_detector import FailureDetector
 from .processes import ProcessFactory, ProcessOptions
+from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -64,17 +65,17 @@ class Supervisor:
                 self._send(ParentCommand.CANCEL)
             await self._close(timeout)
 
-    def watch_children(self, detector: FailureDetector | None) -> None:
-        """Restart children from now on, and report their deaths: the world is complete."""
-        self._detector = detector
-        if detector is not None:
-            detector.is_exiting, detector.exit_reason = self._is_exiting, self._exit_reason
+    def watch_children(self, me: Worker) -> None:
+        """Restart children from now on, and report their deaths to `me`: its world is complete."""
+        self._detector = me._node.detector
 
-    def _is_exiting(self, name: str) -> bool:
+    def is_exiting(self, name: str) -> bool:
+        """Return whether a child has ended or ends now. In any thread."""
         child = self._child(name)
         return child is not None and child.is_exiting()
 
-    async def _exit_reason(self, name: str) -> str:
+    async def exit_reason(self, name: str) -> str:
+        """Wait for the end of a child that ends now; return how it has ended, or ""."""
         child = self._child(name)
         return "" if child is None else await child.exit_reason()
 

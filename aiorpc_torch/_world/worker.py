@@ -5,27 +5,25 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Any, Self
 from urllib.parse import urlsplit
 
 from .._aio.fork import forks_exit_here
 from .._aio.interruption import interruptible
 from .._aio.signals import graceful_signals
-from .._client import pool
-from .._client.pool import ConnectionPool
 from .._protocol import endpoints
-from .._protocol.handshake import Party
-from .._server.exports import Export, ExportPolicy, checked_exports
-from .._server.server import Server
+from .._protocol.members import Members
+from .._server.exports import Export, checked_exports
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
-from .departures import Departures
 from .dump import dump_on_signal
-from .failure_detector import FailureDetector
+from .failure_detector import Children
 from .network import loopback_only, requested_interfaces
-from .rejoin import RejoinHandler, announce_rejoin
+from .node import Node
+from .rejoin import announce_rejoin
 from .rendezvous import Rendezvous
 from .shutdown import Shutdown, describe_failure
 from .startup import start_worker
@@ -47,8 +45,14 @@ class Worker:
     """The names of the other workers, in rank order."""
     comeback: int = 0
     """0; in a replacement process, the number of rejoins of this world up to its own."""
-    _failure_detector: FailureDetector | None = field(default=None, repr=False, compare=False)
-    _departures: Departures | None = field(default=None, repr=False, compare=False)
+    _node: Node = field(repr=False, compare=False, kw_only=True)
+
+    @classmethod
+    def _of(cls, node: Node, comeback: int = 0, **more: Any) -> Self:
+        """Return the worker of a node whose members are known."""
+        members = node.members
+        rank, size = members.workers[members.name].rank, len(members.processes)
+        return cls(members.name, rank, size, (*members.peers,), comeback, _node=node, **more)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
@@ -70,8 +74,7 @@ class Worker:
         """
         if peer not in self.peers:
             raise ValueError(f"peer must be one of {', '.join(self.peers)}, got {peer!r}")
-        assert self._failure_detector is not None
-        await self._failure_detector.wait_until_alive(peer)
+        await self._node.detector.wait_until_alive(peer)
 
     async def serve(self, until: str | None = None) -> None:
         """Serve until every live peer has left or serves too; or until one peer has left.
@@ -91,16 +94,15 @@ class Worker:
             ValueError: if there is no such peer.
             WorkerLost: if the peer `until` is lost.
         """
-        assert self._departures is not None
-        assert self._failure_detector is not None
+        departures = self._node.departures
         if until is None:
-            await self._departures.serve()
+            await departures.serve()
             return
         if until not in self.peers:
             raise ValueError(f"until must be one of {', '.join(self.peers)}, got {until!r}")
-        await self._departures.serve(until)
-        if reason := await self._departures.failure_of(until):
-            raise WorkerLost(until, reason) from self._failure_detector.lost_peers.get(until)
+        await departures.serve(until)
+        if reason := await departures.failure_of(until):
+            raise WorkerLost(until, reason) from self._node.members.lost_peers.get(until)
 
 
 @contextlib.asynccontextmanager
@@ -208,26 +210,26 @@ async def worker(
 
 
 @contextlib.asynccontextmanager
-async def run_worker(config: WorkerConfig) -> AsyncIterator[Worker]:
-    """Be the worker of `config` during the block."""
+async def run_worker(
+    config: WorkerConfig, children: Children | None = None
+) -> AsyncIterator[Worker]:
+    """Be the worker of `config` during the block; `children` are as for `FailureDetector`."""
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
-    exports = None if config.exports is None else ExportPolicy(config.exports)
-    server = Server(config.name, config.threads, exports)
-    endpoints.register(server)  # before torch starts: a quicker peer may call already
+    node = Node(Members(config.name), config, children)
+    endpoints.enter(node)  # before torch starts: a quicker peer may call already
     rendezvous = None
     try:
         with cpp_warnings_hidden():
             if config.world_size > 1:
                 registration = config.registration()
                 rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
-            agent, members = await start_worker(config, rendezvous, server.set_device_routes)
+            agent, workers = await start_worker(config, rendezvous, node.server.set_device_routes)
             with _gc_frozen(config.freeze_gc), dump_on_signal():
-                async with _running(config, server, rendezvous, agent, members) as me:
+                async with _running(config, node, rendezvous, agent, workers) as me:
                     yield me
     finally:
-        endpoints.register(None)
-        pool.set_current(None)
+        endpoints.leave(node)
         if rendezvous is not None:
             rendezvous.close()
 
@@ -248,60 +250,31 @@ def _gc_frozen(wanted: bool) -> Iterator[None]:
 @contextlib.asynccontextmanager
 async def _running(
     config: WorkerConfig,
-    server: Server,
+    node: Node,
     rendezvous: Rendezvous | None,
     agent: Agent,
-    members: list[PeerInfo],
+    workers: list[PeerInfo],
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
-    server.peers.set_members({each.name: each.number for each in members})
     comeback = 0 if rendezvous is None else rendezvous.registration.comeback
-    own = members[config.rank]
-    party = Party(config.name, own.number)
-    detector = FailureDetector(config.name, server, members, config.heartbeat)
-    connections = ConnectionPool(party, members, detector)
-    pool.set_current(connections)
-    detector.start(connections)
-    peers = {each.name: each for each in members if each.name != config.name}
-    departures = _departures(connections, server, detector, peers, members[0].name)
-    rejoins = RejoinHandler(agent, connections, server, detector, peers)
-    server.peers.rejoins.set_handler(rejoins.handle)
+    own = workers[config.rank]
     failure = ""
     try:
+        node.start(_host_for_others(own, workers), workers, agent)
         if comeback:
-            await announce_rejoin(own, members)
-        server.open(party, _host_for_others(own, members))
-        me = Worker(
-            config.name, config.rank, config.world_size, (*peers,), comeback, detector, departures
-        )
+            await announce_rejoin(own, workers)
+        me = Worker._of(node, comeback)
         log.info("%r: the world is complete", me)
-        async with _interrupted_by_losses(config, detector):
-            with forks_exit_here():
+        async with interruptible() as interrupt:
+            on_loss = interrupt if config.on_failure == "stop" else None
+            with node.detector.reporting(on_loss), forks_exit_here():
                 yield me
     except BaseException as exc:
         failure = describe_failure(exc)
         raise
     finally:
-        parts = connections, server, detector, agent, rendezvous, departures
-        shutdown = Shutdown(*parts, peers=peers, timeout=config.stop_timeout, failure=failure)
-        await shutdown.run()
-        rejoins.close()
-
-
-def _departures(
-    connections: ConnectionPool,
-    server: Server,
-    detector: FailureDetector,
-    peers: dict[str, PeerInfo],
-    coordinator: str,
-) -> Departures:
-    table = server.peers
-    parts = connections, detector, peers, table.process_numbers, lambda: table.leave_messages
-    departures = Departures(*parts, detector.probe, coordinator)
-    detector.has_left = departures.has_left_in_order
-    detector.on_change = table.on_change = departures.settle
-    table.departures.set_handler(departures.handle)
-    return departures
+        await Shutdown(node, agent, rendezvous, config.stop_timeout, failure).run()
+        node.rejoins.close()
 
 
 def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:
@@ -309,17 +282,3 @@ def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:
     if me.namespace and {each.namespace for each in members} == {me.namespace}:
         return None
     return urlsplit(me.address).hostname
-
-
-@contextlib.asynccontextmanager
-async def _interrupted_by_losses(
-    config: WorkerConfig, detector: FailureDetector
-) -> AsyncIterator[None]:
-    if config.on_failure == "continue":
-        yield
-        return
-    async with interruptible() as detector.on_loss:
-        try:
-            yield
-        finally:
-            detector.on_loss = None

@@ -25,6 +25,7 @@ from aiorpc_torch._protocol.channel import Channel
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
 from aiorpc_torch._torch import transport
+from aiorpc_torch._world.node import Node
 
 from .loop import SteppingLoop
 
@@ -290,8 +291,8 @@ class Outside:
             replace(threads.DaemonThreadPool, "submit", self._submit)
             replace(threads.ThreadCache, "__call__", self._run_cached)
             replace(threads, "threading", lambda _: self._threading())
-            for name in ("introduce", "payload", "collect", "leave_message", "rejoin"):
-                replace(Server, name, self._answer)
+            for owner, name in _ANSWERS:
+                replace(owner, name, self._answer)
             yield self
 
     def _write(self, write: Callable[..., Any]) -> Callable[..., Any]:
@@ -313,8 +314,8 @@ class Outside:
         return invoked
 
     def _answer(self, handle: Callable[..., Any]) -> Callable[..., Any]:
-        def answered(server: Server, *args: Any) -> Any:
-            future = handle(server, *args)
+        def answered(owner: Any, *args: Any) -> Any:
+            future = handle(owner, *args)
             with self._changed:
                 self._owed.append(future)
             return future
@@ -365,6 +366,10 @@ def _replaced(
 
 
 _Transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
+_ANSWERS = (
+    *((Server, name) for name in ("payload", "collect")),
+    *((Node, name) for name in ("introduce", "leave_message", "rejoin")),
+)
 _POOLS = (threads.DaemonThreadPool, threads.ThreadCache)
 
 

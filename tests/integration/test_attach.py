@@ -1,6 +1,7 @@
 """Worlds of `rpc.init_rpc` whose processes attach: beside torch's own calls, late, never, again."""
 
 import asyncio
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -223,7 +224,8 @@ def test_a_peer_that_never_attaches(players: Players, options: dict[str, float])
     players["t0"].run(_enter_with, options)
     players["t0"].run(begin, "never", None if options else 0.2)
     error = players["t0"].run(end, "never")
-    assert error.startswith("NotServing: worker 'ps' is not attached after 0.2 s")
+    # Of a deadline, what is left when the call is made.
+    assert re.match(r"NotServing: worker 'ps' is not attached after 0\.\d+ s", error)
     assert "it has not run" in error
 
 

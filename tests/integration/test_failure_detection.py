@@ -178,12 +178,10 @@ async def lost_for_good(me: aiorpc.Worker, peer: str) -> None:
 async def test_a_peer_that_told_of_its_failure() -> None:
     """Its own words stay the reason, also for the first call to it, which finds no process."""
     async with world(["b"]) as me:
-        detector = me._failure_detector
-        assert detector is not None
-        number = detector._peers["b"].id
+        detector, number = me._node.detector, me._node.members.processes["b"]
         ended = WorkerLost("b", "its connection has ended")
         before = detector.on_disconnect("b", number, ended)
-        detector._server.peers.on_leave_message("b", number, "failed", "ValueError: odd\nTraceback")
+        detector.on_leave_message("b", number, "failed", "ValueError: odd\nTraceback")
         detector._on_unreachable("b", RuntimeError("EOF: end of file (tensorpipe/uv.cc:1)"))
         errors = [detector.lost_peers["b"], detector.on_disconnect("b", number, ended)]
     assert before is ended
@@ -299,13 +297,13 @@ async def test_a_message_that_comes_too_late(monkeypatch: pytest.MonkeyPatch) ->
     send = torch_transfers.send
     monkeypatch.setattr(torch_transfers, "send", lambda *args: sent.append(args[2:]) or send(*args))
     async with aiorpc.local_world(0):
-        server = endpoints.serving()
+        node = endpoints.current()
         assert await call("main", torch.numel, torch.zeros(1_000_000)) == 1_000_000
-    assert server is not None
+    assert node is not None
     answers = [
-        server.payload(*sent[0]),
-        server.collect(dump((("main", 0, 0), 0))),
-        server.introduce(dump(("main", 0))),
+        node.server.payload(*sent[0]),
+        node.server.collect(dump((("main", 0, 0), 0))),
+        node.introduce(dump(("main", 0))),
     ]
     async with asyncio.timeout(30.0):
         for answer in answers:

@@ -664,9 +664,8 @@ async def test_a_frame_that_is_too_long(
 async def test_calls_over_tcp(listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
     """A peer of another network namespace is reached by its address and port."""
     monkeypatch.setattr(introductions, "network_namespace", lambda: "elsewhere")
-    monkeypatch.setattr(
-        pool.current(), "_introductions", introductions.Introductions(pool.current().me)
-    )
+    found = pool.current()
+    monkeypatch.setattr(found, "_introductions", introductions.Introductions(found._members))
     await work()
     transport = own_connection()._transport
     assert transport is not None

@@ -11,7 +11,8 @@ from hypothesis import given, strategies as st
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotServing
 from aiorpc_torch._protocol import names
-from aiorpc_torch._protocol.names import NameTable, watch_name
+from aiorpc_torch._protocol.name_table import NameTable
+from aiorpc_torch._protocol.names import watch_name
 
 NAMES = st.sampled_from(["a", "b", "c"])
 STEPS = st.lists(st.tuples(st.sampled_from(["add", "remove", "clear"]), NAMES), max_size=30)
@@ -50,7 +51,8 @@ def test_outside_a_world() -> None:
 
 async def test_a_watcher_sees_each_change(monkeypatch: pytest.MonkeyPatch) -> None:
     """It gets the names first and after each change, in whatever thread that is; then the RRef."""
-    monkeypatch.setattr(names, "_table", table := NameTable())
+    table = NameTable()
+    monkeypatch.setattr(names, "_table", lambda: table)
     rref: Any = object()
     async with contextlib.aclosing(watch_name("ps")) as watch:  # type: ignore[type-var]
         assert await anext(watch) == ()
@@ -69,9 +71,11 @@ async def test_a_watcher_sees_each_change(monkeypatch: pytest.MonkeyPatch) -> No
     assert not table._watchers
 
 
-async def test_a_watcher_that_leaves() -> None:
+async def test_a_watcher_that_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is not told any more."""
+    table = NameTable()
+    monkeypatch.setattr(names, "_table", lambda: table)
     watch: Any = watch_name("never")
     await anext(watch)
     await watch.aclose()
-    assert not names._table._watchers
+    assert not table._watchers

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import WorkerLost
-from aiorpc_torch._protocol.handshake import Party
+from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._world import departures
 from aiorpc_torch._world.departures import Departures, Request
 
@@ -27,15 +28,10 @@ class Network:
         self.workers = {name: self._worker(name) for name in NAMES}
 
     def _worker(self, name: str) -> Departures:
-        numbers = {each: number for number, each in enumerate(NAMES)}
-        detector: Any = SimpleNamespace(lost_peers={}, linked=lambda: {*NAMES})
-        pool: Any = SimpleNamespace(
-            name=name,
-            me=Party(name, numbers[name]),
-            watching_peers=lambda *_: contextlib.nullcontext(),
-        )
-        peers: Any = dict.fromkeys({*NAMES} - {name})
-        made = Departures(pool, detector, peers, numbers, dict, lambda _: None, "a")
+        workers = [PeerInfo(each, number, number, "") for number, each in enumerate(NAMES)]
+        pool: Any = SimpleNamespace(watching_peers=lambda *_: contextlib.nullcontext())
+        linked = lambda: {*NAMES}  # noqa: E731
+        made = Departures(Members(name, workers), pool, linked, dict, lambda _: None, True)
         made._send = self.send  # type: ignore[method-assign]
         return made
 
@@ -114,10 +110,10 @@ async def test_a_loss_of_which_the_reason_is_no_plain_text(monkeypatch: pytest.M
     network = Network()
     coordinator, other, _ = network.workers.values()
     for each in (coordinator, other):
-        each.detector.lost_peers["c"] = WorkerLost("c", "no file caf\udce9")
+        each.members.lost_peers["c"] = WorkerLost("c", "no file caf\udce9")
     async with asyncio.timeout(SOON):
         await asyncio.gather(coordinator.leave(), other.leave())
     assert await other.failure_of("c") == "no file caf\udce9"
-    other.detector.lost_peers.clear()
+    other.members.lost_peers.clear()
     assert await other.failure_of("c") == "no file caf\\udce9"
     await coordinator.close()

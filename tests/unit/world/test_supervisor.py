@@ -73,7 +73,8 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
     supervisor = Supervisor([config], None, (), 0, ProcessOptions())
     supervisor._make_process = process.made
     supervisor._start(config)
-    supervisor.watch_children(detector)
+    me: Any = SimpleNamespace(_node=SimpleNamespace(detector=detector))
+    supervisor.watch_children(me)
     await supervisor._close(0.0)
     assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
     assert not process.was_killed

@@ -1,25 +1,19 @@
 """How a worker serves until a peer has left."""
 
-import contextlib
-from types import SimpleNamespace
-from typing import Any
-
 import pytest
 
 from aiorpc_torch import Worker, WorkerLost
-from aiorpc_torch._protocol.handshake import Party
-from aiorpc_torch._world.departures import Departures
+from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._world.config import NodeConfig
+from aiorpc_torch._world.node import Node
 
 
 def worker(told: dict[str, str]) -> Worker:
     """Worker a, whose peer b has told this as it left; its detector counts b as alive."""
-    detector: Any = SimpleNamespace(lost_peers={}, probe=lambda _: None)
-    watching = {"name": "a", "watching_peers": lambda *_: contextlib.nullcontext()}
-    pool: Any = SimpleNamespace(**watching, me=Party("a", 0))
-    peers: Any = {"b": None}
-    numbers = {"a": 0, "b": 1}
-    departures = Departures(pool, detector, peers, numbers, lambda: told, detector.probe, "a")
-    return Worker("a", 0, 2, ("b",), 0, detector, departures)
+    members = Members("a", [PeerInfo("a", 0, 0, ""), PeerInfo("b", 1, 1, "")])
+    members.leave_messages.update(told)
+    return Worker._of(Node(members, NodeConfig()))
 
 
 async def test_serve_returns_when_the_peer_has_left() -> None:

@@ -1,4 +1,4 @@
-"""The observer of peers, as the connections of a process see it."""
+"""The observer of peers, as both ends of a connection see it."""
 
 from typing import Protocol
 
@@ -6,7 +6,7 @@ from ..errors import RpcError
 
 
 class PeerObserver(Protocol):
-    """An observer of peers, told by each connection. Its methods are thread-safe.
+    """An observer of peers, told by each end of a connection. Its methods are thread-safe.
 
     Attributes:
         last_heard: time of the last message from each peer, written by the connections.

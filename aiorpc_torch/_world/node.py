@@ -1,0 +1,190 @@
+"""A node: everything that this process has as a worker of its world."""
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch.futures import Future
+
+from .._client.introduction import Introductions
+from .._client.pool import ConnectionPool
+from .._protocol.endpoints import completed_future
+from .._protocol.members import Members
+from .._protocol.plain import reader
+from .._server.exports import ExportPolicy
+from .._server.server import Server
+from .._torch.agent import Agent, PeerInfo
+from .._torch.devices import DeviceRoutes
+from ..errors import RpcError
+from .attachments import Attachments
+from .config import NodeConfig
+from .departures import Departures
+from .failure_detector import Children, FailureDetector
+from .rejoin import RejoinHandler
+
+_read_leave_message = reader(tuple[str, int, str])
+
+
+class Node:
+    """Everything that this process has as a worker of its world.
+
+    `worker` and `attach` make it the current node of the process, then start it. Until then it
+    holds what peers send by torch RPC.
+
+    Args:
+        members: the workers of the world; `worker` learns them once torch's RPC has started.
+        config: the options of this worker.
+        children: as for `FailureDetector`.
+        introductions: open the connections to peers (default: by torch RPC).
+        is_attached: whether `init_rpc` has started the world. There is no coordinator then.
+    """
+
+    def __init__(
+        self,
+        members: Members,
+        config: NodeConfig,
+        children: Children | None = None,
+        introductions: Introductions | None = None,
+        *,
+        is_attached: bool = False,
+    ) -> None:
+        self.members = members
+        self.attachments: Attachments | None = None
+        if is_attached:
+            self.attachments = Attachments(members, config.start_timeout, self._on_attached)
+        self.detector = FailureDetector(
+            members, config.heartbeat, self, children, only_linked=is_attached
+        )
+        exports = None if config.exports is None else ExportPolicy(config.exports)
+        self.server = Server(members, self.detector, config.threads, exports)
+        introductions = introductions or Introductions(members, self.attachments)
+        self.pool = ConnectionPool(members, self.detector, introductions)
+        self.departures = Departures(
+            members, self.pool, self.linked, self._told, self._probe, not is_attached
+        )
+        self.rejoins = RejoinHandler(members, self._replace)
+        self._agent: Agent | None = None
+        self._held: list[Callable[[], None]] | None = []  # until `start`
+
+    def start(
+        self, host: str | None, workers: Iterable[PeerInfo] = (), agent: Agent | None = None
+    ) -> None:
+        """Call, watch and serve the peers: all members are known.
+
+        Args:
+            host: address for peers in other network namespaces, None if there are none.
+            workers: the members, unless they were known before.
+            agent: learns of replacement processes.
+        """
+        for worker in workers:
+            self.members.put(worker)
+        self._agent = agent
+        self.pool.open()
+        self.detector.start()
+        try:
+            self.server.open(host)
+        finally:
+            held, self._held = self._held or [], None
+            for step in held:
+                step()
+
+    # ── messages of peers, on threads of torch ──────────────────────────────────────────────────
+
+    def leave_message(self, data: bytes) -> "Future[Any]":
+        """Record that a peer has failed, or with an empty text that it leaves in order."""
+        name, number, failure = _read_leave_message(data)
+        what = "failed" if failure else "left"
+        self._when_started(lambda: self.detector.on_leave_message(name, number, what, failure))
+        return completed_future(None)
+
+    def introduce(self, data: bytes) -> "Future[Any]":
+        """Answer a request for an introduction."""
+        return self._answer(self.server.introduce, data)
+
+    def departure(self, data: bytes) -> "Future[Any]":
+        """Answer a worker that reports what it does."""
+        return self._answer(self.departures.handle, data)
+
+    def rejoin(self, data: bytes) -> "Future[Any]":
+        """Answer a worker that rejoins."""
+        return self._answer(self.rejoins.handle, data)
+
+    def attach_message(self, data: bytes) -> "Future[Any] | None":
+        """Answer a worker that attaches or leaves; return None if this one is not attached."""
+        return None if self.attachments is None else self.attachments.on_message(data)
+
+    def _answer(self, handle: Callable[[bytes, "Future[Any]"], None], data: bytes) -> "Future[Any]":
+        reply: Future[Any] = Future()
+        self._when_started(lambda: handle(data, reply))
+        return reply
+
+    def _when_started(self, step: Callable[[], None]) -> None:
+        """Run `step` on the loop, in order, once this node is started."""
+        self.server.call_on_loop(lambda: step() if self._held is None else self._held.append(step))
+
+    # ── for the failure detector ────────────────────────────────────────────────────────────────
+
+    def linked(self) -> set[str]:
+        """Return the peers with an open connection, in either direction."""
+        return self.pool.linked() | self.server.sessions.linked()
+
+    def awaited(self) -> set[str]:
+        """Return the peers that something waits for, or whose calls run here."""
+        return self.pool.awaited_peers() | self.server.sessions.callers()
+
+    def ping(self, peer: str) -> None:
+        """Ask the event loops of a peer for a sign of life, on each connection."""
+        self.pool.ping(peer)
+        self.server.sessions.ping(peer)
+
+    def fail(self, peer: str, error: RpcError) -> None:
+        """Fail the calls to a lost peer, and cancel its own."""
+        self.pool.on_peer_lost(peer, error)
+        self.server.sessions.cancel_calls_of(peer)
+
+    def on_detached(self, peer: str, text: str) -> None:
+        """Note that a peer has closed a connection as it left torch's world to others."""
+        if self.attachments is not None:
+            self.attachments.on_close(peer, text)
+
+    def on_change(self) -> None:
+        """Answer who waits for a peer that has left, is lost or is replaced."""
+        self.departures.settle()
+
+    async def has_left(self, peer: str) -> bool:
+        """Return whether a peer's block has ended in order."""
+        return await self.departures.has_left_in_order(peer)
+
+    # ── changes of peers ────────────────────────────────────────────────────────────────────────
+
+    def _replace(self, member: PeerInfo) -> None:
+        """Replace the process of a member by a newer one."""
+        assert self._agent is not None
+        past = self._agent.replace_peer(member)
+        self.members.put(member)
+        self.pool.end_replaced(member, past)
+        self.server.set_device_routes(self._agent.routes)  # its maps may differ
+        self.server.end_replaced(member.name)
+        self.detector.on_replaced(member.name)
+
+    def _on_attached(self, peer: str, device_map: Mapping[str, str]) -> None:
+        self.detector.on_message(peer)
+        if device_map:
+            maps = {self.members.name: {**device_map}}
+            self.members.put(dataclasses.replace(self.members.peers[peer], device_maps=maps))
+            self.use_device_maps()
+            torch.cuda.init()  # type: ignore[no-untyped-call]
+
+    def use_device_maps(self) -> None:
+        """Let the server use the device maps of the members."""
+        maps = self.members.device_maps()
+        self.server.set_device_routes(DeviceRoutes.for_worker(self.members.name, maps))
+
+    def _told(self) -> Mapping[str, str]:
+        return self.members.leave_messages if self.attachments is None else self.attachments.left()
+
+    def _probe(self, peer: str) -> None:
+        """Ping a peer, unless it has never answered."""
+        if self.attachments is None or self.attachments.has_answered(peer):
+            self.detector.probe(peer)

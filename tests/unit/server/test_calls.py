@@ -1,0 +1,84 @@
+"""The ends of calls, as their callers see them."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from operator import add
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc_torch import NotServing, call
+from aiorpc_torch._server.calls import RpcCall
+from tests.support.two_ends import TwoEnds, gated, gated_in_a_thread, two_ends, until
+
+
+@pytest.fixture
+async def ends(over_torch: None) -> AsyncIterator[TwoEnds]:
+    """Without shared memory: large results are held until their callers collect them."""
+    async with two_ends() as ends:
+        yield ends
+
+
+async def running(ends: TwoEnds, function: Any, value: Any) -> tuple[Any, RpcCall]:
+    """A call that runs: its caller's task, and what the callee has of it."""
+    task = asyncio.ensure_future(call("far", function, value))
+    await ends.gate.wait_for()
+    (found,) = ends.session.calls.values()
+    return task, found
+
+
+@pytest.mark.parametrize("function", [gated, gated_in_a_thread])
+async def test_the_first_end_of_a_call_counts(ends: TwoEnds, function: Any) -> None:
+    """A worker that leaves answers for a function that still runs; its result goes nowhere."""
+    task, found = await running(ends, function, 1)
+    found.abandon(NotServing("it leaves"))
+    with pytest.raises(NotServing, match="it leaves"):
+        await task
+    ends.gate.open()
+    found.succeed(2)
+    found.fail(ValueError("late"))
+    assert await call("far", add, 1, 2) == 3
+    assert ends.connection.counters()["late"] == 0
+
+
+@pytest.mark.parametrize("function", [gated, gated_in_a_thread])
+async def test_a_large_result_of_a_cancelled_call_is_not_held(ends: TwoEnds, function: Any) -> None:
+    """Nobody would collect it."""
+    task, found = await running(ends, function, 0)
+    session = ends.session
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    await until(lambda: found.is_cancelled)
+    found.succeed(torch.zeros(1_000_000))
+    ends.gate.open()
+    await until(lambda: not session.calls)
+    assert session.held_bytes == 0
+    assert not session.has_work()
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise ValueError("not this one")
+
+
+def unpicklable() -> Unpicklable:
+    return Unpicklable()
+
+
+def generator() -> Any:
+    yield 1
+
+
+async def test_a_result_that_cannot_be_pickled(ends: TwoEnds) -> None:
+    """The error is that of pickling, and names the method."""
+    with pytest.raises(ValueError, match="not this one") as raised:
+        await call("far", unpicklable)
+    assert any("result of unpicklable" in note for note in raised.value.__notes__)
+
+
+async def test_a_generator_that_is_awaited(ends: TwoEnds) -> None:
+    with pytest.raises(TypeError) as raised:
+        await call("far", generator)
+    assert any("async for" in note for note in raised.value.__notes__)

@@ -1,0 +1,99 @@
+"""The callee's end of a connection; the caller's is a real one."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from operator import add
+
+import pytest
+
+from aiorpc_torch import RemoteError, WorkerLost, call
+from aiorpc_torch._protocol.frames import RESULTS, frame
+from tests.support.raw_connections import Tap
+from tests.support.two_ends import SOON, TwoEnds, gated, two_ends, until
+
+UNKNOWN = 99  # a kind of frame
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[TwoEnds]:
+    async with two_ends() as ends:
+        assert await call("far", add, 1, 2) == 3
+        yield ends
+
+
+async def test_results_of_one_iteration_share_a_frame(
+    ends: TwoEnds, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tap = Tap(monkeypatch)
+    calls = asyncio.gather(*(call("far", gated, number) for number in range(5)))
+    await ends.gate.wait_for(5)
+    ends.gate.open()
+    async with asyncio.timeout(SOON):
+        assert await calls == [0, 1, 2, 3, 4]
+    assert tap.count(RESULTS) == 1
+    assert not ends.session.has_work()
+
+
+async def test_the_calls_of_a_connection_that_ends_are_cancelled(ends: TwoEnds) -> None:
+    """Their caller, if it lives, learns that they may have run."""
+    running, session = asyncio.ensure_future(call("far", gated, 1)), ends.session
+    await ends.gate.wait_for()
+    ends.connection.abort()
+    with pytest.raises(WorkerLost) as lost:
+        await running
+    assert lost.value.may_have_run
+    await until(lambda: ends.gate.cancelled)
+    assert session.ended.is_set()
+    assert not ends.server.sessions
+    assert not session.calls
+
+
+async def test_a_frame_that_it_cannot_read_ends_it(
+    ends: TwoEnds, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The calls that run are cancelled; the caller is told why, and connects anew."""
+    running, session = asyncio.ensure_future(call("far", gated, 1)), ends.session
+    await ends.gate.wait_for()
+    ends.connection.write(frame(UNKNOWN, b""))
+    with pytest.raises(RemoteError, match=r"'far' has closed the connection: .* kind 99"):
+        await running
+    assert "rejected an unreadable frame" in caplog.text
+    await until(lambda: session.ended.is_set() and ends.gate.cancelled)
+    assert await call("far", add, 1, 2) == 3
+    assert ends.session is not session
+
+
+async def test_a_retired_caller_sends_no_further_call(ends: TwoEnds) -> None:
+    """What runs is answered; the next call takes another connection."""
+    running, session = asyncio.ensure_future(call("far", gated, 1)), ends.session
+    await ends.gate.wait_for()
+    session.retire()
+    async with asyncio.timeout(SOON):
+        await session.retired.wait()
+    assert await call("far", add, 1, 2) == 3
+    assert len(ends.server.sessions) == 2
+    assert session.served == 2
+    ends.gate.open()
+    assert await running == 1
+
+
+async def test_reading_pauses_while_the_caller_does_not_read(ends: TwoEnds) -> None:
+    """It takes no further calls whose results would fill its memory."""
+    ends.session.pause_writing()
+    late = asyncio.ensure_future(call("far", add, 1, 2))
+    for _ in range(100):
+        await asyncio.sleep(0)
+    assert ends.session.served == 1
+    ends.session.resume_writing()
+    async with asyncio.timeout(SOON):
+        assert await late == 3
+
+
+async def test_a_ping_is_heard(ends: TwoEnds) -> None:
+    """A sign of life of the caller is recorded at its callee, and of the callee at its caller."""
+    for members in (ends.near.members, ends.far.members):
+        members.last_heard.clear()
+    ends.session.ping()
+    await until(lambda: ends.near.members.last_heard and ends.far.members.last_heard)
+    assert ends.near.members.last_heard.keys() == {"far"}
+    assert ends.far.members.last_heard.keys() == {"near"}

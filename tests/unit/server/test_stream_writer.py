@@ -1,0 +1,132 @@
+"""Generators that run as far as their callers' credit goes."""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any
+
+import pytest
+
+from aiorpc_torch import call
+from aiorpc_torch._protocol.window import INITIAL_CREDIT
+from aiorpc_torch._server.stream_writer import (
+    StreamCall,
+    check_streamable,
+    pump_async,
+    pump_in_thread,
+)
+from tests.support.two_ends import SOON, TwoEnds, two_ends, until
+
+UNKNOWN = 1 << 40  # no call of the caller has that number: it drops the items
+
+
+@pytest.fixture
+async def ends() -> AsyncIterator[TwoEnds]:
+    async with two_ends() as ends:
+        assert await call("far", abs, -1) == 1
+        yield ends
+
+
+class Source:
+    """A generator that counts its items, and knows when it is closed."""
+
+    def __init__(self) -> None:
+        self.items = 0
+        self.is_closed = False
+
+    def plain(self, most: int = 1 << 30) -> Iterator[int]:
+        try:
+            while self.items < most:
+                self.items += 1
+                yield self.items
+        finally:
+            self.is_closed = True
+
+    async def coroutine(self) -> AsyncIterator[int]:
+        with contextlib.closing(self.plain()) as items:
+            for item in items:
+                yield item
+
+
+def stream(ends: TwoEnds) -> StreamCall:
+    return StreamCall(ends.session, None, UNKNOWN, print, ((), {}), None, "far", True)
+
+
+async def test_an_async_generator_waits_for_credit(ends: TwoEnds) -> None:
+    """Each item costs some; it is closed with its call."""
+    found, source = stream(ends), Source()
+    pumping = asyncio.ensure_future(pump_async(found, source.coroutine()))
+    await until(lambda: source.items == INITIAL_CREDIT)
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert source.items == INITIAL_CREDIT
+    found.grant(5)
+    await until(lambda: source.items == INITIAL_CREDIT + 5)
+    pumping.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await pumping
+    assert source.is_closed
+
+
+async def test_a_plain_generator_gives_its_thread_back(ends: TwoEnds) -> None:
+    """It goes on when there is credit again, in any thread, once for all grants meanwhile."""
+    found, source, tasks = stream(ends), Source(), list[Callable[[], None]]()
+    pump_in_thread(found, source.plain(INITIAL_CREDIT + 7), tasks.append)
+    assert (source.items, tasks) == (INITIAL_CREDIT, [])
+    found.grant(5)
+    found.grant(1)
+    (rest,) = tasks
+    await asyncio.to_thread(rest)
+    assert (source.items, len(tasks)) == (INITIAL_CREDIT + 6, 1)
+    found.grant(5)
+    tasks[1]()
+    assert source.is_closed
+    assert UNKNOWN not in ends.session.calls
+
+
+async def test_a_plain_generator_that_waits_is_closed_when_it_is_cancelled(ends: TwoEnds) -> None:
+    """In a thread again: closing it runs code of the user."""
+    found, source, tasks = stream(ends), Source(), list[Callable[[], None]]()
+    pump_in_thread(found, source.plain(), tasks.append)
+    found.cancel()
+    assert not source.is_closed
+    assert UNKNOWN not in ends.session.calls
+    (rest,) = tasks
+    rest()
+    assert source.is_closed
+    found.grant(1)
+    assert len(tasks) == 1
+
+
+async def test_a_large_item_costs_more(ends: TwoEnds) -> None:
+    """So a slow consumer does not fill its memory."""
+    found = stream(ends)
+    assert found.send("small")
+    assert not found.send(bytes(INITIAL_CREDIT * 64 * 1024))
+    resumed: list[str] = []
+    assert found.call_when_credit(lambda: resumed.append("resumed"))
+    found.grant(1)
+    assert resumed == ["resumed"]  # and looks itself whether the credit is enough
+
+
+def count(most: int) -> Iterator[int]:
+    yield from range(most)
+
+
+async def count_async(most: int) -> AsyncIterator[int]:
+    for number in range(most):
+        yield number
+
+
+@pytest.mark.parametrize("function", [count, count_async])
+async def test_every_item_arrives_in_order(ends: TwoEnds, function: Any) -> None:
+    """Many times the credit."""
+    async with asyncio.timeout(SOON):
+        found = [item async for item in call("far", function, 5 * INITIAL_CREDIT)]
+    assert found == [*range(5 * INITIAL_CREDIT)]
+    await until(lambda: not ends.session.calls)
+
+
+def test_what_cannot_be_iterated() -> None:
+    with pytest.raises(TypeError, match="f is not a generator, it returned int: use `await`"):
+        check_streamable(1, "f")

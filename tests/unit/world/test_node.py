@@ -1,0 +1,156 @@
+"""Nodes without torch's RPC: two of them in one process."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import NotServing, WorkerLost, call
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._protocol.exceptions import RemoteFailure
+from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._world.attachments import PeerState
+from aiorpc_torch._world.config import NodeConfig
+from aiorpc_torch._world.node import Node
+from tests.support.two_ends import SOON, WORKERS, gated, two_ends, until
+
+
+@pytest.fixture
+def entered() -> Iterator[list[Node]]:
+    nodes: list[Node] = []
+    yield nodes
+    for node in nodes:
+        endpoints.leave(node)
+
+
+async def test_messages_are_held_until_it_starts(entered: list[Node]) -> None:
+    """A peer that was quicker gets its answer then; a failure that it told is known."""
+    node = Node(Members("far"), NodeConfig())
+    entered.append(node)
+    endpoints.enter(node)
+    introduction: Any = node.introduce(dump(("near", 0)))
+    node.leave_message(dump(("near", 0, "its block raised ValueError: odd\nTraceback")))
+    await node.server.handle_last_messages()
+    assert not introduction.done()
+    with pytest.raises(NotServing, match="in no world"):
+        await call("near", abs, -1)
+    node.start(None, WORKERS)
+    assert introduction.done()
+    assert not isinstance(introduction.value(), RemoteFailure)
+    lost = node.members.lost_peers["near"]
+    assert isinstance(lost, WorkerLost)
+    assert lost.reason == "its block raised ValueError: odd"
+    node.detector.close()
+    await node.server.close(SOON)
+
+
+async def test_a_node_that_cannot_listen_answers_all_the_same() -> None:
+    """Whoever waits for it learns that it does not serve."""
+    node = Node(Members("far"), NodeConfig())
+    introduction: Any = node.introduce(dump(("near", 0)))
+    await node.server.handle_last_messages()
+    with pytest.raises(OSError, match="assign"):
+        node.start("192.0.2.1", WORKERS)  # an address of no machine
+    with pytest.raises(NotServing, match="'far' has stopped"):
+        introduction.value().raise_()
+    node.detector.close()
+    await node.server.close(SOON)
+
+
+async def test_there_is_one_current_node(entered: list[Node]) -> None:
+    """The other one does not take its place, nor does its end make it leave."""
+    first, second = (Node(Members(name, WORKERS), NodeConfig()) for name in ("near", "far"))
+    entered.append(first)
+    endpoints.enter(first)
+    with pytest.raises(RuntimeError, match="attached or in a world already"):
+        endpoints.enter(second)
+    endpoints.leave(second)
+    assert endpoints.current() is first
+    endpoints.leave(first)
+    assert endpoints.current() is None
+    for node in (first, second):
+        await node.server.close(SOON)
+
+
+async def test_a_node_has_names_and_counts_of_its_own() -> None:
+    """Nothing of it is another node's."""
+    async with two_ends() as ends:
+        ends.far.server.names.add("ps", object())  # type: ignore[arg-type]
+        assert ends.near.server.names.names() == ()
+        assert await call("far", abs, -1) == 1
+        assert (aiorpc.stats().calls, aiorpc.stats().served) == (1, 0)
+        assert ends.far.server.tally() == (1, 0, 0)
+        assert ends.far.pool.counters() == {}
+    assert ends.far.server.names.names() == ()  # it has left
+
+
+async def test_a_lost_peer_ends_what_waits_in_both_directions() -> None:
+    """At the caller it is an error, at the callee a cancellation; who asks is told of it once."""
+    async with two_ends() as ends:
+        running = asyncio.ensure_future(call("far", gated, 1))
+        await ends.gate.wait_for()
+        losses: list[Exception] = []
+        error = WorkerLost("far", "for this test")
+        ends.far.detector.lose("near", WorkerLost("near", "for this test"))
+        with ends.near.detector.reporting(losses.append):
+            ends.near.members.leave_messages["far"] = "its block raised"
+            ends.near.detector.lose("far", error)
+        ends.near.detector.lose("far", error)
+        with pytest.raises(WorkerLost, match="for this test"):
+            await running
+        await until(lambda: ends.gate.cancelled)
+        assert losses == [error]
+        assert ends.near.detector.penalty("far") is None
+
+
+async def test_a_callee_that_fails() -> None:
+    """It is lost when its calls raise, so `wait_for` then waits; its last frame is no life."""
+    async with two_ends() as ends:
+        running = asyncio.ensure_future(call("far", gated, 1))
+        await ends.gate.wait_for()
+        connection = ends.connection
+        ends.session.close("failed", "odd\nTraceback")
+        with pytest.raises(WorkerLost, match="odd"):
+            await running
+        assert ends.near.members.lost_peers.keys() == {"far"}
+        await connection.ended.wait()
+        assert ends.near.members.lost_peers.keys() == {"far"}
+
+
+async def test_a_caller_that_fails() -> None:
+    """It stays lost: its last frame is no sign of life."""
+    async with two_ends() as ends:
+        assert await call("far", abs, -1) == 1
+        session = ends.session
+        ends.connection.leave("failed", "odd\nTraceback", NotServing("it has failed"))
+        await until(lambda: ends.far.members.lost_peers)
+        await session.ended.wait()
+        await asyncio.sleep(0)
+        assert ends.far.members.lost_peers.keys() == {"near"}
+
+
+async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
+    """A peer that attaches meanwhile hears that it has not, and learns later that it has."""
+    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    entered.append(node)
+    assert node.attachments is not None
+    state = PeerState()
+
+    def tell(message: Any) -> bool:
+        _, _, epoch, is_attached, _ = endpoints.read_attach_message(message)
+        state.record(epoch, is_attached)
+        return state.is_attached
+
+    assert not tell(endpoints.attach_message(b"").value())
+    endpoints.enter(node)
+    node.attachments.open()
+    assert tell(node.attachments._message("near"))
+    node.attachments.close()
+    assert not tell(endpoints.attach_message(b"").value())
+    assert state.has_left
+    endpoints.leave(node)
+    assert not tell(endpoints.attach_message(b"").value())
+    await node.server.close(SOON)
