@@ -145,11 +145,19 @@ class Sending(RuleBasedStateMachine):
             alone = one[-1].by_torch or other[0].by_torch
             assert alone or len(one) == MAX_CALLS or size > FRAME_BYTES, "they were one frame"
         if self.state.is_paused:
+            self.drop_behind()
             return
         self.drop(self.unsent if not self.live() else self.unsent[: self.first_live()])
         self.unsent = self.unsent[self.first_live() :]
         if self.unsent:
             assert not self.window.admits(self.unsent[0].size), "it might have left"
+
+    def drop_behind(self) -> None:
+        """Check calls that were given up, and dropped when the frame before them was made."""
+        gone = len(self.dropped)
+        assert gone <= self.first_live()
+        self.drop(self.unsent[:gone])
+        del self.unsent[:gone]
 
     def first_live(self) -> int:
         live = self.live()
@@ -178,10 +186,7 @@ class Sending(RuleBasedStateMachine):
             assert not is_full or found == live[:1]
             self.forced = self.forced or is_full
             self.left(found)
-            gone = len(self.dropped)  # of those that follow, which were given up
-            assert gone <= self.first_live()
-            self.drop(self.unsent[:gone])
-            del self.unsent[:gone]
+            self.drop_behind()
         else:
             assert not live
             self.drop(self.unsent)
