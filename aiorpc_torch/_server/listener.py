@@ -75,7 +75,7 @@ class Listener:
         listening.setblocking(False)
         listening.bind(address)
         listening.listen(BACKLOG)
-        self._loop.add_reader(listening, self._on_connection, listening)
+        self._watch(listening)
         return listening
 
     # Not asyncio's server: when it is closed, connections that it accepted a moment before have no
@@ -90,7 +90,7 @@ class Listener:
         except OSError as exc:  # no descriptors or memory: the connection waits in the backlog
             log.warning("worker %r cannot accept a connection: %s", self._me.name, exc)
             self._loop.remove_reader(listening)
-            self._loop.call_later(ACCEPT_RETRY, self._resume, listening)
+            self._loop.call_later(ACCEPT_RETRY, self._watch, listening)
             return
         accepted.setblocking(False)
         opening = self._loop.create_task(
@@ -99,7 +99,7 @@ class Listener:
         self._opening[opening] = accepted
         opening.add_done_callback(self._on_opened)
 
-    def _resume(self, listening: socket.socket) -> None:
+    def _watch(self, listening: socket.socket) -> None:
         if not self._is_closed:
             self._loop.add_reader(listening, self._on_connection, listening)
 
