@@ -1,4 +1,4 @@
-"""The encoding of calls to one peer: alone, in a frame with others, or as a member of a group.
+"""The encoding of calls to one peer, of its own or as a member of a group.
 
 The encoded method of an RRef is remembered, since a caller mostly repeats it.
 """
@@ -10,24 +10,19 @@ from typing import Any
 import torch
 
 from .._protocol.ancestry import entered_scopes, to_wire
+from .._protocol.columns import PACKED
 from .._protocol.exceptions import try_add_note
-from .._protocol.lone import encode_call, encode_method
-from .._protocol.messages import (
-    Arguments,
-    EncodedCall,
-    encode_grouped_call,
-)
-from .._protocol.recording import record_for_call
+from .._protocol.messages import Arguments, EncodedCall, HeadCache, encode_call
 from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import MethodTarget, Target, call_name, order_key
-from .._protocol.wire_targets import METHOD, EncodedTarget, NamedTarget, encode_target
+from .._protocol.wire_targets import EncodedTarget, encode_target
 from .._torch import rrefs
 from .._torch.rrefs import RRefId
 
 MAX_METHODS = 256  # that an encoder remembers
 
-_Method = tuple[Callable[[], Any], EncodedTarget, bytes | None]
-"""A method of an RRef: a weak reference to the RRef, and the target for groups and lone calls."""
+_PICKLED = (PACKED,)
+"""Kinds of arguments that are pickled together."""
 
 
 class CallEncoder:
@@ -41,36 +36,19 @@ class CallEncoder:
         self._caller = caller
         self._peer = peer
         self._devices = devices
-        self._methods: dict[str, _Method] = {}  # by name
-
-    def lone(
-        self, number: int, target: Target, args: tuple[Any, ...]
-    ) -> tuple[EncodedTarget, bytes] | None:
-        """Return the target and the frame of a call, None if `call` has to encode it."""
-        if type(target) is not MethodTarget:
-            return None
-        known = self._methods.get(target.name)
-        if known is None or known[0]() is not target.on:
-            known = self._find_method(target)
-        _, key, method = known
-        if method is None or entered_scopes() or record_for_call() is not None:
-            return None
-        data = encode_call(number, method, args)
-        return None if data is None else (key, data)
+        self._heads = HeadCache()
+        # By name: a weak reference to the RRef, and the target.
+        self._methods: dict[str, tuple[Callable[[], Any], EncodedTarget]] = {}
 
     def call(
         self, number: int, target: Target, stream: bool, args: Arguments, due: float | None
     ) -> EncodedCall:
         """Encode a call. Raises what pickling raises, and for a tensor that cannot be sent."""
-        known = self._methods.get(target.name) if type(target) is MethodTarget else None
-        if known is not None and known[0]() is target.on:
-            encoded = known[1]
-        else:
-            encoded = encode_target(target, _rref_id(target))
+        encoded = self._encode_target(target)
         batches = to_wire(self._caller) if entered_scopes() else ()
         try:
-            call = encode_grouped_call(number, encoded, stream, args, due, batches)
-            if call.header[2] is None:  # pickled as a whole
+            call = encode_call(self._heads, number, encoded, stream, args, due, batches)
+            if call.head.kinds == _PICKLED:
                 call.cells[0].check_sendable(self._devices, self._peer)
         except Exception as exc:
             name, peer = call_name(target), self._peer
@@ -88,20 +66,22 @@ class CallEncoder:
         self, number: int, target: EncodedTarget, arguments: MemberArguments, due: float | None
     ) -> EncodedCall:
         """Encode a member's call."""
-        return arguments.call(number, target, due, to_wire(self._caller))
+        return arguments.call(self._heads, number, target, due, to_wire(self._caller))
 
-    def _find_method(self, target: MethodTarget) -> _Method:
-        """Return the encoded method of `target`, and remember it."""
-        rref_id, name = _rref_id(target), target.name
-        if rref_id is None:  # packing such an RRef forks it, as `call` does
-            return _no_rref, NamedTarget(METHOD, (0, 0), name), None
-        if isinstance(target.on, tuple):
-            return _no_rref, NamedTarget(METHOD, rref_id, name), encode_method(rref_id, name)
-        if len(self._methods) >= MAX_METHODS:
-            self._methods.clear()
-        key, encoded = NamedTarget(METHOD, rref_id, name), encode_method(rref_id, name)
-        known = self._methods[name] = weakref.ref(target.on), key, encoded
-        return known
+    def _encode_target(self, target: Target) -> EncodedTarget:
+        if type(target) is not MethodTarget:
+            return encode_target(target, _rref_id(target))
+        known = self._methods.get(target.name)
+        if known is not None and known[0]() is target.on:
+            return known[1]
+        rref_id = _rref_id(target)
+        encoded = encode_target(target, rref_id)
+        # Without an id it is a fork of the RRef, which serves one call.
+        if rref_id is not None and not isinstance(target.on, tuple):
+            if len(self._methods) >= MAX_METHODS:
+                self._methods.clear()
+            self._methods[target.name] = weakref.ref(target.on), encoded
+        return encoded
 
 
 def slot_key(target: Target) -> Any:
@@ -113,7 +93,3 @@ def _rref_id(target: Target) -> RRefId | None:
     """Return the RRef id of a call's object, None if only torch can find the object."""
     on = target.on
     return on if on is None or isinstance(on, tuple) else rrefs.rref_id(on)
-
-
-def _no_rref() -> None:
-    return None

@@ -6,6 +6,8 @@ Payloads that do not travel on the connection go by torch RPC.
 
 import asyncio
 import contextvars
+import functools
+import logging
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,7 +23,6 @@ from .._protocol.frames import (
     CALLS,
     CONTROL,
     MAX_FRAME,
-    RESULT,
     RESULTS,
     RETIRE,
     SEGMENTS,
@@ -31,17 +32,11 @@ from .._protocol.frames import (
     frame,
 )
 from .._protocol.handshake import Party
-from .._protocol.lone import decode_result
-from .._protocol.messages import (
-    Arguments,
-    EncodedCall,
-    decode_reply,
-    encode_calls,
-)
+from .._protocol.messages import Arguments, EncodedCall, decode_reply, encode_calls
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.plain import dump
 from .._protocol.recording import RecordedCall, record_for_call
-from .._protocol.segment_link import SegmentLink
+from .._protocol.segment_link import SegmentLink, SharedMessage
 from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import Target, call_name, target_name
 from .._protocol.tensors import TensorTable
@@ -54,9 +49,10 @@ from .answers import error_of_close
 from .call_encoder import CallEncoder, slot_key
 from .introduction import Holding, Introductions, held_too_long
 from .pending import PendingCalls, ReplyReceiver
-from .shared_transfers import SharedTransfers
 from .stream_reader import StreamReader
 from .torch_transfers import TorchTransfers
+
+log = logging.getLogger("aiorpc_torch")
 
 
 class Connection(Channel):
@@ -90,11 +86,12 @@ class Connection(Channel):
         self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
         self._calls = self._messages = self._bytes = 0
         self._pending = PendingCalls()
-        self._state = SendState[EncodedCall](self._pending, FlowWindow(), self._on_dropped)
+        self._state = SendState[EncodedCall](
+            self._pending, FlowWindow(), self._on_dropped, self._object_of
+        )
         self._trickle_timer: asyncio.TimerHandle | None = None
         self._segments = SegmentLink(self, self._loop)
         self._transfers = TorchTransfers(peer, self._key, self._pending, self._segments, self)
-        self._shared = SharedTransfers(self._segments, self._pending, self._transfers, self)
         self._wake: list[InlineFuture] = []  # resolved by the current read
         self._still_woken = 0  # callers that the read before woke, if this one brings no reply
         self._opening: asyncio.Task[None] | None = None
@@ -142,41 +139,15 @@ class Connection(Channel):
     def call(self, target: Target, args: Arguments, due: float | None) -> tuple[int, InlineFuture]:
         """Send a call; return its number and the future of its value, or of its failure."""
         future = InlineFuture(self._loop)
-        is_plain = due is None and not args[1] and not self._pending
-        if is_plain and self._send_lone(target, args[0], future):
-            return self._calls - 1, future
         call = self.encoder.call(self._calls, target, False, args, due)
         self._submit(call, future, target)
         return call.number, future
-
-    def _send_lone(self, target: Target, args: tuple[Any, ...], future: InlineFuture) -> bool:
-        """Send a lone call at once, without the queue; return False if the queue has to."""
-        if not self._state.may_send_alone():
-            return False
-        encoded = self.encoder.lone(self._calls, target, args)
-        if encoded is None or encoded[0] in self._transfers.large_results:
-            return False
-        key, data = encoded
-        number = self._calls
-        self._calls += 1
-        self._messages += 1
-        self._bytes += len(data)
-        self._state.window.sent(number, len(data))
-        self._pending[number] = future
-        future.target, future.source, future.started = key, target, time.monotonic()
-        if profiler_enabled():
-            self._record(future, target)
-        self.write(data)
-        return True
 
     def call_prepared(
         self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None
     ) -> tuple[int, InlineFuture]:
         """Send a call of a group, whose target is encoded. Returns the same as `call`."""
         future = InlineFuture(self._loop)
-        alone = None if due is not None or self._pending else args.alone
-        if alone is not None and self._send_lone(target, alone, future):
-            return self._calls - 1, future
         call = self.encoder.member_call(self._calls, encoded, args, due)
         self._submit(call, future, target)
         return call.number, future
@@ -193,8 +164,8 @@ class Connection(Channel):
 
     def cancel(self, number: int) -> None:
         """Cancel a call: its caller does not wait any more."""
-        was_pending = self._pending.pop(number, None) is not None
-        if was_pending and self._state.cancel(number) and not self._loop.is_closed():
+        if self._pending.pop(number, None) is not None and not self._loop.is_closed():
+            self._state.cancel(number)
             self.flush_soon()
 
     def expire(self, number: int, seconds: float, target: Target) -> None:
@@ -208,8 +179,7 @@ class Connection(Channel):
             text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
             error = CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
             self._pending.fail((number,), error)
-            if was_sent:
-                self.flush_soon()
+            self.flush_soon()
 
     def _on_dropped(self, call: EncodedCall) -> None:
         """Forget a call that was cancelled before it was sent."""
@@ -224,14 +194,13 @@ class Connection(Channel):
         self._calls += 1
         if (recording := record_for_call()) is not None:  # in an autograd context
             name = target_name(target)
-            recorded = recording.begin(name, self.peer.name, self._recorded_calls)
-            if recorded is not None:
-                call = call._replace(by_torch=True, recorded=recorded)
-        if self._transfers.large_results and call.header[0] in self._transfers.large_results:
-            call = call._replace(by_torch=True)
+            call.recorded = recording.begin(name, self.peer.name, self._recorded_calls)
+        large_results = self._transfers.large_results
+        if call.recorded is not None or (large_results and call.head.target in large_results):
+            call.by_torch = call.is_large = True
         is_idle = not self._pending
         self._pending[call.number] = receiver
-        receiver.target, receiver.source = call.header[0], target
+        receiver.target, receiver.source = call.head.target, target
         receiver.started = time.monotonic()
         if profiler_enabled():
             self._record(receiver, target)
@@ -306,12 +275,10 @@ class Connection(Channel):
         self.write(written)
 
     def _send(self, calls: Sequence[EncodedCall]) -> None:
-        """Send calls in one frame, in several if they are too large, or a slot and its payload."""
+        """Send calls in one frame, in several if they are too large."""
         first = calls[0]
-        if first.by_torch:
-            key = slot_key(self._pending[first.number].source)
-            self._write(SLOT, dump((first.number, key)))
-            self._shared.send_payload(first)
+        if first.is_large:
+            self._send_large(first)
             return
         try:
             data = dump(encode_calls(calls, time.monotonic(), TensorTable()))
@@ -322,9 +289,49 @@ class Connection(Channel):
         if len(data) <= MAX_FRAME:
             self._messages += 1
             self._write(CALLS, data)
-            return
-        for call in calls if len(calls) > 1 else [first._replace(by_torch=True)]:
-            self._send([call])
+        elif len(calls) == 1:
+            self._send_large(first)
+        else:
+            for call in calls:
+                self._send([call])
+
+    def _send_large(self, call: EncodedCall) -> None:
+        """Send a call in shared memory if possible, else its slot here and the call by torch."""
+        if call.shared is not None:
+            self.on_payload_sent(len(call.shared) + call.size)
+            call.shared.send()
+        elif call.by_torch:
+            key = slot_key(self._pending[call.number].source)
+            self._write(SLOT, dump((call.number, key)))
+            self._transfers.send_payload(call)
+        elif not (self._segments.can_send and self._copy(call)):
+            call.by_torch = True
+            if not self._state.must_wait(call):
+                self._send_large(call)
+
+    def _copy(self, call: EncodedCall) -> bool:
+        """Begin to copy a call to shared memory; return False if it has to be sent otherwise."""
+        self._state.begin_copy(call)
+        tensors = TensorTable()
+        try:
+            data = dump(encode_calls((call,), time.monotonic(), tensors))
+            is_pending = functools.partial(self._pending.__contains__, call.number)
+            then = functools.partial(self._on_copied, call)
+            if self._segments.send(data, tensors, then, is_pending):
+                return True
+        except Exception as exc:  # no memory, for one
+            log.debug("a call cannot be written to shared memory: %r", exc)
+        self._state.stop_copy(call)
+        return False
+
+    def _on_copied(self, call: EncodedCall, message: SharedMessage | None) -> None:
+        """Send a call whose tensors are in shared memory, after those before it."""
+        call.shared, call.by_torch = message, message is None
+        if self._state.end_copy(call):
+            self.flush()
+
+    def _object_of(self, call: EncodedCall) -> Any:
+        return slot_key(self._pending[call.number].source)
 
     def on_payload_sent(self, size: int) -> None:
         """Count a message with a payload, by torch RPC or in shared memory."""
@@ -350,36 +357,34 @@ class Connection(Channel):
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
 
     def on_frame(self, kind: int, data: bytes) -> int:
-        if kind == RESULT:
-            number, value = decode_result(data)
-            receiver = self._pending.get(number)
-            if type(receiver) is not InlineFuture:  # a stream, or a cancelled call
-                self._deliver(((number, value),))
-                return 1
-            del self._pending[number]
-            self._state.window.answered((number,))
-            if receiver.set_result(value):
-                self._wake.append(receiver)
-            return 1
-        if kind == RETIRE:
-            self._retire()
-            return 0
+        if kind == RESULTS:
+            outcomes = decode_reply(data)
+            self._deliver(outcomes)
+            return len(outcomes)
         if kind == SHARED:
-            self._deliver(self._shared.on_results(data))
+            self._deliver(decode_reply(*self._segments.read(data)))
             return 1
         if kind == SEGMENTS:
             self._still_woken = self._state.woken  # this frame wakes none; the next call is alone
-            self._shared.on_segments(data)
+            self._on_segments(data)
             return 0
-        if kind != RESULTS:
+        if kind != RETIRE:
             raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
-        outcomes = decode_reply(data)
-        self._deliver(outcomes)
-        return len(outcomes)
+        self._retire()
+        return 0
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
-        ended = self._pending.resolve(outcomes, self._wake, self._shared.collect, self.release_held)
+        ended = self._pending.resolve(
+            outcomes, self._wake, self._transfers.collect, self.release_held
+        )
         self._state.window.answered(ended)
+
+    def _on_segments(self, data: bytes) -> None:
+        """Handle what the peer tells of segments. Once it maps them, results come in them, too."""
+        could_send = self._segments.can_send
+        self._segments.on_frame(data)
+        if self._segments.can_send and not could_send:
+            self._transfers.large_results.clear()
 
     def release_held(self, number: int) -> None:
         """Let the callee release what it holds of a call: nothing will collect it."""
@@ -460,7 +465,6 @@ class Connection(Channel):
             self._fail_calls(error, recorded=True)
 
     def _fail_calls(self, error: RpcError, *, recorded: bool) -> None:
-        self._shared.fail(error)
         sent = self._state.clear()
         self._state.cancels += sent
         self._pending.fail(sent, error)

@@ -81,7 +81,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
         if type(receiver) is not StreamReader:
             if receiver is not None:
                 raise TypeError(f"an item of a stream came for call {number}, which is no stream")
-            if type(value) is HeldResult and not value.is_coming:
+            if type(value) is HeldResult:
                 release(number)
             return price == 0  # only the end is free
         if price == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):

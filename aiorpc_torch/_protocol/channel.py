@@ -25,7 +25,19 @@ _read_close = reader(tuple[str, str])
 _ASK, _ANSWER = frame(PING, b"?"), frame(PING, b"!")
 
 
-class Channel(asyncio.BufferedProtocol):
+class _Protocol(asyncio.BufferedProtocol):
+    """What a transport calls, as asyncio wants it. All of it is the channel's."""
+
+    def __init__(self, channel: "Channel") -> None:
+        self.get_buffer = channel._reader.buffer  # type: ignore[method-assign]
+        self.buffer_updated = channel.buffer_updated  # type: ignore[method-assign]
+        self.eof_received = channel.eof_received  # type: ignore[method-assign]
+        self.connection_lost = channel.connection_lost  # type: ignore[method-assign]
+        self.pause_writing = channel.pause_writing  # type: ignore[method-assign]
+        self.resume_writing = channel.resume_writing  # type: ignore[method-assign]
+
+
+class Channel:
     """One end of a connection. Confined to the event loop that created it.
 
     Attributes:
@@ -39,7 +51,6 @@ class Channel(asyncio.BufferedProtocol):
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
-        self.get_buffer = self._reader.buffer  # type: ignore[method-assign]
         self._transport: asyncio.Transport | None = None
         self._paused: set[str] = set()  # reasons for not reading
         self._is_closing = False  # a CLOSE frame was sent
@@ -73,6 +84,14 @@ class Channel(asyncio.BufferedProtocol):
         """Send what is queued."""
         raise NotImplementedError
 
+    def pause_writing(self) -> None:
+        """Note that the transport has `HIGH_WATER` bytes to write."""
+        raise NotImplementedError
+
+    def resume_writing(self) -> None:
+        """Note that the transport has little to write."""
+        raise NotImplementedError
+
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
     def start(self, transport: asyncio.Transport) -> None:
@@ -81,7 +100,7 @@ class Channel(asyncio.BufferedProtocol):
         self.is_local = transport.get_extra_info("socket").family == socket.AF_UNIX
         transport.set_write_buffer_limits(high=self.HIGH_WATER)
         close_on_fork(transport)
-        transport.set_protocol(self)
+        transport.set_protocol(_Protocol(self))
         self.is_open = True
 
     def flush_soon(self) -> None:

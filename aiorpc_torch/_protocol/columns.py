@@ -21,11 +21,11 @@ from .tensors import (
     TensorKind,
     TensorTable,
     compact_at_call,
+    dtype_named,
     from_bytes,
-    read_kind,
     size_of,
     small_bytes,
-    write_kind,
+    wire_dtype,
 )
 
 PLAIN = "plain"  # the cell is the value
@@ -34,15 +34,14 @@ PACKED = "packed"  # the cell is a PickledValue
 FAILED = "failed"  # the cell is a RemoteFailure
 ENDED = "ended"  # the end of a stream, without a cell
 HELD = "held"  # the cell is a size; the caller collects the value by torch RPC
-COMING = "coming"  # the cell is a size; the value follows in shared memory
 
 CellKind = str | TensorKind
 
 WireKind = str | tuple[str, tuple[int, ...]]
 """A kind in a message; that of tensors as its dtype's name and its shape."""
 
-Column = tuple[WireKind, Any]
-"""A column in a message: its kind and its cells, as plain values."""
+Cells = bytes | list[Any]
+"""The cells of a column in a message: joined bytes of small tensors, or plain values."""
 
 _ATOMS = frozenset((float, bool, type(None)))
 
@@ -129,24 +128,42 @@ def share_cell(kind: CellKind, content: Any) -> Any:
     return share((content,))[0] if kind == TENSOR else content
 
 
-def write_column(kind: CellKind, cells: Sequence[Any], tensors: TensorTable) -> Column:
-    """Return the column of these cells; add tensors that travel outside the bytes to `tensors`."""
-    if kind in (PLAIN, HELD, COMING):
-        return kind, list(cells)
+def write_kind(kind: CellKind) -> WireKind:
+    """Return a kind as a message holds it."""
+    return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]))
+
+
+def read_kind(kind: WireKind) -> CellKind:
+    """Return the argument of `write_kind`.
+
+    Raises:
+        ValueError: if there is no such kind.
+    """
+    if isinstance(kind, tuple):
+        return dtype_named(kind[0]), kind[1]
+    if kind not in _KINDS:
+        raise ValueError(f"unknown kind of column: {kind!r}")
+    return kind
+
+
+_KINDS = frozenset((PLAIN, TENSOR, PACKED, FAILED, ENDED, HELD))
+
+
+def write_cells(kind: CellKind, cells: list[Any], tensors: TensorTable) -> Cells:
+    """Return cells of one kind for a message; add tensors outside the bytes to `tensors`."""
+    if type(kind) is tuple:
+        return b"".join(cells)
+    if kind in (PLAIN, HELD):
+        return cells
     if kind == TENSOR:
         for tensor in cells:
             tensors.put((tensor,))
-        return kind, len(cells)
+        return []
     if kind == PACKED:
         for packed in cells:
             tensors.put(packed.ready_tensors())
-        return kind, [(packed.data, len(packed.tensors)) for packed in cells]
-    if kind == FAILED:
-        return kind, [failure.astuple() for failure in cells]
-    if kind == ENDED:
-        return kind, len(cells)
-    assert isinstance(kind, tuple)
-    return write_kind(kind), (b"".join(cells), len(cells))
+        return [(packed.data, len(packed.tensors)) for packed in cells]
+    return [failure.astuple() for failure in cells] if kind == FAILED else []
 
 
 class StreamEnd:
@@ -157,62 +174,51 @@ STREAM_END = StreamEnd()
 
 
 class HeldResult:
-    """A result whose value, of `size` bytes, is still at the callee, or on its way."""
+    """A result whose value, of `size` bytes, is still at the callee."""
 
-    __slots__ = ("is_coming", "size")
+    __slots__ = ("size",)
 
-    def __init__(self, size: int, *, is_coming: bool = False) -> None:
+    def __init__(self, size: int) -> None:
         self.size = size
-        self.is_coming = is_coming
 
 
-def read_column(column: Column, tensors: Iterator[Tensor], count: int) -> list[Any]:
+def read_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: int) -> list[Any]:
     """Return the `count` values of a column, with a `RemoteFailure` for each unreadable one.
 
     Raises:
         ValueError: if the column has another number of cells. Nothing was allocated for them.
     """
-    kind, cells = column
-    if type(kind) is tuple and cells[1] == count:
-        return from_bytes(read_kind(kind), cells[0], count)
-    if _size(kind, cells) != count:
-        raise ValueError(f"a column must have {count} cells, got {_size(kind, cells)!r}")
-    if kind == PLAIN:
-        return cells  # type: ignore[no-any-return]
+    if isinstance(cells, bytes):
+        if isinstance(kind, str):
+            raise ValueError(f"bytes in a column of kind {kind}")
+        return from_bytes(kind, cells, count)
     if kind == TENSOR:
         found = [*islice(tensors, count)]
         if len(found) < count:
             raise ValueError(f"a column has {count} tensors, the message only {len(found)} more")
         return found
+    if kind == ENDED:
+        return [STREAM_END] * count
+    if len(cells) != count or not isinstance(kind, str):
+        raise ValueError(f"a column must have {count} cells, got {len(cells)}")
+    if kind == PLAIN:
+        return cells
     if kind == PACKED:
         return [unpack(data, list(islice(tensors, inside))) for data, inside in cells]
     if kind == FAILED:
         return [RemoteFailure(*plain) for plain in cells]
-    if kind == ENDED:
-        return [STREAM_END] * count
-    if kind == HELD:
-        return [*map(HeldResult, cells)]
-    if kind == COMING:
-        return [HeldResult(size, is_coming=True) for size in cells]
-    raise ValueError(f"unknown kind of column: {kind!r}")
+    return [*map(HeldResult, cells)]
 
 
-def skip_column(column: Column, tensors: Iterator[Tensor]) -> None:
+def skip_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: int) -> None:
     """Discard a column and its tensors in the message."""
-    kind, cells = column
     if kind == TENSOR:
-        _discard(tensors, cells)
+        _discard(tensors, count)
     elif kind == PACKED:
-        for _, inside in cells:
+        for _, inside in cells:  # type: ignore[misc]
             _discard(tensors, inside)
 
 
 def _discard(tensors: Iterator[Tensor], count: int) -> None:
     for _ in islice(tensors, count):
         pass
-
-
-def _size(kind: Any, cells: Any) -> Any:
-    if kind in (TENSOR, ENDED):
-        return cells
-    return cells[1] if type(kind) is tuple else len(cells)

@@ -5,14 +5,16 @@ State machines without an event loop, a clock or torch. The caller has a `SendSt
 
 A lone call or result is sent at once: another loop iteration would be a tenth of a lone call. Calls
 of one iteration are sent at its end, in one frame. Callers that were woken together call together
-again; sending the first call early would split their batch.
+again; sending the first call early would split their batch. While the tensors of a call are copied
+to shared memory, later calls of its object wait here; their own tensors are copied meanwhile.
 (tests/unit/protocol/test_connection_state.py)
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
+from .payloads import Slots
 from .window import FlowWindow
 
 MAX_CALLS = 256
@@ -30,6 +32,8 @@ class Sendable(Protocol):
     @property
     def size(self) -> int: ...
     @property
+    def is_large(self) -> bool: ...
+    @property
     def by_torch(self) -> bool: ...
 
 
@@ -43,14 +47,19 @@ class SendState(Generic[C]):
         pending: Numbers of the calls that have a waiting caller; other calls are dropped, not sent.
         window: Bound of sent and unanswered calls.
         drop: Callback for each dropped call.
+        object_of: Returns the key of a call's object; None if that is unknown.
 
     Attributes:
-        queue: the unsent calls.
+        queue: the unsent calls that wait for no copy.
         must_admit: whether the next frame has a call even if the window is full.
     """
 
     def __init__(
-        self, pending: Container[int], window: FlowWindow, drop: Callable[[C], None]
+        self,
+        pending: Container[int],
+        window: FlowWindow,
+        drop: Callable[[C], None],
+        object_of: Callable[[C], Hashable],
     ) -> None:
         self.window = window
         self.woken = 0  # callers that the last read woke
@@ -61,13 +70,17 @@ class SendState(Generic[C]):
         self.queue: deque[C] = deque()
         self._pending = pending
         self._drop = drop
+        self._object_of = object_of
+        self._copies: Slots[C] = Slots()
+        self._next: deque[C] = deque()  # calls that have waited for a copy
 
     def __repr__(self) -> str:
         state = "paused" if self.is_paused else "open"
         return f"<SendState {state}, {len(self.queue)} unsent, {self.window!r}>"
 
     def __len__(self) -> int:
-        return len(self.queue)
+        """Return the number of calls that are not sent yet."""
+        return len(self.queue) + len(self._next) + len(self._copies)
 
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.
@@ -77,40 +90,73 @@ class SendState(Generic[C]):
         self.queue.append(call)
         return (is_idle and self.woken == 1) or len(self.queue) >= MAX_CALLS
 
-    def may_send_alone(self) -> bool:
-        """Return whether a call on an idle connection may skip the queue."""
-        is_free = self.woken == 1 and not self.is_paused
-        return is_free and not (self.queue or self.cancels or self.credits or self.window)
-
     def cancel(self, number: int) -> bool:
         """Return whether the peer must be told that this call was cancelled."""
-        if number not in self.window:  # unsent: the call will be dropped
-            return False
-        self.cancels.append(number)
-        return True
+        if number in self._copies:
+            self._follow(self._copies.drop(number))
+            self.window.answered((number,))
+        elif number in self.window:
+            self.cancels.append(number)
+            return True
+        return False  # unsent: the call will be dropped
 
     def take(self) -> list[C]:
-        """Return the calls of the next frame; a call whose payload goes by torch is alone."""
+        """Return the calls of the next frame. A large call is alone: copy it, or send it."""
         taken: list[C] = []
         must_admit, self.must_admit = self.must_admit, False
         if self.is_paused:
             return taken
         size = 0
-        while self.queue and len(taken) < MAX_CALLS:
-            call = self.queue[0]
+        while len(taken) < MAX_CALLS and (queue := self._next or self.queue):
+            call = queue[0]
             if call.number not in self._pending:
-                self._drop(self.queue.popleft())
-                continue
-            size += call.size
-            if taken and (call.by_torch or size > FRAME_BYTES):
-                break
-            if not (self.window.admits(call.size) or (must_admit and not taken)):
-                break
-            self.window.sent(call.number, call.size)
-            taken.append(self.queue.popleft())
-            if call.by_torch:
-                break
+                self.window.answered((call.number,))
+                self._drop(queue.popleft())
+            elif call.number in self.window:  # it was taken before, to be copied
+                return taken or [queue.popleft()]
+            elif queue is self.queue and self._waits_for_copy(call):
+                queue.popleft()
+            else:
+                size += call.size
+                if taken and (call.is_large or size > FRAME_BYTES):
+                    break
+                if not (self.window.admits(call.size) or (must_admit and not taken)):
+                    break
+                self.window.sent(call.number, call.size)
+                taken.append(queue.popleft())
+                if call.is_large:
+                    break
         return taken
+
+    def _waits_for_copy(self, call: C) -> bool:
+        """Return whether a call waits for copies; one whose own tensors are copied does not."""
+        is_copied = call.is_large and not call.by_torch
+        return bool(self._copies.queues) and not is_copied and self.must_wait(call)
+
+    # ── while the tensors of a call are copied ──────────────────────────────────────────────────
+
+    def begin_copy(self, call: C) -> None:
+        """Let later calls of the same object wait until the copy of a taken call has ended."""
+        self._copies.open(call.number, self._object_of(call))
+
+    def end_copy(self, call: C) -> bool:
+        """Queue a copied call again, to be sent; return False if it was cancelled meanwhile."""
+        if call.number not in self._copies:
+            return False
+        self._follow(self._copies.fill(call.number, call) or ())
+        return True
+
+    def stop_copy(self, call: C) -> None:
+        """Note that a call cannot be copied: calls behind it wait for it no more."""
+        self._follow(self._copies.drop(call.number))
+
+    def must_wait(self, call: C) -> bool:
+        """Return whether a call waits for the copies before it; it is queued again after them."""
+        return not self._copies.admit(self._object_of(call), call)
+
+    def _follow(self, calls: Sequence[C]) -> None:
+        """Send these next: no copy that has begun since holds them back."""
+        self._next.extend(calls)
 
     def controls(self) -> tuple[list[int], list[tuple[int, int]]] | None:
         """Return and forget the cancellations and credit to send, None if there are none."""
@@ -122,9 +168,12 @@ class SendState(Generic[C]):
 
     def clear(self) -> list[int]:
         """Drop the unsent calls; return the numbers of the sent and unanswered ones."""
-        for call in self.queue:
+        for call in (*self._next, *self._copies.held(), *self.queue):
             self._drop(call)
         self.queue.clear()
+        self._next.clear()
+        self.window.answered(self._copies.numbers())
+        self._copies.close()
         return self.window.release_all()
 
 
@@ -147,18 +196,25 @@ class ReplyState:
         self._sizes.append(size)
         return is_last and len(self.results) == 1
 
-    def batches(self) -> Iterator[Sequence[tuple[Any, Any, Any]]]:
-        """Yield the results of each frame until none is left."""
+    def take(self) -> list[Sequence[tuple[Any, Any, Any]]]:
+        """Return the unsent results, those of one frame together."""
         results, sizes = self.results, self._sizes
-        self.results, self._sizes = [], []
-        if len(results) == 1:
-            yield results
-            return
-        start = size = 0
-        for index, each in enumerate(sizes):
-            size += each
-            if index > start and (size > FRAME_BYTES or index - start >= MAX_CALLS):
-                yield results[start:index]
-                start, size = index, each
-        if start < len(results):
-            yield results[start:]
+        if len(results) > 1:
+            self.results, self._sizes = [], []
+            return [results[start:end] for start, end in _frames(sizes)]
+        if not results:
+            return []
+        self.results = []
+        sizes.clear()
+        return [results]
+
+
+def _frames(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
+    """Yield where each frame starts and ends."""
+    start = total = 0
+    for index, size in enumerate(sizes):
+        total += size
+        if index > start and (total > FRAME_BYTES or index - start >= MAX_CALLS):
+            yield start, index
+            start, total = index, size
+    yield start, len(sizes)

@@ -10,12 +10,12 @@ from ..errors import RpcError
 MAX_FRAME = 1 << 20
 """Maximum bytes of data in one frame. Larger payloads travel by torch RPC."""
 
-CALLS, SLOT, CONTROL, RESULTS, CALL, RESULT, CLOSE, PING, RETIRE, SEGMENTS, SHARED = range(1, 12)
-"""Kinds of frames: groups of calls; a call whose payload follows; cancellations and
-credit for streams; columns of results; one call; one result; the end of the connection;
-a sign of life, or a request for one; from a callee, a request for no further calls, and from its
-caller the answer that none follows; offers and releases of shared memory; a call or a result whose
-tensors are in shared memory."""
+CALLS, SLOT, CONTROL, RESULTS, CLOSE, PING, RETIRE, SEGMENTS, SHARED = range(1, 10)
+"""Kinds of frames: groups of calls; a call whose payload follows by torch RPC; cancellations and
+credit for streams; columns of results; the end of the connection; a sign of life, or a request for
+one; from a callee, a request for no further calls, and from its caller the answer that none
+follows; offers and releases of shared memory; a call or a result whose tensors are in shared
+memory."""
 
 HEADER = struct.Struct("<IB")
 

@@ -1,10 +1,12 @@
-"""Encoding of calls and of results that are sent together.
+"""Encoding of calls and of results: one codec for one of them and for thousands.
 
-Calls of one method with arguments of the same kinds form a group, whose arguments are columns.
-Results of one kind form a column too. A group costs little, another call in it next to nothing.
+A frame of calls is a sequence of groups: calls with one head, whose arguments are columns. The head
+is the target, the names and the kinds of the arguments; its bytes are made once at the caller, and
+read once at the callee, which knows them again. A lone call is a group of one. Results of one kind
+form a column too. A group costs little, another call in it next to nothing.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -17,51 +19,148 @@ from .columns import (
     PLAIN,
     TENSOR,
     CellKind,
-    Column,
+    Cells,
+    WireKind,
     direct_cell,
-    read_column,
-    skip_column,
-    write_column,
+    read_cells,
+    read_kind,
+    skip_cells,
+    write_cells,
+    write_kind,
 )
 from .pickling import PickledValue, pack
 from .plain import are_plain_names, dump, reader
 from .tensors import INLINE_BYTES, TensorTable, size_of
-from .wire_targets import EncodedTarget, NamedTarget, decode_target
+from .wire_targets import EncodedTarget, NamedTarget
 
 # ── calls to send ─────────────────────────────────────────────────────────────────────────────────
 
-GroupHeader = tuple[Any, ...]
-"""The common part of a group: target, stream or not, keyword names, kinds of arguments, ancestors.
-
-The names are None if the arguments are pickled together, as one cell. Ancestor batches are last.
-"""
-
 CALL_OVERHEAD = 64  # approximate bytes of a call without arguments
-
-
-class EncodedCall(NamedTuple):
-    """A call to send.
-
-    Attributes:
-        due: Deadline of the answer in `time.monotonic()`, or None.
-        by_torch: True if the payload travels by torch RPC.
-        recorded: The `RecordedCall` if the call is in an autograd context, else None.
-    """
-
-    number: int
-    header: GroupHeader
-    cells: tuple[Any, ...]
-    due: float | None
-    size: int
-    by_torch: bool = False
-    recorded: Any = None
-
+MAX_HEADS = 1024  # that one end of a connection remembers
+MAX_KNOWN_HEAD = 4096  # bytes of a head that is remembered
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
 
-def encode_grouped_call(
+class EncodedHead:
+    """The common part of a group, as bytes.
+
+    Args:
+        stream: Whether the items of a generator are wanted.
+        names: Names of the keyword arguments, which are the last columns. None: each call's
+            arguments are pickled together, as one column.
+        kinds: Kind of each argument.
+    """
+
+    __slots__ = ("data", "has_tensors", "kinds", "pickled_target", "size", "target")
+
+    def __init__(
+        self,
+        target: EncodedTarget,
+        stream: bool,
+        names: tuple[str, ...] | None,
+        kinds: tuple[CellKind, ...],
+    ) -> None:
+        self.target = target
+        self.kinds = kinds
+        self.has_tensors = TENSOR in kinds
+        self.size = CALL_OVERHEAD
+        self.pickled_target: PickledValue | None = None
+        named: Any = target, 0
+        if isinstance(target, PickledValue):
+            named = target.data, len(target.tensors)
+            self.pickled_target = target
+            self.has_tensors = self.has_tensors or bool(target.tensors)
+            self.size += target.size
+        self.data = dump((named, stream, names, [write_kind(kind) for kind in kinds]))
+
+
+class HeadCache:
+    """The heads that one end of a connection has made, by what they hold."""
+
+    def __init__(self) -> None:
+        self._heads: dict[Any, EncodedHead] = {}
+
+    def head(
+        self,
+        target: EncodedTarget,
+        stream: bool,
+        names: tuple[str, ...] | None,
+        kinds: tuple[CellKind, ...],
+    ) -> EncodedHead:
+        """Return the head of calls of `target` with these arguments, a remembered one if known."""
+        key = target, stream, names, kinds
+        head = self._heads.get(key)
+        if head is None:
+            head = EncodedHead(target, stream, names, kinds)
+            # What is pickled differs from call to call, and so does a fork of an RRef.
+            if type(target) is NamedTarget and type(target.on) is not bytes:
+                if len(self._heads) >= MAX_HEADS:
+                    self._heads.clear()
+                self._heads[key] = head
+        return head
+
+
+class EncodedCall:
+    """A call to send.
+
+    Args:
+        cells: One for each argument.
+        due: Deadline of the answer in `time.monotonic()`, or None.
+        size: Bytes of the arguments, with all tensors.
+        batches: Ancestor batches.
+        has_tensors: Whether a pickled argument has tensors outside its bytes.
+
+    Attributes:
+        size: Bytes of the call.
+        is_large: Whether it has no place in a frame with others: it has tensors outside the bytes,
+            or many bytes, or has to travel by torch RPC.
+        by_torch: Whether it has to travel by torch RPC.
+        shared: The `SharedMessage` once its tensors are in shared memory, else None.
+        recorded: The `RecordedCall` if the call is in an autograd context, else None.
+    """
+
+    __slots__ = (
+        "batches",
+        "by_torch",
+        "cells",
+        "due",
+        "head",
+        "is_large",
+        "number",
+        "recorded",
+        "shared",
+        "size",
+    )
+
+    def __init__(
+        self,
+        number: int,
+        head: EncodedHead,
+        cells: tuple[Any, ...],
+        due: float | None,
+        size: int,
+        batches: tuple[BatchId, ...] = (),
+        has_tensors: bool = False,
+    ) -> None:
+        self.number = number
+        self.head = head
+        self.cells = cells
+        self.due = due
+        self.batches = batches
+        self.by_torch = False
+        self.recorded: Any = None
+        self.shared: Any = None
+        self.size = size = size + head.size
+        self.is_large = size > INLINE_BYTES or head.has_tensors or has_tensors
+
+    def __repr__(self) -> str:
+        return f"<EncodedCall {self.number}, {self.size} bytes>"
+
+
+def encode_call(
+    heads: HeadCache,
     number: int,
     target: EncodedTarget,
     stream: bool,
@@ -71,13 +170,16 @@ def encode_grouped_call(
 ) -> EncodedCall:
     """Encode a call with ancestor `batches`; copy small arguments. Raises what pickling raises."""
     args, kwargs = arguments
-    if kwargs and not are_plain_names(kwargs):
-        return _encode_pickled_call(number, target, stream, arguments, due, batches)
-    kinds, cells, tensors, size = [], [], [], CALL_OVERHEAD
-    for value in (*args, *kwargs.values()) if kwargs else args:
+    names: tuple[str, ...] = ()
+    if kwargs:
+        if not are_plain_names(kwargs):
+            return _encode_pickled(heads, number, target, stream, arguments, due, batches)
+        names, args = tuple(kwargs), (*args, *kwargs.values())
+    kinds, cells, tensors, size = [], [], [], 0
+    for value in args:
         found = direct_cell(value)
         if found is None:
-            return _encode_pickled_call(number, target, stream, arguments, due, batches)
+            return _encode_pickled(heads, number, target, stream, arguments, due, batches)
         kind, content = found
         kinds.append(kind)
         cells.append(content)
@@ -87,24 +189,13 @@ def encode_grouped_call(
         elif type(content) is str or type(content) is bytes:
             size += len(content)
     if len(tensors) > 1 and len(set(tensors)) < len(tensors):  # one passed twice arrives as one
-        return _encode_pickled_call(number, target, stream, arguments, due, batches)
-    header: GroupHeader = (target, stream, tuple(kwargs), tuple(kinds))
-    if batches:
-        header += batches
-    by_torch = TENSOR in kinds
-    if type(target) is PickledValue:
-        size += target.size
-        by_torch = by_torch or bool(target.tensors)
-    by_torch = by_torch or size > INLINE_BYTES
-    return EncodedCall(number, header, tuple(cells), due, size, by_torch)
+        return _encode_pickled(heads, number, target, stream, arguments, due, batches)
+    head = heads.head(target, stream, names, tuple(kinds))
+    return EncodedCall(number, head, tuple(cells), due, size, batches)
 
 
-def target_tensors(target: EncodedTarget) -> Sequence[Tensor]:
-    """Return the tensors of a target that travel outside its bytes: of a partial, for example."""
-    return target.tensors if type(target) is PickledValue else ()
-
-
-def _encode_pickled_call(
+def _encode_pickled(
+    heads: HeadCache,
     number: int,
     target: EncodedTarget,
     stream: bool,
@@ -114,10 +205,8 @@ def _encode_pickled_call(
 ) -> EncodedCall:
     # In one pickle, so that an argument that is passed twice arrives as one object.
     packed = pack(arguments)
-    size = CALL_OVERHEAD + packed.size + (target.size if type(target) is PickledValue else 0)
-    by_torch = size > INLINE_BYTES or bool(packed.tensors) or bool(target_tensors(target))
-    header = (target, stream, None, (PACKED,), *batches)
-    return EncodedCall(number, header, (packed,), due, size, by_torch)
+    head = heads.head(target, stream, None, (PACKED,))
+    return EncodedCall(number, head, (packed,), due, packed.size, batches, bool(packed.tensors))
 
 
 # ── a frame of calls ──────────────────────────────────────────────────────────────────────────────
@@ -127,156 +216,149 @@ _Index = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class Group(NamedTuple):
-    """Calls of one method with arguments of the same kinds.
+    """Calls with one head.
 
     Attributes:
-        target: A target by names, or pickled, and the number of tensors of its pickle.
-        stream: Whether the items of a generator are wanted.
-        names: Names of the keyword arguments, which are the last columns. None: each call's
-            arguments are pickled together, as one column.
-        size: Number of calls.
-        columns: One for each argument.
+        head: The bytes of a `CallHead`.
+        numbers: Numbers of the calls. They ascend in the order of their sending in all groups.
+        columns: The cells of each argument.
+        budgets: Seconds left for each call; empty if none has a deadline.
         batches: Ancestor batches of the calls.
     """
 
-    target: tuple[NamedTarget | bytes, int]
-    stream: bool
-    names: list[str] | None
-    size: int
-    columns: list[Column]
+    head: bytes
+    numbers: list[_Index]
+    columns: list[Cells]
+    budgets: list[float | None] = []  # noqa: RUF012 - never changed, and msgspec copies it
     batches: tuple[BatchId, ...] = ()
 
 
-class Calls(NamedTuple):
-    """Calls of a frame or a payload."""
-
-    numbers: list[_Index]
-    order: list[_Index]  # index of each call's group; empty if there is only one
-    groups: list[Group]
-    budgets: list[float | None]  # seconds left for each call; empty if none has a deadline
-
-
-def encode_calls(calls: Sequence[EncodedCall], now: float, tensors: TensorTable) -> Calls:
+def encode_calls(
+    calls: Sequence[EncodedCall], now: float, tensors: TensorTable
+) -> list[tuple[Any, ...]]:
     """Group calls; add tensors that travel outside the bytes to `tensors`."""
-    groups: dict[GroupHeader, list[tuple[Any, ...]]] = {}
-    timed = False
+    groups: dict[Any, list[EncodedCall]] = {}
     for call in calls:
-        rows = groups.get(call.header)
-        if rows is None:
-            rows = groups[call.header] = []
-        rows.append(call.cells)
-        timed = timed or call.due is not None
-    order = []
-    if len(groups) > 1:
-        index = {header: position for position, header in enumerate(groups)}
-        order = [index[call.header] for call in calls]
-    return Calls(
-        [call.number for call in calls],
-        order,
-        [_write_group(header, rows, tensors) for header, rows in groups.items()],
-        [call.due and float(call.due - now) for call in calls] if timed else [],
-    )
+        key = call.head, call.batches
+        if (known := groups.get(key)) is None:
+            groups[key] = [call]
+        else:
+            known.append(call)
+    return [_encode_group(each, now, tensors) for each in groups.values()]
 
 
-def _write_target(target: EncodedTarget, tensors: TensorTable) -> Any:
-    if type(target) is PickledValue:
+def _encode_group(calls: list[EncodedCall], now: float, tensors: TensorTable) -> tuple[Any, ...]:
+    head, batches = calls[0].head, calls[0].batches
+    if (target := head.pickled_target) is not None:
         tensors.put(target.ready_tensors())
-        return target.data, len(target.tensors)
-    return target, 0
-
-
-def _write_group(header: GroupHeader, rows: list[tuple[Any, ...]], tensors: TensorTable) -> Group:
-    target, stream, names, kinds, *batches = header
-    target = _write_target(target, tensors)
-    cells = zip(*rows, strict=True)
     columns = [
-        write_column(kind, column, tensors) for kind, column in zip(kinds, cells, strict=True)
+        write_cells(kind, [call.cells[index] for call in calls], tensors)
+        for index, kind in enumerate(head.kinds)
     ]
-    return Group(target, stream, names, len(rows), columns, tuple(batches))
+    numbers = [call.number for call in calls]
+    budgets = [call.due and float(call.due - now) for call in calls]
+    if batches or budgets.count(None) < len(budgets):
+        return head.data, numbers, columns, budgets, batches
+    return head.data, numbers, columns
 
 
 SessionKey = tuple[str, int, int]
 """A session: the caller's name and process number, and the connection number."""
 
-_read_calls = reader(Calls)
-_read_payload = reader(tuple[SessionKey, int, Calls])
+_read_groups = reader(list[Group])
+_read_payload = reader(tuple[SessionKey, int, list[Group]])
 
 
-def load_calls(data: bytes) -> Calls:
-    """Return the calls of a frame, with encoded groups. Runs no user code.
+def load_calls(data: bytes) -> list[Group]:
+    """Return the groups of a frame. Runs no user code.
 
     Raises:
         ValueError: if the frame is malformed.
     """
-    return _checked(_read_calls(data))
+    return _checked(_read_groups(data))
 
 
-def dump_payload(session: SessionKey, context: int, calls: Calls) -> bytes:
+def dump_payload(session: SessionKey, context: int, groups: Any) -> bytes:
     """Return the payload of a call for torch RPC; `context` is an autograd context id or -1."""
-    return dump((session, context, calls))
+    return dump((session, context, groups))
 
 
-def load_payload(data: bytes) -> tuple[SessionKey, int, Calls]:
+def load_payload(data: bytes) -> tuple[SessionKey, int, list[Group]]:
     """Return the arguments of `dump_payload`. Raises the same as `load_calls`."""
-    session, context, calls = _read_payload(data)
-    if len(_checked(calls).numbers) != 1:
-        raise ValueError(f"a payload must have one call, got {len(calls.numbers)}")
-    return session, context, calls
+    session, context, groups = _read_payload(data)
+    if len(numbers_of(_checked(groups))) != 1:
+        raise ValueError("a payload must have one call")
+    return session, context, groups
 
 
-def _checked(calls: Calls) -> Calls:
-    numbers = calls.numbers
+def numbers_of(groups: Sequence[Group]) -> list[int]:
+    """Return the numbers of all calls."""
+    if len(groups) == 1:
+        return groups[0].numbers
+    return [number for group in groups for number in group.numbers]
+
+
+def _checked(groups: list[Group]) -> list[Group]:
+    numbers = numbers_of(groups)
     if not numbers or len(set(numbers)) < len(numbers):
         raise ValueError("calls must have distinct numbers")
-    return calls
+    for group in groups:
+        if not group.numbers or (group.budgets and len(group.budgets) != len(group.numbers)):
+            raise ValueError(f"a group of {len(group.numbers)} calls")
+    return groups
 
 
 # ── received calls ────────────────────────────────────────────────────────────────────────────────
 
 
-DecodeTarget = Callable[[NamedTarget | bytes, Sequence[Tensor]], Any]
+_read_head = reader(tuple[tuple[NamedTarget | bytes, int], bool, list[str] | None, list[WireKind]])
 
 
-class CallGroup:
-    """A received group of calls. Use `target` first, then either `calls` or `skip`.
+class CallHead:
+    """The head of a received group. Take the target, then either `rows` or `skip`.
 
     So the arguments of calls with a rejected target are never unpickled.
 
-    Args:
-        group: The encoded group.
-        tensors: Tensors of the message; the group takes its own from the front.
-        most: Maximum number of calls in the group.
+    Raises:
+        ValueError: if it is malformed.
     """
 
-    __slots__ = ("_columns", "_count", "_names", "_target", "_tensors", "batches", "stream")
+    __slots__ = ("kinds", "names", "stream", "target", "target_tensors")
 
-    def __init__(self, group: Group, tensors: Iterator[Tensor], most: int) -> None:
-        self._target, self.stream, self._names, self._count, self._columns, self.batches = group
-        self._tensors = tensors
-        if not 0 < self._count <= most:
-            raise ValueError(f"a group must have 1 to {most} calls, got {self._count}")
+    def __init__(self, data: bytes) -> None:
+        (self.target, self.target_tensors), self.stream, self.names, kinds = _read_head(data)
+        self.kinds = [*map(read_kind, kinds)]
+        given = len(self.names or ())
+        if given > len(kinds) or (self.names is None and self.kinds != [PACKED]):
+            raise ValueError(f"{given} names of keywords for {len(kinds)} arguments")
 
-    def target(self, decode: DecodeTarget = decode_target) -> Any:
-        """Return the target, or a RemoteFailure."""
-        target, tensors = self._target
-        return decode(target, list(islice(self._tensors, tensors)))
+    def rows(self, group: Group, tensors: Iterator[Tensor]) -> list[Any]:
+        """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled.
 
-    def calls(self) -> list[Any]:
-        """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled."""
-        count, names, columns = self._count, self._names, self._columns
-        values = [read_column(column, self._tensors, count) for column in columns]
+        Raises:
+            ValueError: if the group is malformed.
+        """
+        count, names = len(group.numbers), self.names
+        values = [
+            read_cells(kind, cells, tensors, count)
+            for kind, cells in zip(self.kinds, group.columns, strict=True)
+        ]
         if names is None:
             return values[0]
         rows = zip(*values, strict=True) if values else [()] * count
         if not names:
             return [(row, {}) for row in rows]
-        split = len(columns) - len(names)
+        split = len(values) - len(names)
         return [(row[:split], dict(zip(names, row[split:], strict=True))) for row in rows]
 
-    def skip(self) -> None:
+    def skip(self, group: Group, tensors: Iterator[Tensor]) -> None:
         """Discard the arguments and their tensors."""
-        for column in self._columns:
-            skip_column(column, self._tensors)
+        for kind, cells in zip(self.kinds, group.columns, strict=False):
+            skip_cells(kind, cells, tensors, len(group.numbers))
+
+    def tensors_of_target(self, tensors: Iterator[Tensor]) -> list[Tensor]:
+        """Take the tensors of a pickled target."""
+        return [*islice(tensors, self.target_tensors)]
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
@@ -286,7 +368,6 @@ ResultKey = int | tuple[int, int, int]
 
 EncodedResult = tuple[ResultKey, CellKind, Any]
 """A key, and the kind and content of a cell."""
-
 
 _ITEMS = object()  # stands for the kind of every item of a stream
 
@@ -301,15 +382,18 @@ def encode_reply(results: Sequence[EncodedResult]) -> tuple[bytes, TensorTable]:
         name = _ITEMS if type(key) is tuple else kind
         column = open_columns.get(name)
         if column is None or column[0] != kind:
-            column = open_columns[name] = kind, [], []
+            column = open_columns[name] = kind, [key], [content]
             columns.append(column)
-        column[1].append(key)
-        column[2].append(content)
-    columns_of_kinds = [(keys, write_column(kind, cells, tensors)) for kind, keys, cells in columns]
-    return dump(columns_of_kinds), tensors
+        else:
+            column[1].append(key)
+            column[2].append(content)
+    encoded = [
+        (write_kind(kind), keys, write_cells(kind, cells, tensors)) for kind, keys, cells in columns
+    ]
+    return dump(encoded), tensors
 
 
-_read_reply = reader(list[tuple[list[ResultKey], Column]])
+_read_reply = reader(list[tuple[WireKind, list[ResultKey], Cells]])
 
 
 def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[ResultKey, Any]]:
@@ -319,6 +403,6 @@ def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[Resu
     """
     rest = iter(tensors)
     found: list[tuple[ResultKey, Any]] = []
-    for keys, column in _read_reply(data):
-        found += zip(keys, read_column(column, rest, len(keys)), strict=True)
+    for kind, keys, cells in _read_reply(data):
+        found += zip(keys, read_cells(read_kind(kind), cells, rest, len(keys)), strict=True)
     return found

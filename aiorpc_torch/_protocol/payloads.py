@@ -1,9 +1,10 @@
-"""Order of calls whose payload travels by torch RPC: large, on a device, or in autograd.
+"""Order of calls behind one whose payload is still on its way.
 
-The connection defines the order. Such a call sends a slot on the connection, and its payload in a
-torch message. The callee holds back later calls of the same object until the payload arrives. Calls
-of other objects start. `Slots` decides which calls start, without an event loop and without torch.
-(tests/loopback/test_payloads.py)
+Later calls of the same object wait; calls of other objects do not. `Slots` decides which calls go
+on, without an event loop and without torch. The sender uses it while tensors are copied to shared
+memory, for the items of a stream too. The callee uses it for what travels by torch RPC: on a
+device, in autograd, between hosts. Such a call sends a slot on the connection, and its payload in a
+torch message. (tests/loopback/test_payloads.py)
 """
 
 import ctypes
@@ -52,9 +53,13 @@ class Slots(Generic[T]):
     def __repr__(self) -> str:
         return f"<Slots {len(self._open)} open, {len(self._early)} payloads early>"
 
-    def __bool__(self) -> bool:
-        """Return whether any call is held back."""
-        return bool(self.queues)
+    def __len__(self) -> int:
+        """Return the number of open slots, and of calls held back behind them."""
+        return sum(map(len, self.queues.values())) if self.queues else 0
+
+    def __contains__(self, number: object) -> bool:
+        """Return whether the slot of a call is open."""
+        return number in self._open
 
     def open(self, number: int, key: Hashable) -> list[T]:
         """Open the slot of call `number` of the object `key`; return the items to start now."""
@@ -111,10 +116,18 @@ class Slots(Generic[T]):
                     return entry.item
         return None
 
+    def numbers(self) -> list[int]:
+        """Return the numbers of the open slots."""
+        return [*self._open]
+
+    def held(self) -> list[T]:
+        """Return the items that are held back."""
+        entries = [entry.item for queue in self.queues.values() for entry in queue]
+        return [item for item in entries if item is not None]
+
     def close(self) -> list[T]:
         """Clear the slots; return the items that have not started."""
-        items = [entry.item for queue in self.queues.values() for entry in queue]
-        left = [item for item in (*items, *self._early.values()) if item is not None]
+        left = [*self.held(), *self._early.values()]
         self.queues.clear()
         self._open.clear()
         self._early.clear()

@@ -21,17 +21,8 @@ from .plain import dump, reader
 from .segment_store import Lease, SegmentStore, store_of
 from .shared_tensors import Block, Place, check_places, place, tensors_at
 
-Sent = Callable[[bytes | None], object]
-"""Sends the frame of a message, or sends the message otherwise if it gets None."""
-
-
 _read_news = reader(tuple[SegmentName | None, bytes | None, list[int], list[int], list[int]])
 _read_shared = reader(tuple[list[tuple[int, int, int, int, bool]], list[Place], bytes])
-
-
-def unshared_frame(data: bytes) -> bytes:
-    """Return the frame of a message without tensors that `SegmentLink.read` reads."""
-    return frame(SHARED, dump(((), (), data)))
 
 
 class Wire(Protocol):
@@ -49,6 +40,25 @@ class Wire(Protocol):
 
     def write(self, data: bytes) -> None:
         """Write frames."""
+
+
+class SharedMessage:
+    """A message whose tensors are in segments. One that is not sent gives them back as garbage."""
+
+    __slots__ = ("_blocks", "_data", "_link")
+
+    def __init__(self, link: "SegmentLink", blocks: Sequence[Block], data: bytes) -> None:
+        self._link = link
+        self._blocks = blocks
+        self._data = data
+
+    def __len__(self) -> int:
+        """Return the bytes of the frame."""
+        return len(self._data)
+
+    def send(self) -> None:
+        """Send the message, once."""
+        self._link.write(self._blocks, self._data)
 
 
 class SegmentLink:
@@ -142,7 +152,7 @@ class SegmentLink:
         self,
         data: bytes,
         tensors: Sequence[Tensor],
-        then: Sent,
+        then: "Callable[[SharedMessage | None], object]",
         is_current: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Send a message with its tensors in segments, if they can be.
@@ -150,8 +160,8 @@ class SegmentLink:
         Args:
             data: The rest of the message.
             tensors: Its tensors.
-            then: Is called with the frame to write, now or when large tensors are copied. It is
-                called with None if the copy has failed.
+            then: Is called once, now or when large tensors are copied: with the message to send,
+                with None if the copy has failed.
             is_current: Returns whether nobody may change the tensors yet. Meanwhile, messages
                 with the same tensors share a copy that is being made.
 
@@ -173,8 +183,13 @@ class SegmentLink:
         self._finish(found[0], body, then)
         return True
 
-    def _finish(self, blocks: Sequence[Block], body: tuple[Any, ...], then: Sent) -> None:
-        """Pass the frame on when all blocks are written."""
+    def _finish(
+        self,
+        blocks: Sequence[Block],
+        body: tuple[Any, ...],
+        then: "Callable[[SharedMessage | None], object]",
+    ) -> None:
+        """Pass the message on when all blocks are written."""
         leases: list[Lease] = [block.lease for block in blocks]
         for lease in leases:
             if not lease.is_written:
@@ -183,12 +198,7 @@ class SegmentLink:
         self._copying -= 1
         is_written = self._wire.is_open and all(each.error is None for each in leases)
         data = self._encode(blocks, body) if is_written else None
-        if data is not None:
-            self._hold(blocks)
-        then(data)
-        for block in blocks:
-            if not block.is_shared:
-                block.lease.close()
+        then(None if data is None else SharedMessage(self, blocks, data))
 
     def _encode(self, blocks: Iterable[Block], body: tuple[Any, ...]) -> bytes | None:
         """Return the frame of a message, None if a frame cannot hold it."""
@@ -197,17 +207,22 @@ class SegmentLink:
         ]
         try:
             return frame(SHARED, dump((names, *body)))
-        except (ValueError, MemoryError):  # too many tensors, for one
+        except Exception:  # too many tensors, for one
             return None
 
-    def _hold(self, blocks: Iterable[Block]) -> None:
-        assert self._store is not None
+    def write(self, blocks: Iterable[Block], data: bytes) -> None:
+        """Write the frame of a message; the peer holds its segments from then on."""
+        if self._store is None:  # the connection has ended
+            return
+        self._wire.write(data)
         self.sent += 1
         for block in blocks:
             number = block.lease.number
             if not self._store.hold(number, None if block.is_shared else self):
                 self._unopened[number] += 1
             self._leased[number] += 1
+            if not block.is_shared:
+                block.lease.close()
 
     def forget(self, number: int) -> None:
         """Tell the peer that a segment of this process is closed."""

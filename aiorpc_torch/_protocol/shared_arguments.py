@@ -9,16 +9,10 @@ from typing import Any, NamedTuple, NoReturn
 
 from .ancestry import BatchId
 from .columns import PACKED, PLAIN, TENSOR, CellKind, cell_bytes, direct_cell
-from .messages import (
-    CALL_OVERHEAD,
-    Arguments,
-    EncodedCall,
-    target_tensors,
-)
+from .messages import Arguments, EncodedCall, HeadCache
 from .pickling import PickledValue, SharedPickle, ValueSlot
 from .plain import are_plain_names
 from .shared_tensors import share
-from .tensors import INLINE_BYTES
 from .wire_targets import EncodedTarget
 
 
@@ -54,14 +48,12 @@ class MemberArguments(NamedTuple):
         kinds: Kind of each cell.
         cells: The cells.
         size: Their bytes.
-        alone: Arguments that a frame of one call may hold, None if there are others.
     """
 
     names: tuple[str, ...] | None
     kinds: tuple[CellKind, ...]
     cells: tuple[Any, ...]
     size: int
-    alone: tuple[Any, ...] | None
 
     @property
     def packed(self) -> PickledValue | None:
@@ -70,17 +62,16 @@ class MemberArguments(NamedTuple):
 
     def call(
         self,
+        heads: HeadCache,
         number: int,
         target: EncodedTarget,
         due: float | None,
         batches: tuple[BatchId, ...] = (),
     ) -> EncodedCall:
         """Return the call of `target` with these arguments."""
-        size = self.size + (target.size if type(target) is PickledValue else 0)
-        tensors = self.cells[0].tensors if self.names is None else TENSOR in self.kinds
-        by_torch = size > INLINE_BYTES or bool(tensors) or bool(target_tensors(target))
-        header = (target, False, self.names, self.kinds, *batches)
-        return EncodedCall(number, header, self.cells, due, size, by_torch)
+        head, packed = heads.head(target, False, self.names, self.kinds), self.packed
+        has_tensors = packed is not None and bool(packed.tensors)
+        return EncodedCall(number, head, self.cells, due, self.size, batches, has_tensors)
 
 
 def encode_for_members(arguments: Arguments, count: int) -> Sequence[MemberArguments]:
@@ -118,11 +109,9 @@ def _as_cells(
     rows = []
     for index in range(count if differs else 1):
         row = [column[index % len(column)] for column in columns]
-        own = _values_of(values, index)
-        if _has_repeated_tensor(own, row):
+        if _has_repeated_tensor(_values_of(values, index), row):
             return None
-        alone = own if len(own) <= 1 and not kwargs else None
-        rows.append(_member(names, row, alone))  # type: ignore[arg-type]
+        rows.append(_member(names, row))  # type: ignore[arg-type]
     return rows if differs else rows * count
 
 
@@ -138,13 +127,11 @@ def _share_tensors(columns: list[Any], values: Sequence[Any]) -> None:
         columns[index] = [(TENSOR, tensor)]
 
 
-def _member(
-    names: tuple[str, ...], row: Sequence[tuple[CellKind, Any]], alone: tuple[Any, ...] | None
-) -> MemberArguments:
+def _member(names: tuple[str, ...], row: Sequence[tuple[CellKind, Any]]) -> MemberArguments:
     kinds = tuple(kind for kind, _ in row)
     cells = tuple(content for _, content in row)
-    size = CALL_OVERHEAD + sum(cell_bytes(kind, content) for kind, content in row)
-    return MemberArguments(names, kinds, cells, size, alone)
+    size = sum(cell_bytes(kind, content) for kind, content in row)
+    return MemberArguments(names, kinds, cells, size)
 
 
 def _values_of(values: Sequence[Any], index: int) -> tuple[Any, ...]:
@@ -173,5 +160,5 @@ def _pickled(arguments: Arguments, count: int) -> Sequence[MemberArguments]:
     rows = []
     for index in range(count):
         packed = shared.fill([each.values[index] for each in differing])
-        rows.append(MemberArguments(None, (PACKED,), (packed,), CALL_OVERHEAD + packed.size, None))
+        rows.append(MemberArguments(None, (PACKED,), (packed,), packed.size))
     return rows

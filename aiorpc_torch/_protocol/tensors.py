@@ -80,6 +80,11 @@ _DTYPES = {
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
+def wire_dtype(dtype: torch.dtype) -> str:
+    """Return the name of a dtype that `small_bytes` takes."""
+    return _NAMES[dtype]
+
+
 def name_of_dtype(dtype: torch.dtype) -> str | None:
     """Return the name of a dtype in messages, None for a quantised one."""
     return _NAMES.get(dtype)
@@ -94,16 +99,6 @@ def dtype_named(name: str) -> torch.dtype:
     if (found := _DTYPES.get(name)) is None:
         raise ValueError(f"unknown dtype: {name!r}")
     return found
-
-
-def write_kind(kind: TensorKind) -> tuple[str, tuple[int, ...]]:
-    """Return a kind as plain values, which pickle faster than torch's objects."""
-    return _NAMES[kind[0]], tuple(kind[1])
-
-
-def read_kind(plain: tuple[str, tuple[int, ...]]) -> TensorKind:
-    """Return the argument of `write_kind`."""
-    return _DTYPES[plain[0]], plain[1]
 
 
 class TensorTable(list[Tensor]):

@@ -186,10 +186,6 @@ class RpcCall(ServerCall):
         """Add stream credit. Ignored unless the call is a stream."""
 
     def succeed(self, value: Any) -> None:
-        is_plain = self.reply is None and type(self) is RpcCall
-        if is_plain and self.session.send_lone_result(self.number, value):
-            self.leave_batch = None
-            return
         try:
             kind, content = self._encode(value)
         except BaseException as exc:  # pickling a user's object may raise anything

@@ -1,82 +1,87 @@
-"""Turn the calls of a message into `RpcCall`s: resolve the target of each group once.
-
-A call that cannot be read or resolved fails alone.
-"""
+"""Turn groups of calls into `RpcCall`s. A call that cannot be read or resolved fails alone."""
 
 import functools
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, NamedTuple
+from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 
 from .._aio.deadlines import deadline_after
 from .._protocol.ancestry import BatchId, BatchScope, from_wire
 from .._protocol.exceptions import RemoteFailure
-from .._protocol.messages import Arguments, CallGroup, Calls
-from .._protocol.targets import CreateTarget, order_key
-from .calls import CreateCall, Joiner, RpcCall
-from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
+from .._protocol.messages import MAX_HEADS, MAX_KNOWN_HEAD, Group
+from .calls import RpcCall
 from .exports import ExportPolicy
-from .methods import LoneMethod, resolve
+from .methods import KnownHead
 from .session import Session
 from .stream_writer import StreamCall
 
 
 def calls_of(
-    message: Calls,
+    groups: Sequence[Group],
     tensors: Sequence[Tensor],
     session: Session,
     reply: Any,
     worker: str,
     exports: ExportPolicy | None = None,
 ) -> list[RpcCall]:
-    """Return the calls of `message`, in order. Raises if the message is inconsistent.
+    """Return the calls of a message, in order. Raises if the message is inconsistent.
 
     `reply` answers calls that came by torch RPC. If it is None, the session answers.
     """
-    calls = []
-    rest, count = iter(tensors), len(message.numbers)
-    groups = [
-        ResolvedTarget.resolve(CallGroup(group, rest, count), exports) for group in message.groups
+    rest = iter(tensors)
+    if len(groups) == 1:
+        return _calls_in(groups[0], rest, session, reply, worker, exports)
+    calls = [
+        call for group in groups for call in _calls_in(group, rest, session, reply, worker, exports)
     ]
-    order = message.order or itertools.repeat(0)
-    budgets = message.budgets or itertools.repeat(None)
-    for number, index, budget in zip(message.numbers, order, budgets, strict=False):
-        target = groups[index]
-        function, joiner, arguments = target.function, target.joiner, next(target.arguments)
-        if isinstance(arguments, RemoteFailure):
-            function, joiner, arguments = arguments.raise_, None, _NO_ARGUMENTS
-        deadline = None if budget is None else deadline_after(budget)
-        call = target.call_type(
-            session, reply, number, function, arguments, deadline, worker, target.on_loop, joiner
-        )
-        call.order_key = target.order_key
-        if target.batches:
-            call.scope = _batch_scope(from_wire(worker, target.batches), session, number)
-        calls.append(call)
-    if len(calls) < count:
-        raise ValueError(f"a message must have {count} calls, got {len(calls)}")
+    calls.sort(key=attrgetter("number"))
     return calls
 
 
-def lone_call(
+def _calls_in(
+    group: Group,
+    tensors: Iterator[Tensor],
     session: Session,
-    number: int,
-    method: LoneMethod,
-    args: tuple[Any, ...],
+    reply: Any,
     worker: str,
-    exports: ExportPolicy | None = None,
-) -> RpcCall:
-    """Return the call of a frame of one call. It raises the reason if it cannot be resolved."""
+    exports: ExportPolicy | None,
+) -> list[RpcCall]:
+    head, numbers = _known_head(session, group.head), group.numbers
     try:
-        function, on_loop, joiner = method.resolve(exports)
-    except BaseException as exc:
-        function, on_loop, joiner = functools.partial(_raise, exc), False, None
-    kind: Callable[..., RpcCall] = RpcCall if type(joiner) is not Entrance else ExclusiveCall
-    call = kind(session, None, number, function, (args, {}), None, worker, on_loop, joiner)
-    call.order_key = method.target.on
-    return call
+        function, on_loop, joiner, kind = head.resolve(tensors, exports)
+    except BaseException as exc:  # each call of the group raises it
+        head.skip(group, tensors)
+        return failing_calls(numbers, session, reply, worker, exc, stream=head.stream)
+    calls = []
+    budgets = group.budgets or itertools.repeat(None)
+    # Not strict: the budgets are as many, or without end.
+    for number, budget, row in zip(numbers, budgets, head.rows(group, tensors), strict=False):
+        deadline = None if budget is None else deadline_after(budget)
+        if isinstance(row, RemoteFailure):
+            call = kind(session, reply, number, row.raise_, _NOTHING, deadline, worker, on_loop)
+        else:
+            call = kind(session, reply, number, function, row, deadline, worker, on_loop, joiner)
+        call.order_key = head.key
+        if group.batches:
+            call.scope = _batch_scope(from_wire(worker, group.batches), session, number)
+        calls.append(call)
+    return calls
+
+
+def _known_head(session: Session, data: bytes) -> KnownHead:
+    head: KnownHead | None = session.heads.get(data)
+    if head is None:
+        head = KnownHead(data)
+        # What is pickled differs from call to call, and so does a fork of an RRef.
+        differs = isinstance(head.target, bytes) or isinstance(head.target.on, bytes)
+        if not differs and len(data) <= MAX_KNOWN_HEAD:
+            if len(session.heads) >= MAX_HEADS:
+                session.heads.clear()
+            session.heads[data] = head
+    return head
 
 
 def _batch_scope(batches: frozenset[BatchId], session: Session, number: int) -> BatchScope:
@@ -91,51 +96,23 @@ def _batch_scope(batches: frozenset[BatchId], session: Session, number: int) -> 
 
 
 def failing_calls(
-    message: Calls, session: Session, reply: Any, worker: str, exc: BaseException
+    numbers: Sequence[int],
+    session: Session,
+    reply: Any,
+    worker: str,
+    exc: BaseException,
+    *,
+    stream: bool = False,
 ) -> list[RpcCall]:
-    """Return a call that raises `exc` for each call of `message`."""
+    """Return a call that raises `exc` for each number."""
+    kind: Callable[..., RpcCall] = StreamCall if stream else RpcCall
     function = functools.partial(_raise, exc)
     return [
-        RpcCall(session, reply, number, function, ((), {}), None, worker, False)
-        for number in message.numbers
+        kind(session, reply, number, function, _NOTHING, None, worker, False) for number in numbers
     ]
 
 
-class ResolvedTarget(NamedTuple):
-    """The function of a group of calls, or a function that raises the reason why there is none."""
-
-    function: Callable[..., Any]
-    on_loop: bool
-    joiner: Joiner | Entrance | None
-    call_type: Callable[..., RpcCall]
-    arguments: Iterator[Any]
-    batches: Sequence[BatchId]
-    order_key: Any = None
-
-    @classmethod
-    def resolve(cls, group: CallGroup, exports: ExportPolicy | None) -> "ResolvedTarget":
-        kind: Callable[..., RpcCall] = StreamCall if group.stream else RpcCall
-        try:
-            target = group.target() if exports is None else group.target(exports.load_target)
-            if isinstance(target, RemoteFailure):
-                target.raise_()
-            function, on_loop, joiner = resolve(target, exports)
-        except BaseException as exc:  # each call of the group raises it
-            group.skip()
-            nothing = itertools.repeat(_NO_ARGUMENTS)
-            return cls(functools.partial(_raise, exc), False, None, kind, nothing, ())
-        if isinstance(target, CreateTarget):
-            kind = CreateCall
-        arguments = iter(group.calls())
-        key = order_key(target)
-        if type(joiner) is Entrance:
-            kind = ExclusiveStream if group.stream else ExclusiveCall
-        elif group.stream:
-            joiner = None
-        return cls(function, on_loop, joiner, kind, arguments, group.batches, key)
-
-
-_NO_ARGUMENTS: Arguments = (), {}
+_NOTHING: Any = (), {}
 
 
 def _raise(exc: BaseException, *_: Any, **__: Any) -> None:

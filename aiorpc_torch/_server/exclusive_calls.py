@@ -79,12 +79,6 @@ class ExclusiveCall(CallInTurn, RpcCall):
 
     __slots__ = ("turn",)
 
-    def succeed(self, value: Any) -> None:
-        if self.reply is None and self.session.send_lone_result(self.number, value):
-            self._leave()
-        else:
-            super().succeed(value)
-
 
 class ExclusiveStream(CallInTurn, StreamCall):
     """A call of a generator. Its turn ends when the generator has ended."""

@@ -1,84 +1,109 @@
-"""Methods that lone calls name: resolved once in a session, and verified at each call."""
+"""What groups of calls run: resolved once in a session, and verified at each group."""
 
 import contextlib
 import functools
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
+from torch import Tensor
+
+from .._protocol.exceptions import RemoteFailure
 from .._protocol.exclusive import is_exclusive, turns_of
-from .._protocol.lone import decode_method
+from .._protocol.messages import CallHead
 from .._protocol.runtime import runs_on_loop
-from .._protocol.targets import Target
+from .._protocol.targets import CreateTarget, MethodTarget, Target, order_key
+from .._protocol.wire_targets import decode_target
 from .._torch import rrefs
-from .calls import Joiner, batch_joiner
+from .calls import CreateCall, Joiner, RpcCall, batch_joiner
 from .exclusive import unguarded
-from .exclusive_calls import Entrance
+from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
 from .exports import ExportPolicy
-
-Resolved = tuple[Callable[..., Any], bool, Joiner | Entrance | None]
-"""The function of a target, whether it starts on the loop, and what it joins or enters."""
+from .stream_writer import StreamCall
 
 
-def resolve(target: Target, exports: ExportPolicy | None) -> Resolved:
-    """Return the function of a target.
+class Resolved(NamedTuple):
+    """The function of a group of calls.
 
-    Raises an exception of any class if the object is gone, the call is not exported, or user code
-    raises.
+    Attributes:
+        on_loop: Whether it starts on the loop.
+        joiner: What its calls join or enter.
+        kind: The class of its calls.
     """
-    owner = None if target.on is None else rrefs.find_object(target.on)
-    return _resolve_on(owner, target, exports)
+
+    function: Callable[..., Any]
+    on_loop: bool
+    joiner: Joiner | Entrance | None
+    kind: Callable[..., RpcCall]
 
 
-def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None) -> Resolved:
-    if exports is not None:
-        exports.check(target, owner)
-    function = target.bind(owner)
-    on_loop, joiner = runs_on_loop(function), batch_joiner(function)
-    if joiner is None and is_exclusive(owner):  # a batch takes the turn when it runs
-        return unguarded(function), True, Entrance(turns_of(owner), on_loop)
-    return function, on_loop, joiner
-
-
-class LoneMethod:
-    """Cache of one resolved method, for the lone calls that name it by the same `encoded` target.
+class KnownHead(CallHead):
+    """The head of groups of calls, read once in a session, and the method that it named last.
 
     It refers to the object weakly. While the object and its function are those of the last call, no
-    other look-up is needed. Otherwise the target is resolved like that of any other call.
+    other look-up is needed.
     """
 
-    __slots__ = ("_function", "_join", "_object", "_on_loop", "target")
+    __slots__ = ("_function", "_join", "_kind", "_object", "_on_loop", "key")
 
-    def __init__(self, encoded: bytes) -> None:
-        self.target = decode_method(encoded)
+    def __init__(self, data: bytes) -> None:
+        super().__init__(data)
+        self.key: Any = None  # of the object, whose calls stay in order
         self._object: Callable[[], Any] = _nothing
         self._function: Any = None
         self._on_loop = False
         self._join: Callable[..., Any] | None = None
+        self._kind: Callable[..., RpcCall] = RpcCall
 
-    def resolve(self, exports: ExportPolicy | None) -> Resolved:
-        """Return the function now. Raises the same as `resolve`."""
+    def resolve(self, tensors: Iterator[Tensor], exports: ExportPolicy | None) -> Resolved:
+        """Return the function of a group; take the tensors of its target.
+
+        Raises an exception of any class if the object is gone, the call is not exported, or user
+        code raises.
+        """
         owner = self._object()
         if owner is not None:
             function = getattr(owner, self.target.name, None)
             if type(function) is MethodType and function.__func__ is self._function:
                 join = self._join
-                return function, self._on_loop, join and functools.partial(join, owner)
-        return self._resolve_again(exports)
+                joiner = None if join is None else functools.partial(join, owner)
+                return Resolved(function, self._on_loop, joiner, self._kind)
+        return self._resolve_again(self.tensors_of_target(tensors), exports)
 
-    def _resolve_again(self, exports: ExportPolicy | None) -> Resolved:
-        owner = rrefs.find_object(self.target.on)
-        function, on_loop, joiner = found = _resolve_on(owner, self.target, exports)
-        self._object = _nothing
-        if type(joiner) is Entrance:
-            return found
-        if type(function) is MethodType and function.__self__ is owner:
+    def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
+        decode = decode_target if exports is None else exports.load_target
+        target: Any = decode(self.target, tensors)
+        if isinstance(target, RemoteFailure):
+            target.raise_()
+        self.key, self._object = order_key(target), _nothing
+        owner = None if target.on is None else rrefs.find_object(target.on)
+        found = _resolve_on(owner, target, exports, self.stream)
+        function: Any = found.function
+        joiner = found.joiner
+        is_method = isinstance(target, MethodTarget) and type(function) is MethodType
+        if is_method and function.__self__ is owner and type(joiner) is not Entrance:
             with contextlib.suppress(TypeError):  # its class has no weak references
                 self._object = weakref.ref(owner)
-            self._function, self._on_loop = function.__func__, on_loop
+            self._function, self._on_loop, self._kind = function.__func__, found.on_loop, found.kind
             self._join = joiner.func if isinstance(joiner, functools.partial) else None
         return found
+
+
+def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream: bool) -> Resolved:
+    if exports is not None:
+        exports.check(target, owner)
+    function = target.bind(owner)
+    on_loop, joiner = runs_on_loop(function), batch_joiner(function)
+    if joiner is None and is_exclusive(owner):  # a batch takes the turn when it runs
+        entrance = Entrance(turns_of(owner), on_loop)
+        kind = ExclusiveStream if stream else ExclusiveCall
+        return Resolved(unguarded(function), True, entrance, kind)
+    if isinstance(target, CreateTarget):
+        return Resolved(function, on_loop, joiner, CreateCall)
+    if stream:
+        return Resolved(function, on_loop, None, StreamCall)
+    return Resolved(function, on_loop, joiner, RpcCall)
 
 
 def _nothing() -> None:

@@ -20,7 +20,14 @@ from .._protocol.endpoints import completed_future
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.handshake import Party, dump_introduction
 from .._protocol.members import Members, replaced_text
-from .._protocol.messages import Calls, ResultKey, SessionKey, encode_reply, load_payload
+from .._protocol.messages import (
+    Group,
+    ResultKey,
+    SessionKey,
+    encode_reply,
+    load_payload,
+    numbers_of,
+)
 from .._protocol.name_table import NameTable
 from .._protocol.payloads import detach_data
 from .._protocol.peer_observer import PeerObserver
@@ -33,17 +40,14 @@ from .._torch.profiling import profiler_enabled
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
 from .calls import RpcCall, ServerCall
 from .created import CreatedObjects
-from .dispatch import calls_of, failing_calls, lone_call
+from .dispatch import calls_of, failing_calls
 from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
-from .methods import LoneMethod
 from .reply import reply_for
 from .session import Payload, Session
 from .sessions import SessionTable
 from .torch_clients import TorchCall
-
-MAX_METHODS = 1024  # that a session remembers
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -114,13 +118,13 @@ class Server:
         answer: Any = RawFuture(self._routes.used)  # base of torch.futures.Future, faster to create
         try:
             data, tensors = detach_data(data, tensors)
-            key, context, message = load_payload(data)
+            key, context, groups = load_payload(data)
             reply = reply_for(context, answer, tensors)
         except BaseException as exc:
             log.warning("worker %r rejected an unreadable payload: %r", self.name, exc)
             error = RemoteError(f"worker {self.name!r} cannot read the payload of a call: {exc!r}")
             return completed_future(RemoteFailure.of(error, self.name))
-        payload = Payload(message, tensors, reply, context, fence_tensors(tensors))
+        payload = Payload(groups, tensors, reply, context, fence_tensors(tensors))
         self._executor.call_on_loop(functools.partial(self._on_payload, key, payload))
         return answer  # type: ignore[no-any-return]
 
@@ -184,42 +188,23 @@ class Server:
                 RemoteError(f"no connection to worker {self.name!r}: {exc}"), ""
             )
 
-    def start_lone_call(
-        self, session: Session, number: int, target: bytes, args: tuple[Any, ...]
+    def start_calls(
+        self, session: Session, groups: Sequence[Group], tensors: Sequence[Tensor] = ()
     ) -> None:
-        """Start the call of a frame of one call."""
-        session.served += 1
-        session.read_at = time.monotonic()
-        if number in session.calls:
-            raise ValueError(f"call number {number} is already running")
-        method = session.methods.get(target)
-        if method is None:
-            method = LoneMethod(target)
-            if len(session.methods) < MAX_METHODS:
-                session.methods[target] = method
-        call = lone_call(session, number, method, args, self.name, self._exports)
-        if profiler_enabled():
-            call.record()
-        if session.admit(call):
-            self._executor.start((call,))
-
-    def start_calls(self, session: Session, message: Calls) -> None:
-        """Start the calls of a frame, in order."""
-        calls = self._calls_of(session, message)
+        """Start the calls of a frame, in order; `tensors` are those in shared memory."""
+        calls = self._calls_of(session, groups, tensors)
         if session.slots:
             calls = [call for call in calls if session.admit(call)]
         self._executor.start(calls)
 
     def start_payload_call(self, session: Session, payload: Payload) -> None:
         """Start a call whose payload has arrived."""
-        if payload.message.numbers[0] in session.calls:
-            if payload.reply is None:
-                raise ValueError("a payload has the number of a call that is already running")
+        if payload.groups[0].numbers[0] in session.calls:
             payload.reply.set_result(NO_RESULTS)  # the caller repeated a number
             return
         if payload.fence is not None:  # before user code that unpickles the arguments
             payload.fence.wait()
-        calls = self._calls_of(session, payload.message, payload)
+        calls = self._calls_of(session, payload.groups, payload.tensors, payload.reply)
         for call in calls:
             call.fence = payload.fence
         self._executor.start(calls)
@@ -229,18 +214,22 @@ class Server:
         self._executor.start([call])
 
     def _calls_of(
-        self, session: Session, message: Calls, payload: Payload | None = None
+        self,
+        session: Session,
+        groups: Sequence[Group],
+        tensors: Sequence[Tensor],
+        reply: Any = None,
     ) -> list[RpcCall]:
-        session.served += len(message.numbers)
+        numbers = numbers_of(groups)
+        session.served += len(numbers)
         session.read_at = time.monotonic()
-        if not session.calls.keys().isdisjoint(message.numbers):
+        if not session.calls.keys().isdisjoint(numbers):
             raise ValueError("a message has the number of a call that is already running")
-        tensors, reply = ((), None) if payload is None else (payload.tensors, payload.reply)
         try:
-            calls = calls_of(message, tensors, session, reply, self.name, self._exports)
+            calls = calls_of(groups, tensors, session, reply, self.name, self._exports)
         except BaseException as exc:  # later calls of the session must still be served
             log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
-            return failing_calls(message, session, reply, self.name, exc)
+            return failing_calls(numbers, session, reply, self.name, exc)
         if profiler_enabled():
             for call in calls:
                 call.record()
@@ -251,7 +240,7 @@ class Server:
         if session is None:
             payload.reply.set_result(NO_RESULTS)
         else:
-            session.on_payload(payload.message.numbers[0], payload)
+            session.on_payload(payload.groups[0].numbers[0], payload)
 
     def cancel(self, call: RpcCall) -> None:
         """Cancel a call."""

@@ -7,6 +7,7 @@ caller.
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
@@ -17,11 +18,10 @@ import torch
 from torch import Tensor
 
 from .._protocol.channel import Channel, channel_repr
-from .._protocol.columns import COMING, FAILED, HELD, cell_bytes, cell_tensors
+from .._protocol.columns import FAILED, HELD, cell_bytes, cell_tensors
 from .._protocol.connection_state import ReplyState
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.frames import (
-    CALL,
     CALLS,
     CONTROL,
     MAX_FRAME,
@@ -34,11 +34,17 @@ from .._protocol.frames import (
     frame,
 )
 from .._protocol.handshake import Party
-from .._protocol.lone import decode_call, encode_result
-from .._protocol.messages import Calls, EncodedResult, SessionKey, encode_reply, load_calls
+from .._protocol.messages import (
+    EncodedResult,
+    Group,
+    SessionKey,
+    encode_reply,
+    load_calls,
+    numbers_of,
+)
 from .._protocol.payloads import Slots, message_for_torch
 from .._protocol.plain import reader
-from .._protocol.segment_link import SegmentLink, unshared_frame
+from .._protocol.segment_link import SegmentLink, SharedMessage
 from .._protocol.tensors import INLINE_BYTES
 from .._torch import devices
 from .._torch.rrefs import RRefId
@@ -51,13 +57,9 @@ _read_slot = reader(tuple[int, RRefId | str | None])
 
 
 class Payload(NamedTuple):
-    """The arguments of a call, which came by torch RPC or in shared memory, apart from its slot.
+    """A call that came by torch RPC, apart from its slot, and the future of the reply."""
 
-    Attributes:
-        reply: Future of the reply if it came by torch RPC, None if it came in shared memory.
-    """
-
-    message: Calls
+    groups: Sequence[Group]
     tensors: Sequence[Tensor]
     reply: Any
     context: int
@@ -67,13 +69,10 @@ class Payload(NamedTuple):
 class Handler(Protocol):
     """The receiver of a session's calls."""
 
-    def start_lone_call(
-        self, session: "Session", number: int, target: bytes, args: tuple[Any, ...]
+    def start_calls(
+        self, session: "Session", groups: Sequence[Group], tensors: Sequence[Tensor] = ()
     ) -> None:
-        """Start the call of a frame of one call."""
-
-    def start_calls(self, session: "Session", message: Calls) -> None:
-        """Start the calls of a frame, in order."""
+        """Start the calls of a frame, in order; `tensors` are those in shared memory."""
 
     def start_payload_call(self, session: "Session", payload: Payload) -> None:
         """Start a call whose payload has arrived."""
@@ -118,7 +117,7 @@ class Session(Channel):
         self.key: SessionKey = (caller.name, caller.number, connection)
         self.calls: dict[int, Any] = {}
         self.slots: Slots[Any] = Slots()
-        self.methods: dict[bytes, Any] = {}  # of lone calls, by target
+        self.heads: dict[bytes, Any] = {}  # of groups of calls
         self.retired = asyncio.Event()  # set when no further call comes
         self.served = 0
         self.read_at = 0.0  # `time.monotonic()` of the last message with calls
@@ -126,10 +125,12 @@ class Session(Channel):
         self._handler = handler
         self._call_on_loop = call_on_loop
         self._mapped = mapped
-        self._thread = get_ident()
+        self._loop_thread = get_ident()
         self._replies = ReplyState()
         self._held: dict[Any, tuple[EncodedResult, int]] = {}  # with their sizes in bytes
         self._segments = SegmentLink(self, self._loop)
+        self._copies: Slots[Any] = Slots()  # results that are copied to shared memory
+        self._copy_numbers = itertools.count()
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -144,13 +145,10 @@ class Session(Channel):
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
     def on_frame(self, kind: int, data: bytes) -> int:
-        if kind == CALL:
-            self._handler.start_lone_call(self, *decode_call(data))
-            return 1
         if kind == CALLS:
-            message = load_calls(data)
-            self._handler.start_calls(self, message)
-            return len(message.numbers)
+            groups = load_calls(data)
+            self._handler.start_calls(self, groups)
+            return len(numbers_of(groups))
         if kind == CONTROL:
             return self._on_control(*_read_control(data))
         if kind == SLOT:
@@ -159,8 +157,7 @@ class Session(Channel):
             return 1
         if kind == SHARED:
             data, tensors = self._segments.read(data)
-            message = load_calls(data)
-            self.on_payload(message.numbers[0], Payload(message, tensors, None, -1, None))
+            self._handler.start_calls(self, load_calls(data), tensors)
             return 1
         if kind == SEGMENTS:
             self._segments.on_frame(data)
@@ -181,13 +178,10 @@ class Session(Channel):
         return not self.slots.queues or self.slots.admit(call.order_key, call)
 
     def on_payload(self, number: int, payload: Payload) -> None:
-        """Handle a payload that came by torch RPC or in shared memory."""
-        if self.ended.is_set():
-            _complete_reply(payload.reply, ())
-            return
-        ready = self.slots.fill(number, payload)
+        """Handle a payload that came by torch RPC."""
+        ready = None if self.ended.is_set() else self.slots.fill(number, payload)
         if ready is None:  # cancelled by the caller
-            self._drop(number, payload)
+            _complete_reply(payload.reply, ())
         else:
             self._start_held(ready)
 
@@ -199,19 +193,16 @@ class Session(Channel):
             else:
                 self._handler.start_held_call(item)
 
-    def _drop(self, number: int, payload: Payload) -> None:
-        """Answer a cancelled call that has not started, so that the sender frees its slot."""
-        if payload.reply is None:
-            failure = RemoteFailure.of(asyncio.CancelledError(), "the callee")
-            self._queue_result((number, FAILED, failure))
-        else:
-            _complete_reply(payload.reply, ())
+    def _drop_held(self, item: Any) -> None:
+        """Answer a cancelled call that has not started, if torch awaits its reply."""
+        if isinstance(item, Payload):
+            _complete_reply(item.reply, ())
 
     def _on_control(self, cancels: Sequence[int], grants: Sequence[tuple[int, int]]) -> int:
         for number in cancels:
             self._start_held(self.slots.drop(number))
             if (held := self.slots.take(number)) is not None:  # waits for another payload
-                self._drop(number, held)
+                self._drop_held(held)
             self._release_all(number)
             if (call := self.calls.get(number)) is not None:
                 self._handler.cancel(call)
@@ -233,26 +224,10 @@ class Session(Channel):
             if self.events:
                 self._call_on_loop(functools.partial(self._end_event, result[0]))
             _complete_reply(reply, (result,))
-        elif get_ident() == self._thread:
+        elif get_ident() == self._loop_thread:
             self._queue_result(result)
         else:
             self._call_on_loop(functools.partial(self._queue_result, result))
-
-    def send_lone_result(self, number: int, value: Any) -> bool:
-        """Send the result of the only running call at once; return whether this was possible."""
-        if len(self.calls) != 1 or get_ident() != self._thread or self._replies.results:
-            return False
-        try:
-            data = encode_result(number, value) if self.is_open else None
-        except Exception:  # out of memory, for one: the queue answers with a failure
-            return False
-        if data is None:
-            return False
-        if self.calls.pop(number, None) is not None:
-            self.write(data)
-        if self.events:
-            self._end_event(number)
-        return True
 
     def check_sendable(self, tensors: Iterable[Tensor]) -> None:
         """Raise for a tensor that torch cannot send back, since it would fail its whole message."""
@@ -263,13 +238,18 @@ class Session(Channel):
             self._end_event(result[0])
         if self.ended.is_set() or self._is_closing:
             return
-        kind, content = result[1:]
+        key, kind, content = result
         size = cell_bytes(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
-            if self._send_shared(result, size):
+            if self._segments.can_send and self._copy(result, size):
                 return
             result, size = self._hold(result, size), 0
-        self._queue(result, size)
+        if not (type(key) is tuple and self._copies and self._must_wait(key[0], result, size)):
+            self._queue(result, size)
+
+    def _must_wait(self, number: int, item: EncodedResult, size: int) -> bool:
+        """Return whether an item of a stream waits for the copies before it."""
+        return not self._copies.admit(number, (item, size))
 
     def _queue(self, result: EncodedResult, size: int) -> None:
         """Queue a result for its frame."""
@@ -278,37 +258,35 @@ class Session(Channel):
         else:
             self.flush_soon()
 
-    def _send_shared(self, result: EncodedResult, size: int) -> bool:
-        """Send a large result in shared memory; return False if it has to be held."""
-        if not self._segments.can_send:
-            return False
-        is_item = type(result[0]) is tuple
-        if is_item:
-            self._queue((result[0], COMING, size), 0)  # its place in the stream
-        written = functools.partial(self._on_written, result, size)
+    def _copy(self, result: EncodedResult, size: int) -> bool:
+        """Begin to copy a result to shared memory; return False if it cannot be sent there."""
+        key, copy = result[0], next(self._copy_numbers)
+        self._copies.open(copy, key[0] if isinstance(key, tuple) else (key,))
         try:
-            is_sent = self._segments.send(*encode_reply((result,)), written)
+            then = functools.partial(self._on_copied, copy, result, size)
+            if self._segments.send(*encode_reply((result,)), then):
+                return True
         except Exception as exc:  # no memory, for one: torch's reply says so
             log.debug("a result cannot be written to shared memory: %r", exc)
-            is_sent = False
-        if is_item and not is_sent:
-            written(None)
-        return is_item or is_sent
+        self._queue_all(self._copies.drop(copy))
+        return False
 
-    def _on_written(self, result: EncodedResult, size: int, data: bytes | None) -> None:
-        """Send the frame of a result in shared memory; hold the result if there is none."""
-        if not self.is_open:
-            return
-        is_item = type(result[0]) is tuple
-        if data is None:
-            held = self._hold(result, size)
-            if not is_item:
-                self._queue(held, 0)
-                return
-            data = unshared_frame(encode_reply((held,))[0])
-        if is_item:  # after its announcement
-            self.flush()
-        self.write(data)
+    def _on_copied(
+        self, copy: int, result: EncodedResult, size: int, message: SharedMessage | None
+    ) -> None:
+        """Send a copied result, and the items behind it."""
+        if self.is_open:
+            item = (self._hold(result, size), 0) if message is None else message
+            self._queue_all(self._copies.fill(copy, item) or ())
+
+    def _queue_all(self, items: Iterable[Any]) -> None:
+        """Queue results with their sizes; send those in shared memory after what is queued."""
+        for item in items:
+            if isinstance(item, SharedMessage):
+                self.flush()
+                item.send()
+            else:
+                self._queue(*item)
 
     def _end_event(self, key: Any) -> None:
         """End the event of an answered call. A profiler accepts that on the loop's thread only."""
@@ -336,9 +314,7 @@ class Session(Channel):
     def flush(self) -> None:
         if not self.is_open:
             return
-        frames = []
-        for results in self._replies.batches():
-            frames += self._frames(results)
+        frames = [each for results in self._replies.take() for each in self._frames(results)]
         if frames:
             self.write(frames[0] if len(frames) == 1 else b"".join(frames))
 
@@ -386,9 +362,9 @@ class Session(Channel):
         self.events.clear()
         if not self._received_close:
             self._handler.on_session_end(self, "lost" if error is not None else "ended", "")
+        self._copies.close()
         for item in self.slots.close():
-            if isinstance(item, Payload):
-                _complete_reply(item.reply, ())
+            self._drop_held(item)
 
 
 def _complete_reply(reply: Any, results: Sequence[EncodedResult]) -> None:

@@ -490,12 +490,12 @@ async def test_a_call_that_is_cancelled_while_it_is_copied(
 async def test_a_payload_behind_another_that_is_cancelled(
     shelf: Shelf, copies: list[Callable[[], None]]
 ) -> None:
-    """Its tensors have arrived; its turn has not come."""
+    """Its tensors are copied; its turn to be sent has not come."""
     proxy = remote(RRef(shelf))
     first = asyncio.ensure_future(proxy.keep(torch.ones(HUGE)))
     await until(lambda: len(copies) == 1)
     second = asyncio.ensure_future(proxy.keep(torch.ones(LARGE)))
-    await until(lambda: bool(own_session()._segments._buffers))
+    await until(lambda: bool(own_connection()._state._copies.held()))
     second.cancel()
     await asyncio.wait((second,))
     copies.pop()()
@@ -751,10 +751,10 @@ async def test_a_segment_that_is_another_file(world: aiorpc.Worker, what: str) -
 
 
 async def test_frames_of_a_large_call(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A slot and its payload; then the result, and no call by torch."""
+    """The call and the result, each with its tensor, and no call by torch."""
     tap = Tap(monkeypatch)
     await remote(RRef(shelf)).echo(torch.rand(LARGE))
-    assert (tap.count(SLOT), tap.count(SHARED), tap.count(CALLS)) == (1, 2, 0)
+    assert (tap.count(SLOT), tap.count(SHARED), tap.count(CALLS)) == (0, 2, 0)
 
 
 def test_a_store_is_closed_with_its_last_link() -> None:
