@@ -28,22 +28,21 @@ class InlineFuture:
         "_state",
         "_step",
         "event",  # of a profiler that records the call, until its result; else not set
-        "source",
-        "started",
-        "target",
+        "source",  # the target of the call as the caller named it
+        "started",  # `time.monotonic()` of the call
+        "target",  # as encoded
     )
 
     event: Any
+    source: Any
+    started: float
+    target: Any
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
         self._state = "waiting"
-        self._result: Any = None
         self._step: Step | None = None
         self._asyncio_future_blocking = False
-        self.target: Any = None  # of the call with this result, as encoded
-        self.source: Any = None  # the target as the caller named it
-        self.started = 0.0  # `time.monotonic()` of the event-loop iteration of the call
 
     def __repr__(self) -> str:
         return f"<InlineFuture {self._state}>"

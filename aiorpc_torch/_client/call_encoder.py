@@ -12,7 +12,14 @@ import torch
 from .._protocol.ancestry import entered_scopes, to_wire
 from .._protocol.columns import PACKED
 from .._protocol.exceptions import try_add_note
-from .._protocol.messages import Arguments, EncodedCall, HeadCache, encode_call
+from .._protocol.messages import (
+    Arguments,
+    EncodedCall,
+    HeadCache,
+    encode_call,
+    encode_lone,
+)
+from .._protocol.recording import record_for_call
 from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import MethodTarget, Target, call_name, order_key
 from .._protocol.wire_targets import EncodedTarget, encode_target
@@ -40,11 +47,25 @@ class CallEncoder:
         # By name: a weak reference to the RRef, and the target.
         self._methods: dict[str, tuple[Callable[[], Any], EncodedTarget]] = {}
 
+    def lone(
+        self, number: int, target: Target, args: tuple[Any, ...]
+    ) -> tuple[EncodedTarget, bytes] | None:
+        """Return target and frame of a call that is sent at once, None if `call` encodes it."""
+        known = self._methods.get(target.name) if type(target) is MethodTarget else None
+        if known is None or known[0]() is not target.on:
+            return None
+        if entered_scopes() or record_for_call() is not None:
+            return None
+        data = encode_lone(self._heads, number, known[1], args)
+        return None if data is None else (known[1], data)
+
     def call(
         self, number: int, target: Target, stream: bool, args: Arguments, due: float | None
     ) -> EncodedCall:
         """Encode a call. Raises what pickling raises, and for a tensor that cannot be sent."""
-        encoded = self._encode_target(target)
+        known = self._methods.get(target.name) if type(target) is MethodTarget else None
+        is_known = known is not None and known[0]() is target.on
+        encoded = known[1] if is_known else self._encode_target(target)  # type: ignore[index]
         batches = to_wire(self._caller) if entered_scopes() else ()
         try:
             call = encode_call(self._heads, number, encoded, stream, args, due, batches)
@@ -71,9 +92,6 @@ class CallEncoder:
     def _encode_target(self, target: Target) -> EncodedTarget:
         if type(target) is not MethodTarget:
             return encode_target(target, _rref_id(target))
-        known = self._methods.get(target.name)
-        if known is not None and known[0]() is target.on:
-            return known[1]
         rref_id = _rref_id(target)
         encoded = encode_target(target, rref_id)
         # Without an id it is a fork of the RRef, which serves one call.

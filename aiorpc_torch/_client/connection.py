@@ -139,9 +139,28 @@ class Connection(Channel):
     def call(self, target: Target, args: Arguments, due: float | None) -> tuple[int, InlineFuture]:
         """Send a call; return its number and the future of its value, or of its failure."""
         future = InlineFuture(self._loop)
+        if due is None and not (args[1] or self._pending) and self._state.may_send_alone():
+            lone = self.encoder.lone(self._calls, target, args[0])
+            if lone is not None and lone[0] not in self._transfers.large_results:
+                return self._send_alone(*lone, future, target), future
         call = self.encoder.call(self._calls, target, False, args, due)
         self._submit(call, future, target)
         return call.number, future
+
+    def _send_alone(
+        self, encoded: EncodedTarget, data: bytes, future: InlineFuture, target: Target
+    ) -> int:
+        """Send a call without the queue; return its number."""
+        number = self._calls
+        self._calls = number + 1
+        self._messages += 1
+        self._state.window.sent(number, len(data))
+        future.target, future.source, future.started = encoded, target, time.monotonic()
+        self._pending[number] = future
+        if profiler_enabled():
+            self._record(future, target)
+        self._write(CALLS, data)
+        return number
 
     def call_prepared(
         self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None
@@ -199,9 +218,9 @@ class Connection(Channel):
         if call.recorded is not None or (large_results and call.head.target in large_results):
             call.by_torch = call.is_large = True
         is_idle = not self._pending
-        self._pending[call.number] = receiver
         receiver.target, receiver.source = call.head.target, target
         receiver.started = time.monotonic()
+        self._pending[call.number] = receiver
         if profiler_enabled():
             self._record(receiver, target)
         if self._holding is not None:
@@ -270,9 +289,8 @@ class Connection(Channel):
         self.flush()
 
     def _write(self, kind: int, data: bytes) -> None:
-        written = frame(kind, data)
-        self._bytes += len(written)
-        self.write(written)
+        self._bytes += len(data)
+        self.write(frame(kind, data))
 
     def _send(self, calls: Sequence[EncodedCall]) -> None:
         """Send calls in one frame, in several if they are too large."""
@@ -358,8 +376,7 @@ class Connection(Channel):
 
     def on_frame(self, kind: int, data: bytes) -> int:
         if kind == RESULTS:
-            outcomes = decode_reply(data)
-            self._deliver(outcomes)
+            self._deliver(outcomes := decode_reply(data))
             return len(outcomes)
         if kind == SHARED:
             self._deliver(decode_reply(*self._segments.read(data)))

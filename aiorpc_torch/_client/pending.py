@@ -53,19 +53,18 @@ class PendingCalls(dict[int, ReplyReceiver]):
         ended = []
         for key, value in outcomes:
             if type(key) is int:
-                receiver = self.get(key)
-                if type(value) is HeldResult and receiver is not None:
-                    collect(key, receiver, None)
+                if type(value) is HeldResult and key in self:
+                    collect(key, self[key], None)
                     continue
                 ended.append(key)
-                self.pop(key, None)
-                if receiver is None:
+                receiver = self.pop(key, None)
+                if type(receiver) is InlineFuture:
+                    if receiver.set_result(value):
+                        wake.append(receiver)
+                elif receiver is None:
                     self.late += 1
                     if type(value) is HeldResult:
                         release(key)
-                elif type(receiver) is InlineFuture:
-                    if receiver.set_result(value):
-                        wake.append(receiver)
                 elif isinstance(receiver, StreamReader):  # the callee could not begin the stream
                     receiver.fail(value if type(value) is RemoteFailure else _NOT_A_STREAM)
             elif self._add_item(key, value, collect, release):

@@ -300,11 +300,12 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         NotServing: if this process is in no world.
         ValueError: if there is no such worker.
     """
-    pool = current()
-    if isinstance(worker, RRefBase):
-        try:
-            owner = _owner_name(worker)
-        except RuntimeError as exc:
-            raise (NotServing(AGENT_ENDED) if is_own_end(str(exc)) else exc) from None
-        return pool.connection(owner)
-    return pool.connection(pool.find(worker))
+    node = endpoints.current()
+    pool = current() if node is None or node.pool.refusal else node.pool
+    if not isinstance(worker, RRefBase):
+        return pool.connection(pool.find(worker))
+    try:
+        owner = _owner_name(worker)
+    except RuntimeError as exc:
+        raise (NotServing(AGENT_ENDED) if is_own_end(str(exc)) else exc) from None
+    return pool.connection(owner)

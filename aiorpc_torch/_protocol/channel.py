@@ -113,6 +113,10 @@ class Channel:
         self._flushing = False
         self.flush()
 
+    def send(self, kind: int, data: bytes) -> None:
+        """Write one frame."""
+        self.write(frame(kind, data))
+
     def write(self, data: bytes) -> None:
         """Write frames. If memory is short, end the connection: a frame may be cut off."""
         assert self._transport is not None

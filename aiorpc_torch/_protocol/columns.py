@@ -98,6 +98,8 @@ def cell_tensors(kind: CellKind, content: Any) -> Sequence[Tensor]:
 
 def cell_bytes(kind: CellKind, content: Any) -> int:
     """Return the bytes of a cell, without its constant overhead."""
+    if type(kind) is tuple:
+        return len(content)
     if kind == PACKED:
         return content.size  # type: ignore[no-any-return]
     if kind == FAILED:

@@ -82,6 +82,11 @@ class SendState(Generic[C]):
         """Return the number of calls that are not sent yet."""
         return len(self.queue) + len(self._next) + len(self._copies)
 
+    def may_send_alone(self) -> bool:
+        """Return whether a call on an idle connection may skip the queue."""
+        is_free = self.woken == 1 and not self.is_paused
+        return is_free and not (self.queue or self.cancels or self.credits or self.window)
+
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.
 
@@ -187,14 +192,10 @@ class ReplyState:
     def __repr__(self) -> str:
         return f"<ReplyState {len(self.results)} unsent>"
 
-    def add(self, result: tuple[Any, Any, Any], size: int, *, is_last: bool) -> bool:
-        """Queue a result of some `size` bytes; return whether to send now.
-
-        The last result is one while no other call of this connection is running.
-        """
+    def add(self, result: tuple[Any, Any, Any], size: int) -> None:
+        """Queue a result of some `size` bytes."""
         self.results.append(result)
         self._sizes.append(size)
-        return is_last and len(self.results) == 1
 
     def take(self) -> list[Sequence[tuple[Any, Any, Any]]]:
         """Return the unsent results, those of one frame together."""

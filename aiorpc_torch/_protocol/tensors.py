@@ -11,8 +11,9 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
+from .._torch.compat import dispatch_keys
 from .._torch.cuda import copy_of
-from .._torch.sendable import check_tensor, has_memory, is_plain
+from .._torch.sendable import PLAIN_KEYS, check_tensor, has_memory, is_plain
 
 INLINE_BYTES = 128 * 1024
 """Maximum bytes of a tensor, of a call's arguments or of a result that travel on the connection.
@@ -32,14 +33,15 @@ def small_bytes(tensor: Tensor) -> bytes | None:
 
     Return None for any other tensor.
     """
-    if not is_plain(tensor) or tensor.requires_grad:
+    if dispatch_keys(tensor).raw_repr() not in PLAIN_KEYS or tensor.requires_grad:
         return None
     size = tensor.nbytes
-    if size > INLINE_BYTES or not has_memory(tensor):
+    if size > INLINE_BYTES or not has_memory(tensor, size):
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
-    dense = tensor if tensor.is_contiguous() else tensor.contiguous()
-    return _copy(dense.data_ptr(), size) if size else b""
+    if not tensor.is_contiguous():
+        tensor = tensor.contiguous()
+    return _copy(tensor.data_ptr(), size) if size else b""
 
 
 def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
@@ -49,11 +51,11 @@ def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
         ValueError: if the number of bytes is wrong.
     """
     dtype, shape = kind
+    if count == 1 and len(shape) == 1 and len(data) == shape[0] * dtype.itemsize and data:
+        return [torch.frombuffer(bytearray(data), dtype=dtype)]  # the common case
     length = math.prod(shape)
     if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
-    if count == 1 and len(shape) == 1 and length:  # the common case
-        return [torch.frombuffer(bytearray(data), dtype=dtype)]
     if not length:
         return [torch.empty(shape, dtype=dtype) for _ in range(count)]
     # Not unbind(): its rows are views. Autograd forbids to change them in place, and saving one row

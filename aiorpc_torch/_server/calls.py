@@ -14,9 +14,10 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import set_deadline
 from .._protocol.ancestry import BatchScope, enter_scopes
-from .._protocol.columns import FAILED, PLAIN, SharedValue, cell_tensors, encode_cell
+from .._protocol.columns import FAILED, PACKED, PLAIN, SharedValue, cell_tensors, direct_cell
 from .._protocol.exceptions import RemoteFailure, try_add_note
 from .._protocol.messages import Arguments
+from .._protocol.pickling import pack
 from .._protocol.recording import ContextRecord, enter_record
 from .._protocol.targets import GENERATOR_HINT, function_name
 from .._torch.cuda import StreamFence
@@ -58,8 +59,7 @@ class ServerCall:
         self.function = function
         self.arguments = arguments
         self.deadline = deadline
-        self.is_cancelled = False
-        self.has_started = False
+        self.is_cancelled = self.has_started = False
         self.task: asyncio.Task[None] | None = None  # set while it runs on the loop
         self.joiner: Joiner | None = None  # set if `function` is batched
         self.leave_batch: Callable[[], object] | None = None  # removes it from its batch
@@ -186,6 +186,10 @@ class RpcCall(ServerCall):
         """Add stream credit. Ignored unless the call is a stream."""
 
     def succeed(self, value: Any) -> None:
+        is_plain = self.reply is None and type(self)._encode is RpcCall._encode
+        if is_plain and not self.is_cancelled and self.session.send_lone_result(self.number, value):
+            self.leave_batch = None
+            return
         try:
             kind, content = self._encode(value)
         except BaseException as exc:  # pickling a user's object may raise anything
@@ -201,7 +205,8 @@ class RpcCall(ServerCall):
     def _encode(self, value: Any) -> tuple[Any, Any]:
         if self.is_cancelled:  # nobody would collect a large result
             raise asyncio.CancelledError
-        kind, content = value.cell() if type(value) is SharedValue else encode_cell(value)
+        found = value.cell() if type(value) is SharedValue else direct_cell(value)
+        kind, content = found or (PACKED, pack(value))
         if kind is PLAIN or type(kind) is tuple:  # the common case
             return kind, content
         if tensors := cell_tensors(kind, content):

@@ -49,15 +49,18 @@ def _calls_in(
     worker: str,
     exports: ExportPolicy | None,
 ) -> list[RpcCall]:
-    head, numbers = _known_head(session, group.head), group.numbers
+    head, numbers = session.heads.get(group.head), group.numbers
+    if head is None:
+        head = _new_head(session, group.head)
     try:
         function, on_loop, joiner, kind = head.resolve(tensors, exports)
     except BaseException as exc:  # each call of the group raises it
         head.skip(group, tensors)
         return failing_calls(numbers, session, reply, worker, exc, stream=head.stream)
     calls = []
-    budgets = group.budgets or itertools.repeat(None)
-    # Not strict: the budgets are as many, or without end.
+    budgets: Any = group.budgets or itertools.repeat(None)
+    if group.budgets and len(group.budgets) != len(numbers):
+        raise ValueError(f"{len(group.budgets)} budgets of {len(numbers)} calls")
     for number, budget, row in zip(numbers, budgets, head.rows(group, tensors), strict=False):
         deadline = None if budget is None else deadline_after(budget)
         if isinstance(row, RemoteFailure):
@@ -71,16 +74,14 @@ def _calls_in(
     return calls
 
 
-def _known_head(session: Session, data: bytes) -> KnownHead:
-    head: KnownHead | None = session.heads.get(data)
-    if head is None:
-        head = KnownHead(data)
-        # What is pickled differs from call to call, and so does a fork of an RRef.
-        differs = isinstance(head.target, bytes) or isinstance(head.target.on, bytes)
-        if not differs and len(data) <= MAX_KNOWN_HEAD:
-            if len(session.heads) >= MAX_HEADS:
-                session.heads.clear()
-            session.heads[data] = head
+def _new_head(session: Session, data: bytes) -> KnownHead:
+    head = KnownHead(data)
+    # What is pickled differs from call to call, and so does a fork of an RRef.
+    differs = isinstance(head.target, bytes) or isinstance(head.target.on, bytes)
+    if not differs and len(data) <= MAX_KNOWN_HEAD:
+        if len(session.heads) >= MAX_HEADS:
+            session.heads.clear()
+        session.heads[data] = head
     return head
 
 

@@ -5,7 +5,7 @@ import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from types import MethodType
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -22,20 +22,9 @@ from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
 from .exports import ExportPolicy
 from .stream_writer import StreamCall
 
-
-class Resolved(NamedTuple):
-    """The function of a group of calls.
-
-    Attributes:
-        on_loop: Whether it starts on the loop.
-        joiner: What its calls join or enter.
-        kind: The class of its calls.
-    """
-
-    function: Callable[..., Any]
-    on_loop: bool
-    joiner: Joiner | Entrance | None
-    kind: Callable[..., RpcCall]
+Resolved = tuple[Callable[..., Any], bool, Joiner | Entrance | None, Callable[..., RpcCall]]
+"""The function of a group of calls, whether it starts on the loop, what its calls join or enter,
+and their class."""
 
 
 class KnownHead(CallHead):
@@ -68,7 +57,7 @@ class KnownHead(CallHead):
             if type(function) is MethodType and function.__func__ is self._function:
                 join = self._join
                 joiner = None if join is None else functools.partial(join, owner)
-                return Resolved(function, self._on_loop, joiner, self._kind)
+                return function, self._on_loop, joiner, self._kind
         return self._resolve_again(self.tensors_of_target(tensors), exports)
 
     def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
@@ -79,13 +68,13 @@ class KnownHead(CallHead):
         self.key, self._object = order_key(target), _nothing
         owner = None if target.on is None else rrefs.find_object(target.on)
         found = _resolve_on(owner, target, exports, self.stream)
-        function: Any = found.function
-        joiner = found.joiner
+        function: Any = found[0]
+        _, on_loop, joiner, kind = found
         is_method = isinstance(target, MethodTarget) and type(function) is MethodType
         if is_method and function.__self__ is owner and type(joiner) is not Entrance:
             with contextlib.suppress(TypeError):  # its class has no weak references
                 self._object = weakref.ref(owner)
-            self._function, self._on_loop, self._kind = function.__func__, found.on_loop, found.kind
+            self._function, self._on_loop, self._kind = function.__func__, on_loop, kind
             self._join = joiner.func if isinstance(joiner, functools.partial) else None
         return found
 
@@ -98,12 +87,12 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
     if joiner is None and is_exclusive(owner):  # a batch takes the turn when it runs
         entrance = Entrance(turns_of(owner), on_loop)
         kind = ExclusiveStream if stream else ExclusiveCall
-        return Resolved(unguarded(function), True, entrance, kind)
+        return unguarded(function), True, entrance, kind
     if isinstance(target, CreateTarget):
-        return Resolved(function, on_loop, joiner, CreateCall)
+        return function, on_loop, joiner, CreateCall
     if stream:
-        return Resolved(function, on_loop, None, StreamCall)
-    return Resolved(function, on_loop, joiner, RpcCall)
+        return function, on_loop, None, StreamCall
+    return function, on_loop, joiner, RpcCall
 
 
 def _nothing() -> None:

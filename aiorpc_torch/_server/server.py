@@ -18,6 +18,7 @@ from torch.futures import Future
 from .._aio.tasks import detach_task
 from .._protocol.endpoints import completed_future
 from .._protocol.exceptions import RemoteFailure
+from .._protocol.frames import ProtocolError
 from .._protocol.handshake import Party, dump_introduction
 from .._protocol.members import Members, replaced_text
 from .._protocol.messages import (
@@ -190,12 +191,17 @@ class Server:
 
     def start_calls(
         self, session: Session, groups: Sequence[Group], tensors: Sequence[Tensor] = ()
-    ) -> None:
-        """Start the calls of a frame, in order; `tensors` are those in shared memory."""
+    ) -> int:
+        """Start the calls of a frame, in order; return their number.
+
+        `tensors` are those in shared memory.
+        """
         calls = self._calls_of(session, groups, tensors)
-        if session.slots:
+        count = len(calls)
+        if session.slots.queues:
             calls = [call for call in calls if session.admit(call)]
         self._executor.start(calls)
+        return count
 
     def start_payload_call(self, session: Session, payload: Payload) -> None:
         """Start a call whose payload has arrived."""
@@ -220,11 +226,13 @@ class Server:
         tensors: Sequence[Tensor],
         reply: Any = None,
     ) -> list[RpcCall]:
-        numbers = numbers_of(groups)
+        numbers = groups[0].numbers if len(groups) == 1 else numbers_of(groups)
+        if not numbers or (len(numbers) > 1 and len(set(numbers)) < len(numbers)):
+            raise ProtocolError("the calls of a message must have distinct numbers")
+        if not session.calls.keys().isdisjoint(numbers):
+            raise ProtocolError("a message has the number of a call that is already running")
         session.served += len(numbers)
         session.read_at = time.monotonic()
-        if not session.calls.keys().isdisjoint(numbers):
-            raise ValueError("a message has the number of a call that is already running")
         try:
             calls = calls_of(groups, tensors, session, reply, self.name, self._exports)
         except BaseException as exc:  # later calls of the session must still be served

@@ -38,9 +38,9 @@ from .._protocol.messages import (
     EncodedResult,
     Group,
     SessionKey,
+    encode_lone_result,
     encode_reply,
     load_calls,
-    numbers_of,
 )
 from .._protocol.payloads import Slots, message_for_torch
 from .._protocol.plain import reader
@@ -71,8 +71,11 @@ class Handler(Protocol):
 
     def start_calls(
         self, session: "Session", groups: Sequence[Group], tensors: Sequence[Tensor] = ()
-    ) -> None:
-        """Start the calls of a frame, in order; `tensors` are those in shared memory."""
+    ) -> int:
+        """Start the calls of a frame, in order; return their number.
+
+        `tensors` are those in shared memory.
+        """
 
     def start_payload_call(self, session: "Session", payload: Payload) -> None:
         """Start a call whose payload has arrived."""
@@ -146,9 +149,7 @@ class Session(Channel):
 
     def on_frame(self, kind: int, data: bytes) -> int:
         if kind == CALLS:
-            groups = load_calls(data)
-            self._handler.start_calls(self, groups)
-            return len(numbers_of(groups))
+            return self._handler.start_calls(self, load_calls(data))
         if kind == CONTROL:
             return self._on_control(*_read_control(data))
         if kind == SLOT:
@@ -157,8 +158,7 @@ class Session(Channel):
             return 1
         if kind == SHARED:
             data, tensors = self._segments.read(data)
-            self._handler.start_calls(self, load_calls(data), tensors)
-            return 1
+            return self._handler.start_calls(self, load_calls(data), tensors)
         if kind == SEGMENTS:
             self._segments.on_frame(data)
             return 0
@@ -175,7 +175,7 @@ class Session(Channel):
 
     def admit(self, call: Any) -> bool:
         """Return whether a call may start now. Otherwise it starts after the payload before it."""
-        return not self.slots.queues or self.slots.admit(call.order_key, call)
+        return self.slots.admit(call.order_key, call)
 
     def on_payload(self, number: int, payload: Payload) -> None:
         """Handle a payload that came by torch RPC."""
@@ -229,16 +229,32 @@ class Session(Channel):
         else:
             self._call_on_loop(functools.partial(self._queue_result, result))
 
+    def send_lone_result(self, number: int, value: Any) -> bool:
+        """Send the result of the only running call at once; return whether this was possible."""
+        if len(self.calls) != 1 or self._replies.results or get_ident() != self._loop_thread:
+            return False
+        try:
+            data = encode_lone_result(number, value) if self.is_open else None
+        except Exception:  # out of memory, for one: the queue answers with a failure
+            return False
+        if data is None:
+            return False
+        if self.calls.pop(number, None) is not None:
+            self.write(frame(RESULTS, data))
+        if self.events:
+            self._end_event(number)
+        return True
+
     def check_sendable(self, tensors: Iterable[Tensor]) -> None:
         """Raise for a tensor that torch cannot send back, since it would fail its whole message."""
         devices.check_sendable(tensors, self._mapped, self.caller)
 
     def _queue_result(self, result: EncodedResult) -> None:
-        if self.events:
-            self._end_event(result[0])
-        if self.ended.is_set() or self._is_closing:
-            return
         key, kind, content = result
+        if self.events:
+            self._end_event(key)
+        if self._is_closing or self.ended.is_set():
+            return
         size = cell_bytes(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
             if self._segments.can_send and self._copy(result, size):
@@ -252,11 +268,12 @@ class Session(Channel):
         return not self._copies.admit(number, (item, size))
 
     def _queue(self, result: EncodedResult, size: int) -> None:
-        """Queue a result for its frame."""
-        if self._replies.add(result, size, is_last=not self.calls):
-            self.flush()
-        else:
+        """Queue a result for its frame; send it now if no other call is running."""
+        self._replies.add(result, size)
+        if self.calls or len(self._replies.results) > 1:
             self.flush_soon()
+        else:
+            self.flush()
 
     def _copy(self, result: EncodedResult, size: int) -> bool:
         """Begin to copy a result to shared memory; return False if it cannot be sent there."""
@@ -314,7 +331,11 @@ class Session(Channel):
     def flush(self) -> None:
         if not self.is_open:
             return
-        frames = [each for results in self._replies.take() for each in self._frames(results)]
+        for results in self._replies.take():
+            self._write(results)
+
+    def _write(self, results: Sequence[EncodedResult]) -> None:
+        frames = self._frames(results) if self.is_open else ()
         if frames:
             self.write(frames[0] if len(frames) == 1 else b"".join(frames))
 

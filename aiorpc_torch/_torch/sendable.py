@@ -44,7 +44,9 @@ def _keys_for_torch() -> int:
     return found
 
 
-_PLAIN = _plain_keys()
+PLAIN_KEYS = _plain_keys()
+"""Dispatch keys of tensors that `is_plain` accepts, as bits."""
+
 _FOR_TORCH = _keys_for_torch()
 _PACKED = {torch.quint4x2, torch.quint2x4}  # several elements a byte: torch reads one a byte
 
@@ -61,21 +63,22 @@ def is_plain(tensor: Tensor) -> bool:
     """
     # Sparse, quantised, conjugated, negated, wrapped and device tensors have other dispatch keys.
     # is_conj() and is_neg() release the GIL, which costs 20 µs in a busy process.
-    return dispatch_keys(tensor).raw_repr() in _PLAIN
+    return dispatch_keys(tensor).raw_repr() in PLAIN_KEYS
 
 
-def has_memory(tensor: Tensor) -> bool:
-    """Return whether all elements of a strided tensor are in its storage.
+def has_memory(tensor: Tensor, size: int) -> bool:
+    """Return whether all elements of a strided tensor of `size` bytes are in its storage.
 
     It may have been freed, or made smaller: `untyped_storage().resize_(0)`.
     """
-    size = tensor.nbytes
     if not size:
         return True
-    storage, offset, item = tensor.untyped_storage(), int(tensor.storage_offset()), tensor.itemsize
     if not tensor.is_contiguous():
-        size = last_element(tensor.shape, tensor.stride()) * item
-    return offset * item + size <= storage.nbytes() and bool(storage.data_ptr())
+        size = last_element(tensor.shape, tensor.stride()) * tensor.itemsize
+    if offset := int(tensor.storage_offset()):
+        size += offset * tensor.itemsize
+    # A freed storage has 0 bytes, or no address.
+    return size <= tensor.untyped_storage().nbytes() and bool(tensor.data_ptr())
 
 
 def last_element(shape: Sequence[int], strides: Sequence[int]) -> int:
@@ -91,8 +94,8 @@ def check_tensor(tensor: Tensor) -> None:
     keys = dispatch_keys(tensor).raw_repr()
     if keys & ~_FOR_TORCH or tensor.dtype in _PACKED:
         _refuse_kind(tensor)
-    for part in (tensor,) if keys in _PLAIN else _parts(tensor):
-        if not has_memory(part):
+    for part in (tensor,) if keys in PLAIN_KEYS else _parts(tensor):
+        if not has_memory(part, part.nbytes):
             _refuse_storage(tensor, part)
 
 
@@ -113,7 +116,7 @@ def check_subclass(tensor: Tensor) -> None:
     if isinstance(tensor, FakeTensor):
         _refuse_kind(tensor)
     with DisableTorchFunctionSubclass():
-        if is_plain(tensor) and not has_memory(tensor):
+        if is_plain(tensor) and not has_memory(tensor, tensor.nbytes):
             _refuse_storage(tensor, tensor)
 
 
