@@ -176,7 +176,7 @@ def place(tensors: Iterable[Tensor]) -> tuple[list[Block], list[Place]] | None:
         block = getattr(tensor, _BLOCK_ATTRIBUTE, own)
         index, extent = -1, Extent(0, 0, 0)
         if tensor.numel():
-            if not has_memory(tensor):
+            if not has_memory(tensor, tensor.nbytes):
                 return None
             if block not in blocks:
                 blocks.append(block)
