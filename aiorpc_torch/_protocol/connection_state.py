@@ -73,6 +73,7 @@ class SendState(Generic[C]):
         self._object_of = object_of
         self._copies: Slots[C] = Slots()
         self._next: deque[C] = deque()  # calls that have waited for a copy
+        self._unsent: set[int] = set()  # in the window: calls that are copied, or wait for a copy
 
     def __repr__(self) -> str:
         state = "paused" if self.is_paused else "open"
@@ -97,7 +98,8 @@ class SendState(Generic[C]):
 
     def cancel(self, number: int) -> bool:
         """Return whether the peer must be told that this call was cancelled."""
-        if number in self._copies:
+        if number in self._unsent:
+            self._unsent.remove(number)
             self._follow(self._copies.drop(number))
             self.window.answered((number,))
         elif number in self.window:
@@ -115,22 +117,24 @@ class SendState(Generic[C]):
         while len(taken) < MAX_CALLS and (queue := self._next or self.queue):
             call = queue[0]
             if call.number not in self._pending:
-                self.window.answered((call.number,))
+                self._unsent.discard(call.number)
                 self._drop(queue.popleft())
-            elif call.number in self.window:  # it was taken before, to be copied
-                return taken or [queue.popleft()]
-            elif queue is self.queue and self._waits_for_copy(call):
-                queue.popleft()
-            else:
-                size += call.size
-                if taken and (call.is_large or size > FRAME_BYTES):
+                continue
+            if taken and (call.is_large or size + call.size > FRAME_BYTES):
+                break
+            if queue is self.queue:  # those that have waited for a copy are in the window
+                if not (self.window.admits(call.size) or must_admit):
                     break
-                if not (self.window.admits(call.size) or (must_admit and not taken)):
-                    break
+                must_admit = False
                 self.window.sent(call.number, call.size)
-                taken.append(queue.popleft())
-                if call.is_large:
-                    break
+                if self._waits_for_copy(call):
+                    queue.popleft()
+                    continue
+            self._unsent.discard(call.number)
+            taken.append(queue.popleft())
+            size += call.size
+            if call.is_large:
+                break
         return taken
 
     def _waits_for_copy(self, call: C) -> bool:
@@ -142,6 +146,7 @@ class SendState(Generic[C]):
 
     def begin_copy(self, call: C) -> None:
         """Let later calls of the same object wait until the copy of a taken call has ended."""
+        self._unsent.add(call.number)
         self._copies.open(call.number, self._object_of(call))
 
     def end_copy(self, call: C) -> bool:
@@ -157,7 +162,11 @@ class SendState(Generic[C]):
 
     def must_wait(self, call: C) -> bool:
         """Return whether a call waits for the copies before it; it is queued again after them."""
-        return not self._copies.admit(self._object_of(call), call)
+        if self._copies.admit(self._object_of(call), call):
+            self._unsent.discard(call.number)
+            return False
+        self._unsent.add(call.number)
+        return True
 
     def _follow(self, calls: Sequence[C]) -> None:
         """Send these next: no copy that has begun since holds them back."""
@@ -177,8 +186,9 @@ class SendState(Generic[C]):
             self._drop(call)
         self.queue.clear()
         self._next.clear()
-        self.window.answered(self._copies.numbers())
         self._copies.close()
+        self.window.answered(self._unsent)
+        self._unsent.clear()
         return self.window.release_all()
 
 

@@ -36,37 +36,89 @@ def dump(fields: Any) -> bytes:
 POWER = (NamedTarget("function", None, "pow", "math"), 0)
 
 
-def calls(*groups: Any, numbers: Any = (0,), order: Any = (), budgets: Any = ()) -> Any:
-    return numbers, order, groups, budgets
+def head(*kinds: Any, names: Any = (), stream: Any = False, target: Any = POWER) -> bytes:
+    """The head of a group whose columns are of these kinds."""
+    return dump((target, stream, names, kinds))
 
 
-def group(count: int, *columns: Any, names: Any = (), stream: bool = False) -> Any:
-    return POWER, stream, names, count, [*columns]
+def group(*columns: Any, numbers: Any = (0,), budgets: Any = (), **of_head: Any) -> Any:
+    """A group of calls; each column is a pair of a kind and cells."""
+    kinds, cells = [each[0] for each in columns], [each[1] for each in columns]
+    return head(*kinds, **of_head), numbers, cells, budgets, ()
 
+
+def packed(*data: bytes, **of_head: Any) -> Any:
+    """A group whose arguments are pickled, without tensors."""
+    return group(("packed", [(each, 0) for each in data]), names=None, **of_head)
+
+
+ONE = ("plain", [1])
+TWO = group(ONE, ONE)
+
+HEADS: dict[str, Any] = {
+    "nothing": b"",
+    "a text": b"hello",
+    "a number": dump(5),
+    "no fields": dump(()),
+    "a field too few": dump((POWER, False, ())),
+    "a field too many": dump((POWER, False, (), (), ())),
+    "a target that is none": head(target=5),
+    "a target without its count": head(target=(POWER[0],)),
+    "a target that is a text": head(target=("pow", 0)),
+    "a name that is a number": head(target=(("method", (0, 5), 5, ""), 0)),
+    "an object that is none": head(target=(("method", [], "quick", ""), 0)),
+    "an object that is a text": head(target=(("method", "x", "quick", ""), 0)),
+    "a stream that is a number": head(stream=1),
+    "names that are numbers": head("plain", names=(1,)),
+    "names of nothing": head("plain", names=("a", "b")),
+    "packed, but not there": head(names=None),
+    "packed, but plain": head("plain", names=None),
+    "pickled, but a RemoteFailure": head("failed", names=None),
+    "packed twice": head("packed", "packed", names=None),
+    "a kind that is none": head("no"),
+    "a kind that is a number": head(5),
+    "a dtype that is none": head(("no", (1,))),
+    "a dtype that no bytes have": head(("qint8", (1,))),
+    "a dtype without a shape": head(("uint8",)),
+    "a shape that is a number": head(("uint8", 5)),
+    "a shape of texts": head(("uint8", ("x",))),
+    "a class": dump(Foreign()),
+    "raises": dump(Bad(KeyboardInterrupt)),
+}
+"""In place of the head of a group of calls."""
 
 LIES: dict[str, Any] = {
-    "calls without a group": calls(),
-    "a group without calls": calls(group(0)),
-    "more in the group": calls(group(10**12)),
-    "ends, by the million": calls(group(1, ("ended", 10**12))),
-    "ends, more than calls": calls(group(1, ("ended", 2))),
-    "results that are held": calls(group(1, ("held", [5]))),
-    "tensors that are not there": calls(group(1, ("tensor", 1))),
-    "many tensors": calls(group(1, ("tensor", 10**12))),
-    "fewer than none": calls(group(1, ("tensor", -1))),
-    "empty tensors": calls(group(1, (("uint8", (0,)), (b"", 10**12)))),
-    "a huge shape": calls(group(1, (("uint8", (1 << 40,)), (b"", 1)))),
-    "too few bytes": calls(group(1, (("float64", (2,)), (b"12345678", 1)))),
-    "too many bytes": calls(group(1, (("uint8", (2,)), (b"12345678", 1)))),
-    "names of nothing": calls(group(1, ("plain", [1]), names=("a", "b"))),
-    "packed, but not there": calls(group(1, names=None)),
-    "packed, but plain": calls(group(1, ("plain", [5]), names=None)),
-    "pickled, but a RemoteFailure": calls(group(1, ("failed", [(1, 2, 3, 4)]), names=None)),
-    "an order without end": calls(group(1), order=(0, 0)),
-    "an order beyond": calls(group(1), order=(7,)),
-    "an order too short": calls(group(2), numbers=(0, 1), order=(0,)),
-    "a stream of it": calls(group(1, ("ended", 10**9), stream=True)),
+    **{f"a head: {what}": [(data, [0], [])] for what, data in HEADS.items()},
+    "a deep head": [(b"\x91" * 100_000, [0], [])],
+    "columns that the head does not have": [(head(), [0], [[1], [2]])],
+    "columns that are not there": [(head("plain", "plain"), [0], [])],
+    "more in the column": [group(("plain", [1, 2]), ("plain", [3, 4]))],
+    "less in the column": [group(("plain", []), ("plain", []))],
+    "ends": [group(("ended", []))],
+    "results that are held": [group(("held", [5]))],
+    "tensors that are not there": [group(("tensor", []))],
+    "empty tensors": [group((("uint8", (0,)), b""))],
+    "a huge shape": [group((("uint8", (1 << 40,)), b"1"))],
+    "a huge shape of nothing": [group((("uint8", (0, 1 << 62, 1 << 62)), b""))],
+    "fewer than none": [group((("uint8", (-1, -2)), b"12"))],
+    "too few bytes": [group((("float64", (2,)), b"12345678"))],
+    "too many bytes": [group((("uint8", (2,)), b"12345678"))],
+    "tensors that are no bytes": [group((("uint8", (1,)), [1]))],
+    "plain, but bytes": [group(("plain", b"1"))],
+    "packed, but a number": [group(("packed", [5]), names=None)],
+    "packed, with less than no tensors": [group(("packed", [(b"", -1)]), names=None)],
+    "a target with less than no tensors": [group(ONE, ONE, target=(POWER[0], -1))],
+    "a target with tensors that are not there": [
+        group(("tensor", []), target=(POWER[0], 1 << 62)),
+    ],
+    "a target of no kind": [group(target=(("no", None, "pow", "math"), 0))],
+    "a function of an object": [group(ONE, ONE, target=(("function", (0, 1), "pow", "math"), 0))],
+    "a method of nothing": [group(target=(("method", None, "quick", ""), 0))],
+    "a method of an RRef that is none": [group(target=(("method", b"x", "quick", ""), 0))],
+    "a stream of it": [group(("ended", []), stream=True)],
+    "lies behind what is none": [TWO, group(("tensor", []), numbers=(1,))],
 }
+"""Frames of calls of which each call fails."""
 
 
 def nested(depth: int) -> bytes:
@@ -116,11 +168,17 @@ NONSENSE: dict[str, Any] = {
     "a class": dump(Foreign()),
     "raises": dump(Bad(KeyboardInterrupt)),
     "no columns": dump((5, [])),
-    "ends": dump([([0], ("ended", 10**12))]),
-    "no key": dump([([[]], ("plain", [1]))]),
-    "a long key": dump([([(0, 0, 0, 0)], ("plain", [1]))]),
-    "an item of a call": lambda base: dump([([(base, 0, 1)], ("plain", [1]))]),
-    "an item's price": lambda base: dump([([(base + 4, 0, "x")], ("plain", [1]))]),
-    "a key that is a text": dump([(["abc"], ("plain", [1]))]),
-    "fewer values than keys": dump([([1, 2], ("plain", [1]))]),
+    "a field too few": dump([("plain", [1])]),
+    "a field too many": dump([("plain", [1], [1], [])]),
+    "no key": dump([("plain", [[]], [1])]),
+    "a long key": dump([("plain", [(0, 0, 0, 0)], [1])]),
+    "an item of a call": lambda base: dump([("plain", [(base, 0, 1)], [1])]),
+    "an item's price": lambda base: dump([("plain", [(base + 4, 0, "x")], [1])]),
+    "a key that is a text": dump([("plain", ["abc"], [1])]),
+    "fewer values than keys": dump([("plain", [1, 2], [1])]),
+    "more values than keys": dump([("plain", [1], [1, 2])]),
+    "plain, but bytes": dump([("plain", [1], b"1")]),
+    "a kind that is none": dump([("no", [1], [1])]),
+    "a dtype that is none": dump([(("no", ()), [1], b"")]),
+    "tensors that are not there": dump([("tensor", [1], [])]),
 }

@@ -1,6 +1,6 @@
 """When calls and results are sent, in any order of calls, cancellations, answers and pauses."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,19 +15,42 @@ from aiorpc_torch._protocol.connection_state import (
     ReplyState,
     SendState,
 )
+from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT
 from aiorpc_torch._protocol.window import FlowWindow
 
 SIZES = st.sampled_from([0, 1, 100, FRAME_BYTES // 2, FRAME_BYTES, FRAME_BYTES + 1])
 COUNTS = st.sampled_from([1, 2, 3, MAX_CALLS - 1, MAX_CALLS, MAX_CALLS + 1, 3 * MAX_CALLS])
 
 
+OBJECTS = st.sampled_from(["a", "b", UNKNOWN_OBJECT])
+
+
 @dataclass(frozen=True)
 class Call:
-    """A call as the queue sees it."""
+    """A call as the queue sees it; a large one that is not copied goes by torch."""
 
     number: int
     size: int = 0
-    by_torch: bool = False
+    is_large: bool = False
+    on: Any = "object"
+    is_copied: bool = False
+
+    @property
+    def by_torch(self) -> bool:
+        return self.is_large and not self.is_copied
+
+
+def object_of(call: Call) -> Any:
+    return call.on
+
+
+def new_state(
+    pending: Container[int] = range(1000),
+    window: FlowWindow | None = None,
+    drop: Callable[[Call], None] = pytest.fail,
+) -> SendState[Call]:
+    """The state of a connection that is not open yet."""
+    return SendState(pending, FlowWindow() if window is None else window, drop, object_of)
 
 
 def batches_of(state: SendState[Call]) -> Iterator[list[Call]]:
@@ -50,7 +73,7 @@ class Sending(RuleBasedStateMachine):
         self.pending: set[int] = set()
         self.window = FlowWindow(calls, size)
         self.dropped: list[Call] = []
-        self.state: SendState[Call] = SendState(self.pending, self.window, self.dropped.append)
+        self.state = new_state(self.pending, self.window, self.dropped.append)
         self.unsent: list[Call] = []  # the queue, with calls that were given up
         self.given_up: set[int] = set()  # of those
         self.open: dict[int, int] = {}  # sent and not answered: their sizes
@@ -77,11 +100,11 @@ class Sending(RuleBasedStateMachine):
         assert self.dropped[: len(expected)] == expected
         del self.dropped[: len(expected)]
 
-    @rule(count=COUNTS, size=SIZES, by_torch=st.booleans())
-    def submit(self, count: int, size: int, by_torch: bool) -> None:
+    @rule(count=COUNTS, size=SIZES, is_large=st.booleans())
+    def submit(self, count: int, size: int, is_large: bool) -> None:
         """A lone call is sent at once if one caller was woken; else a frame's worth is."""
         for _ in range(count):
-            call = Call(self.number, size, by_torch)
+            call = Call(self.number, size, is_large)
             is_idle = not self.pending
             self.number += 1
             self.pending.add(call.number)
@@ -142,7 +165,7 @@ class Sending(RuleBasedStateMachine):
             self.state.is_paused = len(batches) == most
         for one, other in pairwise(batches):
             size = sum(call.size for call in one) + other[0].size
-            alone = one[-1].by_torch or other[0].by_torch
+            alone = one[-1].is_large or other[0].is_large
             assert alone or len(one) == MAX_CALLS or size > FRAME_BYTES, "they were one frame"
         if self.state.is_paused:
             self.drop_behind()
@@ -166,7 +189,7 @@ class Sending(RuleBasedStateMachine):
     def check_frame(self, batch: list[Call]) -> None:
         assert 0 < len(batch) <= MAX_CALLS
         assert len(batch) == 1 or sum(call.size for call in batch) <= FRAME_BYTES
-        assert len(batch) == 1 or not any(call.by_torch for call in batch)
+        assert len(batch) == 1 or not any(call.is_large for call in batch)
         sizes = [*self.open.values(), *(call.size for call in batch)]
         if not self.forced:
             assert len(sizes) <= self.calls
@@ -221,9 +244,6 @@ class Sending(RuleBasedStateMachine):
             return
         assert len(self.state) == len(self.unsent)
         assert (self.state.cancels, self.state.credits) == (self.cancels, self.credits)
-        is_free = not (self.unsent or self.open or self.cancels or self.credits)
-        is_lone = self.state.woken == 1 and not self.state.is_paused
-        assert self.state.may_send_alone() is (is_free and is_lone)
         assert len(self.window) == len(self.open)
         assert self.dropped == []
 
@@ -234,7 +254,7 @@ TestSending.settings = settings(stateful_step_count=30)
 
 def state_of(*calls: Call, window: FlowWindow | None = None) -> SendState[Call]:
     """An open connection with calls that wait to leave."""
-    state = SendState[Call](range(1000), FlowWindow() if window is None else window, pytest.fail)
+    state = new_state(window=window)
     state.is_paused = False
     for call in calls:
         state.submit(call, is_idle=False)
@@ -243,7 +263,7 @@ def state_of(*calls: Call, window: FlowWindow | None = None) -> SendState[Call]:
 
 def test_nothing_leaves_before_the_connection_is_open() -> None:
     """A new state is paused; cancellations and credit are told all the same."""
-    state: SendState[Call] = SendState(range(10), FlowWindow(), pytest.fail)
+    state = new_state()
     assert state.is_paused
     state.submit(Call(0), is_idle=True)
     assert [*batches_of(state)] == []
@@ -263,8 +283,7 @@ def test_calls_that_are_sent_at_once(woken: int, is_idle: bool) -> None:
 
 def test_a_new_connection() -> None:
     """It is paused, no caller was woken, and its repr tells what waits."""
-    state = SendState[Call](range(10), FlowWindow(), pytest.fail)
-    assert not state.may_send_alone()
+    state = new_state()
     assert state.woken == 0
     assert not state.submit(Call(0), is_idle=True)
     assert repr(state) == "<SendState paused, 1 unsent, <Window 0 calls, 0 bytes>>"
@@ -289,7 +308,7 @@ def test_cancelled_calls_are_never_sent(calls: list[tuple[int, bool]], gone: set
     """It is dropped in its turn; the others leave in order, each once."""
     pending = {*range(len(calls))} - gone
     dropped: list[Call] = []
-    state: SendState[Call] = SendState(pending, FlowWindow(), dropped.append)
+    state = new_state(pending, drop=dropped.append)
     sent = [Call(number, *each) for number, each in enumerate(calls)]
     for call in sent:
         state.submit(call, is_idle=False)
@@ -302,8 +321,7 @@ def test_cancelled_calls_are_never_sent(calls: list[tuple[int, bool]], gone: set
 
 def test_a_sent_call_is_cancelled_by_its_number() -> None:
     """The peer is told once, and of no call that was never sent."""
-    state: SendState[Call] = SendState(range(10), FlowWindow(), pytest.fail)
-    state.is_paused = False
+    state = state_of()
     state.submit(Call(3), is_idle=False)
     assert not state.cancel(3)
     assert state.take() == [Call(3)]
@@ -315,7 +333,7 @@ def test_a_sent_call_is_cancelled_by_its_number() -> None:
 def test_what_is_forced_through_a_full_window() -> None:
     """The next call that still waits; the cancelled ones before it are dropped."""
     dropped: list[Call] = []
-    state: SendState[Call] = SendState({2, 3}, FlowWindow(1, 1), dropped.append)
+    state = new_state({2, 3}, FlowWindow(1, 1), dropped.append)
     for number in (1, 2, 3):
         state.submit(Call(number), is_idle=False)
     state.window.sent(0, 1)
@@ -336,15 +354,15 @@ def test_frames_of_many_calls(count: int) -> None:
     assert sizes[-1] <= MAX_CALLS
 
 
-def test_a_call_by_torch_is_alone() -> None:
+def test_a_large_call_is_alone() -> None:
     """Those before and after it have frames of their own, in order."""
-    calls = [Call(number, by_torch=number in (2, 3)) for number in range(6)]
+    calls = [Call(number, is_large=number in (2, 3)) for number in range(6)]
     batches = [[call.number for call in batch] for batch in batches_of(state_of(*calls))]
     assert batches == [[0, 1], [2], [3], [4, 5]]
 
 
 @pytest.mark.promise("transport.large")
-def test_a_large_call_is_alone() -> None:
+def test_a_call_that_fills_a_frame_is_alone() -> None:
     """One beyond the bytes of a frame leaves by itself, and holds nothing up."""
     sizes = [1, FRAME_BYTES + 1, 1, FRAME_BYTES - 1, 1]
     calls = [Call(number, size) for number, size in enumerate(sizes)]
@@ -365,11 +383,310 @@ def test_a_full_window_holds_the_rest() -> None:
 
 def test_what_joins_while_a_frame_leaves() -> None:
     """A call that is submitted between two frames leaves behind them."""
-    state = state_of(Call(0, by_torch=True), Call(1))
+    state = state_of(Call(0, is_large=True), Call(1))
     batches = batches_of(state)
-    assert next(batches) == [Call(0, by_torch=True)]
+    assert next(batches) == [Call(0, is_large=True)]
     state.submit(Call(2), is_idle=False)
     assert [*batches] == [[Call(1), Call(2)]]
+
+
+# ── calls behind a copy ─────────────────────────────────────────────────────────────────────────
+
+
+class Copying(RuleBasedStateMachine):
+    """A connection whose large calls are copied before they are sent, or go by torch.
+
+    A call is sent when no earlier call of its object, or of an unknown one, is left to send.
+    """
+
+    @initialize(
+        calls=st.sampled_from([1, 2, 3, 1 << 20]), size=st.sampled_from([4, FRAME_BYTES, 1 << 40])
+    )
+    def begin(self, calls: int, size: int) -> None:
+        self.pending: set[int] = set()
+        self.window = FlowWindow(calls, size)
+        self.dropped: list[Call] = []
+        self.state = new_state(self.pending, self.window, self.dropped.append)
+        self.state.is_paused = False
+        self.unsent: list[Call] = []  # that a caller waits for, as they were submitted
+        self.told: list[int] = []  # sent, and then cancelled
+        self.copying: list[Call] = []
+        self.copied: set[int] = set()  # or known to go by torch
+        self.fails: Iterator[bool] = iter(())
+        self.open: list[int] = []  # sent and not answered
+        self.number = 0
+
+    @rule(
+        on=OBJECTS,
+        count=st.integers(1, 3),
+        size=st.sampled_from([0, 1, 2, 3, FRAME_BYTES]),
+        is_large=st.booleans(),
+        is_copied=st.booleans(),
+    )
+    def submit(self, on: Any, count: int, size: int, is_large: bool, is_copied: bool) -> None:
+        """Calls of one object."""
+        for _ in range(count):
+            call = Call(self.number, size, is_large, on, is_large and is_copied)
+            self.number += 1
+            is_idle = not self.pending
+            self.pending.add(call.number)
+            self.unsent.append(call)
+            self.state.submit(call, is_idle=is_idle)
+
+    @rule(fails=st.lists(st.booleans(), max_size=4))
+    def flush(self, fails: list[bool]) -> None:
+        """What may be sent is; some copies fail before they begin."""
+        self.fails = iter(fails)
+        for calls in batches_of(self.state):
+            assert len({call.number for call in calls}) == len(calls)
+            if calls[0].is_copied and calls[0].number not in self.copied:
+                assert len(calls) == 1
+                self.copy(calls[0])
+            else:
+                self.send(calls)
+
+    def copy(self, call: Call) -> None:
+        assert call in self.unsent
+        assert call not in self.copying
+        self.state.begin_copy(call)
+        if not next(self.fails, False):
+            self.copying.append(call)
+            return
+        self.state.stop_copy(call)
+        self.copied.add(call.number)
+        if not self.state.must_wait(call):
+            self.send([call])
+
+    def send(self, calls: list[Call]) -> None:
+        """Check that each call is the next one of its object, and of those behind unknown ones."""
+        assert len(calls) == 1 or not any(call.is_large for call in calls)
+        for call in calls:
+            assert call in self.unsent, "it was sent twice, or cancelled before"
+            earlier = self.unsent[: self.unsent.index(call)]
+            assert not [each for each in earlier if each.on in (call.on, UNKNOWN_OBJECT)]
+            self.unsent.remove(call)
+            self.open.append(call.number)
+
+    @rule(is_paused=st.booleans())
+    def pause(self, is_paused: bool) -> None:
+        """The socket is full, or takes more."""
+        self.state.is_paused = is_paused
+        if is_paused:
+            assert self.state.take() == []
+
+    @rule(which=st.integers(0, 1000))
+    def end_copy(self, which: int) -> None:
+        """A copy ends, or fails: the call keeps its place, unless it is cancelled."""
+        if self.copying:
+            call = self.copying.pop(which % len(self.copying))
+            assert self.state.end_copy(call) is (call in self.unsent)
+            self.copied.add(call.number)
+
+    @rule(which=st.integers(0, 1000))
+    def cancel(self, which: int) -> None:
+        """The peer is told of a call that was sent, and of no other."""
+        if self.pending:
+            number = sorted(self.pending)[which % len(self.pending)]
+            self.pending.discard(number)
+            is_sent = number in self.open
+            assert self.state.cancel(number) is is_sent
+            self.unsent = [each for each in self.unsent if each.number != number]
+            if is_sent:
+                self.told.append(number)
+
+    @rule(which=st.integers(0, 1000))
+    def answer(self, which: int) -> None:
+        """The peer answers a call, a cancelled one too."""
+        if self.open:
+            number = self.open.pop(which % len(self.open))
+            self.pending.discard(number)
+            self.window.answered([number])
+
+    @rule()
+    def force(self) -> None:
+        """The window is full, and no answer has come."""
+        self.state.must_admit = True
+
+    @rule()
+    def clear(self) -> None:
+        """The peer is lost: the sent calls are told, each other call is dropped."""
+        assert sorted(self.state.clear()) == sorted(self.open)
+        self.pending.clear()
+        self.unsent.clear()
+        self.open.clear()
+        self.is_empty()
+
+    @invariant()
+    def it_knows_what_is_unsent(self) -> None:
+        """Nothing is lost: what a caller waits for was sent, or is there."""
+        if hasattr(self, "state"):
+            assert len(self.state) >= len(self.unsent)
+            assert {*self.open} <= {*self.window}
+            assert self.state.cancels == self.told
+            assert not {call.number for call in self.dropped} & {*self.pending, *self.open}
+            assert len({call.number for call in self.dropped}) == len(self.dropped)
+
+    def is_empty(self) -> None:
+        """Nothing is left of any call."""
+        assert len(self.state) == 0
+        assert not self.window
+        assert self.window._size == 0
+        assert not self.state._unsent
+        assert not self.state._copies.queues
+        assert not self.state._copies._open
+        assert not self.state._copies._early
+
+    def teardown(self) -> None:
+        """With all copies ended and all calls answered, each call leaves, without being forced."""
+        if not hasattr(self, "state"):
+            return
+        self.state.is_paused = self.state.must_admit = False
+        for _ in range(2 * len(self.unsent) + 1):
+            while self.copying:
+                self.end_copy(0)
+            self.flush([])
+            while self.open:
+                self.answer(0)
+        assert not self.unsent, "it hangs"
+        self.is_empty()
+
+
+TestCopying = Copying.TestCase
+TestCopying.settings = settings(stateful_step_count=30)
+
+
+def large(number: int, on: Any = "a", size: int = 0) -> Call:
+    """A call whose tensors are copied."""
+    return Call(number, size, True, on, is_copied=True)
+
+
+def copying(*calls: Call, window: FlowWindow | None = None) -> SendState[Call]:
+    """A connection on which all these are being copied."""
+    state = state_of(*calls, window=window)
+    for call in calls:
+        assert state.take() == [call]
+        state.begin_copy(call)
+    return state
+
+
+@pytest.mark.promise("order.payload")
+def test_calls_behind_a_copy_wait() -> None:
+    """Those of its object; they follow it in order, and the last ones share a frame."""
+    first = large(0)
+    state = copying(first)
+    for call in (Call(1, on="a"), Call(2, on="b"), Call(3, on="a"), Call(4, on="b")):
+        state.submit(call, is_idle=False)
+    assert [*batches_of(state)] == [[Call(2, on="b"), Call(4, on="b")]]
+    assert len(state) == 3
+    assert state.end_copy(first)
+    assert [*batches_of(state)] == [[first], [Call(1, on="a"), Call(3, on="a")]]
+    assert len(state) == 0
+
+
+@pytest.mark.promise("order.payload")
+def test_calls_behind_a_copy_of_an_unknown_object() -> None:
+    """It may be the object of any of them: all wait."""
+    first = large(0, UNKNOWN_OBJECT)
+    state = copying(first)
+    state.submit(Call(1, on="a"), is_idle=False)
+    state.submit(Call(2, on="b"), is_idle=False)
+    assert [*batches_of(state)] == []
+    assert state.end_copy(first)
+    assert [*batches_of(state)] == [[first], [Call(1, on="a"), Call(2, on="b")]]
+
+
+@pytest.mark.promise("shared.order")
+def test_later_large_calls_are_copied_meanwhile() -> None:
+    """Whichever copy ends first, they are sent in order."""
+    first, second = large(0), large(1)
+    state = copying(first, second)
+    assert state.end_copy(second)
+    assert state.take() == []
+    assert state.end_copy(first)
+    assert [*batches_of(state)] == [[first], [second]]
+
+
+def test_a_copy_that_fails_keeps_its_place() -> None:
+    """Whether it begins or not: its call is sent in another way, behind those before it."""
+    first, second = large(0), large(1)
+    state = copying(first, second)
+    state.stop_copy(second)
+    assert state.must_wait(second)
+    state.submit(Call(2, on="a"), is_idle=False)
+    assert state.take() == []
+    assert state.end_copy(first)
+    assert [*batches_of(state)] == [[first], [second], [Call(2, on="a")]]
+    alone = large(3)
+    state = copying(alone)
+    state.stop_copy(alone)
+    assert not state.must_wait(alone)
+
+
+@pytest.mark.promise("order.payload_released")
+@pytest.mark.promise("transport.unsent")
+@pytest.mark.parametrize("is_copied", [False, True])
+def test_a_call_that_is_cancelled_before_its_copy_is_sent(is_copied: bool) -> None:
+    """The peer is not told of it, it leaves the window, and those behind it are sent."""
+    pending, dropped = {0, 1, 2}, list[Call]()
+    first, second = large(0), large(1)
+    state = new_state(pending, drop=dropped.append)
+    state.is_paused = False
+    for call in (first, second, Call(2, on="a")):
+        state.submit(call, is_idle=False)
+    for call in (first, second):
+        assert state.take() == [call]
+        state.begin_copy(call)
+    assert state.take() == []
+    if is_copied:
+        assert state.end_copy(second)
+    pending.discard(1)
+    assert not state.cancel(1)
+    assert not state.cancel(1)
+    assert 1 not in state.window
+    assert is_copied or not state.end_copy(second)
+    assert state.end_copy(first)
+    assert [*batches_of(state)] == [[first], [Call(2, on="a")]]
+    assert state.controls() is None
+    assert len(state) == 0
+
+
+@pytest.mark.promise("transport.unsent")
+def test_what_is_unsent_when_the_peer_is_lost() -> None:
+    """Calls that are copied, and calls behind them, though they are in the window."""
+    calls = sent, first, second = Call(0, on="b"), large(1), large(2)
+    behind, dropped = Call(3, on="a"), list[Call]()
+    state = new_state(drop=dropped.append)
+    state.is_paused = False
+    for call in (*calls, behind):
+        state.submit(call, is_idle=False)
+    assert state.take() == [sent]
+    for call in (first, second):
+        assert state.take() == [call]
+        state.begin_copy(call)
+    assert state.take() == []
+    assert state.end_copy(second)
+    assert state.clear() == [0]
+    assert not state.window
+    assert dropped == [second, behind]
+    assert not state.end_copy(first)
+    assert len(state) == 0
+
+
+@pytest.mark.promise("transport.window")
+def test_calls_behind_a_copy_are_in_the_window() -> None:
+    """So none of them keeps a copied one, whose answer would make room for it, from being sent."""
+    window = FlowWindow(10, 10)
+    first, other, behind = large(0, "a", 1), large(1, "b", 9), Call(2, 5, is_large=True, on="a")
+    state = copying(first, other, window=window)
+    state.submit(behind, is_idle=False)
+    assert state.take() == []
+    assert state.end_copy(first)
+    assert [*batches_of(state)] == [[first]]
+    window.answered([0])
+    assert state.end_copy(other)
+    assert [*batches_of(state)] == [[other]]
+    window.answered([1])
+    assert [*batches_of(state)] == [[behind]]
 
 
 # ── results ─────────────────────────────────────────────────────────────────────────────────────
@@ -399,7 +716,7 @@ def test_results_leave_in_order(steps: list[tuple[int, int, bool] | None]) -> No
                 assert state.add(result, size, is_last=is_last) is (is_last and len(unsent) == 1)
                 assert repr(state) == f"<ReplyState {len(unsent)} unsent>"
             continue
-        batches = [[*batch] for batch in state.batches()]
+        batches = [[*batch] for batch in state.take()]
         assert [result for batch in batches for result in batch] == unsent
         unsent.clear()
         for batch in batches:
@@ -408,7 +725,7 @@ def test_results_leave_in_order(steps: list[tuple[int, int, bool] | None]) -> No
         for one, other in pairwise(batches):
             size = sum(sizes[number] for number, *_ in (*one, other[0]))
             assert len(one) == MAX_CALLS or size > FRAME_BYTES, "they were one frame"
-    assert [*state.batches()] == []
+    assert state.take() == []
 
 
 def test_a_result_that_is_added_meanwhile_leaves_later() -> None:
@@ -416,8 +733,7 @@ def test_a_result_that_is_added_meanwhile_leaves_later() -> None:
     state = ReplyState()
     for number in range(2):
         state.add((number, "plain", None), FRAME_BYTES, is_last=False)
-    batches = state.batches()
-    assert next(batches) == [(0, "plain", None)]
-    state.add((2, "plain", None), 0, is_last=False)
-    assert [*batches] == [[(1, "plain", None)]]
-    assert [*state.batches()] == [[(2, "plain", None)]]
+    assert state.take() == [[(0, "plain", None)], [(1, "plain", None)]]
+    assert state.add((2, "plain", None), 0, is_last=True)
+    assert state.take() == [[(2, "plain", None)]]
+    assert state.take() == []

@@ -1,11 +1,14 @@
 """Calls and results as they travel: whatever is packed together comes out apart, and the same."""
 
+import contextlib
+import ctypes
 import functools
 import io
 import itertools
 import math
 import pickle
 import threading
+from operator import itemgetter
 from typing import Any
 
 import pytest
@@ -13,21 +16,31 @@ import torch
 from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._protocol.columns import ENDED, FAILED, HELD, STREAM_END, HeldResult, encode_cell
+from aiorpc_torch._protocol.columns import (
+    ENDED,
+    FAILED,
+    HELD,
+    STREAM_END,
+    HeldResult,
+    direct_cell,
+    encode_cell,
+)
 from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.messages import (
     CALL_OVERHEAD,
-    CallGroup,
-    Calls,
+    MAX_HEADS,
+    CallHead,
     EncodedCall,
     Group,
+    HeadCache,
     decode_reply,
     dump_payload,
+    encode_call,
     encode_calls,
-    encode_grouped_call,
     encode_reply,
     load_calls,
     load_payload,
+    numbers_of,
 )
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.targets import (
@@ -36,12 +49,14 @@ from aiorpc_torch._protocol.targets import (
     FunctionTarget,
     MethodTarget,
 )
-from aiorpc_torch._protocol.tensors import INLINE_BYTES, TensorTable
-from aiorpc_torch._protocol.wire_targets import NamedTarget, encode_target
+from aiorpc_torch._protocol.tensors import _DTYPES, INLINE_BYTES, TensorTable
+from aiorpc_torch._protocol.wire_targets import NamedTarget, decode_target, encode_target
+from tests.support.malformed import HEADS
 
 NOW = 1000.0
 numbers = itertools.count()
 NOTHING: Any = (), {}
+CACHE = HeadCache()
 ONE, OTHER = (0, 1), (0, 2)  # RRef ids of two objects
 
 DTYPES = [
@@ -151,30 +166,46 @@ def same(one: Any, other: Any) -> bool:
     return bool(one == other) or (one != one and other != other)
 
 
-def message_of(calls: list[EncodedCall]) -> tuple[Calls, list[Tensor]]:
+def encoded(
+    number: int, target: Any, stream: bool = False, work: Any = NOTHING, due: float | None = None
+) -> EncodedCall:
+    """A call of one caller, which remembers its heads."""
+    named = target if isinstance(target, NamedTarget) else encode_target(target, target.on)
+    return encode_call(CACHE, number, named, stream, work, due)
+
+
+def message_of(calls: list[EncodedCall]) -> tuple[list[Group], list[Tensor]]:
     tensors = TensorTable()
     return load_calls(dump(encode_calls(calls, NOW, tensors))), tensors
 
 
 def across(calls: list[EncodedCall]) -> list[tuple[int, Any, bool, Any]]:
-    """Of each call the number, the target, whether it is a stream, and the arguments."""
-    message, tensors = message_of(calls)
+    """Of each call the number, the target, whether it is a stream, and the arguments.
+
+    In the order of their numbers, as the callee starts them.
+    """
+    groups, tensors = message_of(calls)
     rest = iter(tensors)
-    groups = [CallGroup(group, rest, len(message.numbers)) for group in message.groups]
-    read = [(group.target(), group.stream, group.calls()) for group in groups]
-    calls_of = [iter(calls) for _, _, calls in read]
-    order = message.order or [0] * len(message.numbers)
-    assert len(order) == len(message.numbers) == sum(len(calls) for _, _, calls in read)
-    return [
-        (number, *read[index][:2], next(calls_of[index]))
-        for number, index in zip(message.numbers, order, strict=True)
-    ]
+    found: list[tuple[int, Any, bool, Any]] = []
+    for group in groups:
+        head = CallHead(group.head)
+        target = decode_target(head.target, head.tensors_of_target(rest))
+        rows: list[Any] = [None] * len(group.numbers)
+        if isinstance(target, RemoteFailure):
+            head.skip(group, rest)
+        else:
+            rows = head.rows(group, rest)
+        assert group.numbers == sorted(group.numbers)
+        found += [
+            (number, target, head.stream, row)
+            for number, row in zip(group.numbers, rows, strict=True)
+        ]
+    assert [*rest] == [], "each tensor belongs to a call"
+    return sorted(found, key=itemgetter(0))
 
 
 def call(*args: Any, **kwargs: Any) -> EncodedCall:
-    return encode_grouped_call(
-        next(numbers), encode_target(MethodTarget(ONE, "m"), ONE), False, (args, kwargs), None
-    )
+    return encoded(next(numbers), MethodTarget(ONE, "m"), work=(args, kwargs))
 
 
 def argument(value: Any) -> Any:
@@ -203,7 +234,7 @@ def returned(results: list[Any]) -> dict[Any, Any]:
 def test_calls_arrive_as_they_were_made(calls: list[Any]) -> None:
     """Any arguments for any methods, interleaved: each call with its own, in their order."""
     sent = [
-        encode_grouped_call(5 * number, encode_target(target, target.on), stream, work, None)
+        encoded(5 * number, target, stream, work)
         for number, (target, stream, work) in enumerate(calls)
     ]
     arrived = across(sent)
@@ -224,11 +255,9 @@ def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
     """One group for each method and kind of arguments, and one column for each argument."""
     calls = [each for each in calls if isinstance(each[0], MethodTarget)]
     assume(calls)
-    message, tensors = message_of(
+    groups, tensors = message_of(
         [
-            encode_grouped_call(
-                number, encode_target(target, target.on), False, ((value,), {}), None
-            )
+            encoded(number, target, work=((value,), {}))
             for number, (target, value) in enumerate(calls)
         ]
     )
@@ -236,20 +265,38 @@ def test_calls_of_a_kind_share_a_group(calls: list[Any]) -> None:
         (target, (value.dtype, value.shape) if isinstance(value, Tensor) else int)
         for target, value in calls
     }
-    assert len(message.groups) == len(kinds)
+    assert len(groups) == len(kinds)
     assert tensors == []
-    assert bool(message.order) is (len(kinds) > 1)
+    assert sorted(numbers_of(groups)) == [*range(len(calls))]
+
+
+@pytest.mark.promise("order.lone")
+@given(st.lists(WORKS, min_size=1, max_size=6), NUMBERS)
+def test_a_lone_call_arrives_as_in_a_group(works: list[Any], which: int) -> None:
+    """Alone in its frame, or with calls of the same and of other kinds: the same arguments."""
+    which %= len(works)
+    sent = [call(*args, **kwargs) for args, kwargs in works]
+    ((number, target, stream, alone),) = across([sent[which]])
+    assert (number, target, stream) == (sent[which].number, MethodTarget(ONE, "m"), False)
+    assert same(alone, across(sent)[which][3])
+    assert same(alone, works[which])
+
+
+def test_a_lone_call_is_a_group_of_one() -> None:
+    """Its frame has the head, the number and the arguments, and nothing else."""
+    sent = call(7)
+    ((head, columns),) = [(each.head, each[2:]) for each in message_of([sent])[0]]
+    assert head is not sent.head.data
+    assert head == sent.head.data
+    assert columns == ([[7]], [], ())
+    assert len(dump(encode_calls([sent], NOW, TensorTable()))) < len(head) + 12
 
 
 def test_what_two_calls_are_given_arrives_twice() -> None:
     """A large tensor that both pass, or a view of it: what one callee writes is not the other's."""
     large = torch.zeros(INLINE_BYTES)
-    message, tensors = message_of([call(large), call(large.view(2, -1)), call([large, large])])
-    rest = iter(tensors)  # torch keeps one storage one
-    groups = [CallGroup(group, rest, len(message.numbers)) for group in message.groups]
-    one, other, both = (
-        work[0][0] for group in groups for _ in (group.target(),) for work in group.calls()
-    )
+    sent = [call(large), call(large.view(2, -1)), call([large, large])]  # torch keeps one storage
+    one, other, both = (work[0][0] for *_, work in across(sent))
     one.fill_(7)
     assert not other.any()
     assert not both[0].any()
@@ -272,11 +319,8 @@ TYPED = [
 @pytest.mark.parametrize("target", [*FUNCTIONS, *TYPED])
 def test_calls_of_a_function_share_a_group(target: Any) -> None:
     """It is pickled by its name, so once for all."""
-    sent = [
-        encode_grouped_call(number, encode_target(target, target.on), False, ((number,), {}), None)
-        for number in range(3)
-    ]
-    assert len(message_of(sent)[0].groups) == 1
+    sent = [encoded(number, target, work=((number,), {})) for number in range(3)]
+    assert len(message_of(sent)[0]) == 1
     assert [found for _, found, _, _ in across(sent)] == [target] * 3
 
 
@@ -286,9 +330,7 @@ def test_what_a_function_is_bound_to_is_pickled_as_it_is() -> None:
     found = []
     for number in range(3):
         target = FunctionTarget(grows.index)
-        sent = encode_grouped_call(
-            number, encode_target(target, None), False, ((number,), {}), None
-        )
+        sent = encoded(number, target, work=((number,), {}))
         found += [each.function.__self__ for _, each, _, _ in across([sent])]
         grows.append(number)
     assert found == [[], [0], [0, 1]]
@@ -301,10 +343,7 @@ def test_to_make_is_not_to_call() -> None:
         CreateTarget(math.hypot),
         FunctionTarget(math.hypot),
     ]
-    sent = [
-        encode_grouped_call(next(numbers), encode_target(target, None), False, NOTHING, None)
-        for target in targets
-    ]
+    sent = [encoded(next(numbers), target) for target in targets]
     assert [type(found) for _, found, _, _ in across(sent)] == [
         FunctionTarget,
         CreateTarget,
@@ -312,63 +351,218 @@ def test_to_make_is_not_to_call() -> None:
     ]
 
 
-CALLS_OF_ONE = Calls(
-    [4], [], [Group((NamedTarget("method", (0, 1), "m"), 0), False, [], 1, [])], []
+# ── heads ───────────────────────────────────────────────────────────────────────────────────────
+
+
+HEAD_FIELDS: dict[str, Any] = {
+    "target": NamedTarget("method", ONE, "m"),
+    "stream": False,
+    "names": (),
+    "kinds": ("plain",),
+}
+
+
+def test_a_head_is_made_once() -> None:
+    """Calls with the same one share its bytes; any other field makes another."""
+    cache = HeadCache()
+    first = cache.head(**HEAD_FIELDS)
+    assert cache.head(**HEAD_FIELDS) is first
+    others = [
+        cache.head(**{**HEAD_FIELDS, **other})
+        for other in (
+            {"target": NamedTarget("method", ONE, "n")},
+            {"target": NamedTarget("method", OTHER, "m")},
+            {"stream": True},
+            {"names": ("a",)},
+            {"names": None, "kinds": ("packed",)},
+            {"kinds": ("tensor",)},
+            {"kinds": ((torch.float32, (2,)),)},
+            {"kinds": ((torch.float32, (2, 1)),)},
+            {"kinds": ((torch.int32, (2,)),)},
+        )
+    ]
+    assert len({each.data for each in (first, *others)}) == 1 + len(others)
+
+
+@given(
+    TARGETS,
+    st.booleans(),
+    st.none() | st.lists(st.text(max_size=5), max_size=2).map(tuple),
+    st.lists(
+        st.sampled_from(["plain", "tensor", "packed"])
+        | st.tuples(st.sampled_from(DTYPES), st.sampled_from(SHAPES)),
+        max_size=4,
+    ).map(tuple),
 )
+def test_a_head_says_what_it_is(target: Any, stream: bool, names: Any, kinds: Any) -> None:
+    """What is read from its bytes is what it was made of, if it can be a call's."""
+    data = HeadCache().head(encode_target(target, target.on), stream, names, kinds).data
+    if kinds != ("packed",) if names is None else len(names) > len(kinds):
+        with pytest.raises(ValueError, match="names of keywords"):
+            CallHead(data)
+        return
+    head = CallHead(data)
+    assert (decode_target(head.target, ()), head.target_tensors) == (target, 0)
+    assert (head.stream, head.kinds) == (stream, [*kinds])
+    assert head.names == (None if names is None else [*names])
+
+
+def test_heads_that_are_not_remembered() -> None:
+    """What is pickled may differ from call to call; so may an RRef that only torch can resolve."""
+    cache = HeadCache()
+    partial = FunctionTarget(functools.partial(max, 1))
+    for target in (encode_target(partial, None), NamedTarget("method", b"a fork", "m")):
+        one, other = (cache.head(target, False, (), ()) for _ in range(2))
+        assert one is not other
+        assert one.data == other.data
+    assert not cache._heads
+
+
+def test_the_heads_that_are_remembered_are_few() -> None:
+    """Beyond a bound they are made anew, and stay the same."""
+    cache, fields = HeadCache(), {**HEAD_FIELDS}
+    first = cache.head(**fields)
+    for number in range(MAX_HEADS):
+        cache.head(**{**fields, "target": NamedTarget("method", (0, number), "other")})
+        assert len(cache._heads) <= MAX_HEADS
+    again = cache.head(**fields)
+    assert again is not first
+    assert again.data == first.data
+
+
+@pytest.mark.promise("security.memory")
+@pytest.mark.parametrize("what", HEADS)
+def test_what_is_no_head_is_refused(what: str) -> None:
+    """A ValueError says so."""
+    with pytest.raises(ValueError):  # noqa: PT011
+        CallHead(HEADS[what])
+
+
+@pytest.mark.promise("security.memory")
+@given(st.data())
+def test_any_change_of_a_head(data: st.DataObject) -> None:
+    """Is a head, or is refused."""
+    fields = {**HEAD_FIELDS, "names": ("a",), "kinds": ("plain", (torch.float32, (2, 3)))}
+    sent = bytearray(HeadCache().head(**fields).data)
+    sent[data.draw(st.integers(0, len(sent) - 1))] = data.draw(st.integers(0, 255))
+    with contextlib.suppress(ValueError):
+        CallHead(bytes(sent))
+
+
+# ── frames ──────────────────────────────────────────────────────────────────────────────────────
+
+
+HEAD = HeadCache().head(**HEAD_FIELDS).data
+ONE_CALL = [Group(HEAD, [4], [[7]], [], ())]
 
 
 @pytest.mark.parametrize("context", [-1, 7])
 def test_a_payload_says_what_it_is(context: int) -> None:
     """Session, context and the call arrive as they were written."""
     session = "me", 1, 2
-    assert load_payload(dump_payload(session, context, CALLS_OF_ONE)) == (
-        session,
-        context,
-        CALLS_OF_ONE,
+    assert load_payload(dump_payload(session, context, ONE_CALL)) == (session, context, ONE_CALL)
+
+
+@given(
+    st.lists(
+        st.builds(
+            Group,
+            st.binary(max_size=20),
+            st.lists(NUMBERS, min_size=1, max_size=3, unique=True),
+            st.lists(st.binary(max_size=5) | st.lists(st.integers(0, 9)), max_size=2),
+            st.just([]),
+            st.lists(st.tuples(st.text(max_size=3), st.integers(0, 9)), max_size=2).map(tuple),
+        ),
+        min_size=1,
+        max_size=3,
+        unique_by=lambda group: group.head,
     )
+)
+def test_a_frame_of_calls_says_what_it_is(groups: list[Group]) -> None:
+    """Every field arrives as it was written, unless one number is of two calls."""
+    numbers = numbers_of(groups)
+    assert numbers == [number for group in groups for number in group.numbers]
+    if len(set(numbers)) < len(numbers):
+        with pytest.raises(ValueError, match="distinct"):
+            load_calls(dump(groups))
+        return
+    assert load_calls(dump(groups)) == groups
 
 
-def test_a_frame_of_calls_says_what_it_is() -> None:
-    """Every field arrives as it was written."""
-    assert load_calls(dump(CALLS_OF_ONE)) == CALLS_OF_ONE
+def fields(**other: Any) -> list[Any]:
+    """A frame of one group, of which some fields are not as they should be."""
+    return [[*ONE_CALL[0]._replace(**other)]]
 
 
-MALFORMED = {
-    "no fields": (),
-    "a field too many": (*CALLS_OF_ONE, []),
-    "a field too few": CALLS_OF_ONE[:3],
-    "no calls": ([], [], [], ()),
-    "one number twice": ([4, 4], [], [], ()),
-    "a number that is a bool": ([True], [], [], ()),
-    "a number that is a text": (["4"], [], [], ()),
-    "a field that is a text": ([4], "", [], ()),
-    "a field that is a dict": ([4], [], {}, ()),
+MALFORMED: dict[str, Any] = {
+    "no groups": [],
+    "a group without fields": [[]],
+    "a field too many": [[*ONE_CALL[0], []]],
+    "a field too few": [[HEAD, [4]]],
+    "a group without calls": fields(numbers=[]),
+    "a group without calls behind another": [*fields(), *fields(numbers=[])],
+    "one number twice": fields(numbers=[4, 4]),
+    "one number in two groups": [*fields(), *fields()],
+    "a number that is a bool": fields(numbers=[True]),
+    "a number that is a text": fields(numbers=["4"]),
+    "a number that is a fraction": fields(numbers=[4.5]),
+    "a negative number": fields(numbers=[-4]),
+    "a head that is a text": fields(head="m"),
+    "a head that is no bytes": fields(head=[HEAD]),
+    "columns that are a text": fields(columns=""),
+    "a column that is a text": fields(columns=["7"]),
+    "budgets that are a dict": fields(budgets={}),
+    "a budget that is a text": fields(budgets=["soon"]),
+    "more budgets than calls": fields(budgets=[1.0, 2.0]),
+    "fewer budgets than calls": fields(numbers=[4, 5], budgets=[1.0]),
+    "batches that are numbers": fields(batches=[5]),
+    "a group that is a number": [5],
+    "groups that are a number": 5,
 }
 
 
-@pytest.mark.parametrize("fields", MALFORMED.values(), ids=MALFORMED)
-def test_what_is_no_frame_of_calls_is_refused(fields: tuple[Any, ...]) -> None:
+@pytest.mark.parametrize("groups", MALFORMED.values(), ids=MALFORMED)
+def test_what_is_no_frame_of_calls_is_refused(groups: Any) -> None:
     """A ValueError says so, for a frame as for a payload."""
     with pytest.raises(ValueError):  # noqa: PT011
-        load_calls(dump(fields))
+        load_calls(dump(groups))
     with pytest.raises(ValueError):  # noqa: PT011
-        load_payload(dump((("me", 1, 2), -1, fields)))
+        load_payload(dump((("me", 1, 2), -1, groups)))
 
 
 @pytest.mark.parametrize(
     "fields",
     [
-        (("me", 1), -1, CALLS_OF_ONE),
-        (("me", 1, "2"), -1, CALLS_OF_ONE),
-        (("me", 1, 2), None, CALLS_OF_ONE),
-        (("me", 1, 2), -1, CALLS_OF_ONE._replace(numbers=[4, 5])),
+        (("me", 1), -1, ONE_CALL),
+        (("me", 1, "2"), -1, ONE_CALL),
+        (("me", 1, 2), None, ONE_CALL),
+        (("me", 1, 2), -1, fields(numbers=[4, 5])),
+        (("me", 1, 2), -1, [*ONE_CALL, *fields(numbers=[5])]),
     ],
-    ids=["a short session", "a wrong session", "no context", "two calls"],
+    ids=["a short session", "a wrong session", "no context", "two calls", "two groups"],
 )
 def test_what_is_no_payload_is_refused(fields: tuple[Any, ...]) -> None:
     """A payload names its session and its context, and has one call."""
     with pytest.raises(ValueError):  # noqa: PT011
         load_payload(dump(fields))
+
+
+COLUMNS: dict[str, Any] = {
+    "no column": [],
+    "a column too many": [[1], [2]],
+    "a cell too few": [[]],
+    "a cell too many": [[1, 2]],
+    "bytes": [b"1"],
+}
+
+
+@pytest.mark.promise("security.memory")
+@pytest.mark.parametrize("columns", COLUMNS.values(), ids=COLUMNS)
+def test_columns_that_are_not_those_of_the_head(columns: Any) -> None:
+    """The group is rejected; nothing was allocated for what it declares."""
+    (group,) = load_calls(dump(fields(columns=columns)))
+    with pytest.raises(ValueError):  # noqa: PT011
+        CallHead(group.head).rows(group, iter(()))
 
 
 @pytest.mark.promise("security.frames_plain")
@@ -383,22 +577,33 @@ def test_reading_a_frame_runs_no_code(load: Any) -> None:
 def test_budgets(budgets: list[float | None]) -> None:
     """Each call has what is left of its time; if none has a limit, nothing is said of it."""
     calls = [
-        encode_grouped_call(
-            number,
-            NamedTarget("method", ONE, "m"),
-            False,
-            ((), {}),
-            None if left is None else NOW + left,
-        )
+        encoded(number, NamedTarget("method", ONE, "m"), due=None if left is None else NOW + left)
         for number, left in enumerate(budgets)
     ]
-    message, _ = message_of(calls)
+    ((group,), _) = message_of(calls)
     if any(left is not None for left in budgets):
-        assert len(message.budgets) == len(budgets)
-        for left, found in zip(budgets, message.budgets, strict=True):
-            assert found == (left if left is None else pytest.approx(left, abs=1e-6))
+        assert group.budgets == [
+            left if left is None else pytest.approx(left, abs=1e-6) for left in budgets
+        ]
     else:
-        assert not message.budgets
+        assert not group.budgets
+
+
+def test_calls_of_other_batches_have_other_groups() -> None:
+    """A group names the batches that wait for its calls."""
+    own: tuple[Any, ...] = (("me", 1),)
+    target = NamedTarget("method", ONE, "m")
+    sent = [
+        encode_call(CACHE, number, target, False, NOTHING, None, batches)
+        for number, batches in enumerate(((), own, (), own, (*own, ("peer", 2))))
+    ]
+    groups, _ = message_of(sent)
+    assert [(each.numbers, each.batches) for each in groups] == [
+        ([0, 2], ()),
+        ([1, 3], own),
+        ([4], (*own, ("peer", 2))),
+    ]
+    assert not any(left is not None for each in groups for left in each.budgets)
 
 
 @pytest.mark.promise("transport.arguments")
@@ -466,7 +671,7 @@ def test_size_counts_all_that_is_sent() -> None:
 
 @pytest.mark.promise("transport.large")
 @pytest.mark.parametrize(
-    ("value", "by_torch"),
+    ("value", "is_large"),
     [
         (1, False),
         ("x" * (INLINE_BYTES - CALL_OVERHEAD), False),
@@ -480,26 +685,42 @@ def test_size_counts_all_that_is_sent() -> None:
         (torch.eye(3).to_sparse(), True),
     ],
 )
-def test_what_travels_by_torch(value: Any, by_torch: bool) -> None:
-    """Calls above the limit and tensors that are no bytes go by torch, the rest does not."""
-    assert call(value).by_torch is by_torch
+def test_large_calls(value: Any, is_large: bool) -> None:
+    """Those above the limit, and those with tensors that are no bytes, have a frame for each."""
+    found = call(value)
+    assert found.is_large is is_large
+    assert not found.by_torch
+    assert repr(found) == f"<EncodedCall {found.number}, {found.size} bytes>"
 
 
 def test_small_arguments_add_up() -> None:
-    """Many small arguments that are large together go by torch."""
+    """Many small arguments are large together."""
     part = torch.zeros(INLINE_BYTES // 16)
-    assert not call(*(part + n for n in range(3))).by_torch
-    assert call(*(part + n for n in range(4))).by_torch
+    assert not call(*(part + n for n in range(3))).is_large
+    assert call(*(part + n for n in range(4))).is_large
 
 
-def test_a_large_target_goes_by_torch() -> None:
+def test_a_call_of_a_large_target() -> None:
     """What a partial holds counts as its arguments do."""
     for held in (torch.zeros(INLINE_BYTES), b"x" * INLINE_BYTES, torch.ones(1, requires_grad=True)):
         target = FunctionTarget(functools.partial(torch.add, held))
         for work in (((1,), {}), (([1],), {})):
-            assert encode_grouped_call(0, encode_target(target, None), False, work, None).by_torch
+            assert encoded(0, target, work=work).is_large
     small = FunctionTarget(functools.partial(torch.add, torch.zeros(2)))
-    assert not encode_grouped_call(0, encode_target(small, None), False, NOTHING, None).by_torch
+    assert not encoded(0, small).is_large
+
+
+@pytest.mark.parametrize("number", [1, 3])
+def test_a_large_target_arrives(number: int) -> None:
+    """With the tensors of its own, before those of the arguments; of each call its own."""
+    held = [torch.full((INLINE_BYTES,), float(n)) for n in range(number)]
+    sent = [
+        encoded(n, FunctionTarget(functools.partial(torch.add, each)), work=((each + 1,), {}))
+        for n, each in enumerate(held)
+    ]
+    for (_, target, _, (args, _)), each in zip(across(sent), held, strict=True):
+        assert torch.equal(target.function.args[0], each)
+        assert torch.equal(args[0], each + 1)
 
 
 # ── what cannot be read ─────────────────────────────────────────────────────────────────────────
@@ -534,7 +755,7 @@ def test_an_unreadable_target_fails_alone() -> None:
     """The other groups of the message are read."""
     unreadable = FunctionTarget(functools.partial(max, Unreadable()))
     calls = [
-        encode_grouped_call(0, encode_target(unreadable, None), False, NOTHING, None),
+        encoded(0, unreadable, work=((torch.zeros(INLINE_BYTES),), {})),
         call(torch.zeros(INLINE_BYTES)),
     ]
     (_, target, _, _), (_, other, _, work) = across(calls)
@@ -649,6 +870,52 @@ def test_rows_of_a_column(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
         each[1].zero_()
         assert same(each[0], values[0])
         assert same(each[2], values[2])
+
+
+@pytest.mark.promise("transport.arguments")
+@pytest.mark.parametrize("shape", [(), (2,), (2, 3)])
+@pytest.mark.parametrize("dtype", _DTYPES.values(), ids=str)
+def test_tensors_of_every_dtype(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    """Their bytes arrive, alone and in a column: also of those that torch can hardly compute."""
+    size = math.prod(shape) * dtype.itemsize
+    values = [
+        torch.frombuffer(bytearray(n == 0 for n in range(at, at + size)), dtype=dtype)
+        for at in (0, -1, -2)
+    ]
+    values = [each.reshape(shape) for each in values]
+    assert (direct_cell(values[0]) or "none")[0] == (dtype, shape)
+    rows = [args[0] for *_, (args, _) in across([call(value) for value in values])]
+    found = returned([(number, *encode_cell(value)) for number, value in enumerate(values)])
+    for each in (rows, [found[number] for number in range(3)], [*map(argument, values)]):
+        for value, row in zip(values, each, strict=True):
+            assert (row.dtype, row.shape) == (dtype, shape)
+            assert bytes_of(row) == bytes_of(value)
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return ctypes.string_at(tensor.data_ptr(), tensor.nbytes)
+
+
+@pytest.mark.promise("transport.copied")
+@given(small_tensors(), st.integers(1, 3))
+def test_a_sent_tensor_is_a_copy(tensor: Tensor, count: int) -> None:
+    """The bytes do not change with the tensor, nor what arrives of two calls with each other."""
+    before, sent = tensor.clone(), [call(tensor) for _ in range(count)]
+    tensor.zero_()
+    for _ in range(2):
+        rows = [args[0] for *_, (args, _) in across(sent)]
+        assert all(same(row, before) for row in rows)
+        rows[0].zero_()
+        assert all(same(row, before) for row in rows[1:])
+
+
+@pytest.mark.parametrize("size", [4, INLINE_BYTES])
+def test_a_tensor_without_memory_is_not_read(size: int) -> None:
+    """Its storage was freed: bytes of other objects would be sent in its place."""
+    tensor = torch.zeros(size)
+    tensor.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="storage"):
+        argument(tensor)
 
 
 @pytest.mark.parametrize("arrive", [argument, result])
