@@ -43,7 +43,7 @@ class InlineFuture:
         self._asyncio_future_blocking = False
         self.target: Any = None  # of the call with this result, as encoded
         self.source: Any = None  # the target as the caller named it
-        self.started = 0.0  # `time.monotonic()` of the event-loop iteration of the call
+        self.started = 0.0  # `time.monotonic()` of the call
 
     def __repr__(self) -> str:
         return f"<InlineFuture {self._state}>"
