@@ -1,8 +1,9 @@
 """Shared-memory segments without a name: memfd files that other processes map.
 
 A receiver opens a segment of a sender through `/proc/<pid>/fd/<descriptor>`. This works for
-processes of one user in one process namespace. A segment has no file: it is gone when no process
-has it open or mapped, also after `kill -9`. (tests/unit/aio/test_segments.py)
+processes of one user in one process namespace. asyncio's transports cannot pass descriptors, and a
+second socket for them would need an order with the first. A segment has no file: it is gone when no
+process has it open or mapped, also after `kill -9`. (tests/unit/aio/test_segments.py)
 """
 
 import ctypes
@@ -181,6 +182,9 @@ def _check(name: SegmentName, found: os.stat_result) -> None:
 
 class Probe:
     """A small segment with a secret: a peer that reads the secret can map segments.
+
+    One trial finds all reasons alike why a peer cannot: another user or process namespace, a
+    process that is not dumpable, a system without memfd.
 
     Attributes:
         name: The segment's name, for `read_probe` of the peer.

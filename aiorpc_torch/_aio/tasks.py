@@ -80,6 +80,7 @@ def start_task(
     """Return a task of `coroutine` that has taken its first step, if the loop permits it.
 
     A coroutine that never waits then needs no loop iteration. Call it on the running `loop`.
+    (To drive a coroutine without a task would break `asyncio.timeout` in it.)
     """
     if sys.version_info >= (3, 12):
         return asyncio.Task(coroutine, loop=loop, name=name, context=context, eager_start=True)

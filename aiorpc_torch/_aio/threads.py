@@ -1,7 +1,8 @@
 """Daemon threads for plain `def` methods and for calls that block.
 
 The threads of `concurrent.futures` and of anyio are joined when the interpreter exits: one method
-that never returns would keep the process alive.
+that never returns would keep the process alive. Also, anyio's capacity limiter knows neither the
+order of arrival nor how long a thread is busy.
 """
 
 import asyncio

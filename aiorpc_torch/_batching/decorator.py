@@ -113,7 +113,11 @@ def batched(
 
 
 class Batched:
-    """A `@batched` function. Local and remote calls join the same queue."""
+    """A `@batched` function. Local and remote calls join the same queue.
+
+    It is a descriptor, not a closure, since only a descriptor knows whether it is a method: torch
+    clients call `PS.update` with an RRef as `self`.
+    """
 
     __qualname__: str
 

@@ -183,7 +183,8 @@ class BatchQueue:
         call = QueuedCall(self, instance, args, on_result, now)
         traits = self._traits_of(args, caller)
         if call.recording is not None and isinstance(self._policy, Fill):
-            # Calls of two autograd contexts never share a batch.
+            # Calls of two autograd contexts never share a batch: its members have one graph, which
+            # a backward of either would free.
             traits = traits._replace(key=(call.recording.id, traits.key))
         self._scheduler.add(call, now, traits)
         if self._dispatcher is None or self._dispatcher.done():
@@ -264,7 +265,10 @@ class BatchQueue:
             self._schedule_dispatch()
 
     def _dispatch(self, task: "asyncio.Task[None]") -> Batch[QueuedCall] | None:
-        """Start the batches that are ready, but for the first: `task`, the current one, runs it."""
+        """Start the batches that are ready, but for the first: `task`, the current one, runs it.
+
+        So a batch costs one task and one loop iteration.
+        """
         assert self.loop is not None
         self._dispatcher = None
         if self._timer is not None:

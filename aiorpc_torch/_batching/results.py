@@ -29,7 +29,8 @@ class Broadcast(Generic[T]):
 def split_results(result: Any, size: int, name: str, *, stacked: bool = False) -> list[Any]:
     """Return one result for each of `size` callers; an exception among them is to be raised.
 
-    A tuple is one result per caller; if the arguments were `stacked`, it is a tree of tensors.
+    A tuple is one result per caller; if the arguments were `stacked`, it is a tree of tensors. One
+    rule for both would take (actions, values) for two results whenever the batch is of two.
 
     Raises:
         BatchContractError: if `result` is not one result per caller.

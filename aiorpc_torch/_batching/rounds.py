@@ -21,7 +21,8 @@ class RoundScheduler(Scheduler[T]):
         self._policy = policy
         self._waiting: dict[T, tuple[float, CallTraits]] = {}  # time of arrival; in that order
         self._last_end = float("-inf")  # of the previous round
-        self._known_members: dict[Hashable, None] = {}  # the latest contributor last
+        # The latest contributor last. Members are not declared: workers may join and leave.
+        self._known_members: dict[Hashable, None] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -62,6 +63,7 @@ class RoundScheduler(Scheduler[T]):
     def _timeout_at(self) -> float | None:
         if self._policy.timeout is None:
             return None
+        # Not before the previous round ends: a missing member may wait for that one's result.
         since, _ = next(iter(self._waiting.values()))
         return max(since, self._last_end) + self._policy.timeout
 

@@ -204,7 +204,10 @@ class FillScheduler(Scheduler[T]):
         return Reason.WAITED if now >= _oldest(queue)[1] + self._policy.max_wait else None
 
     def _next_size(self, queue: _KeyQueue[T]) -> tuple[int, bool]:
-        """Return the size of the next batch, at least one, and whether that batch is full."""
+        """Return the size of the next batch, at least one, and whether that batch is full.
+
+        A call above `max_weight` goes alone: a policy that wants to refuse it raises in `weight`.
+        """
         size, limit = self._policy.max_size, self._policy.max_weight
         if limit is not None:
             weight = 0.0

@@ -29,6 +29,7 @@ def traits_function(policy: Policy, name: str, *, stacked: bool) -> TraitsFuncti
     def traits(args: CallArgs, _: str) -> CallTraits:
         group = None if key is None else _check_hashable("key", key(*args))
         weighs = 1.0 if weight is None else _check_weight(weight(*args), name)
+        # Calls that cannot be stacked together wait apart, and delay no other.
         return CallTraits((group, _collate_keys(args)) if stacked else group, weighs)
 
     has_traits = stacked or key is not None or weight is not None

@@ -137,7 +137,8 @@ def find_context_functions(
     """Return functions that get and set the autograd context id of the calling thread.
 
     torch's Python interface cannot set it, and raises where there is none, which takes 20 µs. So
-    two C++ symbols are called. Without them the setter is None, with a warning.
+    two C++ symbols are called. Without them the setter is None, with a warning, and calls in a
+    context raise: unrecorded, they would give wrong gradients.
     (tests/loopback/test_context_symbols.py::test_torch_without_context_symbols)
     """
     try:

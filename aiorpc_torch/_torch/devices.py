@@ -55,7 +55,10 @@ def cuda_device_count() -> int:
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoutes:
-    """The devices on which one worker's tensors may be when they are sent."""
+    """The devices on which one worker's tensors may be when they are sent.
+
+    They are known before the first message: torch wants a future's devices when it is made.
+    """
 
     used: list[torch.device] = field(default_factory=list)
     """All devices below, sorted."""

@@ -254,6 +254,8 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
     Raises:
         NotServing, RuntimeError, ValueError: As `attach`.
     """
+    # Not anyio's portal, which opens a scope: from the first scope of a process on, each call has
+    # to ask for deadlines (`_aio.scopes`).
     entered: concurrent.futures.Future[AttachedThread] = concurrent.futures.Future()
     left = asyncio.Event()  # set on the thread's loop
     failure: list[BaseException] = []

@@ -1,7 +1,8 @@
 """A child process that is a worker: its start, the pipe to it, and its end.
 
 The pipe carries the parent's commands to the child, and the child's failure to the parent. A closed
-pipe means death, in both directions: the kernel closes it however a process ends.
+pipe means death, in both directions: the kernel closes it however a process ends. (The signal of
+`PR_SET_PDEATHSIG` is sent when the *thread* that started the child ends.)
 """
 
 import asyncio

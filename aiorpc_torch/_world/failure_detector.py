@@ -211,6 +211,8 @@ class FailureDetector:
             found = WorkerLost(peer, reason) if reason else error
             self.lose(peer, self.told_failure(peer) or found)
 
+    # Not a task group: it would wrap the exception of the user's block in an ExceptionGroup, and
+    # has to be left in the task that entered it: pytest leaves a fixture in another.
     def _start(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = self._loop.create_task(coroutine)
         self._tasks.add(task)

@@ -242,7 +242,12 @@ def has_route(url: str) -> bool:
 
 
 def _resolve(host: str, port: int = 9) -> list[tuple[int, _Address]]:
-    """Return the addresses of `host`, IPv4 first."""
+    """Return the addresses of `host`, IPv4 first.
+
+    torch's store looks up the name of each address that connects to it, in its only thread (2.15).
+    At a socket of IPv6, even 127.0.0.1 is a mapped address, which /etc/hosts does not have: it asks
+    DNS. Silent DNS delays all workers by five seconds or more for each connection.
+    """
     try:
         answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

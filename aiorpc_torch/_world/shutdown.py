@@ -79,7 +79,7 @@ class Shutdown:
         leaving = self._ranks_leaving_too()
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
-        await self._close_connections()
+        await self._close_connections()  # first: no call may run beside the end of an object
         limit = OBJECTS_TIMEOUT if self.timeout is None else self.timeout
         await self.node.server.end_objects(limit)
         if self.failure:

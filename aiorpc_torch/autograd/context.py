@@ -1,7 +1,8 @@
 """Contexts of torch's distributed autograd that follow the tasks of their opener.
 
-A backward has a cached thread of its own, so one that another worker never answers blocks nothing
-else. `_protocol.recording` records the calls.
+torch cannot interrupt a backward, and one that another worker never answers keeps its thread. So
+each has a cached thread of its own, and blocks nothing else. `_protocol.recording` records the
+calls.
 """
 
 import asyncio
@@ -23,7 +24,9 @@ from ..errors import CallTimeout, RpcError, WorkerLost
 
 _threads = ThreadCache("aiorpc-autograd")
 
-RELEASE_DELAY = 2.0  # seconds that an abandoned backward has to end before its context is released
+# Seconds that an abandoned backward has to end before its context is released. The release makes
+# it fail on other workers, and torch logs that.
+RELEASE_DELAY = 2.0
 
 PEER_LOSS_DELAY = 0.5  # seconds for the failure detector to name the worker that broke a backward
 
@@ -151,6 +154,7 @@ class Context:
                 recording.release(key)
 
         self._failure = "did not finish"
+        # torch waits for a frozen worker without end: the failure detector ends the wait.
         try:
             async with interruptible() as interrupt:
                 with current_pool().watching_peers(recording.peers, interrupt):
