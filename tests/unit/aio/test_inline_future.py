@@ -135,19 +135,21 @@ async def test_timeouts_work(make_task) -> None:
 async def test_a_system_exit_does_not_stop_the_others() -> None:
     """SystemExit in a step propagates; the other tasks resume in the next iteration."""
 
-    class Stubborn(InlineFuture):
-        def resume(self) -> None:
-            raise SystemExit(3)
+    def stop(_: InlineFuture) -> None:
+        raise SystemExit(3)
 
     loop = asyncio.get_running_loop()
     future = InlineFuture(loop)
     task = asyncio.create_task(awaited(future))
     await asyncio.sleep(0)
     future.set_result("here")
+    first = InlineFuture(loop)
+    first.add_done_callback(stop, context=contextvars.Context())
+    first.set_result(None)
 
     def step() -> None:
         with pytest.raises(SystemExit):
-            resume_all([Stubborn(loop), future], loop)
+            resume_all([first, future], loop)
 
     await on_the_loop(step)
     assert await task == "here"
