@@ -26,7 +26,7 @@ _ASK, _ANSWER = frame(PING, b"?"), frame(PING, b"!")
 
 
 class _Protocol(asyncio.BufferedProtocol):
-    """What a transport calls, as asyncio wants it. All of it is the channel's."""
+    """Protocol of a transport, which passes everything to the channel."""
 
     def __init__(self, channel: "Channel") -> None:
         self.get_buffer = channel._reader.buffer  # type: ignore[method-assign]

@@ -306,10 +306,31 @@ def _direct_columns(call: EncodedCall) -> Sequence[Any]:
 SessionKey = tuple[str, int, int]
 """A session: the caller's name and process number, and the connection number."""
 
-load_calls: Callable[[bytes], list[Group]] = reader(list[Group])
-"""Return the groups of a frame. Raises ValueError if it is malformed. Runs no user code."""
-
+_read_groups: Callable[[bytes], list[Group]] = reader(list[Group])
 _read_payload = reader(tuple[SessionKey, int, list[Group]])
+
+
+def load_calls(data: bytes) -> list[Group]:
+    """Return the groups of a frame. Runs no user code.
+
+    Raises:
+        ValueError: if the frame is malformed.
+    """
+    groups = _read_groups(data)
+    if len(groups) != 1 or len(groups[0].numbers) != 1 or groups[0].budgets:
+        _check(groups)
+    return groups
+
+
+def _check(groups: Sequence[Group]) -> None:
+    numbers = numbers_of(groups)
+    if not numbers or len(set(numbers)) < len(numbers):
+        raise ValueError("calls must have distinct numbers")
+    for group in groups:
+        if not group.numbers or len(group.budgets or group.numbers) != len(group.numbers):
+            raise ValueError(
+                f"a group of {len(group.numbers)} calls has {len(group.budgets)} budgets"
+            )
 
 
 def dump_payload(session: SessionKey, context: int, groups: Any) -> bytes:
@@ -320,6 +341,7 @@ def dump_payload(session: SessionKey, context: int, groups: Any) -> bytes:
 def load_payload(data: bytes) -> tuple[SessionKey, int, list[Group]]:
     """Return the arguments of `dump_payload`. Raises the same as `load_calls`."""
     session, context, groups = _read_payload(data)
+    _check(groups)
     if len(numbers_of(groups)) != 1:
         raise ValueError("a payload must have one call")
     return session, context, groups

@@ -59,8 +59,7 @@ def _calls_in(
         return failing_calls(numbers, session, reply, worker, exc, stream=head.stream)
     calls = []
     budgets: Any = group.budgets or itertools.repeat(None)
-    if group.budgets and len(group.budgets) != len(numbers):
-        raise ValueError(f"{len(group.budgets)} budgets of {len(numbers)} calls")
+    # Not strict: the budgets are as many, or without end.
     for number, budget, row in zip(numbers, budgets, head.rows(group, tensors), strict=False):
         deadline = None if budget is None else deadline_after(budget)
         if isinstance(row, RemoteFailure):

@@ -1,4 +1,4 @@
-"""What groups of calls run: resolved once in a session, and verified at each group."""
+"""Heads of received groups of calls: resolved once in a session, and verified at each group."""
 
 import contextlib
 import functools

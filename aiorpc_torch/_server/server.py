@@ -227,8 +227,6 @@ class Server:
         reply: Any = None,
     ) -> list[RpcCall]:
         numbers = groups[0].numbers if len(groups) == 1 else numbers_of(groups)
-        if not numbers or (len(numbers) > 1 and len(set(numbers)) < len(numbers)):
-            raise ProtocolError("the calls of a message must have distinct numbers")
         if not session.calls.keys().isdisjoint(numbers):
             raise ProtocolError("a message has the number of a call that is already running")
         session.served += len(numbers)

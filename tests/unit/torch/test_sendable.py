@@ -27,7 +27,7 @@ def test_has_memory(
     places = [offset]
     for n, stride in dimensions:
         places = [place + index * stride for place in places for index in range(n)]
-    assert has_memory(tensor) is all(place < left for place in places)
+    assert has_memory(tensor, tensor.nbytes) is all(place < left for place in places)
 
 
 @pytest.mark.parametrize("kind", SENDABLE)
