@@ -10,9 +10,8 @@ import pytest
 from aiorpc_torch._aio.inline_future import InlineFuture
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.stream_reader import StreamReader
-from aiorpc_torch._protocol.columns import HELD
+from aiorpc_torch._protocol.columns import HELD, encode_cell
 from aiorpc_torch._protocol.frames import (
-    CALL,
     CALLS,
     CLOSE,
     CONTROL,
@@ -22,8 +21,7 @@ from aiorpc_torch._protocol.frames import (
     frame,
 )
 from aiorpc_torch._protocol.handshake import Party
-from aiorpc_torch._protocol.lone import encode_result
-from aiorpc_torch._protocol.messages import encode_reply, load_calls
+from aiorpc_torch._protocol.messages import encode_reply, load_calls, numbers_of
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.targets import MethodTarget
 from aiorpc_torch._torch.compat import WorkerInfo
@@ -78,9 +76,9 @@ class Pair:
             assert await future == "done"
 
     def answer(self, *results: Any) -> None:
-        """Send results, each a number and its value."""
-        pairs = zip(results[::2], results[1::2], strict=True)
-        self.writer.write(b"".join(encode_result(*each) or b"" for each in pairs))
+        """Send results, each a number and its value, in a frame for each."""
+        for number, value in zip(results[::2], results[1::2], strict=True):
+            self.reply((number, *encode_cell(value)))
 
     def reply(self, *results: Any) -> None:
         """Send results with their kinds, in one frame."""
@@ -124,7 +122,7 @@ async def test_calls_made_before_it_is_open_share_a_frame(pair: Pair) -> None:
     await pair.connect()
     kind, data = await pair.frame()
     assert kind == CALLS
-    assert [*load_calls(data).numbers] == numbers == [0, 1, 2, 3, 4]
+    assert numbers_of(load_calls(data)) == numbers == [0, 1, 2, 3, 4]
     assert pair.connection.counters()["in_flight"] == 5
     assert pair.connection.counters()["messages"] == 1
 
@@ -135,7 +133,7 @@ async def test_a_lone_call_leaves_at_once(pair: Pair) -> None:
     before = pair.connection.counters()["messages"]
     number, future = pair.call(7)
     assert pair.connection.counters()["messages"] == before + 1
-    assert (await pair.frame())[0] == CALL
+    assert (await pair.frame())[0] == CALLS
     pair.answer(number, "seven")
     async with asyncio.timeout(SOON):
         assert await future == "seven"
@@ -159,7 +157,7 @@ async def test_a_retired_connection_sends_what_it_has_and_says_so(pair: Pair) ->
     """Its calls are answered; the next call needs another connection."""
     await pair.connect_and_call()
     _, first = pair.call("first")
-    assert (await pair.frame())[0] == CALL
+    assert (await pair.frame())[0] == CALLS
     pair.connection.pause_writing()
     number, second = pair.call("second")
     pair.writer.write(frame(RETIRE, b""))
@@ -181,7 +179,7 @@ async def test_a_call_cancelled_before_it_is_sent_never_is(pair: Pair) -> None:
     pair.connection.cancel(second)
     await pair.connect()
     kind, data = await pair.frame()
-    assert (kind, [*load_calls(data).numbers]) == (CALLS, [first, third])
+    assert (kind, numbers_of(load_calls(data))) == (CALLS, [first, third])
 
 
 async def test_a_call_cancelled_after_it_was_sent_is_withdrawn(pair: Pair) -> None:

@@ -8,7 +8,14 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._protocol.messages import CallGroup, encode_calls, load_calls
+from aiorpc_torch._protocol.messages import (
+    CallHead,
+    EncodedCall,
+    HeadCache,
+    encode_call,
+    encode_calls,
+    load_calls,
+)
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.shared_arguments import EachValue, MemberArguments, encode_for_members
 from aiorpc_torch._protocol.tensors import INLINE_BYTES, TensorTable
@@ -18,11 +25,14 @@ from aiorpc_torch._protocol.wire_targets import NamedTarget
 def decoded(row: MemberArguments) -> Any:
     """What a member gets."""
     tensors = TensorTable()
-    call = row.call(7, NamedTarget("method", (1, 2), "m"), None)
-    calls = encode_calls((call,), 0.0, tensors)
-    plain = load_calls(dump(calls))
-    (arguments,) = CallGroup(plain[2][0], iter(tensors), 1).calls()
+    call = call_of(row)
+    (group,) = load_calls(dump(encode_calls((call,), 0.0, tensors)))
+    (arguments,) = CallHead(group.head).rows(group, iter(tensors))
     return arguments
+
+
+def call_of(row: MemberArguments) -> EncodedCall:
+    return row.call(HeadCache(), 7, NamedTarget("method", (1, 2), "m"), None)
 
 
 class Counted:
@@ -91,7 +101,7 @@ def test_tensors_are_shared() -> None:
     assert all(row.cells[0] is rows[0].cells[0] for row in rows)
     assert all(row.cells[1] is rows[0].cells[1] for row in rows)
     assert rows[0].cells[0].data_ptr() == large.data_ptr()
-    assert all(row.call(0, NamedTarget("method", (0, 0), "m"), None).by_torch for row in rows)
+    assert all(call_of(row).is_large for row in rows)
     nested = encode_for_members((({"weight": large},), {}), 3)
     packed = [row.packed for row in nested if row.packed is not None]
     assert [each.tensors[0].data_ptr() for each in packed] == [large.data_ptr()] * 3
@@ -150,13 +160,36 @@ def test_each_inside_another_argument(around: Any) -> None:
         encode_for_members(((around(EachValue([1, 2])),), {}), 2)
 
 
-def test_a_cell_that_is_alone() -> None:
-    """One small argument may be in a frame of its own kind; two, or a keyword, may not."""
-    rows = encode_for_members(((EachValue([1, 2]),), {}), 2)
-    assert [row.alone for row in rows] == [(1,), (2,)]
-    assert encode_for_members(((), {}), 1)[0].alone == ()
-    assert encode_for_members(((1, 2), {}), 1)[0].alone is None
-    assert encode_for_members(((), {"x": 1}), 1)[0].alone is None
+LARGE = torch.zeros(INLINE_BYTES)
+BYTES = b"x" * (INLINE_BYTES - 40)
+
+
+@pytest.mark.promise("transport.large")
+@pytest.mark.parametrize(
+    "work",
+    [
+        ((), {}),
+        ((1, torch.ones(3)), {"text": "x" * 100}),
+        ((LARGE,), {}),
+        ((), {"named": LARGE}),
+        (([LARGE],), {}),
+        ((BYTES,), {}),
+        ((b"xxx", BYTES), {}),
+        (([BYTES],), {}),
+        (([1],), {"key": {2: 3}}),
+    ],
+)
+@pytest.mark.parametrize("count", [1, 3])
+def test_a_call_is_as_large_as_alone(work: Any, count: int) -> None:
+    """A member's call has the head, the size and the way of one that is encoded for it alone."""
+    target, own = NamedTarget("method", (1, 2), "m"), HeadCache()
+    alone = encode_call(own, 7, target, False, work, 4.5, (("me", 1),))
+    for row in encode_for_members(work, count):
+        call = row.call(own, 7, target, 4.5, (("me", 1),))
+        assert (call.number, call.due, call.batches) == (7, 4.5, (("me", 1),))
+        assert call.head is alone.head
+        assert call.is_large == alone.is_large
+        assert abs(call.size - alone.size) < 100  # another memo of the pickle, for one
 
 
 def test_a_slot_alone_cannot_be_read() -> None:
