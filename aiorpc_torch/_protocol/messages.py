@@ -213,6 +213,8 @@ def encode_lone(
     if found is None or found[0] is TENSOR:
         return None
     kind, cell = found
+    if (type(cell) is bytes or type(cell) is str) and len(cell) > INLINE_BYTES - CALL_OVERHEAD:
+        return None
     head = heads.head(target, False, (), (kind,))
     return dump(((head.data, (number,), (cell if type(kind) is tuple else found[1:],)),))
 
@@ -375,11 +377,14 @@ class CallHead:
     __slots__ = ("kinds", "names", "stream", "target", "target_tensors")
 
     def __init__(self, data: bytes) -> None:
-        (self.target, self.target_tensors), self.stream, self.names, kinds = _read_head(data)
-        self.kinds = [*map(read_kind, kinds)]
+        try:
+            (self.target, self.target_tensors), self.stream, self.names, kinds = _read_head(data)
+            self.kinds = [*map(read_kind, kinds)]
+        except ValueError as exc:
+            raise ValueError(f"malformed head of calls: {exc}") from None
         given = len(self.names or ())
         if given > len(kinds) or (self.names is None and self.kinds != [PACKED]):
-            raise ValueError(f"{given} names of keywords for {len(kinds)} arguments")
+            raise ValueError(f"malformed head of calls: {given} names for {len(kinds)} arguments")
 
     def rows(self, group: Group, tensors: Iterator[Tensor]) -> list[Any]:
         """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled.

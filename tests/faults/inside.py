@@ -113,7 +113,6 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         "caller: bytes in the window": state.window._size,
         "caller: unsent calls": len(state),
         "caller: unsent cancels and credits": len(state.cancels) + len(state.credits),
-        "caller: announced items": len(connection._shared._coming),
         "caller: calls of contexts": len(connection._recorded_calls),
         "caller: unresumed callers": len(connection._wake),
         **_of_link("caller", connection._segments),
