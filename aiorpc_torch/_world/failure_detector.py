@@ -15,7 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, Protocol
 
-from .._aio.loops import call_soon, run_on_loop
+from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
 from .._protocol import endpoints
 from .._protocol.members import Members
@@ -128,9 +128,9 @@ class FailureDetector:
         Raises:
             WorkerLost: if it will not rejoin.
         """
-        if asyncio.get_running_loop() is not self._loop:  # of another thread
-            waiting = asyncio.run_coroutine_threadsafe(self.wait_until_alive(peer), self._loop)
-            return await asyncio.wrap_future(waiting)
+        await await_on(self._loop, self._wait_until_alive(peer))
+
+    async def _wait_until_alive(self, peer: str) -> None:
         if peer in self._probed:  # a probe may be under way
             await self._probed[peer].wait()
         if peer in self.lost_peers:
