@@ -114,11 +114,11 @@ def is_single_host(init_method: str | None, world_size: int) -> bool:
 @contextlib.contextmanager
 def rendezvous_url(init_method: str | None, world_size: int) -> Iterator[str]:
     """Yield the URL of the rendezvous, valid during the block, as torch's `init_method`."""
-    if init_method is not None:
-        yield init_method
-    elif world_size == 1:
+    if world_size == 1:  # whatever is given: nobody is to be met
         with new_rendezvous_url() as url:
             yield url
+    elif init_method is not None:
+        yield init_method
     else:
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise ValueError(

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._protocol import endpoints
-from .._torch.agent import Agent, PeerInfo, process_worker_id
+from .._torch.agent import Agent, PeerInfo
 from .._torch.devices import DeviceRoutes
 from .._torch.transport import send, wrap_future
 from ..errors import WorldTimeout
@@ -35,65 +35,35 @@ CANCEL_TIMEOUT = 1.0  # seconds for a cancelled start to end
 REACH_TIMEOUT = 10.0  # seconds to reach every peer, at most
 
 
-async def start_worker(
-    config: WorkerConfig, rendezvous: Rendezvous | None, use_routes: UseRoutes
-) -> tuple[Agent, list[PeerInfo]]:
-    """Start torch's RPC, and return its agent and the members of the world in rank order.
-
-    A world of one has no rendezvous. `use_routes` is called before torch's RPC starts.
-
-    Raises:
-        WorldTimeout, ValueError: as `worker`.
-    """
-    if rendezvous is None:
-        return await _start_alone(config, use_routes)
-    return await _Startup(config, rendezvous, use_routes).run()
-
-
-async def _start_alone(config: WorkerConfig, use_routes: UseRoutes) -> tuple[Agent, list[PeerInfo]]:
-    own = config.registration()
-    worker_id = process_worker_id() or 0
-    start = functools.partial(_start_agent, config, worker_id, config.interfaces, [own], use_routes)
-    step = _in_thread(start)
-    try:
-        await asyncio.wait((step,))
-    except asyncio.CancelledError:
-        await run_to_end(asyncio.create_task(_stop_started(step)))
-        raise
-    agent = step.result()
-    (maps,) = resolve_device_maps([own])
-    return agent, [PeerInfo(config.name, 0, worker_id, agent.address, maps, own.namespace)]
-
-
-async def _stop_started(step: "asyncio.Future[Agent]") -> None:
-    await asyncio.wait((step,))
-    if step.exception() is None:
-        await _stop(step.result())
-
-
 async def _stop(agent: Agent) -> None:
     await run_in_thread(agent.stop, "aiorpc-stop")
     await run_in_thread(agent.release, "aiorpc-stop")
 
 
-class _Startup:
-    """The start of one worker among others. `agent` is set once torch's RPC runs."""
+class Startup:
+    """The start of one worker. `use_routes` is called before torch's RPC starts."""
 
     def __init__(self, config: WorkerConfig, rendezvous: Rendezvous, use_routes: UseRoutes) -> None:
         self._config = config
         self._rendezvous = rendezvous
         self._use_routes = use_routes
-        self._agent: Agent | None = None
+        self._agent: Agent | None = None  # set once torch's RPC runs
 
     async def run(self) -> tuple[Agent, list[PeerInfo]]:
-        """Start, and return as `start_worker`; after a failure torch's RPC is stopped."""
+        """Start torch's RPC, and return its agent and the members of the world in rank order.
+
+        After a failure torch's RPC is stopped.
+
+        Raises:
+            WorldTimeout, ValueError: as `worker`.
+        """
         step: asyncio.Future[Any] = _in_thread(self._register_and_start)
         try:
             members: list[PeerInfo] = await self._in_time(step)
             assert self._agent is not None
             if self._rendezvous.registration.comeback:
                 members = await self._rejoin(self._agent, members)
-            elif not self._config.is_local:
+            elif not self._config.is_local and len(members) > 1:
                 missing = await self._unreachable(members)
                 text = self._unreachable_text(missing) if missing else ""
                 ranks = [peer.rank for peer in missing]

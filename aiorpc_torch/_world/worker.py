@@ -26,7 +26,7 @@ from .node import Node
 from .rejoin import announce_rejoin
 from .rendezvous import Rendezvous
 from .shutdown import Shutdown, describe_failure
-from .startup import start_worker
+from .startup import Startup
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -217,21 +217,18 @@ async def run_worker(
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
     node = Node(Members(config.name), config, children)
+    rendezvous = Rendezvous(config.init_method, config.registration(), config.start_timeout)
     endpoints.enter(node)  # before torch starts: a quicker peer may call already
-    rendezvous = None
     try:
         with cpp_warnings_hidden():
-            if config.world_size > 1:
-                registration = config.registration()
-                rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
-            agent, workers = await start_worker(config, rendezvous, node.server.set_device_routes)
+            startup = Startup(config, rendezvous, node.server.set_device_routes)
+            agent, workers = await startup.run()
             with _gc_frozen(config.freeze_gc), dump_on_signal():
                 async with _running(config, node, rendezvous, agent, workers) as me:
                     yield me
     finally:
         endpoints.leave(node)
-        if rendezvous is not None:
-            rendezvous.close()
+        rendezvous.close()
 
 
 @contextlib.contextmanager
@@ -251,12 +248,12 @@ def _gc_frozen(wanted: bool) -> Iterator[None]:
 async def _running(
     config: WorkerConfig,
     node: Node,
-    rendezvous: Rendezvous | None,
+    rendezvous: Rendezvous,
     agent: Agent,
     workers: list[PeerInfo],
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
-    comeback = 0 if rendezvous is None else rendezvous.registration.comeback
+    comeback = rendezvous.registration.comeback
     own = workers[config.rank]
     failure = ""
     try:
