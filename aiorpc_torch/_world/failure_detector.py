@@ -13,7 +13,7 @@ import logging
 import time
 from collections import defaultdict
 from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
@@ -24,34 +24,12 @@ from .._torch.transport import classify_error, send, when_done
 from ..errors import NotServing, RpcError, WorkerLost
 from .heartbeat import HeartbeatTracker
 
+if TYPE_CHECKING:
+    from .node import Node
+
 log = logging.getLogger("aiorpc_torch")
 
 PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
-
-
-class Connections(Protocol):
-    """The connections of a worker in both directions, and who else is told of losses."""
-
-    def linked(self) -> set[str]:
-        """Return the peers with an open connection."""
-
-    def awaited(self) -> set[str]:
-        """Return the peers that a call waits for, or whose calls run here."""
-
-    def ping(self, peer: str) -> None:
-        """Ask the event loop of a peer for a sign of life, on each connection."""
-
-    def fail(self, peer: str, error: RpcError) -> None:
-        """Fail what waits for a lost peer."""
-
-    def on_detached(self, peer: str, text: str) -> None:
-        """Handle the leave message of a peer that was attached."""
-
-    def on_change(self) -> None:
-        """Handle that a peer has left, is lost, or is alive again."""
-
-    async def has_left(self, peer: str) -> bool:
-        """Return whether the block of a peer has ended in order."""
 
 
 class Children(Protocol):
@@ -70,7 +48,7 @@ class FailureDetector:
     Args:
         members: the workers of the world.
         heartbeat: seconds of silence after which a peer is lost.
-        connections: those of this worker.
+        node: this worker, with its connections.
         children: tell how peers have ended that are child processes.
         only_linked: whether silence counts on open connections only.
     """
@@ -79,7 +57,7 @@ class FailureDetector:
         self,
         members: Members,
         heartbeat: float,
-        connections: Connections,
+        node: "Node",
         children: Children | None = None,
         *,
         only_linked: bool = False,
@@ -87,7 +65,7 @@ class FailureDetector:
         self.lost_peers, self.last_heard = members.lost_peers, members.last_heard
         self._members = members
         self._heartbeat = heartbeat
-        self._connections = connections
+        self._node = node
         self._children = children
         self._only_linked = only_linked
         self._tracker = HeartbeatTracker(heartbeat, members.last_heard)
@@ -155,7 +133,7 @@ class FailureDetector:
         self._given_up[peer] = error
         self.lost_peers.setdefault(peer, error)
         self._rejoined[peer].set()
-        self._connections.on_change()
+        self._node.departures.settle()
 
     def probe(self, peer: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost."""
@@ -175,7 +153,7 @@ class FailureDetector:
         if self.lost_peers.pop(peer, None) is not None:
             log.info("%s: worker %r is back", self._members.name, peer)
             self._rejoined.pop(peer, asyncio.Event()).set()
-        self._connections.on_change()
+        self._node.departures.settle()
 
     def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
         """Probe a peer whose connection ended without a leave message. Thread-safe.
@@ -226,7 +204,7 @@ class FailureDetector:
 
     def _record_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
         if what == "detached":
-            self._connections.on_detached(peer, text)
+            self._node.on_detached(peer, text)
         if not self._members.is_current(peer, number) or what not in ("left", "failed"):
             return
         messages = self._members.leave_messages
@@ -234,7 +212,7 @@ class FailureDetector:
         messages[peer] = text if what == "failed" else ""
         if is_first and what == "failed":
             self.lose(peer, error_of_close(peer, "failed", text))
-        self._connections.on_change()
+        self._node.departures.settle()
 
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
@@ -248,9 +226,9 @@ class FailureDetector:
             self._ping(peer)
 
     def _check(self) -> None:
-        awaited = self._connections.awaited() & self._members.peers.keys()
+        awaited = self._node.awaited() & self._members.peers.keys()
         if self._only_linked:
-            awaited &= self._connections.linked()
+            awaited &= self._node.linked()
         silent, lost = self._tracker.check(time.monotonic(), awaited)
         for peer in silent:
             self._ping(peer)
@@ -263,7 +241,7 @@ class FailureDetector:
         if not self._open:
             return
         info = self._members.peers[peer].info
-        self._connections.ping(peer)
+        self._node.ping(peer)
         if (peer, info.id) in self._unanswered:
             return
         try:
@@ -305,8 +283,8 @@ class FailureDetector:
         log.info("%s: %s", self._members.name, error)
         self.lost_peers[peer] = error
         self._probed[peer].set()
-        self._connections.fail(peer, error)
-        self._connections.on_change()
+        self._node.fail(peer, error)
+        self._node.departures.settle()
         message = self._members.leave_messages.get(peer)
         if self._on_loss is not None and message is None:
             self._start(self._report_unless_left(peer, error))
@@ -315,5 +293,5 @@ class FailureDetector:
 
     async def _report_unless_left(self, peer: str, error: RpcError) -> None:
         """Report the loss, unless the peer's block had ended in order before."""
-        if not await self._connections.has_left(peer) and self._on_loss is not None:
+        if not await self._node.departures.has_left_in_order(peer) and self._on_loss is not None:
             self._on_loss(error)

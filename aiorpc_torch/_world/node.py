@@ -148,14 +148,6 @@ class Node:
         if self.attachments is not None:
             self.attachments.on_close(peer, text)
 
-    def on_change(self) -> None:
-        """Answer who waits for a peer that has left, is lost or is replaced."""
-        self.departures.settle()
-
-    async def has_left(self, peer: str) -> bool:
-        """Return whether a peer's block has ended in order."""
-        return await self.departures.has_left_in_order(peer)
-
     # ── changes of peers ────────────────────────────────────────────────────────────────────────
 
     def _replace(self, member: PeerInfo) -> None:
