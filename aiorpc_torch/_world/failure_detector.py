@@ -7,12 +7,11 @@ answers, so one with a blocked loop is not lost. `HeartbeatTracker` decides when
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine
 from typing import TYPE_CHECKING, Any, Protocol
 
 from .._aio.loops import await_on, call_soon, run_on_loop
@@ -71,7 +70,8 @@ class FailureDetector:
         self._tracker = HeartbeatTracker(heartbeat, members.last_heard)
         self._loop = asyncio.get_running_loop()
         self._open = True
-        self._on_loss: Callable[[RpcError], None] | None = None
+        self.on_loss: Callable[[RpcError], None] | None = None
+        """Called for each peer that is lost."""
         self._given_up: dict[str, RpcError] = {}  # peers that will not rejoin
         self._rejoined: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._probed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -82,15 +82,6 @@ class FailureDetector:
     def start(self) -> None:
         """Start watching: the members are known."""
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
-
-    @contextlib.contextmanager
-    def reporting(self, on_loss: Callable[[RpcError], None] | None) -> Iterator[None]:
-        """Call `on_loss`, if there is one, for each peer that is lost during the block."""
-        self._on_loss = on_loss
-        try:
-            yield
-        finally:
-            self._on_loss = None
 
     def close(self) -> None:
         """Stop watching."""
@@ -286,12 +277,14 @@ class FailureDetector:
         self._node.fail(peer, error)
         self._node.departures.settle()
         message = self._members.leave_messages.get(peer)
-        if self._on_loss is not None and message is None:
-            self._start(self._report_unless_left(peer, error))
-        elif self._on_loss is not None and message:
-            self._on_loss(error)
+        if self.on_loss is not None and message is None:
+            self._start(self._report_unless_left(self.on_loss, peer, error))
+        elif self.on_loss is not None and message:
+            self.on_loss(error)
 
-    async def _report_unless_left(self, peer: str, error: RpcError) -> None:
+    async def _report_unless_left(
+        self, on_loss: Callable[[RpcError], None], peer: str, error: RpcError
+    ) -> None:
         """Report the loss, unless the peer's block had ended in order before."""
-        if not await self._node.departures.has_left_in_order(peer) and self._on_loss is not None:
-            self._on_loss(error)
+        if not await self._node.departures.has_left_in_order(peer):
+            on_loss(error)

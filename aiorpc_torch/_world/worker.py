@@ -263,8 +263,9 @@ async def _running(
         me = Worker._of(node, comeback)
         log.info("%r: the world is complete", me)
         async with interruptible() as interrupt:
-            on_loss = interrupt if config.on_failure == "stop" else None
-            with node.detector.reporting(on_loss), forks_exit_here():
+            if config.on_failure == "stop":
+                node.detector.on_loss = interrupt
+            with forks_exit_here():
                 yield me
     except BaseException as exc:
         failure = describe_failure(exc)
