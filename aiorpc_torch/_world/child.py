@@ -8,7 +8,6 @@ import asyncio
 import atexit
 import contextlib
 import enum
-import functools
 import gc
 import multiprocessing
 import os
@@ -191,15 +190,6 @@ def _kill_all() -> None:
 # ── in the child ────────────────────────────────────────────────────────────────────────────────
 
 
-def _obey(pipe: Connection, obey: Callable[[ParentCommand], None]) -> None:
-    """Call `obey` with each command of the parent; end this process when the parent dies."""
-    try:
-        while True:
-            obey(pipe.recv())
-    except (EOFError, OSError):
-        os._exit(1)  # the parent is dead, perhaps by kill -9
-
-
 def child_main(
     pipe: Connection, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
 ) -> NoReturn:
@@ -235,7 +225,15 @@ async def _run(
         ParentCommand.LEAVE: leave.set,
         ParentCommand.CANCEL: task.cancel,
     }
-    obey = functools.partial(_obey, pipe, lambda command: call_soon(loop, actions[command]))
+
+    def obey() -> None:
+        """Obey the commands of the parent; end this process when the parent dies."""
+        try:
+            while True:
+                call_soon(loop, actions[pipe.recv()])
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is dead, perhaps by kill -9
+
     threading.Thread(target=obey, name="aiorpc-parent", daemon=True).start()
     async with run_worker(config) as me:
         await (leave.wait() if main is None else main(me, *args))

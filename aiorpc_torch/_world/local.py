@@ -167,7 +167,8 @@ def run_local(
     names = _names(workers, first=0)
     if not names:
         raise ValueError("run_local needs at least one worker")
-    _check_run(main, names)
+    _check_importable("main must be", main, names)
+    _check_no_loop()
     with new_rendezvous_url() as url:
         configs = _configs(
             names,
@@ -223,54 +224,39 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     """Return the configurations of the workers of a local world; `options` are WorkerConfig's."""
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
-    options["exports"] = _shared_exports(options["exports"], names)
-    options["loop_factory"] = _shared_factory(options["loop_factory"], names)
+    exports, factory = options["exports"], options["loop_factory"]
+    if exports is not None:
+        options["exports"] = checked_exports(exports)
+        for each in options["exports"]:
+            _check_importable("exports must hold", each, names)
+    if factory is None:
+        options["loop_factory"] = new_event_loop
+    elif not callable(factory):
+        raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
+    else:
+        _check_importable("loop_factory must be", factory, names)
     options |= {"world_size": len(names), "interfaces": loopback_only(), "is_local": True}
     return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
 
 
-def _shared_exports(
-    exports: Sequence[Export] | None, names: Sequence[str]
-) -> tuple[Export, ...] | None:
-    """Return `exports`, checked. Raises TypeError for one that the children cannot import."""
-    if exports is None:
-        return None
-    checked = checked_exports(exports)
-    for each in checked if len(names) > 1 else ():
-        if not isinstance(each, str) and is_by_value(each):
-            raise _not_importable("exports must hold", each)
-    return checked
-
-
-def _shared_factory(factory: LoopFactory | None, names: Sequence[str]) -> LoopFactory:
-    """Return `factory`, checked. Raises TypeError for one that the children cannot import."""
-    if factory is None:
-        return new_event_loop
-    if not callable(factory):
-        raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
-    if len(names) > 1:
-        try:
-            is_shared = not is_by_value(factory) if hasattr(factory, "__qualname__") else True
-            pickle.dumps(factory)
-        except Exception:
-            is_shared = False
-        if not is_shared:
-            raise _not_importable("loop_factory must be", factory)
-    return factory
-
-
-def _check_run(main: Callable[..., Any], names: Sequence[str]) -> None:
-    if len(names) > 1 and hasattr(main, "__qualname__") and is_by_value(main):
-        raise _not_importable("main must be", main)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
+def _check_importable(rule: str, value: Any, names: Sequence[str]) -> None:
+    """Raise TypeError for a function or class that children, if there are any, cannot import."""
+    if len(names) == 1 or isinstance(value, str):
         return
-    raise RuntimeError(
-        "run_local() makes an event loop, and one runs in this thread: use `async with "
-        "local_world(...)` there"
-    )
+    try:
+        is_importable = not (hasattr(value, "__qualname__") and is_by_value(value))
+        pickle.dumps(value)
+    except Exception:
+        is_importable = False
+    if not is_importable:
+        raise TypeError(
+            f"{rule} what child processes can import, got {value!r}: put it into a module"
+        )
 
 
-def _not_importable(rule: str, got: object) -> TypeError:
-    return TypeError(f"{rule} what child processes can import, got {got!r}: put it into a module")
+def _check_no_loop() -> None:
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            "run_local() makes an event loop, and one runs in this thread: use `async with "
+            "local_world(...)` there"
+        )
