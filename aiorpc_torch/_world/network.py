@@ -13,8 +13,6 @@ import ipaddress
 import os
 import socket
 import sys
-import threading
-import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
@@ -26,7 +24,6 @@ Interfaces = Mapping[str, str]
 
 _Address = tuple[Any, ...]  # as the socket module has it
 
-_POLL_INTERVAL = 0.05  # seconds between two attempts to connect
 _IFF_UP = 0x1
 # Reserved for documentation (RFC 5737, RFC 3849): packets to them take the default route.
 _UNASSIGNED = ("192.0.2.254", "2001:db8::1")
@@ -109,23 +106,10 @@ def _bound_socket(family: int, address: _Address) -> int:
         return bare.detach()
 
 
-def wait_for_listener(
-    host: str, port: int, seconds: float, cancelled: threading.Event
-) -> OSError | None:
-    """Block until a process listens there; return the last error at the timeout or if cancelled.
-
-    torch's own wait takes up to twice its timeout, and prints frames (seen on 2.13 and 2.15).
-    """
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            # A lost SYN is sent again after one second, then after three.
-            timeout = max(0.01, min(2.0, end - time.monotonic()))
-            socket.create_connection((host, port), timeout).close()
-            return None
-        except OSError as exc:
-            if time.monotonic() > end or cancelled.wait(_POLL_INTERVAL):
-                return exc
+def check_listener(host: str, port: int, seconds: float) -> None:
+    """Raise OSError if no process listens there. Blocks for at most about `seconds`."""
+    # A lost SYN is sent again after one second, then after three.
+    socket.create_connection((host, port), max(0.01, min(2.0, seconds))).close()
 
 
 def is_loopback_host(host: str) -> bool:

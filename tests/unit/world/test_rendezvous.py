@@ -358,6 +358,24 @@ def test_an_ended_world_is_not_rejoined(group: Group) -> None:
         # This attempt has failed too.
 
 
+def test_a_store_that_is_late() -> None:
+    """A worker waits until it listens, at most for its time, and no longer if it is cancelled."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    url = f"tcp://127.0.0.1:{port}"
+    with pytest.raises(WorldTimeout, match=f"no store at 127.0.0.1:{port} within 0.2 s .*refused"):
+        Rendezvous(url, registration(1, 2), 0.2).register()
+    cancelled = Rendezvous(url, registration(1, 2), 600.0)
+    cancelled.cancel()
+    with pytest.raises(WorldTimeout, match="no store"):
+        cancelled.register()
+    group = Group(url)
+    second = group.register(registration(1, 2))
+    assert group.register(registration(0, 2)).result() == second.result()
+    group.close()
+
+
 def test_a_listener_that_is_no_store() -> None:
     """It raises WorldTimeout in time."""
     with socket.create_server(("127.0.0.1", 0)) as stranger:
