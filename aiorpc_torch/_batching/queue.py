@@ -186,8 +186,7 @@ class BatchQueue:
             # Calls of two autograd contexts never share a batch.
             traits = traits._replace(key=(call.recording.id, traits.key))
         self._scheduler.add(call, now, traits)
-        if self._dispatcher is None or self._dispatcher.done():
-            self._dispatcher = self._new_task()
+        self._schedule_dispatch()
         return call
 
     def discard(self, call: QueuedCall) -> bool:
@@ -238,7 +237,6 @@ class BatchQueue:
         return self.loop is None or self.loop.is_closed()
 
     def _schedule_dispatch(self) -> None:
-        assert self.loop is not None
         if self._dispatcher is None or self._dispatcher.done():
             self._dispatcher = self._new_task()
 
