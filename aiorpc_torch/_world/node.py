@@ -153,7 +153,7 @@ class Node:
     def _replace(self, member: PeerInfo) -> None:
         """Replace the process of a member by a newer one."""
         assert self._agent is not None
-        past = self._agent.replace_peer(member)
+        past = self._agent.replace_peer(self.members.peers[member.name], member)
         self.members.put(member)
         self.pool.end_replaced(member, past)
         self.server.set_device_routes(self._agent.routes)  # its maps may differ

@@ -173,7 +173,7 @@ class Startup:
         found = await _in_thread(lambda: self._members(own))
         for member, before in zip(found, members, strict=True):
             if member.number != before.number:
-                agent.replace_peer(member)
+                agent.replace_peer(before, member)
         self._use_routes(agent.routes)
         return found
 
