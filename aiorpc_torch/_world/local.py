@@ -165,10 +165,7 @@ def run_local(
         RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
     names = _names(workers, first=0)
-    if not names:
-        raise ValueError("run_local needs at least one worker")
-    _check_importable("main must be", main, names)
-    _check_no_loop()
+    _check_run(main, names)
     with new_rendezvous_url() as url:
         configs = _configs(
             names,
@@ -254,7 +251,10 @@ def _check_importable(rule: str, value: Any, names: Sequence[str]) -> None:
         )
 
 
-def _check_no_loop() -> None:
+def _check_run(main: Callable[..., Any], names: Sequence[str]) -> None:
+    if not names:
+        raise ValueError("run_local needs at least one worker")
+    _check_importable("main must be", main, names)
     if asyncio._get_running_loop() is not None:
         raise RuntimeError(
             "run_local() makes an event loop, and one runs in this thread: use `async with "
