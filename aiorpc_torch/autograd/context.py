@@ -6,7 +6,6 @@ else. `_protocol.recording` records the calls.
 
 import asyncio
 import contextlib
-import types
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -63,12 +62,7 @@ class Context:
         enter_record(self._recording)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         recording = self._require_entered()
         if current_record() is recording:
             enter_record(self._outer)
