@@ -14,7 +14,6 @@ from .._server.exports import Export
 from .._torch.agent import process_worker_id
 from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
 from .._version import __version__
-from .network import Interfaces
 from .registration import Registration
 
 OnFailure = Literal["continue", "stop"]
@@ -50,7 +49,7 @@ class WorkerConfig(NodeConfig):
     transports: Sequence[str] | None = None
     channels: Sequence[str] | None = None
     device_maps: DeviceMaps = field(default_factory=dict)
-    interfaces: Interfaces = field(default_factory=dict)
+    interface: str | None = None
     on_failure: OnFailure = "continue"
     freeze_gc: bool = True
     is_local: bool = False

@@ -55,7 +55,7 @@ def run_checks(master: str | None = None, interface: str | None = None) -> int:
     checks: list[Callable[[], Finding]] = [
         versions,
         limits,
-        functools.partial(interfaces, interface, address),
+        functools.partial(network_interface, interface, address),
         functools.partial(way_to_rank_0, address),
         ports,
         devices,
@@ -91,14 +91,14 @@ def limits() -> Finding:
     return Finding("open files", f"at most {files}", remedy if few else "")
 
 
-def interfaces(interface: str | None, master: str | None) -> Finding:
+def network_interface(interface: str | None, master: str | None) -> Finding:
     """Return the interface that a world uses."""
     try:
-        found = network.requested_interfaces(interface)
+        found = network.requested_interface(interface)
     except ValueError as exc:
         return Finding("interface", str(exc), "set interface= or AIORPC_INTERFACE to one of these")
     host = None if master is None else master.rpartition(":")[0]
-    found = found or network.interfaces_towards(host)
+    found = found or network.interface_towards(host)
     text = network.describe(found) if found else "the one towards rank 0, once it is known"
     return Finding("interface", text)
 

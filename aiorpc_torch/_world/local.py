@@ -232,7 +232,7 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
         raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
     else:
         _check_importable("loop_factory must be", factory, names)
-    options |= {"world_size": len(names), "interfaces": loopback_only(), "is_local": True}
+    options |= {"world_size": len(names), "interface": loopback_only(), "is_local": True}
     return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
 
 

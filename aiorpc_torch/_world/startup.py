@@ -96,7 +96,7 @@ class Startup:
         registrations = rendezvous.register()
         worker_id = rendezvous.worker_id(registrations)
         self._agent = _start_agent(
-            self._config, worker_id, self._interfaces(), registrations, self._use_routes
+            self._config, worker_id, self._interface(), registrations, self._use_routes
         )
         own = WorkerAddress(worker_id, self._agent.address)
         if not rendezvous.registration.comeback:
@@ -115,8 +115,8 @@ class Startup:
             for (each, address), maps in zip(found, every, strict=True)
         ]
 
-    def _interfaces(self) -> network.Interfaces:
-        return self._config.interfaces or network.interfaces_towards(self._rendezvous.host)
+    def _interface(self) -> str | None:
+        return self._config.interface or network.interface_towards(self._rendezvous.host)
 
     # ── reaching every peer ─────────────────────────────────────────────────────────────────────
 
@@ -145,7 +145,7 @@ class Startup:
         peers = ", ".join(f"{peer.name!r} at {peer.address}" for peer in missing)
         return (
             f"all workers registered, but {self._config.name!r} does not reach {peers}. "
-            f"This worker uses {network.describe(self._interfaces())}. Give each worker() "
+            f"This worker uses {network.describe(self._interface())}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
 
@@ -185,15 +185,15 @@ def _in_thread(step: Callable[[], T]) -> "asyncio.Future[T]":
 def _start_agent(
     config: WorkerConfig,
     worker_id: int,
-    interfaces: network.Interfaces,
+    interface: str | None,
     registrations: Sequence[Registration],
     use_routes: UseRoutes,
 ) -> Agent:
     resolved = resolve_device_maps(registrations)
     maps = dict(zip([each.name for each in registrations], resolved, strict=True))
     use_routes(DeviceRoutes.for_worker(config.name, maps))
-    log.info("%s uses %s", config.name, network.describe(interfaces))
-    with network.interface_env(interfaces):
+    log.info("%s uses %s", config.name, network.describe(interface))
+    with network.interface_env(interface):
         return Agent(
             config.name,
             worker_id,

@@ -21,7 +21,7 @@ from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
 from .dump import dump_on_signal
 from .failure_detector import Children
-from .network import loopback_only, requested_interfaces
+from .network import loopback_only, requested_interface
 from .node import Node
 from .rejoin import announce_rejoin
 from .rendezvous import Rendezvous
@@ -156,7 +156,7 @@ async def worker(
         heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
             frozen or unreachable. (A peer that dies is detected at once.)
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
-            the environment, else GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, else the interface that
+            the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that
             leads to rank 0's address).
         on_failure: Effect of an exception in a peer's block, or of a peer's death. "continue": this
             worker's calls to that peer raise `WorkerLost`. "stop": the block is cancelled, and
@@ -183,9 +183,9 @@ async def worker(
     """
     rank = int_from_env("RANK", rank)
     world_size = int_from_env("WORLD_SIZE", world_size)
-    interfaces = requested_interfaces(interface)
-    if not interfaces and is_single_host(init_method, world_size):
-        interfaces = loopback_only()
+    interface = requested_interface(interface)
+    if interface is None and is_single_host(init_method, world_size):
+        interface = loopback_only()
     with rendezvous_url(init_method, world_size) as url:
         config = WorkerConfig(
             name=name or f"worker{rank}",
@@ -199,7 +199,7 @@ async def worker(
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
             heartbeat=heartbeat,
-            interfaces=interfaces,
+            interface=interface,
             on_failure=on_failure,
             exports=None if exports is None else checked_exports(exports),
             freeze_gc=freeze_gc,

@@ -58,11 +58,11 @@ def test_rank_0_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interface_that_is_not_there() -> None:
     """The existing ones are listed."""
-    found = doctor.interfaces("nope", None)
+    found = doctor.network_interface("nope", None)
     assert "'nope'" in found.text
     assert "127.0.0.1" in found.text
     assert "AIORPC_INTERFACE" in found.remedy
-    assert not doctor.interfaces("lo", None).remedy
+    assert not doctor.network_interface("lo", None).remedy
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
