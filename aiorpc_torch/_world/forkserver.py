@@ -31,7 +31,6 @@ from .forkserver_main import (
     MOST_DESCRIPTORS,
     NUMBER,
     STREAMS,
-    ChildState,
     InheritedDescriptor,
     main,
 )
@@ -239,7 +238,9 @@ class _Launched(popen_fork.Popen):
     def _write(self, process: ForkedProcess, file: Any) -> None:
         context.set_spawning_popen(self)  # type: ignore[arg-type]
         try:
-            pickle.dump(ChildState.of_this_process(), file)
+            # What a child with a new interpreter would have inherited.
+            blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            pickle.dump((dict(os.environ), blocked_signals), file)
             reduction.dump(spawn.get_preparation_data(process.name), file)
             reduction.dump(process, file)
         finally:
@@ -248,7 +249,7 @@ class _Launched(popen_fork.Popen):
         file.seek(0)
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """Pass a descriptor to the child; return its number among those passed."""
+        """Pass a descriptor to the child; return its position among those passed."""
         self._inherited.append(descriptor)
         return len(self._inherited) - 1
 
