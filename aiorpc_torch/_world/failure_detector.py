@@ -146,37 +146,37 @@ class FailureDetector:
             self._rejoined.pop(peer, asyncio.Event()).set()
         self._node.departures.settle()
 
-    def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
+    def on_disconnect(self, peer: str, process: int, error: RpcError) -> RpcError | None:
         """Probe a peer whose connection ended without a leave message. Thread-safe.
 
         A peer that has told of its failure is lost already: return that error. A child of this
         process that is dead or dies is lost once its exit code is known: return None.
         """
-        is_current = self._is_current(peer, number)
+        is_current = self._is_current(peer, process)
         if is_current and (told := self.told_failure(peer)) is not None:
             return told
         if is_current and self._open and self._is_exiting(peer):
-            run_on_loop(self._loop, self._await_exit, peer, number, error)
+            run_on_loop(self._loop, self._await_exit, peer, process, error)
             return None
-        run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
+        run_on_loop(self._loop, self._probe, peer, process)  # before its callers resume
         return error
 
-    def _is_watched(self, peer: str, number: int) -> bool:
-        """Return whether this is the number of a peer's current process."""
-        return self._open and self._is_current(peer, number)
+    def _is_watched(self, peer: str, process: int) -> bool:
+        """Return whether this is the process of a peer's current process."""
+        return self._open and self._is_current(peer, process)
 
     def _is_exiting(self, peer: str) -> bool:
         return self._children is not None and self._children.is_exiting(peer)
 
-    def _await_exit(self, peer: str, number: int, error: RpcError) -> None:
+    def _await_exit(self, peer: str, process: int, error: RpcError) -> None:
         """Lose a peer when its exit code is known; with `error` if it stays unknown."""
-        if self._is_watched(peer, number):
+        if self._is_watched(peer, process):
             self._probed[peer].clear()
-            self._start(self._lose_exited(peer, number, error))
+            self._start(self._lose_exited(peer, process, error))
 
-    async def _lose_exited(self, peer: str, number: int, error: RpcError) -> None:
+    async def _lose_exited(self, peer: str, process: int, error: RpcError) -> None:
         reason = "" if self._children is None else await self._children.exit_reason(peer)
-        if self._is_watched(peer, number):
+        if self._is_watched(peer, process):
             found = WorkerLost(peer, reason) if reason else error
             self.lose(peer, self.told_failure(peer) or found)
 
@@ -189,14 +189,14 @@ class FailureDetector:
         """Return the failure that a lost peer has reported itself, if it has."""
         return self.lost_peers.get(peer) if self._members.leave_messages.get(peer) else None
 
-    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+    def on_leave_message(self, peer: str, process: int, what: str, text: str) -> None:
         """Record why a peer has closed a connection, before its callers resume. Thread-safe."""
-        run_on_loop(self._loop, self._record_leave_message, peer, number, what, text)
+        run_on_loop(self._loop, self._record_leave_message, peer, process, what, text)
 
-    def _record_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+    def _record_leave_message(self, peer: str, process: int, what: str, text: str) -> None:
         if what == "detached":
             self._node.on_detached(peer, text)
-        if not self._members.is_current(peer, number) or what not in ("left", "failed"):
+        if not self._members.is_current(peer, process) or what not in ("left", "failed"):
             return
         messages = self._members.leave_messages
         is_first = peer not in messages
@@ -207,12 +207,12 @@ class FailureDetector:
 
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
-    def _is_current(self, peer: str, number: int) -> bool:
+    def _is_current(self, peer: str, process: int) -> bool:
         """Return whether a peer, which is not this worker, has that process."""
-        return peer != self._members.name and self._members.is_current(peer, number)
+        return peer != self._members.name and self._members.is_current(peer, process)
 
-    def _probe(self, peer: str, number: int) -> None:
-        if self._is_watched(peer, number):
+    def _probe(self, peer: str, process: int) -> None:
+        if self._is_watched(peer, process):
             self._probed[peer].clear()
             self._ping(peer)
 
@@ -243,9 +243,9 @@ class FailureDetector:
             self._unanswered.add((peer, info.id))
             when_done(answer, functools.partial(self._on_answer, peer, info.id))
 
-    def _on_answer(self, peer: str, number: int, answer: "RawFuture[Any]") -> None:
-        self._unanswered.discard((peer, number))
-        if not self._members.is_current(peer, number):
+    def _on_answer(self, peer: str, process: int, answer: "RawFuture[Any]") -> None:
+        self._unanswered.discard((peer, process))
+        if not self._members.is_current(peer, process):
             return  # the answer of a process that was replaced
         try:
             answer.wait()

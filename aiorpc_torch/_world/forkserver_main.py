@@ -55,7 +55,7 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     while (null := os.open(os.devnull, os.O_RDWR)) in STREAMS:
         pass
     os.close(null)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    handlers = {each: signal.signal(each, signal.SIG_IGN) for each in _IGNORED}
     # If the program ignores it, nothing here could wait for a child.
     handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program's: SIGINT was blocked until here
@@ -190,8 +190,8 @@ class _Server:
     def _leave(self) -> None:
         """Free in a child what belongs to the server."""
         signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for ignored, handler in self._handlers.items():
+            signal.signal(ignored, signal.SIG_DFL if handler is None else handler)
         for each in (self._control, self._wakeups, self._written, *self._children.values()):
             each.close()
 
@@ -220,8 +220,8 @@ def _run_child(data: int, told: socket.socket, descriptors: Sequence[int], more:
     """Become the process that the program described in `data`, and run it to its end."""
     *streams, tracker = descriptors
     InheritedDescriptor.received = _receive_all(told, more)
-    for number, stream in zip(STREAMS, streams, strict=True):
-        os.dup2(stream, number)
+    for standard, stream in zip(STREAMS, streams, strict=True):
+        os.dup2(stream, standard)
         os.close(stream)
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]

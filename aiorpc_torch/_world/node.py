@@ -93,9 +93,9 @@ class Node:
 
     def leave_message(self, data: bytes) -> "Future[Any]":
         """Record that a peer has failed, or with an empty text that it leaves in order."""
-        name, number, failure = _read_leave_message(data)
+        name, process, failure = _read_leave_message(data)
         what = "failed" if failure else "left"
-        self._when_started(lambda: self.detector.on_leave_message(name, number, what, failure))
+        self._when_started(lambda: self.detector.on_leave_message(name, process, what, failure))
         return completed_future(None)
 
     def introduce(self, data: bytes) -> "Future[Any]":

@@ -201,5 +201,5 @@ def _start_agent(
             transports=config.transports,
             channels=config.channels,
             device_maps=maps,
-            first_world=all(each.number is None for each in registrations),
+            first_world=all(each.worker_id is None for each in registrations),
         )

@@ -299,7 +299,7 @@ def test_a_store_serves_one_world_after_another(group: Group) -> None:
     first = meet(group, [registration(rank, 2) for rank in (0, 1)])
     leave_world(group, first)
     # The former rank 1 is rank 0 now, beside processes that were in no world yet.
-    second = meet(group, [registration(0, 3, number=1), registration(1, 3), registration(2, 3)])
+    second = meet(group, [registration(0, 3, worker_id=1), registration(1, 3), registration(2, 3)])
     found = addresses(second[2])
     assert [each.worker_id for each in found] == [1, 5, 2]
     assert [each.address for each in found] == ["w0 at 1", "w1 at 5", "w2 at 2"]
@@ -475,7 +475,7 @@ def test_the_exit_barrier_times_out(group: Group) -> None:
 def test_worker_ids(kept: list[int | None]) -> None:
     """They are distinct. A process keeps its id unless a lower rank has it; new ids are small."""
     registrations = [
-        registration(rank, len(kept), number=number) for rank, number in enumerate(kept)
+        registration(rank, len(kept), worker_id=number) for rank, number in enumerate(kept)
     ]
     found = assign_worker_ids(registrations)
     assert len(set(found)) == len(found)
@@ -490,6 +490,6 @@ def test_worker_ids(kept: list[int | None]) -> None:
 
 def test_a_registration_is_written_and_read() -> None:
     """All fields survive, device maps too."""
-    one = registration(1, device_maps={"w0": {"cuda:0": "cuda:1"}}, number=7, comeback=2)
+    one = registration(1, device_maps={"w0": {"cuda:0": "cuda:1"}}, worker_id=7, comeback=2)
     assert Registration.load(one.dump()) == one
     assert json.loads(one.dump())["name"] == "w1"
