@@ -79,8 +79,12 @@ class RejoinHandler:
     async def _answer(self, data: bytes, reply: Any) -> None:
         try:
             is_question, member = _read_message(data)
-            step = self._check_predecessor_dead if is_question else self._replace
-            answer = await step(member)
+            known = self.members.peers[member.name]
+            answer = ""
+            if is_question and await self._is_alive(known):
+                answer = f"two workers are called {member.name!r}: the first one is alive"
+            elif not is_question and known.number != member.number:
+                self.replace(member)
         except Exception as exc:
             log.warning("a worker could not rejoin: %r", exc)
             answer = f"{self.members.name} could not let it rejoin: {exc!r}"
@@ -91,16 +95,6 @@ class RejoinHandler:
         """Give up the workers that wait for an answer, after torch has stopped."""
         for task in self._tasks:
             task.cancel()
-
-    async def _check_predecessor_dead(self, member: PeerInfo) -> str:
-        if await self._is_alive(self.members.peers[member.name]):
-            return f"two workers are called {member.name!r}: the first one is alive"
-        return ""
-
-    async def _replace(self, member: PeerInfo) -> str:
-        if self.members.peers[member.name].number != member.number:
-            self.replace(member)
-        return ""
 
     async def _is_alive(self, peer: PeerInfo) -> bool:
         try:

@@ -217,10 +217,8 @@ async def _await_peer_loss(step: Coroutine[Any, Any, None]) -> None:
 
 
 def _check(roots: Any) -> list[Tensor]:
-    found = [roots] if isinstance(roots, Tensor) else roots
-    if not isinstance(found, Iterable):
-        raise TypeError(f"roots must be tensors, got {roots!r}")
-    found = [*found]
+    is_one = isinstance(roots, Tensor) or not isinstance(roots, Iterable)
+    found = [roots] if is_one else [*roots]
     for root in found:
         if not isinstance(root, Tensor):
             raise TypeError(f"roots must be tensors, got {root!r}")
