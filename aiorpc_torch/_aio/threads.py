@@ -5,6 +5,7 @@ that never returns would keep the process alive.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import queue
@@ -12,7 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from .loops import call_soon
 
@@ -165,7 +166,7 @@ async def run_in_thread(
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    outcomes: list[Callable[[], T]] = []
+    outcomes: list[concurrent.futures.Future[T]] = []
 
     def complete() -> None:
         if done.done():  # cancelled
@@ -184,23 +185,17 @@ async def run_in_thread(
     else:
         threading.Thread(target=work, name=name, daemon=True).start()
     await done
-    return outcomes.pop()()
+    return outcomes.pop().result()
 
 
-def _outcome(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that returns what `function` returns, or raises what it raises."""
+def _outcome(function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+    """Return what `function` returns or raises."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     try:
-        value = function()
+        outcome.set_result(function())
     except BaseException as exc:
-        return functools.partial(_raise, exc)
-    return lambda: value
-
-
-def _raise(exc: BaseException) -> NoReturn:
-    try:
-        raise exc
-    finally:
-        del exc  # its traceback refers to this frame
+        outcome.set_exception(exc)
+    return outcome
 
 
 class ThreadCache:
