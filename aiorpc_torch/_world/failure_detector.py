@@ -162,7 +162,7 @@ class FailureDetector:
         return error
 
     def _is_watched(self, peer: str, process: int) -> bool:
-        """Return whether this is the process of a peer's current process."""
+        """Return whether this is the current process of a peer, until `close`."""
         return self._open and self._is_current(peer, process)
 
     def _is_exiting(self, peer: str) -> bool:

@@ -184,14 +184,11 @@ def run_local(
         processes = ProcessOptions(start, preload)
         supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
         with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
-            return runner.run(
-                _run(main, tuple(args), configs[0], supervisor, on_failure, handle_signals)
-            )
+            return runner.run(_run(main, configs[0], supervisor, on_failure, handle_signals))
 
 
 async def _run(
     main: Callable[..., Awaitable[T]],
-    args: tuple[Any, ...],
     config: WorkerConfig,
     supervisor: Supervisor,
     on_failure: OnFailure,
@@ -203,7 +200,7 @@ async def _run(
             async with supervisor.raising_failures(on_failure), entering as me:
                 supervisor.watch_children(me)
                 with supervisor.notifying_on_exit():
-                    result = await main(me, *args)
+                    result = await main(me, *supervisor.args)
     if supervisor.failures:
         raise supervisor.failures[0]
     return result
@@ -231,18 +228,25 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     elif not callable(factory):
         raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
     else:
-        _check_importable("loop_factory must be", factory, names)
+        _check_importable("loop_factory must be", factory, names, is_pickled=True)
     options |= {"world_size": len(names), "interface": loopback_only(), "is_local": True}
     return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
 
 
-def _check_importable(rule: str, value: Any, names: Sequence[str]) -> None:
-    """Raise TypeError for a function or class that children, if there are any, cannot import."""
+def _check_importable(
+    rule: str, value: Any, names: Sequence[str], *, is_pickled: bool = False
+) -> None:
+    """Raise TypeError for a function or class that children, if there are any, cannot import.
+
+    With `is_pickled` also for another object that cannot be pickled. `main` may hold locks and
+    queues of multiprocessing, which are pickled as a process starts only.
+    """
     if len(names) == 1 or isinstance(value, str):
         return
     try:
         is_importable = not (hasattr(value, "__qualname__") and is_by_value(value))
-        pickle.dumps(value)
+        if is_pickled:
+            pickle.dumps(value)
     except Exception:
         is_importable = False
     if not is_importable:
