@@ -7,7 +7,6 @@ pipe means death, in both directions: the kernel closes it however a process end
 import asyncio
 import atexit
 import contextlib
-import enum
 import gc
 import multiprocessing
 import os
@@ -17,7 +16,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
@@ -30,6 +29,13 @@ from .processes import ProcessFactory, sigint_blocked
 from .worker import run_worker
 
 Main = Callable[..., Awaitable[Any]]
+
+ParentCommand = Literal["leave", "cancel"]
+"""A command from a parent to its child.
+
+"leave": all workers leave, and a child that only serves leaves too. "cancel": a worker failed, or
+Ctrl-C was pressed; stop now.
+"""
 
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
@@ -56,13 +62,6 @@ def _is_exiting(pid: int | None) -> bool:
         return True
     # The flags, of which PF_EXITING is set before any file of the process is closed.
     return bool(int(fields[6]) & 0x4)
-
-
-class ParentCommand(enum.Enum):
-    """A command from a parent to its child."""
-
-    LEAVE = "leave"  # all workers leave: a child that only serves leaves too
-    CANCEL = "cancel"  # a worker failed, or Ctrl-C was pressed: stop now
 
 
 class ChildProcess:
@@ -221,10 +220,8 @@ async def _run(
 ) -> None:
     loop, task, leave = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
-    actions: dict[ParentCommand, Callable[[], object]] = {
-        ParentCommand.LEAVE: leave.set,
-        ParentCommand.CANCEL: task.cancel,
-    }
+    actions: dict[ParentCommand, Callable[[], object]]
+    actions = {"leave": leave.set, "cancel": task.cancel}
 
     def obey() -> None:
         """Obey the commands of the parent; end this process when the parent dies."""

@@ -3,7 +3,6 @@
 Each check returns a finding; `run_checks` prints them. A finding that is a problem has a remedy.
 """
 
-import asyncio
 import functools
 import os
 import platform
@@ -149,7 +148,8 @@ def devices() -> Finding:
 def transport(name: str) -> Finding:
     """Return whether a world of two processes works with one of torch's transports."""
     # In a process of its own: a transport that does not work may end the process.
-    code = f"from {__name__} import try_transport; try_transport({name!r})"
+    run = f"asyncio.run(try_transport({name!r}))"
+    code = f"import asyncio; from {__name__} import try_transport; {run}"
     topic = f"transport {name}"
     remedy = f"leave {name!r} out of transports=, and report this text"
     try:
@@ -168,12 +168,8 @@ def transport(name: str) -> Finding:
     return Finding(topic, done.stdout.strip())
 
 
-def try_transport(name: str) -> None:
+async def try_transport(name: str) -> None:
     """Print how long a small and a large call take in a world with that transport."""
-    asyncio.run(_try_transport(name))
-
-
-async def _try_transport(name: str) -> None:
     small, large = torch.zeros(1), torch.zeros(1 << 22)
     async with local_world(1, transports=[name]):
         await call(1, echo, large)  # opens the connections

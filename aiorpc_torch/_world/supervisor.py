@@ -62,7 +62,7 @@ class Supervisor:
             timeout = EXIT_TIMEOUT
         finally:
             if timeout == CANCEL_TIMEOUT:
-                self._send(ParentCommand.CANCEL)
+                self._send("cancel")
             await self._close(timeout)
 
     def watch_children(self, me: Worker) -> None:
@@ -90,9 +90,9 @@ class Supervisor:
         try:
             yield
         except BaseException:
-            self._send(ParentCommand.CANCEL)
+            self._send("cancel")
             raise
-        self._send(ParentCommand.LEAVE)
+        self._send("leave")
 
     @contextlib.asynccontextmanager
     async def raising_failures(self, on_failure: OnFailure) -> AsyncIterator[None]:
@@ -115,7 +115,7 @@ class Supervisor:
     def _on_end(
         self, child: ChildProcess, config: WorkerConfig, failure: BaseException | None
     ) -> None:
-        if failure is None or self._command is ParentCommand.CANCEL:
+        if failure is None or self._command == "cancel":
             return
         death = None
         if isinstance(failure, WorkerLost) and failure.worker == config.name:
