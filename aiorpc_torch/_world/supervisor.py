@@ -51,7 +51,6 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""
-        timeout = CANCEL_TIMEOUT
         try:
             if self.configs:
                 self._make_process = await self.processes.factory(self.configs[0].start_timeout)
@@ -59,11 +58,11 @@ class Supervisor:
                 self._start(config)
                 await asyncio.sleep(0)  # each fork takes milliseconds
             yield
-            timeout = EXIT_TIMEOUT
-        finally:
-            if timeout == CANCEL_TIMEOUT:
-                self._send("cancel")
-            await self._close(timeout)
+        except BaseException:
+            self._send("cancel")
+            await self._close(CANCEL_TIMEOUT)
+            raise
+        await self._close(EXIT_TIMEOUT)
 
     def watch_children(self, me: Worker) -> None:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
