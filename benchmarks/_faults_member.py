@@ -159,8 +159,9 @@ class Member:
     async def _await_leaves(self) -> None:
         """Wait until the others have left, and so wait for this worker."""
         assert self._me is not None
+        departures = self._me._node.departures
         for peer in ("main", "b"):
-            while not await self._me._node.has_left(peer):  # noqa: ASYNC110  there is no event
+            while not await departures.has_left_in_order(peer):  # noqa: ASYNC110  there is no event
                 await asyncio.sleep(0.01)
 
 

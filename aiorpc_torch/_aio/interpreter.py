@@ -13,7 +13,7 @@ import os
 import sys
 import threading
 import weakref
-from multiprocessing import context, forkserver, process, resource_tracker, spawn, util
+from multiprocessing import context, forkserver, popen_fork, process, resource_tracker, spawn, util
 from typing import Any
 
 from .._version import __version__
@@ -37,7 +37,8 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (resource_tracker, "_resource_tracker._pid"),
     (spawn, "_main"),
     (util, "_args_from_interpreter_flags"),
-    (util, "_flush_std_streams"),
+    (popen_fork, "Popen._launch"),
+    (popen_fork, "Popen._send_signal"),
     (ctypes.pythonapi, "PyGILState_Ensure"),
     (ctypes.pythonapi, "PyThreadState_Clear"),
     (ctypes.pythonapi, "PyThreadState_Delete"),

@@ -3,8 +3,10 @@
 import asyncio
 import contextlib
 import importlib
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+T = TypeVar("T")
 
 LoopFactory = Callable[[], asyncio.AbstractEventLoop]
 """A function or class that makes an event loop."""
@@ -32,3 +34,10 @@ def run_on_loop(loop: asyncio.AbstractEventLoop, step: Callable[..., object], *a
         step(*args)
     else:
         call_soon(loop, step, *args)
+
+
+async def await_on(loop: asyncio.AbstractEventLoop, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return `await coroutine`, run on `loop`, whichever loop runs here."""
+    if asyncio.get_running_loop() is loop:
+        return await coroutine
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(coroutine, loop))

@@ -7,6 +7,7 @@ process has it open or mapped, also after `kill -9`. (tests/unit/aio/test_segmen
 """
 
 import ctypes
+import fcntl
 import mmap
 import os
 import secrets
@@ -14,12 +15,7 @@ import stat
 import weakref
 from typing import NamedTuple
 
-try:
-    import fcntl
-
-    _SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
-except (ImportError, AttributeError):  # not on Linux
-    _SEALS = 0
+_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 SWITCH = "AIORPC_TORCH_SHARED_MEMORY"
 """Name of an environment variable; with the value "0" no segment is made or opened."""
@@ -53,7 +49,7 @@ class SegmentName(NamedTuple):
 
 def is_supported() -> bool:
     """Return whether this process may make and open segments."""
-    return bool(_SEALS) and hasattr(os, "memfd_create") and os.environ.get(SWITCH) != "0"
+    return hasattr(os, "memfd_create") and os.environ.get(SWITCH) != "0"
 
 
 _libc = ctypes.CDLL(None, use_errno=True)

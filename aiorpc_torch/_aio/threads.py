@@ -6,6 +6,7 @@ order of arrival nor how long a thread is busy.
 """
 
 import asyncio
+import concurrent.futures
 import contextlib
 import functools
 import queue
@@ -13,7 +14,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterable
-from typing import NoReturn, TypeVar
+from typing import TypeVar
 
 from .loops import call_soon
 
@@ -166,7 +167,7 @@ async def run_in_thread(
     """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[None] = loop.create_future()
-    outcomes: list[Callable[[], T]] = []
+    outcomes: list[concurrent.futures.Future[T]] = []
 
     def complete() -> None:
         if done.done():  # cancelled
@@ -185,23 +186,17 @@ async def run_in_thread(
     else:
         threading.Thread(target=work, name=name, daemon=True).start()
     await done
-    return outcomes.pop()()
+    return outcomes.pop().result()
 
 
-def _outcome(function: Callable[[], T]) -> Callable[[], T]:
-    """Return a function that returns what `function` returns, or raises what it raises."""
+def _outcome(function: Callable[[], T]) -> "concurrent.futures.Future[T]":
+    """Return what `function` returns or raises."""
+    outcome: concurrent.futures.Future[T] = concurrent.futures.Future()
     try:
-        value = function()
+        outcome.set_result(function())
     except BaseException as exc:
-        return functools.partial(_raise, exc)
-    return lambda: value
-
-
-def _raise(exc: BaseException) -> NoReturn:
-    try:
-        raise exc
-    finally:
-        del exc  # its traceback refers to this frame
+        outcome.set_exception(exc)
+    return outcome
 
 
 class ThreadCache:
@@ -214,33 +209,28 @@ class ThreadCache:
     def __init__(self, name: str, idle_timeout: float = 0.2) -> None:
         self._name = name
         self._idle_timeout = idle_timeout
-        self._lock = threading.Lock()
-        self._idle: list[queue.SimpleQueue[Task]] = []
+        self._tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
+        self._idle = threading.Semaphore(0)  # counts the threads that wait for a task
 
     def __call__(self, task: Task) -> None:
         """Run a task, which must not raise, at once. Callable from any thread."""
-        with self._lock:
-            if self._idle:
-                self._idle.pop().put(task)
-                return
-        tasks: queue.SimpleQueue[Task] = queue.SimpleQueue()
-        tasks.put(task)
-        threading.Thread(target=self._run, args=(tasks,), name=self._name, daemon=True).start()
+        if self._idle.acquire(blocking=False):
+            self._tasks.put(task)
+        else:
+            # In a list, since the thread keeps its arguments.
+            threading.Thread(target=self._run, args=([task],), name=self._name, daemon=True).start()
 
-    def _run(self, tasks: "queue.SimpleQueue[Task]") -> None:
-        task: Task | None = tasks.get()
+    def _run(self, first: list[Task]) -> None:
+        task: Task | None = first.pop()
         while task is not None:
             task()
             del task  # an idle thread must not keep its last arguments alive
-            with self._lock:
-                self._idle.append(tasks)
-            task = self._next(tasks)
+            self._idle.release()
+            task = self._next()
 
-    def _next(self, tasks: "queue.SimpleQueue[Task]") -> Task | None:
+    def _next(self) -> Task | None:
         with contextlib.suppress(queue.Empty):
-            return tasks.get(timeout=self._idle_timeout)
-        with self._lock:
-            if tasks in self._idle:
-                self._idle.remove(tasks)
-                return None
-        return tasks.get()  # it was put after the timeout
+            return self._tasks.get(timeout=self._idle_timeout)
+        if self._idle.acquire(blocking=False):
+            return None
+        return self._tasks.get()  # a task is put at this moment

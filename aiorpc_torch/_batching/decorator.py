@@ -7,7 +7,7 @@ import functools
 import inspect
 from collections.abc import Awaitable, Callable, Hashable
 from types import MethodType
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from .._aio.identity import WeakIdentityDict
 from .._protocol.by_value import refuse_by_value
@@ -24,34 +24,31 @@ from .stats import new_counters
 from .traits import traits_function
 
 
+class FillOptions(TypedDict, total=False):
+    """The arguments of a `Fill`, in place of one."""
+
+    max_size: int
+    max_wait: float
+    max_concurrency: int
+    max_pending: int | None
+    key: Callable[..., Hashable] | None
+    weight: Callable[..., float] | None
+    max_weight: float | None
+
+
 @overload
 def batched(
     policy: Policy | None = None,
     *,
-    max_size: int | None = None,
-    max_wait: float = 0.0,
-    max_concurrency: int = 1,
-    max_pending: int | None = None,
-    key: Callable[..., Hashable] | None = None,
-    weight: Callable[..., float] | None = None,
-    max_weight: float | None = None,
     stack: Literal[True],
     device: Device = None,
+    **fill: Unpack[FillOptions],
 ) -> StackDecorator: ...
 
 
 @overload
 def batched(
-    policy: Policy | None = None,
-    *,
-    max_size: int | None = None,
-    max_wait: float = 0.0,
-    max_concurrency: int = 1,
-    max_pending: int | None = None,
-    key: Callable[..., Hashable] | None = None,
-    weight: Callable[..., float] | None = None,
-    max_weight: float | None = None,
-    stack: Literal[False] = False,
+    policy: Policy | None = None, *, stack: Literal[False] = False, **fill: Unpack[FillOptions]
 ) -> ListDecorator: ...
 
 

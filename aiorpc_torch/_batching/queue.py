@@ -7,11 +7,13 @@ The scheduler decides when a batch starts; `results` splits the result per calle
 import asyncio
 import contextvars
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
 from .._protocol.ancestry import (
+    BatchId,
     BatchScope,
     ancestor_batches,
     current_scopes,
@@ -37,20 +39,20 @@ ResultCallback = Callable[[Any], None]
 """Called with the result of one call: a value, or an exception to raise."""
 
 
+@dataclass(slots=True, eq=False)
 class RunningBatch:
     """A batch that runs. It must not refer to its members: the function's context outlives them."""
 
-    __slots__ = ("id", "is_finished", "recording", "task")
+    task: "asyncio.Task[None]"
+    recording: ContextRecord | None
+    """That of every member, or None."""
+    name: InitVar[str]
+    id: BatchId = field(default_factory=new_batch)
+    is_finished: bool = False
 
-    def __init__(
-        self, task: "asyncio.Task[None]", recording: ContextRecord | None, name: str
-    ) -> None:
-        self.id = new_batch()
-        self.is_finished = False
-        self.recording = recording  # that of every member, or None
-        self.task = task
-        if recording is not None:  # the function's calls are recorded even if members are cancelled
-            recording.hold(self, name)
+    def __post_init__(self, name: str) -> None:
+        if self.recording is not None:  # the calls are recorded even if members are cancelled
+            self.recording.hold(self, name)
 
     def finish(self) -> None:
         """Mark the batch as finished: its callers may get their results."""
@@ -63,26 +65,17 @@ class RunningBatch:
         return BatchScope(frozenset((self.id,)), lambda: not self.is_finished)
 
 
+@dataclass(slots=True, eq=False)
 class QueuedCall:
     """A call that waits in a queue or in a running batch."""
 
-    __slots__ = ("_queue", "args", "arrival", "instance", "on_result", "recording", "scopes")
-
-    def __init__(
-        self,
-        queue: "BatchQueue",
-        instance: Any,
-        args: CallArgs,
-        on_result: ResultCallback,
-        arrival: float,
-    ) -> None:
-        self._queue = queue
-        self.instance = instance
-        self.args = args
-        self.on_result = on_result
-        self.arrival = arrival
-        self.scopes = entered_scopes() and current_scopes()
-        self.recording = current_record()
+    queue: "BatchQueue"
+    instance: Any
+    args: CallArgs
+    on_result: ResultCallback
+    arrival: float
+    scopes: frozenset[BatchScope] = field(default_factory=current_scopes)
+    recording: ContextRecord | None = field(default_factory=current_record)
 
     def resolve(self, result: Any) -> None:
         """Pass the result to the caller, and release the caller and the arguments."""
@@ -93,7 +86,7 @@ class QueuedCall:
     def cancel(self) -> None:
         """Leave the queue. In a running batch, only drop the result."""
         self.on_result = _ignore
-        if self._queue.discard(self):
+        if self.queue.discard(self):
             self.args = ()
 
 
@@ -187,8 +180,7 @@ class BatchQueue:
             # a backward of either would free.
             traits = traits._replace(key=(call.recording.id, traits.key))
         self._scheduler.add(call, now, traits)
-        if self._dispatcher is None or self._dispatcher.done():
-            self._dispatcher = self._new_task()
+        self._schedule_dispatch()
         return call
 
     def discard(self, call: QueuedCall) -> bool:
@@ -239,7 +231,6 @@ class BatchQueue:
         return self.loop is None or self.loop.is_closed()
 
     def _schedule_dispatch(self) -> None:
-        assert self.loop is not None
         if self._dispatcher is None or self._dispatcher.done():
             self._dispatcher = self._new_task()
 

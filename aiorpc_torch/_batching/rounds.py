@@ -19,13 +19,10 @@ class RoundScheduler(Scheduler[T]):
     def __init__(self, policy: Round) -> None:
         super().__init__(slots=1)
         self._policy = policy
-        self._waiting: dict[T, tuple[float, CallTraits]] = {}  # time of arrival; in that order
+        self._waiting: dict[T, tuple[float, CallTraits]] = {}  # with the times of arrival
         self._last_end = float("-inf")  # of the previous round
         # The latest contributor last. Members are not declared: workers may join and leave.
         self._known_members: dict[Hashable, None] = {}
-
-    def __len__(self) -> int:
-        return len(self._waiting)
 
     def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
         """Add a contribution.
@@ -54,11 +51,6 @@ class RoundScheduler(Scheduler[T]):
     def finish_batch(self, now: float) -> None:
         super().finish_batch(now)
         self._last_end = now
-
-    def close(self) -> tuple[T, ...]:
-        items = tuple(self._waiting)
-        self._waiting.clear()
-        return items
 
     def _timeout_at(self) -> float | None:
         if self._policy.timeout is None:

@@ -15,7 +15,7 @@ import enum
 from collections.abc import Hashable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Generic, NamedTuple, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 from .policies import Fill
 
@@ -69,19 +69,20 @@ class Scheduler(abc.ABC, Generic[T]):
     def __init__(self, slots: int) -> None:
         self._slots = slots
         self._running = 0
+        self._waiting: dict[T, Any] = {}  # in order of arrival
 
     @property
     def is_idle(self) -> bool:
         """Return whether nothing waits and nothing runs."""
-        return not len(self) and not self._running
+        return not self._waiting and not self._running
 
     def can_accept(self) -> bool:
         """Return whether another item may wait."""
         return True
 
-    @abc.abstractmethod
     def __len__(self) -> int:
         """Return the number of waiting items."""
+        return len(self._waiting)
 
     @abc.abstractmethod
     def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
@@ -95,9 +96,11 @@ class Scheduler(abc.ABC, Generic[T]):
     def deadline(self) -> float | None:
         """Return when `next_batch` will return one without another event; None if never."""
 
-    @abc.abstractmethod
     def close(self) -> tuple[T, ...]:
         """Remove and return all waiting items, in order of arrival."""
+        waiting = tuple(self._waiting)
+        self._waiting.clear()
+        return waiting
 
     @abc.abstractmethod
     def _select_batch(self, now: float) -> Batch[T] | TimedOutRound[T] | None:
@@ -129,16 +132,12 @@ class FillScheduler(Scheduler[T]):
         super().__init__(policy.max_concurrency)
         self._policy = policy
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
-        self._keys: dict[T, Hashable] = {}  # of every waiting item, in order of arrival
-        self._full: set[Hashable] = set()  # keys with a full batch, while there are several keys
+        self._waiting: dict[T, Hashable] = {}  # with their keys
         self._added = 0
-
-    def __len__(self) -> int:
-        return len(self._keys)
 
     def can_accept(self) -> bool:
         limit = self._policy.max_pending
-        return limit is None or len(self._keys) < limit
+        return limit is None or len(self._waiting) < limit
 
     def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
         key, weight, _ = traits
@@ -146,43 +145,40 @@ class FillScheduler(Scheduler[T]):
         if queue is None:
             queue = self._key_queues[key] = {}
         queue[item] = self._added, now, weight
-        self._keys[item] = key
+        self._waiting[item] = key
         self._added += 1
-        if len(self._key_queues) > 1:
-            has_second_key = len(queue) == 1 and len(self._key_queues) == 2
-            for each in self._key_queues if has_second_key else (key,):
-                self._note_full(each)
 
     def discard(self, item: T) -> bool:
-        if item not in self._keys:
+        if item not in self._waiting:
             return False
-        self._remove(self._keys[item], (item,))
+        self._remove(self._waiting[item], (item,))
         return True
 
     def deadline(self) -> float | None:
-        if self._running >= self._slots or not self._keys:
+        if self._running >= self._slots or not self._waiting:
             return None
         return _oldest(self._key_queues[self._oldest_key()])[1] + self._policy.max_wait
 
     def close(self) -> tuple[T, ...]:
-        waiting = tuple(self._keys)
-        for each in (self._key_queues, self._keys, self._full):
-            each.clear()
-        return waiting
+        self._key_queues.clear()
+        return super().close()
 
     def _select_batch(self, now: float) -> Batch[T] | None:
-        if not self._keys:
+        if not self._waiting:
             return None
         # The key with the oldest item goes first: no key starves. If that item has not waited long
         # enough, no item has, and only a full batch may start.
         batch = self._batch_of(self._oldest_key(), now)
-        if batch is not None or len(self._key_queues) == 1 or not self._full:
-            return batch
         queues = self._key_queues
-        return self._batch_of(min(self._full, key=lambda key: _oldest(queues[key])), now)
+        if batch is not None or len(queues) == 1:
+            return batch
+        full = [key for key, queue in queues.items() if self._next_size(queue)[1]]
+        if not full:
+            return None
+        return self._batch_of(min(full, key=lambda key: _oldest(queues[key])), now)
 
     def _oldest_key(self) -> Hashable:
-        return next(iter(self._keys.values()))
+        return next(iter(self._waiting.values()))
 
     def _batch_of(self, key: Hashable, now: float) -> Batch[T] | None:
         """Remove and return the next batch of `key`, None if it may not start yet."""
@@ -219,21 +215,12 @@ class FillScheduler(Scheduler[T]):
                     return count + 1, True
         return size, len(queue) >= size
 
-    def _note_full(self, key: Hashable) -> None:
-        queue = self._key_queues.get(key)
-        if queue is not None and self._next_size(queue)[1]:
-            self._full.add(key)
-        else:
-            self._full.discard(key)
-
     def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
-        queue, keys = self._key_queues[key], self._keys
+        queue, keys = self._key_queues[key], self._waiting
         for item in items:
             del queue[item], keys[item]
         if not queue:
             del self._key_queues[key]
-        if self._full or len(self._key_queues) > 1:
-            self._note_full(key)
 
 
 def _oldest(queue: _KeyQueue[T]) -> tuple[int, float, float]:

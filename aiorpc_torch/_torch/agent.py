@@ -120,7 +120,6 @@ class Agent:
         # With the maps of this worker's calls to itself, which `add_peer` does not add.
         devices = {**self.routes.answers}, self.routes.used
         self._agent = TensorPipeAgent(self._store, name, worker_id, None, options, *devices)
-        self._peers: dict[str, PeerInfo] = {}
         _needs_stop = True
         init_rpc_states(self._agent)
         self.address: str = self._store.get(f"addrs/{name}").decode()
@@ -133,13 +132,11 @@ class Agent:
             self._maps[peer.name] = peer.device_maps
             self.routes = DeviceRoutes.for_worker(self._name, self._maps)
             _init_cuda(self.routes)
-        self._peers[peer.name] = peer
         self._update(peer, peer.name)
         worker_names().add(peer.name)  # for torch's own gathering among all workers
 
-    def replace_peer(self, peer: PeerInfo) -> str:
+    def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> str:
         """Replace a peer by its new process; return the new name of the old process."""
-        old = self._peers.pop(peer.name)
         # torch forgets the maps that are not listed. An entry that stays would not be replaced.
         kept = {name: each for name, each in self.routes.answers.items() if name != old.name}
         self._agent._update_group_membership(old.info, self.routes.used, kept, False)

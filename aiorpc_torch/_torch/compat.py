@@ -64,44 +64,6 @@ except (ImportError, AttributeError) as exc:
         f"found {torch.__version__}: {exc}"
     ) from exc
 
-__all__ = (
-    "DisableTorchFunctionSubclass",
-    "DispatchKey",
-    "DispatchKeySet",
-    "FakeTensor",
-    "FileStore",
-    "HashStore",
-    "PythonUDF",
-    "RRefBase",
-    "RawFuture",
-    "RemoteException",
-    "Store",
-    "TCPStore",
-    "TensorPipeAgent",
-    "WorkerInfo",
-    "autograd_debug_info",
-    "backward",
-    "begin_record",
-    "current_agent",
-    "current_context",
-    "delete_rrefs",
-    "dispatch_keys",
-    "get_gradients",
-    "has_agent",
-    "init_autograd",
-    "init_rpc_count",
-    "init_rpc_states",
-    "invoke_rpc",
-    "new_context",
-    "on_profiler_stop",
-    "profiler_enabled",
-    "release_context",
-    "serialize",
-    "set_profiler_node",
-    "tree_leaves",
-    "worker_names",
-)
-
 
 def init_rpc_count() -> int:
     """Return how many times this process has called `init_rpc`."""

@@ -8,6 +8,8 @@ does not order them. A future cannot be cancelled, and keeps its callbacks until
 
 import asyncio
 import contextlib
+import functools
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
@@ -42,9 +44,9 @@ _OWN_END = (
 T = TypeVar("T")
 
 _Callback = Callable[["Future[Any]"], None]
-_Completion = tuple[_Callback, "Future[Any]"]
+_Queue = EntryQueue[Callable[[], None]]
 
-_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, EntryQueue[_Completion]] = WeakKeyDictionary()
+_queues: WeakKeyDictionary[asyncio.AbstractEventLoop, _Queue] = WeakKeyDictionary()
 
 
 def wrap_future(future: "Future[T]") -> "asyncio.Future[T]":
@@ -84,21 +86,16 @@ def when_done(future: "Future[Any]", callback: _Callback, first: _Callback | Non
         pin_thread_state()
         if first is not None:
             first(done)
-        queue.put((callback, done))
+        queue.put(functools.partial(callback, done))
 
     future.add_done_callback(on_done)
 
 
-def _queue_of(loop: asyncio.AbstractEventLoop) -> EntryQueue[_Completion]:
+def _queue_of(loop: asyncio.AbstractEventLoop) -> _Queue:
     queue = _queues.get(loop)
     if queue is None:
-        queue = _queues[loop] = EntryQueue(loop, _handle)
+        queue = _queues[loop] = EntryQueue(loop, operator.call)
     return queue
-
-
-def _handle(completion: _Completion) -> None:
-    callback, future = completion
-    callback(future)
 
 
 def _deliver(result: "asyncio.Future[T]", future: "Future[T]") -> None:

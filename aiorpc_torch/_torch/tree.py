@@ -25,13 +25,11 @@ def children(value: Any) -> dict[Any, Any] | None:
     if isinstance(value, tuple | list):
         return dict(enumerate(value))
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        found = ((each.name, _field(value, each.name)) for each in dataclasses.fields(value))
+        # A field with `init=False` may be unset.
+        names = [each.name for each in dataclasses.fields(value)]
+        found = ((name, getattr(value, name, _MISSING)) for name in names)
         return {name: child for name, child in found if child is not _MISSING}
     return None
-
-
-def _field(value: Any, name: str) -> Any:
-    return getattr(value, name, _MISSING)  # a field with `init=False` may be unset
 
 
 def rebuild(like: Any, changed: dict[Any, Any]) -> Any:

@@ -117,9 +117,8 @@ class ActivityTable:
 
     def end_all(self) -> None:
         """End all waits."""
-        waits, self._waits = self._waits, []
-        for each in waits:
-            each.answer(False)
+        for each in [*self._waits]:
+            self.expire(each)
 
     def settle(self) -> None:
         """Answer the waits that are reached. Those that served are active from then on."""

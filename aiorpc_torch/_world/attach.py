@@ -121,9 +121,8 @@ def _host(interface: str | None) -> str | None:
     """Return the address to listen at for peers on other hosts, None for the loopback's."""
     url = urlsplit(init_method())
     first = os.environ.get("MASTER_ADDR") if url.scheme == "env" else url.hostname
-    found = network.requested_interfaces(interface) or network.interfaces_towards(first)
-    names = [name for value in found.values() for name in value.split(",")]
-    hosts = [host for name in names for host in network.addresses().get(name, ())]
+    name = network.requested_interface(interface) or network.interface_towards(first)
+    hosts = network.addresses().get(name or "", ())
     return next((host for host in hosts if not network.is_loopback_host(host)), None)
 
 

@@ -8,8 +8,6 @@ pipe means death, in both directions: the kernel closes it however a process end
 import asyncio
 import atexit
 import contextlib
-import enum
-import functools
 import gc
 import multiprocessing
 import os
@@ -19,7 +17,7 @@ import threading
 from collections.abc import Awaitable, Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
@@ -32,6 +30,13 @@ from .processes import ProcessFactory, sigint_blocked
 from .worker import run_worker
 
 Main = Callable[..., Awaitable[Any]]
+
+ParentCommand = Literal["leave", "cancel"]
+"""A command from a parent to its child.
+
+"leave": all workers leave, and a child that only serves leaves too. "cancel": a worker failed, or
+Ctrl-C was pressed; stop now.
+"""
 
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
@@ -58,13 +63,6 @@ def _is_exiting(pid: int | None) -> bool:
         return True
     # The flags, of which PF_EXITING is set before any file of the process is closed.
     return bool(int(fields[6]) & 0x4)
-
-
-class ParentCommand(enum.Enum):
-    """A command from a parent to its child."""
-
-    LEAVE = "leave"  # all workers leave: a child that only serves leaves too
-    CANCEL = "cancel"  # a worker failed, or Ctrl-C was pressed: stop now
 
 
 class ChildProcess:
@@ -192,15 +190,6 @@ def _kill_all() -> None:
 # ── in the child ────────────────────────────────────────────────────────────────────────────────
 
 
-def _obey(pipe: Connection, obey: Callable[[ParentCommand], None]) -> None:
-    """Call `obey` with each command of the parent; end this process when the parent dies."""
-    try:
-        while True:
-            obey(pipe.recv())
-    except (EOFError, OSError):
-        os._exit(1)  # the parent is dead, perhaps by kill -9
-
-
 def child_main(
     pipe: Connection, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
 ) -> NoReturn:
@@ -232,11 +221,17 @@ async def _run(
 ) -> None:
     loop, task, leave = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
     assert task is not None
-    actions: dict[ParentCommand, Callable[[], object]] = {
-        ParentCommand.LEAVE: leave.set,
-        ParentCommand.CANCEL: task.cancel,
-    }
-    obey = functools.partial(_obey, pipe, lambda command: call_soon(loop, actions[command]))
+    actions: dict[ParentCommand, Callable[[], object]]
+    actions = {"leave": leave.set, "cancel": task.cancel}
+
+    def obey() -> None:
+        """Obey the commands of the parent; end this process when the parent dies."""
+        try:
+            while True:
+                call_soon(loop, actions[pipe.recv()])
+        except (EOFError, OSError):
+            os._exit(1)  # the parent is dead, perhaps by kill -9
+
     threading.Thread(target=obey, name="aiorpc-parent", daemon=True).start()
     async with run_worker(config) as me:
         await (leave.wait() if main is None else main(me, *args))

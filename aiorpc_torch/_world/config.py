@@ -14,7 +14,6 @@ from .._server.exports import Export
 from .._torch.agent import process_worker_id
 from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
 from .._version import __version__
-from .network import Interfaces
 from .registration import Registration
 
 OnFailure = Literal["continue", "stop"]
@@ -50,7 +49,7 @@ class WorkerConfig(NodeConfig):
     transports: Sequence[str] | None = None
     channels: Sequence[str] | None = None
     device_maps: DeviceMaps = field(default_factory=dict)
-    interfaces: Interfaces = field(default_factory=dict)
+    interface: str | None = None
     on_failure: OnFailure = "continue"
     freeze_gc: bool = True
     is_local: bool = False
@@ -114,11 +113,11 @@ def is_single_host(init_method: str | None, world_size: int) -> bool:
 @contextlib.contextmanager
 def rendezvous_url(init_method: str | None, world_size: int) -> Iterator[str]:
     """Yield the URL of the rendezvous, valid during the block, as torch's `init_method`."""
-    if init_method is not None:
-        yield init_method
-    elif world_size == 1:
+    if world_size == 1:  # whatever is given: nobody is to be met
         with new_rendezvous_url() as url:
             yield url
+    elif init_method is not None:
+        yield init_method
     else:
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise ValueError(

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from .._aio.loops import await_on
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
@@ -33,22 +34,21 @@ log = logging.getLogger("aiorpc_torch")
 
 # All in seconds.
 PROBE_INTERVAL = 1.0  # between two probes of a peer, and two rounds of questions
-_POLL = 0.25  # between two looks at what peers have told, without a coordinator
 LOG_INTERVAL = 10.0  # between two log lines about the peers that are awaited
 MESSAGE_TIMEOUT = 0.3  # for peers to take a leave message
 MAX_PATIENCE = 3600.0  # for which a request waits
 ANSWER_MARGIN = 5.0  # beyond the time at which a request is answered at the latest
+
+_POLLS = 4  # looks at what peers have told between two rounds of questions
 
 
 class Request(NamedTuple):
     """A report, and a question that is answered when `goal` is reached or `patience` is over."""
 
     name: str
-    process: int
-    sequence: int
-    activity: int
+    report: Report
     token: int
-    goal: int
+    goal: Activity
     among: Sequence[str]
     patience: float
     """Seconds; 0 asks for an answer at once, and ends the wait `token`."""
@@ -60,9 +60,7 @@ class Answer(NamedTuple):
     is_reached: bool
     is_open: bool
     """Whether the process answers requests later than at once."""
-    process: int
-    sequence: int
-    activity: int
+    report: Report
     missing: Sequence[str]
     left: Sequence[str]
     """Workers whose blocks have ended in order."""
@@ -146,13 +144,8 @@ class Departures:
 
     async def serve(self, until: str | None = None) -> None:
         """Wait until that peer has left, or every live peer serves too or has left."""
-        if asyncio.get_running_loop() is not self._loop:  # of another thread
-            waiting = asyncio.run_coroutine_threadsafe(self.serve(until), self._loop)
-            return await asyncio.wrap_future(waiting)
-        if until is None:
-            await self._wait(Activity.SERVING, (), logging.INFO)
-        else:
-            await self._wait(Activity.LEFT, (until,), logging.INFO)
+        goal, among = (Activity.SERVING, ()) if until is None else (Activity.LEFT, (until,))
+        await await_on(self._loop, self._wait(goal, among, logging.INFO))
 
     async def leave(self) -> None:
         """Report that this worker's block has ended in order; wait until all live peers' have."""
@@ -199,7 +192,7 @@ class Departures:
         if answer is not None:
             return answer.is_reached, answer.missing
         self.probe(coordinator)
-        await asyncio.sleep(_POLL)
+        await asyncio.sleep(PROBE_INTERVAL / _POLLS)
         return False, self._table.missing(self.members.name, goal, among)
 
     def _withdraw(self, token: int) -> None:
@@ -240,10 +233,9 @@ class Departures:
         request for another call, sent before that answer is here, must be a later report.
         (tests/unit/world/test_departures.py)
         """
-        _, sequence, last = self._table.report_of(self.members.name)
-        report = Report(
-            self.members.me.number, sequence + 1, last if activity is None else activity
-        )
+        last = self._table.report_of(self.members.name)
+        activity = last.activity if activity is None else activity
+        report = last._replace(sequence=last.sequence + 1, activity=activity)
         self._table.record(self.members.name, report)
 
     # ── requests ────────────────────────────────────────────────────────────────────────────────
@@ -251,9 +243,8 @@ class Departures:
     def _request(
         self, token: int, goal: Activity, among: Sequence[str], patience: float
     ) -> Request:
-        process, sequence, activity = self._table.report_of(self.members.name)
-        own = self.members.name, process, sequence, int(activity)
-        return Request(*own, token, int(goal), (*among,), patience)
+        report = self._table.report_of(self.members.name)
+        return Request(self.members.name, report, token, goal, among, patience)
 
     def _send(self, peer: str, request: Request) -> "asyncio.Future[Any]":
         data = dump(request)
@@ -261,53 +252,42 @@ class Departures:
 
     async def _ask(self, peer: str, request: Request) -> Answer | None:
         """Return a peer's answer; None if it does not answer or is lost."""
-        future: asyncio.Future[Any] = self._loop.create_future()
         timeout = request.patience + (ANSWER_MARGIN if request.patience else MESSAGE_TIMEOUT)
         try:
             future = self._send(peer, request)
-            with self.pool.watching_peers({peer}, lambda _: _cancel(future)):
-                await asyncio.wait({future}, timeout=timeout)
-            if future.cancel() or future.cancelled():
-                return None
-            answer = _read_answer(future.result())
+            with self.pool.watching_peers({peer}, functools.partial(_fail, future)):
+                async with asyncio.timeout(timeout):
+                    answer = _read_answer(await future)
             self._on_answer(peer, answer)
             return answer
         except Exception as exc:  # torch does not reach it, or it leaves
             log.debug("%s: no answer from worker %r: %r", self.members.name, peer, exc)
             return None
-        finally:
-            future.cancel()
 
     def _on_answer(self, peer: str, answer: Answer) -> None:
-        report = Report(answer.process, answer.sequence, Activity(answer.activity))
-        self._table.record(peer, report)
+        self._table.record(peer, answer.report)
         if peer == self.coordinator:
             self._left_there |= {(name, self.members.processes[name]) for name in answer.left}
             self._lost_there = answer.lost
             if not answer.is_open:
-                self._closed_coordinator = answer.process
+                self._closed_coordinator = answer.report.process
 
     # ── without a coordinator ───────────────────────────────────────────────────────────────────
 
     async def _ask_all(self, request: Request) -> tuple[bool, Sequence[str]]:
         """Ask the peers in rounds; return whether the goal is reached, and of whom it is not."""
-        request = request._replace(patience=0.0)
-        awaited = {*(request.among or self.members.peers)} - self.left()
+        request, goal, among = request._replace(patience=0.0), request.goal, request.among
+        awaited = {*(among or self.members.peers)} - self.left()
         with self.pool.watching_peers(awaited, lambda _: None):  # a frozen one is lost in time
-            return await self._ask_in_rounds(request)
-
-    async def _ask_in_rounds(self, request: Request) -> tuple[bool, Sequence[str]]:
-        goal, among = Activity(request.goal), request.among
-        before = await self._round(request)
-        missing = self._table.missing(self.members.name, goal, among)
-        if not missing:
-            # A peer that has left stays so; one that serves may stop.
-            return goal is Activity.LEFT or before == await self._round(request), ()
-        end = self._loop.time() + PROBE_INTERVAL
-        while (left := end - self._loop.time()) > 0:
-            await asyncio.sleep(min(left, _POLL))
-            if self._table.missing(self.members.name, goal, among) != missing:
-                break
+            before = await self._round(request)
+            missing = self._table.missing(self.members.name, goal, among)
+            if not missing:
+                # A peer that has left stays so; one that serves may stop.
+                return goal is Activity.LEFT or before == await self._round(request), ()
+            for _ in range(_POLLS):
+                await asyncio.sleep(PROBE_INTERVAL / _POLLS)
+                if self._table.missing(self.members.name, goal, among) != missing:
+                    break
         return False, missing
 
     async def _round(self, request: Request) -> dict[str, Report]:
@@ -337,24 +317,19 @@ class Departures:
             log.warning("worker %r rejected an unreadable report: %r", self.members.name, exc)
             reply.set_result(RemoteFailure.of(exc, self.members.name))
             return
-        activity = Activity(request.activity)
-        self._table.record(request.name, Report(request.process, request.sequence, activity))
+        self._table.record(request.name, request.report)
         if request.patience and self._coordinator() == self.members.name:
             self._open_wait(request, complete)
             return
-        self._table.end(request.name, request.process, request.token)
+        self._table.end(request.name, request.report.process, request.token)
         complete(self._answer(request, False))
         self.settle()
 
     def _open_wait(self, request: Request, complete: Callable[[Answer], None]) -> None:
         """Answer a request when its goal is reached, or its patience is over."""
-        key = request.name, request.process, request.token
-        wait = Wait(
-            *key,
-            Activity(request.goal),
-            request.among,
-            lambda is_reached: complete(self._answer(request, is_reached)),
-        )
+        asker = request.name, request.report.process, request.token
+        answer = lambda is_reached: complete(self._answer(request, is_reached))  # noqa: E731
+        wait = Wait(*asker, request.goal, request.among, answer)
         self._table.add(wait)
         self._loop.call_later(request.patience, self._table.expire, wait)
         self.settle()
@@ -362,12 +337,11 @@ class Departures:
             self._attendant = asyncio.create_task(self._attend(), name="aiorpc-departures")
 
     def _answer(self, request: Request, is_reached: bool) -> Answer:
-        missing = self._table.missing(request.name, Activity(request.goal), request.among)
+        missing = self._table.missing(request.name, request.goal, request.among)
         is_open = self._coordinator() == self.members.name
-        process, sequence, activity = self._table.report_of(self.members.name)
-        own = process, sequence, int(activity)
+        report = self._table.report_of(self.members.name)
         lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
-        return Answer(is_reached, is_open, *own, missing, [*self._left_in_order()], lost)
+        return Answer(is_reached, is_open, report, missing, [*self._left_in_order()], lost)
 
     def settle(self) -> None:
         """Answer the requests whose goals are reached: a peer has left, or is lost or replaced."""
@@ -417,14 +391,14 @@ def _complete(future: "asyncio.Future[Answer]", answer: Answer) -> None:
         future.set_result(answer)
 
 
-def _cancel(future: "asyncio.Future[Any]") -> None:
-    future.cancel()
+def _fail(future: "asyncio.Future[Any]", error: BaseException) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 def _read_request(data: bytes) -> Request:
     """Return the request that a peer has sent. Raises an exception if it is malformed."""
     request: Request = _read_plain_request(data)
-    Activity(request.activity), Activity(request.goal)
     if not 0 <= request.patience <= MAX_PATIENCE:
         raise ValueError(f"not a patience: {request.patience}")
     return request

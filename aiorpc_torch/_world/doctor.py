@@ -1,9 +1,8 @@
 """Checks of this machine and its environment: `python -m aiorpc_torch doctor`.
 
-Each check returns findings; `run_checks` prints them. A finding that is a problem has a remedy.
+Each check returns a finding; `run_checks` prints them. A finding that is a problem has a remedy.
 """
 
-import asyncio
 import functools
 import os
 import platform
@@ -12,7 +11,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -52,10 +51,10 @@ def run_checks(master: str | None = None, interface: str | None = None) -> int:
         interface: network interface to use, as for `worker` (default: the one towards rank 0).
     """
     address = master or _master_in_environment()
-    checks: list[Callable[[], Iterator[Finding]]] = [
+    checks: list[Callable[[], Finding]] = [
         versions,
         limits,
-        functools.partial(interfaces, interface, address),
+        functools.partial(network_interface, interface, address),
         functools.partial(way_to_rank_0, address),
         ports,
         devices,
@@ -63,9 +62,8 @@ def run_checks(master: str | None = None, interface: str | None = None) -> int:
     ]
     problems = 0
     for check in checks:
-        for finding in check():
-            print(finding, flush=True)
-            problems += bool(finding.remedy)
+        print(finding := check(), flush=True)
+        problems += bool(finding.remedy)
     print(f"{problems} problem{'s' * (problems != 1)}")
     return problems
 
@@ -76,53 +74,49 @@ def _master_in_environment() -> str | None:
     return f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
 
 
-def versions() -> Iterator[Finding]:
-    """Yield the versions of this library, torch and Python."""
+def versions() -> Finding:
+    """Return the versions of this library, torch and Python."""
     found = (
         f"aiorpc_torch {__version__}, torch {torch.__version__}, Python {platform.python_version()}"
     )
-    yield Finding("versions", f"{found} (torch {SUPPORTED} is supported)")
+    return Finding("versions", f"{found} (torch {SUPPORTED} is supported)")
 
 
-def limits() -> Iterator[Finding]:
-    """Yield the number of files that this process may open."""
+def limits() -> Finding:
+    """Return the number of files that this process may open."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     few = 0 <= files < FEW_FILES
     remedy = f"raise it for worlds of more than {files // 10} workers: ulimit -n 4096"
-    yield Finding("open files", f"at most {files}", remedy if few else "")
+    return Finding("open files", f"at most {files}", remedy if few else "")
 
 
-def interfaces(interface: str | None, master: str | None) -> Iterator[Finding]:
-    """Yield the interface that a world uses."""
+def network_interface(interface: str | None, master: str | None) -> Finding:
+    """Return the interface that a world uses."""
     try:
-        found = network.requested_interfaces(interface)
+        found = network.requested_interface(interface)
     except ValueError as exc:
-        yield Finding("interface", str(exc), "set interface= or AIORPC_INTERFACE to one of these")
-        return
+        return Finding("interface", str(exc), "set interface= or AIORPC_INTERFACE to one of these")
     host = None if master is None else master.rpartition(":")[0]
-    found = found or network.interfaces_towards(host)
+    found = found or network.interface_towards(host)
     text = network.describe(found) if found else "the one towards rank 0, once it is known"
-    yield Finding("interface", text)
+    return Finding("interface", text)
 
 
-def way_to_rank_0(master: str | None) -> Iterator[Finding]:
-    """Yield whether rank 0's address can be used from here."""
+def way_to_rank_0(master: str | None) -> Finding:
+    """Return whether rank 0's address can be used from here."""
     topic = "rank 0"
     if master is None:
-        yield Finding(topic, "no address: MASTER_ADDR is not set (torchrun sets it; or --master)")
-        return
+        return Finding(topic, "no address: MASTER_ADDR is not set (torchrun sets it; or --master)")
     host, _, port = master.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
-        yield Finding(topic, f"{master!r} is no address", "give host:port, or set MASTER_PORT too")
-        return
+        return Finding(topic, f"{master!r} is no address", "give host:port, or set MASTER_PORT too")
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(host, int(port))}
     except OSError as exc:
-        yield Finding(topic, f"{host} has no address ({exc})", "use an IP address, or mend DNS")
-        return
+        return Finding(topic, f"{host} has no address ({exc})", "use an IP address, or mend DNS")
     own = {address for each in network.addresses().values() for address in each}
     where = "this machine" if own & addresses else "another machine"
-    yield _try_to_connect(f"{master} ({where})", host, int(port))
+    return _try_to_connect(f"{master} ({where})", host, int(port))
 
 
 def _try_to_connect(name: str, host: str, port: int) -> Finding:
@@ -136,25 +130,26 @@ def _try_to_connect(name: str, host: str, port: int) -> Finding:
     return Finding("rank 0", f"{name} can be reached, and a process listens there")
 
 
-def ports() -> Iterator[Finding]:
-    """Yield the ports that workers of several machines use."""
+def ports() -> Finding:
+    """Return the ports that workers of several machines use."""
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first, last = path.read_text().split() if path.exists() else ("32768", "60999")
     text = f"rank 0's, and {first} to {last} between all machines; none within one machine"
-    yield Finding("ports", text)
+    return Finding("ports", text)
 
 
-def devices() -> Iterator[Finding]:
-    """Yield the CUDA devices."""
+def devices() -> Finding:
+    """Return the CUDA devices."""
     count = cuda_device_count()
     names = ", ".join(torch.cuda.get_device_name(index) for index in range(count))
-    yield Finding("CUDA", f"{names} (device_maps= or 'auto')" if count else "no device")
+    return Finding("CUDA", f"{names} (device_maps= or 'auto')" if count else "no device")
 
 
-def transport(name: str) -> Iterator[Finding]:
-    """Yield whether a world of two processes works with one of torch's transports."""
+def transport(name: str) -> Finding:
+    """Return whether a world of two processes works with one of torch's transports."""
     # In a process of its own: a transport that does not work may end the process.
-    code = f"from {__name__} import try_transport; try_transport({name!r})"
+    run = f"asyncio.run(try_transport({name!r}))"
+    code = f"import asyncio; from {__name__} import try_transport; {run}"
     topic = f"transport {name}"
     remedy = f"leave {name!r} out of transports=, and report this text"
     try:
@@ -166,21 +161,15 @@ def transport(name: str) -> Iterator[Finding]:
             check=False,
         )
     except subprocess.TimeoutExpired:
-        yield Finding(topic, f"no answer within {TRIAL_TIMEOUT:g} s", remedy)
-        return
+        return Finding(topic, f"no answer within {TRIAL_TIMEOUT:g} s", remedy)
     if done.returncode:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        yield Finding(topic, last, remedy)
-    else:
-        yield Finding(topic, done.stdout.strip())
+        return Finding(topic, last, remedy)
+    return Finding(topic, done.stdout.strip())
 
 
-def try_transport(name: str) -> None:
+async def try_transport(name: str) -> None:
     """Print how long a small and a large call take in a world with that transport."""
-    asyncio.run(_try_transport(name))
-
-
-async def _try_transport(name: str) -> None:
     small, large = torch.zeros(1), torch.zeros(1 << 22)
     async with local_world(1, transports=[name]):
         await call(1, echo, large)  # opens the connections

@@ -7,15 +7,14 @@ answers, so one with a blocked loop is not lost. `HeartbeatTracker` decides when
 """
 
 import asyncio
-import contextlib
 import functools
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Coroutine, Iterator
-from typing import Any, Protocol
+from collections.abc import Callable, Coroutine
+from typing import TYPE_CHECKING, Any, Protocol
 
-from .._aio.loops import call_soon, run_on_loop
+from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
 from .._protocol import endpoints
 from .._protocol.members import Members
@@ -24,34 +23,12 @@ from .._torch.transport import classify_error, send, when_done
 from ..errors import NotServing, RpcError, WorkerLost
 from .heartbeat import HeartbeatTracker
 
+if TYPE_CHECKING:
+    from .node import Node
+
 log = logging.getLogger("aiorpc_torch")
 
 PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
-
-
-class Connections(Protocol):
-    """The connections of a worker in both directions, and who else is told of losses."""
-
-    def linked(self) -> set[str]:
-        """Return the peers with an open connection."""
-
-    def awaited(self) -> set[str]:
-        """Return the peers that a call waits for, or whose calls run here."""
-
-    def ping(self, peer: str) -> None:
-        """Ask the event loop of a peer for a sign of life, on each connection."""
-
-    def fail(self, peer: str, error: RpcError) -> None:
-        """Fail what waits for a lost peer."""
-
-    def on_detached(self, peer: str, text: str) -> None:
-        """Handle the leave message of a peer that was attached."""
-
-    def on_change(self) -> None:
-        """Handle that a peer has left, is lost, or is alive again."""
-
-    async def has_left(self, peer: str) -> bool:
-        """Return whether the block of a peer has ended in order."""
 
 
 class Children(Protocol):
@@ -70,7 +47,7 @@ class FailureDetector:
     Args:
         members: the workers of the world.
         heartbeat: seconds of silence after which a peer is lost.
-        connections: those of this worker.
+        node: this worker, with its connections.
         children: tell how peers have ended that are child processes.
         only_linked: whether silence counts on open connections only.
     """
@@ -79,7 +56,7 @@ class FailureDetector:
         self,
         members: Members,
         heartbeat: float,
-        connections: Connections,
+        node: "Node",
         children: Children | None = None,
         *,
         only_linked: bool = False,
@@ -87,13 +64,14 @@ class FailureDetector:
         self.lost_peers, self.last_heard = members.lost_peers, members.last_heard
         self._members = members
         self._heartbeat = heartbeat
-        self._connections = connections
+        self._node = node
         self._children = children
         self._only_linked = only_linked
         self._tracker = HeartbeatTracker(heartbeat, members.last_heard)
         self._loop = asyncio.get_running_loop()
         self._open = True
-        self._on_loss: Callable[[RpcError], None] | None = None
+        self.on_loss: Callable[[RpcError], None] | None = None
+        """Called for each peer that is lost."""
         self._given_up: dict[str, RpcError] = {}  # peers that will not rejoin
         self._rejoined: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         self._probed: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
@@ -104,15 +82,6 @@ class FailureDetector:
     def start(self) -> None:
         """Start watching: the members are known."""
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
-
-    @contextlib.contextmanager
-    def reporting(self, on_loss: Callable[[RpcError], None] | None) -> Iterator[None]:
-        """Call `on_loss`, if there is one, for each peer that is lost during the block."""
-        self._on_loss = on_loss
-        try:
-            yield
-        finally:
-            self._on_loss = None
 
     def close(self) -> None:
         """Stop watching."""
@@ -128,9 +97,9 @@ class FailureDetector:
         Raises:
             WorkerLost: if it will not rejoin.
         """
-        if asyncio.get_running_loop() is not self._loop:  # of another thread
-            waiting = asyncio.run_coroutine_threadsafe(self.wait_until_alive(peer), self._loop)
-            return await asyncio.wrap_future(waiting)
+        await await_on(self._loop, self._wait_until_alive(peer))
+
+    async def _wait_until_alive(self, peer: str) -> None:
         if peer in self._probed:  # a probe may be under way
             await self._probed[peer].wait()
         if peer in self.lost_peers:
@@ -155,7 +124,7 @@ class FailureDetector:
         self._given_up[peer] = error
         self.lost_peers.setdefault(peer, error)
         self._rejoined[peer].set()
-        self._connections.on_change()
+        self._node.departures.settle()
 
     def probe(self, peer: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost."""
@@ -175,39 +144,39 @@ class FailureDetector:
         if self.lost_peers.pop(peer, None) is not None:
             log.info("%s: worker %r is back", self._members.name, peer)
             self._rejoined.pop(peer, asyncio.Event()).set()
-        self._connections.on_change()
+        self._node.departures.settle()
 
-    def on_disconnect(self, peer: str, number: int, error: RpcError) -> RpcError | None:
+    def on_disconnect(self, peer: str, process: int, error: RpcError) -> RpcError | None:
         """Probe a peer whose connection ended without a leave message. Thread-safe.
 
         A peer that has told of its failure is lost already: return that error. A child of this
         process that is dead or dies is lost once its exit code is known: return None.
         """
-        is_current = self._is_current(peer, number)
+        is_current = self._is_current(peer, process)
         if is_current and (told := self.told_failure(peer)) is not None:
             return told
         if is_current and self._open and self._is_exiting(peer):
-            run_on_loop(self._loop, self._await_exit, peer, number, error)
+            run_on_loop(self._loop, self._await_exit, peer, process, error)
             return None
-        run_on_loop(self._loop, self._probe, peer, number)  # before its callers resume
+        run_on_loop(self._loop, self._probe, peer, process)  # before its callers resume
         return error
 
-    def _is_watched(self, peer: str, number: int) -> bool:
-        """Return whether this is the number of a peer's current process."""
-        return self._open and self._is_current(peer, number)
+    def _is_watched(self, peer: str, process: int) -> bool:
+        """Return whether this is the current process of a peer, until `close`."""
+        return self._open and self._is_current(peer, process)
 
     def _is_exiting(self, peer: str) -> bool:
         return self._children is not None and self._children.is_exiting(peer)
 
-    def _await_exit(self, peer: str, number: int, error: RpcError) -> None:
+    def _await_exit(self, peer: str, process: int, error: RpcError) -> None:
         """Lose a peer when its exit code is known; with `error` if it stays unknown."""
-        if self._is_watched(peer, number):
+        if self._is_watched(peer, process):
             self._probed[peer].clear()
-            self._start(self._lose_exited(peer, number, error))
+            self._start(self._lose_exited(peer, process, error))
 
-    async def _lose_exited(self, peer: str, number: int, error: RpcError) -> None:
+    async def _lose_exited(self, peer: str, process: int, error: RpcError) -> None:
         reason = "" if self._children is None else await self._children.exit_reason(peer)
-        if self._is_watched(peer, number):
+        if self._is_watched(peer, process):
             found = WorkerLost(peer, reason) if reason else error
             self.lose(peer, self.told_failure(peer) or found)
 
@@ -222,37 +191,37 @@ class FailureDetector:
         """Return the failure that a lost peer has reported itself, if it has."""
         return self.lost_peers.get(peer) if self._members.leave_messages.get(peer) else None
 
-    def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+    def on_leave_message(self, peer: str, process: int, what: str, text: str) -> None:
         """Record why a peer has closed a connection, before its callers resume. Thread-safe."""
-        run_on_loop(self._loop, self._record_leave_message, peer, number, what, text)
+        run_on_loop(self._loop, self._record_leave_message, peer, process, what, text)
 
-    def _record_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
+    def _record_leave_message(self, peer: str, process: int, what: str, text: str) -> None:
         if what == "detached":
-            self._connections.on_detached(peer, text)
-        if not self._members.is_current(peer, number) or what not in ("left", "failed"):
+            self._node.on_detached(peer, text)
+        if not self._members.is_current(peer, process) or what not in ("left", "failed"):
             return
         messages = self._members.leave_messages
         is_first = peer not in messages
         messages[peer] = text if what == "failed" else ""
         if is_first and what == "failed":
             self.lose(peer, error_of_close(peer, "failed", text))
-        self._connections.on_change()
+        self._node.departures.settle()
 
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 
-    def _is_current(self, peer: str, number: int) -> bool:
+    def _is_current(self, peer: str, process: int) -> bool:
         """Return whether a peer, which is not this worker, has that process."""
-        return peer != self._members.name and self._members.is_current(peer, number)
+        return peer != self._members.name and self._members.is_current(peer, process)
 
-    def _probe(self, peer: str, number: int) -> None:
-        if self._is_watched(peer, number):
+    def _probe(self, peer: str, process: int) -> None:
+        if self._is_watched(peer, process):
             self._probed[peer].clear()
             self._ping(peer)
 
     def _check(self) -> None:
-        awaited = self._connections.awaited() & self._members.peers.keys()
+        awaited = self._node.awaited() & self._members.peers.keys()
         if self._only_linked:
-            awaited &= self._connections.linked()
+            awaited &= self._node.linked()
         silent, lost = self._tracker.check(time.monotonic(), awaited)
         for peer in silent:
             self._ping(peer)
@@ -265,7 +234,7 @@ class FailureDetector:
         if not self._open:
             return
         info = self._members.peers[peer].info
-        self._connections.ping(peer)
+        self._node.ping(peer)
         if (peer, info.id) in self._unanswered:
             return
         try:
@@ -276,9 +245,9 @@ class FailureDetector:
             self._unanswered.add((peer, info.id))
             when_done(answer, functools.partial(self._on_answer, peer, info.id))
 
-    def _on_answer(self, peer: str, number: int, answer: "RawFuture[Any]") -> None:
-        self._unanswered.discard((peer, number))
-        if not self._members.is_current(peer, number):
+    def _on_answer(self, peer: str, process: int, answer: "RawFuture[Any]") -> None:
+        self._unanswered.discard((peer, process))
+        if not self._members.is_current(peer, process):
             return  # the answer of a process that was replaced
         try:
             answer.wait()
@@ -307,15 +276,17 @@ class FailureDetector:
         log.info("%s: %s", self._members.name, error)
         self.lost_peers[peer] = error
         self._probed[peer].set()
-        self._connections.fail(peer, error)
-        self._connections.on_change()
+        self._node.fail(peer, error)
+        self._node.departures.settle()
         message = self._members.leave_messages.get(peer)
-        if self._on_loss is not None and message is None:
-            self._start(self._report_unless_left(peer, error))
-        elif self._on_loss is not None and message:
-            self._on_loss(error)
+        if self.on_loss is not None and message is None:
+            self._start(self._report_unless_left(self.on_loss, peer, error))
+        elif self.on_loss is not None and message:
+            self.on_loss(error)
 
-    async def _report_unless_left(self, peer: str, error: RpcError) -> None:
+    async def _report_unless_left(
+        self, on_loss: Callable[[RpcError], None], peer: str, error: RpcError
+    ) -> None:
         """Report the loss, unless the peer's block had ended in order before."""
-        if not await self._connections.has_left(peer) and self._on_loss is not None:
-            self._on_loss(error)
+        if not await self._node.departures.has_left_in_order(peer):
+            on_loss(error)

@@ -21,7 +21,7 @@ import socket
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from multiprocessing import context, reduction, resource_tracker, spawn, util
+from multiprocessing import context, popen_fork, reduction, resource_tracker, spawn, util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,6 @@ from .forkserver_main import (
     MOST_DESCRIPTORS,
     NUMBER,
     STREAMS,
-    ChildState,
     InheritedDescriptor,
     main,
 )
@@ -206,26 +205,24 @@ class ForkedProcess(multiprocessing.process.BaseProcess):
 
     @staticmethod
     def _Popen(process: "ForkedProcess") -> "_Launched":  # noqa: N802
-        return _Launched(process, process.__dict__.pop("server"))
+        return _Launched(process)
 
 
-class _Launched:
+class _Launched(popen_fork.Popen):
     """A started process, with the methods that `multiprocessing` calls."""
 
     method = "forkserver"
     DupFd = InheritedDescriptor
 
-    def __init__(self, process: ForkedProcess, server: ForkServer) -> None:
-        util._flush_std_streams()  # type: ignore[attr-defined]
-        self.returncode: int | None = None
+    def _launch(self, process: ForkedProcess) -> None:
         self._poll_lock = threading.Lock()  # the code comes once, to one of several threads
-        self._server = server  # it reports the exit code
+        self._server: ForkServer = process.__dict__.pop("server")  # it reports the exit code
         self._inherited: list[int] = []
         with contextlib.ExitStack() as stack:
             data = stack.enter_context(open(os.memfd_create("aiorpc-child"), "w+b"))
             self._write(process, data)
             self._status, theirs = socket.socketpair()
-            self._finalizer = weakref.finalize(self, self._status.close)
+            self.finalizer = util.Finalize(self, self._status.close)
             stack.enter_context(theirs)
             null = stack.enter_context(open(os.devnull, "r+b"))
             streams = [n if _is_stream(n) else null.fileno() for n in STREAMS]
@@ -234,14 +231,16 @@ class _Launched:
                 some = self._inherited[start : start + MOST_DESCRIPTORS]
                 socket.send_fds(self._status, [b"."], some)
             shared = [data.fileno(), theirs.fileno(), *streams, tracker]
-            server.fork(shared, len(self._inherited))
+            self._server.fork(shared, len(self._inherited))
         self.sentinel = self._status.fileno()
         self.pid = self._receive_pid()
 
     def _write(self, process: ForkedProcess, file: Any) -> None:
         context.set_spawning_popen(self)  # type: ignore[arg-type]
         try:
-            pickle.dump(ChildState.of_this_process(), file)
+            # What a child with a new interpreter would have inherited.
+            blocked_signals = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            pickle.dump((dict(os.environ), blocked_signals), file)
             reduction.dump(spawn.get_preparation_data(process.name), file)
             reduction.dump(process, file)
         finally:
@@ -250,7 +249,7 @@ class _Launched:
         file.seek(0)
 
     def duplicate_for_child(self, descriptor: int) -> int:
-        """Pass a descriptor to the child; return its number among those passed."""
+        """Pass a descriptor to the child; return its position among those passed."""
         self._inherited.append(descriptor)
         return len(self._inherited) - 1
 
@@ -281,27 +280,12 @@ class _Launched:
                     self.returncode = 255 if code is None else code
         return self.returncode
 
-    def wait(self, timeout: float | None = None) -> int | None:
-        """Wait for the end of the process; return its exit code, None at the timeout."""
-        if self.returncode is None and timeout is not None and not wait([self._status], timeout):
-            return None
-        return self.poll(0)
-
-    def terminate(self) -> None:
-        """Send SIGTERM."""
-        self._send_signal(signal.SIGTERM)
-
     def kill(self) -> None:
         """Send SIGKILL, and wait for the report of the end."""
-        self._send_signal(signal.SIGKILL)
+        super().kill()
         if self.returncode is None and not wait([self._status], ANSWER_TIMEOUT):
             self._server.kill()  # else `join` would wait without end
 
-    def _send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(self.pid, number)
-
-    def close(self) -> None:
-        """Free the descriptor."""
-        self._finalizer()
+    def _send_signal(self, sig: int) -> None:
+        self.poll()  # the server has reaped a process that has ended
+        super()._send_signal(sig)  # type: ignore[misc]

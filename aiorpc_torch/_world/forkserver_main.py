@@ -20,7 +20,6 @@ import threading
 import traceback
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from multiprocessing import resource_tracker, spawn
 from typing import Any, NoReturn
 
@@ -33,36 +32,17 @@ STREAMS = (0, 1, 2)
 _IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@dataclass(frozen=True, slots=True)
-class ChildState:
-    """The state of a program's process that a child with a new interpreter would have inherited."""
-
-    environment: dict[str, str]
-    blocked: set[int]  # signals
-
-    @classmethod
-    def of_this_process(cls) -> "ChildState":
-        """Return the state of now."""
-        return cls(dict(os.environ), signal.pthread_sigmask(signal.SIG_BLOCK, ()))
-
-    def apply(self) -> None:
-        """Change this process accordingly."""
-        os.environ.clear()
-        os.environ.update(self.environment)
-        signal.pthread_sigmask(signal.SIG_SETMASK, self.blocked)
-
-
 class InheritedDescriptor:
     """A descriptor that travels to a child, in pickles of `multiprocessing`."""
 
     received: Sequence[int] = ()
 
-    def __init__(self, number: int) -> None:
-        self.number = number
+    def __init__(self, position: int) -> None:
+        self.position = position
 
     def detach(self) -> int:
         """Return the descriptor in the child."""
-        return self.received[self.number]
+        return self.received[self.position]
 
 
 # ── the server ──────────────────────────────────────────────────────────────────────────────────
@@ -75,7 +55,7 @@ def main(descriptor: int, preload: Sequence[str]) -> NoReturn:
     while (null := os.open(os.devnull, os.O_RDWR)) in STREAMS:
         pass
     os.close(null)
-    handlers = {number: signal.signal(number, signal.SIG_IGN) for number in _IGNORED}
+    handlers = {each: signal.signal(each, signal.SIG_IGN) for each in _IGNORED}
     # If the program ignores it, nothing here could wait for a child.
     handlers[signal.SIGCHLD] = signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     signal.pthread_sigmask(signal.SIG_SETMASK, ())  # the program's: SIGINT was blocked until here
@@ -210,8 +190,8 @@ class _Server:
     def _leave(self) -> None:
         """Free in a child what belongs to the server."""
         signal.set_wakeup_fd(-1)
-        for number, handler in self._handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        for ignored, handler in self._handlers.items():
+            signal.signal(ignored, signal.SIG_DFL if handler is None else handler)
         for each in (self._control, self._wakeups, self._written, *self._children.values()):
             each.close()
 
@@ -240,16 +220,18 @@ def _run_child(data: int, told: socket.socket, descriptors: Sequence[int], more:
     """Become the process that the program described in `data`, and run it to its end."""
     *streams, tracker = descriptors
     InheritedDescriptor.received = _receive_all(told, more)
-    for number, stream in zip(STREAMS, streams, strict=True):
-        os.dup2(stream, number)
+    for standard, stream in zip(STREAMS, streams, strict=True):
+        os.dup2(stream, standard)
         os.close(stream)
     if sys.stdout is not None:
         sys.stdout.reconfigure(line_buffering=os.isatty(1))  # type: ignore[union-attr]
     resource_tracker._resource_tracker._fd = tracker  # type: ignore[attr-defined]
     with open(data, "rb", closefd=False) as file:
-        state: ChildState = pickle.load(file)
+        environment, blocked_signals = pickle.load(file)
         os.lseek(data, file.tell(), os.SEEK_SET)
-    state.apply()
+    os.environ.clear()
+    os.environ.update(environment)
+    signal.pthread_sigmask(signal.SIG_SETMASK, blocked_signals)
     _seed()
     return spawn._main(data, told.detach())
 

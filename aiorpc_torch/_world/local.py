@@ -165,8 +165,6 @@ def run_local(
         RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
     names = _names(workers, first=0)
-    if not names:
-        raise ValueError("run_local needs at least one worker")
     _check_run(main, names)
     with new_rendezvous_url() as url:
         configs = _configs(
@@ -186,14 +184,11 @@ def run_local(
         processes = ProcessOptions(start, preload)
         supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
         with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
-            return runner.run(
-                _run(main, tuple(args), configs[0], supervisor, on_failure, handle_signals)
-            )
+            return runner.run(_run(main, configs[0], supervisor, on_failure, handle_signals))
 
 
 async def _run(
     main: Callable[..., Awaitable[T]],
-    args: tuple[Any, ...],
     config: WorkerConfig,
     supervisor: Supervisor,
     on_failure: OnFailure,
@@ -205,7 +200,7 @@ async def _run(
             async with supervisor.raising_failures(on_failure), entering as me:
                 supervisor.watch_children(me)
                 with supervisor.notifying_on_exit():
-                    result = await main(me, *args)
+                    result = await main(me, *supervisor.args)
     if supervisor.failures:
         raise supervisor.failures[0]
     return result
@@ -223,54 +218,49 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     """Return the configurations of the workers of a local world; `options` are WorkerConfig's."""
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
-    options["exports"] = _shared_exports(options["exports"], names)
-    options["loop_factory"] = _shared_factory(options["loop_factory"], names)
-    options |= {"world_size": len(names), "interfaces": loopback_only(), "is_local": True}
+    exports, factory = options["exports"], options["loop_factory"]
+    if exports is not None:
+        options["exports"] = checked_exports(exports)
+        for each in options["exports"]:
+            _check_importable("exports must hold", each, names)
+    if factory is None:
+        options["loop_factory"] = new_event_loop
+    elif not callable(factory):
+        raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
+    else:
+        _check_importable("loop_factory must be", factory, names, is_pickled=True)
+    options |= {"world_size": len(names), "interface": loopback_only(), "is_local": True}
     return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
 
 
-def _shared_exports(
-    exports: Sequence[Export] | None, names: Sequence[str]
-) -> tuple[Export, ...] | None:
-    """Return `exports`, checked. Raises TypeError for one that the children cannot import."""
-    if exports is None:
-        return None
-    checked = checked_exports(exports)
-    for each in checked if len(names) > 1 else ():
-        if not isinstance(each, str) and is_by_value(each):
-            raise _not_importable("exports must hold", each)
-    return checked
+def _check_importable(
+    rule: str, value: Any, names: Sequence[str], *, is_pickled: bool = False
+) -> None:
+    """Raise TypeError for a function or class that children, if there are any, cannot import.
 
-
-def _shared_factory(factory: LoopFactory | None, names: Sequence[str]) -> LoopFactory:
-    """Return `factory`, checked. Raises TypeError for one that the children cannot import."""
-    if factory is None:
-        return new_event_loop
-    if not callable(factory):
-        raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
-    if len(names) > 1:
-        try:
-            is_shared = not is_by_value(factory) if hasattr(factory, "__qualname__") else True
-            pickle.dumps(factory)
-        except Exception:
-            is_shared = False
-        if not is_shared:
-            raise _not_importable("loop_factory must be", factory)
-    return factory
+    With `is_pickled` also for another object that cannot be pickled. `main` may hold locks and
+    queues of multiprocessing, which are pickled as a process starts only.
+    """
+    if len(names) == 1 or isinstance(value, str):
+        return
+    try:
+        is_importable = not (hasattr(value, "__qualname__") and is_by_value(value))
+        if is_pickled:
+            pickle.dumps(value)
+    except Exception:
+        is_importable = False
+    if not is_importable:
+        raise TypeError(
+            f"{rule} what child processes can import, got {value!r}: put it into a module"
+        )
 
 
 def _check_run(main: Callable[..., Any], names: Sequence[str]) -> None:
-    if len(names) > 1 and hasattr(main, "__qualname__") and is_by_value(main):
-        raise _not_importable("main must be", main)
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return
-    raise RuntimeError(
-        "run_local() makes an event loop, and one runs in this thread: use `async with "
-        "local_world(...)` there"
-    )
-
-
-def _not_importable(rule: str, got: object) -> TypeError:
-    return TypeError(f"{rule} what child processes can import, got {got!r}: put it into a module")
+    if not names:
+        raise ValueError("run_local needs at least one worker")
+    _check_importable("main must be", main, names)
+    if asyncio._get_running_loop() is not None:
+        raise RuntimeError(
+            "run_local() makes an event loop, and one runs in this thread: use `async with "
+            "local_world(...)` there"
+        )

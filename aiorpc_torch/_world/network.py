@@ -1,9 +1,8 @@
-"""The network interfaces through which a world communicates.
+"""The network interface through which a worker communicates.
 
-gloo and TensorPipe bind to the interface that an environment variable names. Without the variable
-they bind to the address of this machine's own name, often 127.0.0.1 or 127.0.1.1. Other machines do
-not reach that (seen on torch 2.13 and 2.15, tests/network/test_two_hosts.py). Imports nothing of
-torch.
+TensorPipe binds to the interface that an environment variable names. Without the variable it binds
+to the address of this machine's own name, often 127.0.0.1 or 127.0.1.1. Other machines do not reach
+that (seen on torch 2.13 and 2.15, tests/network/test_two_hosts.py). Imports nothing of torch.
 """
 
 import contextlib
@@ -13,77 +12,86 @@ import ipaddress
 import os
 import socket
 import sys
-import threading
-import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-VARIABLES = ("GLOO_SOCKET_IFNAME", "TP_SOCKET_IFNAME")
-
-Interfaces = Mapping[str, str]
-"""Value of each variable; empty: torch chooses."""
+VARIABLES = ("TP_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
+"""torch's variables for an interface. TensorPipe reads the first one."""
 
 _Address = tuple[Any, ...]  # as the socket module has it
 
-_POLL_INTERVAL = 0.05  # seconds between two attempts to connect
 _IFF_UP = 0x1
 # Reserved for documentation (RFC 5737, RFC 3849): packets to them take the default route.
 _UNASSIGNED = ("192.0.2.254", "2001:db8::1")
 
 
-# ── choosing interfaces ─────────────────────────────────────────────────────────────────────────
+# ── choosing an interface ───────────────────────────────────────────────────────────────────────
 
 
-def requested_interfaces(interface: str | None) -> Interfaces:
-    """Return what is requested by `interface`, else AIORPC_INTERFACE, else the variables.
+def requested_interface(interface: str | None) -> str | None:
+    """Return what is requested by `interface`, else AIORPC_INTERFACE, else torch's variables.
 
     Raises:
         ValueError: if this machine has no such interface; it lists the existing ones.
     """
-    if name := interface or os.environ.get("AIORPC_INTERFACE"):
-        found = dict.fromkeys(VARIABLES, name)
-    else:
-        found = {name: os.environ[name] for name in VARIABLES if os.environ.get(name)}
-        for first in [value.split(",")[0] for value in found.values()]:  # gloo's may be a list
-            found = dict.fromkeys(VARIABLES, first) | found
-    _check_up(found)
-    return found
+    if interface:
+        return _checked(interface, "")
+    for variable in ("AIORPC_INTERFACE", *VARIABLES):
+        if value := os.environ.get(variable):
+            return _checked(value.split(",")[0], f", as {variable} says")  # gloo's may be a list
+    return None
 
 
-def interfaces_towards(host: str | None) -> Interfaces:
-    """Return the interface that leads to `host`; empty if `host` is unknown."""
-    name = None if host is None else _interface_towards(host)
-    return {} if name is None else dict.fromkeys(VARIABLES, name)
+def _checked(name: str, source: str) -> str:
+    if (known := addresses()) and name not in known:
+        up = ", ".join(f"{each} ({', '.join(of)})" for each, of in known.items())
+        raise ValueError(
+            f"no network interface {name!r} is up on this machine{source}: it has {up}"
+        )
+    return name
 
 
-def loopback_only() -> Interfaces:
-    """Return the loopback interface, unless the environment names another."""
-    name = _loopback() or "lo"
-    return {each: os.environ.get(each, name) for each in VARIABLES}
+def interface_towards(host: str | None) -> str | None:
+    """Return the interface that packets to `host` take, or that has its address.
+
+    Return None if `host` is unknown.
+    """
+    if host is None:
+        return None
+    if is_loopback_host(host):
+        return _loopback()
+    source = _source_address(host)
+    if source is None and any(is_loopback_host(address[0]) for _, address in _resolve(host)):
+        # This machine's own name: it resolves to 127.0.1.1 here, and differently elsewhere.
+        source = next(filter(None, map(_source_address, _UNASSIGNED)), None)
+    return None if source is None else _interface_with(source)
 
 
-def describe(interfaces: Interfaces) -> str:
-    """Return the interfaces and their addresses as text."""
-    known = addresses()
-    names = {name for value in interfaces.values() for name in value.split(",")}
-    texts = [f"{name} ({', '.join(known.get(name, ['no address']))})" for name in sorted(names)]
-    return " and ".join(texts) or f"what {socket.gethostname()!r} resolves to"
+def loopback_only() -> str:
+    """Return the loopback interface, unless TensorPipe's variable names another."""
+    return os.environ.get(VARIABLES[0]) or _loopback() or "lo"
+
+
+def describe(interface: str | None) -> str:
+    """Return the interface and its addresses as text."""
+    if interface is None:
+        return f"what {socket.gethostname()!r} resolves to"
+    return f"{interface} ({', '.join(addresses().get(interface, ['no address']))})"
 
 
 @contextlib.contextmanager
-def interface_env(interfaces: Interfaces) -> Iterator[None]:
-    """Set the variables for gloo and TensorPipe, which read them at their start."""
-    before = {name: os.environ.get(name) for name in interfaces}
-    os.environ.update(interfaces)
+def interface_env(interface: str | None) -> Iterator[None]:
+    """Set the variable for TensorPipe, which reads it at its start."""
+    before = os.environ.get(VARIABLES[0])
+    if interface is not None:
+        os.environ[VARIABLES[0]] = interface
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+        os.environ.pop(VARIABLES[0], None)
+        if before is not None:
+            os.environ[VARIABLES[0]] = before
 
 
 def bind_listener(host: str | None, port: int) -> int | None:
@@ -109,23 +117,10 @@ def _bound_socket(family: int, address: _Address) -> int:
         return bare.detach()
 
 
-def wait_for_listener(
-    host: str, port: int, seconds: float, cancelled: threading.Event
-) -> OSError | None:
-    """Block until a process listens there; return the last error at the timeout or if cancelled.
-
-    torch's own wait takes up to twice its timeout, and prints frames (seen on 2.13 and 2.15).
-    """
-    end = time.monotonic() + seconds
-    while True:
-        try:
-            # A lost SYN is sent again after one second, then after three.
-            timeout = max(0.01, min(2.0, end - time.monotonic()))
-            socket.create_connection((host, port), timeout).close()
-            return None
-        except OSError as exc:
-            if time.monotonic() > end or cancelled.wait(_POLL_INTERVAL):
-                return exc
+def check_listener(host: str, port: int, seconds: float) -> None:
+    """Raise OSError if no process listens there. Blocks for at most about `seconds`."""
+    # A lost SYN is sent again after one second, then after three.
+    socket.create_connection((host, port), max(0.01, min(2.0, seconds))).close()
 
 
 def is_loopback_host(host: str) -> bool:
@@ -152,7 +147,7 @@ _Entry._fields_ = [
 
 
 def addresses() -> dict[str, list[str]]:
-    """Return the IP addresses of each interface that is up, as gloo and TensorPipe read them."""
+    """Return the IP addresses of each interface that is up, as TensorPipe reads them."""
     found: dict[str, list[str]] = {}
     libc = ctypes.CDLL(None)
     first = _Entries()
@@ -179,18 +174,6 @@ def _ip_address(sockaddr: int | None) -> str | None:
     return None
 
 
-def _check_up(interfaces: Interfaces) -> None:
-    known = addresses()
-    for variable, value in interfaces.items():
-        for name in value.split(","):
-            if known and name not in known:
-                up = ", ".join(f"{each} ({', '.join(of)})" for each, of in known.items())
-                source = "" if len({*interfaces.values()}) == 1 else f", as {variable} says"
-                raise ValueError(
-                    f"no network interface {name!r} is up on this machine{source}: it has {up}"
-                )
-
-
 def _interface_with(address: str) -> str | None:
     """Return the interface that has that address."""
     return next((name for name, has in addresses().items() if address in has), None)
@@ -198,17 +181,6 @@ def _interface_with(address: str) -> str | None:
 
 def _loopback() -> str | None:
     return _interface_with("127.0.0.1") or _interface_with("::1")
-
-
-def _interface_towards(host: str) -> str | None:
-    """Return the interface that packets to `host` take, or that has its address."""
-    if is_loopback_host(host):
-        return _loopback()
-    source = _source_address(host)
-    if source is None and any(is_loopback_host(address[0]) for _, address in _resolve(host)):
-        # This machine's own name: it resolves to 127.0.1.1 here, and differently elsewhere.
-        source = next(filter(None, map(_source_address, _UNASSIGNED)), None)
-    return None if source is None else _interface_with(source)
 
 
 def _source_address(host: str) -> str | None:

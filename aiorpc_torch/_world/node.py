@@ -93,9 +93,9 @@ class Node:
 
     def leave_message(self, data: bytes) -> "Future[Any]":
         """Record that a peer has failed, or with an empty text that it leaves in order."""
-        name, number, failure = _read_leave_message(data)
+        name, process, failure = _read_leave_message(data)
         what = "failed" if failure else "left"
-        self._when_started(lambda: self.detector.on_leave_message(name, number, what, failure))
+        self._when_started(lambda: self.detector.on_leave_message(name, process, what, failure))
         return completed_future(None)
 
     def introduce(self, data: bytes) -> "Future[Any]":
@@ -148,20 +148,12 @@ class Node:
         if self.attachments is not None:
             self.attachments.on_close(peer, text)
 
-    def on_change(self) -> None:
-        """Answer who waits for a peer that has left, is lost or is replaced."""
-        self.departures.settle()
-
-    async def has_left(self, peer: str) -> bool:
-        """Return whether a peer's block has ended in order."""
-        return await self.departures.has_left_in_order(peer)
-
     # ── changes of peers ────────────────────────────────────────────────────────────────────────
 
     def _replace(self, member: PeerInfo) -> None:
         """Replace the process of a member by a newer one."""
         assert self._agent is not None
-        past = self._agent.replace_peer(member)
+        past = self._agent.replace_peer(self.members.peers[member.name], member)
         self.members.put(member)
         self.pool.end_replaced(member, past)
         self.server.set_device_routes(self._agent.routes)  # its maps may differ

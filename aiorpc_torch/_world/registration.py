@@ -16,7 +16,7 @@ class Registration:
     world_size: int
     version: str
     """Version of this library: what travels between workers differs between versions."""
-    number: int | None = None
+    worker_id: int | None = None
     """torch's worker id of the process, None in its first world."""
     devices: int = 0
     """Number of CUDA devices of the process."""
@@ -65,9 +65,9 @@ def assign_worker_ids(registrations: Sequence[Registration]) -> list[int]:
     """
     ids: dict[int, int] = {}
     for each in registrations:
-        if each.number is not None and each.number not in ids.values():
-            ids[each.rank] = each.number
-    free = [number for number in range(2 * len(registrations)) if number not in ids.values()]
+        if each.worker_id is not None and each.worker_id not in ids.values():
+            ids[each.rank] = each.worker_id
+    free = [each for each in range(2 * len(registrations)) if each not in ids.values()]
     for each in registrations:
         if each.rank not in ids:
             ids[each.rank] = each.rank if each.rank in free else free[-1]

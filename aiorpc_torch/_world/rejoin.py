@@ -7,15 +7,15 @@ workers' calls go on.
 """
 
 import asyncio
-import json
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from .._protocol import endpoints
 from .._protocol.exceptions import RemoteFailure
 from .._protocol.members import Members
+from .._protocol.plain import dump, reader
 from .._torch.agent import PeerInfo, is_running
 from .._torch.transport import send, wrap_future
 
@@ -23,6 +23,9 @@ log = logging.getLogger("aiorpc_torch")
 
 PING_TIMEOUT = 3.0  # seconds for the old process to prove that it is alive
 REPLY_TIMEOUT = 2 * PING_TIMEOUT  # seconds for a peer to answer a replacement
+
+
+_read_message = reader(tuple[bool, PeerInfo])
 
 
 async def request_rejoin(me: PeerInfo, members: Sequence[PeerInfo]) -> bool:
@@ -47,7 +50,7 @@ async def announce_rejoin(me: PeerInfo, members: Sequence[PeerInfo]) -> None:
 async def _send_to_all(
     me: PeerInfo, members: Sequence[PeerInfo], *, ask: bool
 ) -> list[str | BaseException]:
-    data = json.dumps({"ask": ask, "member": asdict(me)}).encode()
+    data = dump((ask, me))
     peers = [each for each in members if each.name != me.name]
     return await asyncio.gather(*(_send(each, data) for each in peers), return_exceptions=True)
 
@@ -75,10 +78,13 @@ class RejoinHandler:
 
     async def _answer(self, data: bytes, reply: Any) -> None:
         try:
-            message = json.loads(data)
-            member = PeerInfo(**message["member"])
-            step = self._check_predecessor_dead if message["ask"] else self._replace
-            answer = await step(member)
+            is_question, member = _read_message(data)
+            known = self.members.peers[member.name]
+            answer = ""
+            if is_question and await self._is_alive(known):
+                answer = f"two workers are called {member.name!r}: the first one is alive"
+            elif not is_question and known.number != member.number:
+                self.replace(member)
         except Exception as exc:
             log.warning("a worker could not rejoin: %r", exc)
             answer = f"{self.members.name} could not let it rejoin: {exc!r}"
@@ -89,16 +95,6 @@ class RejoinHandler:
         """Give up the workers that wait for an answer, after torch has stopped."""
         for task in self._tasks:
             task.cancel()
-
-    async def _check_predecessor_dead(self, member: PeerInfo) -> str:
-        if await self._is_alive(self.members.peers[member.name]):
-            return f"two workers are called {member.name!r}: the first one is alive"
-        return ""
-
-    async def _replace(self, member: PeerInfo) -> str:
-        if self.members.peers[member.name].number != member.number:
-            self.replace(member)
-        return ""
 
     async def _is_alive(self, peer: PeerInfo) -> bool:
         try:

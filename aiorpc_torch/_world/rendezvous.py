@@ -275,7 +275,10 @@ class Rendezvous:
                 next_keepalive = now + _KEEPALIVE_INTERVAL
                 self._store.add(_key(_KEEPALIVE, self._rank), 1)
                 self._raise_notice()
-                missing = self._still_missing(missing, key, arrived)
+                here = [rank for rank in missing if self._store.has(_key(key, rank))]
+                for rank in here:
+                    arrived(rank)
+                missing = [rank for rank in missing if rank not in here]
             if now >= next_log:
                 next_log = now + _LOG_INTERVAL
                 log.warning(
@@ -288,14 +291,6 @@ class Rendezvous:
             arrived(rank)
         if self._cancelled.is_set():
             self._give_up([], action)
-
-    def _still_missing(
-        self, missing: list[int], key: str, arrived: Callable[[int], None]
-    ) -> list[int]:
-        here = [rank for rank in missing if self._store.has(_key(key, rank))]
-        for rank in here:
-            arrived(rank)
-        return [rank for rank in missing if rank not in here]
 
     # ── failure notice ──────────────────────────────────────────────────────────────────────────
 

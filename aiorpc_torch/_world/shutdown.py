@@ -45,8 +45,7 @@ class Shutdown:
 
     node: Node
     agent: Agent
-    rendezvous: Rendezvous | None
-    """None in a world of one."""
+    rendezvous: Rendezvous
     timeout: float | None
     """Seconds to wait for them, None for no limit."""
     failure: str
@@ -64,7 +63,7 @@ class Shutdown:
             connected = self.node.pool.connected() | self.node.server.sessions.connected()
             others = self.node.members.peers.keys() - connected
             await self.node.departures.tell(others, self.failure)
-        elif self.rendezvous is not None:
+        else:
             with anyio.move_on_after(self.timeout):
                 await self.node.departures.leave()
 
@@ -115,9 +114,9 @@ class Shutdown:
         if is_full:
             await self._in_thread(RELEASE_TIMEOUT, self.agent.release_rrefs)
         await self._in_thread(DRAIN_TIMEOUT, self.agent.drain)
-        if (rendezvous := self.rendezvous) is not None and ranks:
+        if ranks:
             timeout = FULL_BARRIER_TIMEOUT if is_full else BARRIER_TIMEOUT
-            await self._in_thread(2 * timeout, lambda: rendezvous.exit_barrier(ranks, timeout))
+            await self._in_thread(2 * timeout, lambda: self.rendezvous.exit_barrier(ranks, timeout))
 
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._protocol import endpoints
-from .._torch.agent import Agent, PeerInfo, process_worker_id
+from .._torch.agent import Agent, PeerInfo
 from .._torch.devices import DeviceRoutes
 from .._torch.transport import send, wrap_future
 from ..errors import WorldTimeout
@@ -35,65 +35,35 @@ CANCEL_TIMEOUT = 1.0  # seconds for a cancelled start to end
 REACH_TIMEOUT = 10.0  # seconds to reach every peer, at most
 
 
-async def start_worker(
-    config: WorkerConfig, rendezvous: Rendezvous | None, use_routes: UseRoutes
-) -> tuple[Agent, list[PeerInfo]]:
-    """Start torch's RPC, and return its agent and the members of the world in rank order.
-
-    A world of one has no rendezvous. `use_routes` is called before torch's RPC starts.
-
-    Raises:
-        WorldTimeout, ValueError: as `worker`.
-    """
-    if rendezvous is None:
-        return await _start_alone(config, use_routes)
-    return await _Startup(config, rendezvous, use_routes).run()
-
-
-async def _start_alone(config: WorkerConfig, use_routes: UseRoutes) -> tuple[Agent, list[PeerInfo]]:
-    own = config.registration()
-    worker_id = process_worker_id() or 0
-    start = functools.partial(_start_agent, config, worker_id, config.interfaces, [own], use_routes)
-    step = _in_thread(start)
-    try:
-        await asyncio.wait((step,))
-    except asyncio.CancelledError:
-        await run_to_end(asyncio.create_task(_stop_started(step)))
-        raise
-    agent = step.result()
-    (maps,) = resolve_device_maps([own])
-    return agent, [PeerInfo(config.name, 0, worker_id, agent.address, maps, own.namespace)]
-
-
-async def _stop_started(step: "asyncio.Future[Agent]") -> None:
-    await asyncio.wait((step,))
-    if step.exception() is None:
-        await _stop(step.result())
-
-
 async def _stop(agent: Agent) -> None:
     await run_in_thread(agent.stop, "aiorpc-stop")
     await run_in_thread(agent.release, "aiorpc-stop")
 
 
-class _Startup:
-    """The start of one worker among others. `agent` is set once torch's RPC runs."""
+class Startup:
+    """The start of one worker. `use_routes` is called before torch's RPC starts."""
 
     def __init__(self, config: WorkerConfig, rendezvous: Rendezvous, use_routes: UseRoutes) -> None:
         self._config = config
         self._rendezvous = rendezvous
         self._use_routes = use_routes
-        self._agent: Agent | None = None
+        self._agent: Agent | None = None  # set once torch's RPC runs
 
     async def run(self) -> tuple[Agent, list[PeerInfo]]:
-        """Start, and return as `start_worker`; after a failure torch's RPC is stopped."""
+        """Start torch's RPC, and return its agent and the members of the world in rank order.
+
+        After a failure torch's RPC is stopped.
+
+        Raises:
+            WorldTimeout, ValueError: as `worker`.
+        """
         step: asyncio.Future[Any] = _in_thread(self._register_and_start)
         try:
             members: list[PeerInfo] = await self._in_time(step)
             assert self._agent is not None
             if self._rendezvous.registration.comeback:
                 members = await self._rejoin(self._agent, members)
-            elif not self._config.is_local:
+            elif not self._config.is_local and len(members) > 1:
                 missing = await self._unreachable(members)
                 text = self._unreachable_text(missing) if missing else ""
                 ranks = [peer.rank for peer in missing]
@@ -126,7 +96,7 @@ class _Startup:
         registrations = rendezvous.register()
         worker_id = rendezvous.worker_id(registrations)
         self._agent = _start_agent(
-            self._config, worker_id, self._interfaces(), registrations, self._use_routes
+            self._config, worker_id, self._interface(), registrations, self._use_routes
         )
         own = WorkerAddress(worker_id, self._agent.address)
         if not rendezvous.registration.comeback:
@@ -145,8 +115,8 @@ class _Startup:
             for (each, address), maps in zip(found, every, strict=True)
         ]
 
-    def _interfaces(self) -> network.Interfaces:
-        return self._config.interfaces or network.interfaces_towards(self._rendezvous.host)
+    def _interface(self) -> str | None:
+        return self._config.interface or network.interface_towards(self._rendezvous.host)
 
     # ── reaching every peer ─────────────────────────────────────────────────────────────────────
 
@@ -175,7 +145,7 @@ class _Startup:
         peers = ", ".join(f"{peer.name!r} at {peer.address}" for peer in missing)
         return (
             f"all workers registered, but {self._config.name!r} does not reach {peers}. "
-            f"This worker uses {network.describe(self._interfaces())}. Give each worker() "
+            f"This worker uses {network.describe(self._interface())}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
 
@@ -203,7 +173,7 @@ class _Startup:
         found = await _in_thread(lambda: self._members(own))
         for member, before in zip(found, members, strict=True):
             if member.number != before.number:
-                agent.replace_peer(member)
+                agent.replace_peer(before, member)
         self._use_routes(agent.routes)
         return found
 
@@ -215,15 +185,15 @@ def _in_thread(step: Callable[[], T]) -> "asyncio.Future[T]":
 def _start_agent(
     config: WorkerConfig,
     worker_id: int,
-    interfaces: network.Interfaces,
+    interface: str | None,
     registrations: Sequence[Registration],
     use_routes: UseRoutes,
 ) -> Agent:
     resolved = resolve_device_maps(registrations)
     maps = dict(zip([each.name for each in registrations], resolved, strict=True))
     use_routes(DeviceRoutes.for_worker(config.name, maps))
-    log.info("%s uses %s", config.name, network.describe(interfaces))
-    with network.interface_env(interfaces):
+    log.info("%s uses %s", config.name, network.describe(interface))
+    with network.interface_env(interface):
         return Agent(
             config.name,
             worker_id,
@@ -231,5 +201,5 @@ def _start_agent(
             transports=config.transports,
             channels=config.channels,
             device_maps=maps,
-            first_world=all(each.number is None for each in registrations),
+            first_world=all(each.worker_id is None for each in registrations),
         )

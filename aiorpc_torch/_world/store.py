@@ -10,11 +10,11 @@ from urllib.parse import urlparse
 
 from .._torch.compat import FileStore, Store as TorchStore, TCPStore
 from ..errors import WorldTimeout
-from .network import bind_listener, is_loopback_host, wait_for_listener
+from .network import bind_listener, check_listener, is_loopback_host
 from .registration import Registration
 
 _ABSENT = "\0"  # a value that no worker writes
-_RETRY_INTERVAL = 0.2  # seconds between two attempts to connect
+_RETRY_INTERVAL = 0.05  # seconds between two attempts to connect
 
 
 class StoreClient:
@@ -136,20 +136,22 @@ class StoreClient:
     ) -> TCPStore:
         end = time.monotonic() + timeout
         while True:
-            if reason := wait_for_listener(host, port, end - time.monotonic(), cancelled):
-                raise WorldTimeout(
-                    f"no store at {host}:{port} within {self._timeout:g} s ({reason}). "
-                    "Check that rank 0 runs and that its address is reachable",
-                    [0],
-                )
             try:
+                # torch's own wait takes up to twice its timeout, and prints frames (seen on 2.13
+                # and 2.15).
+                check_listener(host, port, end - time.monotonic())
                 return self._connect(host, port, False)
-            except RuntimeError as exc:  # the store of the last world is closing, for example
+            except (OSError, RuntimeError) as exc:  # the store of the last world is closing, say
                 if time.monotonic() > end or cancelled.wait(_RETRY_INTERVAL):
-                    text = str(exc).splitlines()[0]
-                    raise WorldTimeout(
-                        f"the store at {host}:{port} does not answer: {text}", [0]
-                    ) from exc
+                    raise WorldTimeout(self._no_store(f"{host}:{port}", exc), [0]) from exc
+
+    def _no_store(self, address: str, exc: Exception) -> str:
+        if isinstance(exc, OSError):
+            return (
+                f"no store at {address} within {self._timeout:g} s ({exc}). Check that rank 0 "
+                "runs and that its address is reachable"
+            )
+        return f"the store at {address} does not answer: {str(exc).splitlines()[0]}"
 
     def _connect(self, host: str, port: int, is_master: bool) -> TCPStore:
         return TCPStore(

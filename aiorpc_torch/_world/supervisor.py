@@ -51,7 +51,6 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""
-        timeout = CANCEL_TIMEOUT
         try:
             if self.configs:
                 self._make_process = await self.processes.factory(self.configs[0].start_timeout)
@@ -59,11 +58,11 @@ class Supervisor:
                 self._start(config)
                 await asyncio.sleep(0)  # each fork takes milliseconds
             yield
-            timeout = EXIT_TIMEOUT
-        finally:
-            if timeout == CANCEL_TIMEOUT:
-                self._send(ParentCommand.CANCEL)
-            await self._close(timeout)
+        except BaseException:
+            self._send("cancel")
+            await self._close(CANCEL_TIMEOUT)
+            raise
+        await self._close(EXIT_TIMEOUT)
 
     def watch_children(self, me: Worker) -> None:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
@@ -90,9 +89,9 @@ class Supervisor:
         try:
             yield
         except BaseException:
-            self._send(ParentCommand.CANCEL)
+            self._send("cancel")
             raise
-        self._send(ParentCommand.LEAVE)
+        self._send("leave")
 
     @contextlib.asynccontextmanager
     async def raising_failures(self, on_failure: OnFailure) -> AsyncIterator[None]:
@@ -115,7 +114,7 @@ class Supervisor:
     def _on_end(
         self, child: ChildProcess, config: WorkerConfig, failure: BaseException | None
     ) -> None:
-        if failure is None or self._command is ParentCommand.CANCEL:
+        if failure is None or self._command == "cancel":
             return
         death = None
         if isinstance(failure, WorkerLost) and failure.worker == config.name:

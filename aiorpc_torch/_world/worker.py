@@ -21,12 +21,12 @@ from ..errors import WorkerLost
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
 from .dump import dump_on_signal
 from .failure_detector import Children
-from .network import loopback_only, requested_interfaces
+from .network import loopback_only, requested_interface
 from .node import Node
 from .rejoin import announce_rejoin
 from .rendezvous import Rendezvous
 from .shutdown import Shutdown, describe_failure
-from .startup import start_worker
+from .startup import Startup
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -156,7 +156,7 @@ async def worker(
         heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
             frozen or unreachable. (A peer that dies is detected at once.)
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
-            the environment, else GLOO_SOCKET_IFNAME and TP_SOCKET_IFNAME, else the interface that
+            the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that
             leads to rank 0's address).
         on_failure: Effect of an exception in a peer's block, or of a peer's death. "continue": this
             worker's calls to that peer raise `WorkerLost`. "stop": the block is cancelled, and
@@ -183,9 +183,9 @@ async def worker(
     """
     rank = int_from_env("RANK", rank)
     world_size = int_from_env("WORLD_SIZE", world_size)
-    interfaces = requested_interfaces(interface)
-    if not interfaces and is_single_host(init_method, world_size):
-        interfaces = loopback_only()
+    interface = requested_interface(interface)
+    if interface is None and is_single_host(init_method, world_size):
+        interface = loopback_only()
     with rendezvous_url(init_method, world_size) as url:
         config = WorkerConfig(
             name=name or f"worker{rank}",
@@ -199,7 +199,7 @@ async def worker(
             start_timeout=start_timeout,
             stop_timeout=stop_timeout,
             heartbeat=heartbeat,
-            interfaces=interfaces,
+            interface=interface,
             on_failure=on_failure,
             exports=None if exports is None else checked_exports(exports),
             freeze_gc=freeze_gc,
@@ -217,21 +217,18 @@ async def run_worker(
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
     node = Node(Members(config.name), config, children)
+    rendezvous = Rendezvous(config.init_method, config.registration(), config.start_timeout)
     endpoints.enter(node)  # before torch starts: a quicker peer may call already
-    rendezvous = None
     try:
         with cpp_warnings_hidden():
-            if config.world_size > 1:
-                registration = config.registration()
-                rendezvous = Rendezvous(config.init_method, registration, config.start_timeout)
-            agent, workers = await start_worker(config, rendezvous, node.server.set_device_routes)
+            startup = Startup(config, rendezvous, node.server.set_device_routes)
+            agent, workers = await startup.run()
             with _gc_frozen(config.freeze_gc), dump_on_signal():
                 async with _running(config, node, rendezvous, agent, workers) as me:
                     yield me
     finally:
         endpoints.leave(node)
-        if rendezvous is not None:
-            rendezvous.close()
+        rendezvous.close()
 
 
 @contextlib.contextmanager
@@ -251,12 +248,12 @@ def _gc_frozen(wanted: bool) -> Iterator[None]:
 async def _running(
     config: WorkerConfig,
     node: Node,
-    rendezvous: Rendezvous | None,
+    rendezvous: Rendezvous,
     agent: Agent,
     workers: list[PeerInfo],
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
-    comeback = 0 if rendezvous is None else rendezvous.registration.comeback
+    comeback = rendezvous.registration.comeback
     own = workers[config.rank]
     failure = ""
     try:
@@ -266,8 +263,9 @@ async def _running(
         me = Worker._of(node, comeback)
         log.info("%r: the world is complete", me)
         async with interruptible() as interrupt:
-            on_loss = interrupt if config.on_failure == "stop" else None
-            with node.detector.reporting(on_loss), forks_exit_here():
+            if config.on_failure == "stop":
+                node.detector.on_loss = interrupt
+            with forks_exit_here():
                 yield me
     except BaseException as exc:
         failure = describe_failure(exc)

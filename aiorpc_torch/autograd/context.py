@@ -7,7 +7,6 @@ calls.
 
 import asyncio
 import contextlib
-import types
 from collections.abc import Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -66,12 +65,7 @@ class Context:
         enter_record(self._recording)
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: types.TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *exc: object) -> None:
         recording = self._require_entered()
         if current_record() is recording:
             enter_record(self._outer)
@@ -227,10 +221,8 @@ async def _await_peer_loss(step: Coroutine[Any, Any, None]) -> None:
 
 
 def _check(roots: Any) -> list[Tensor]:
-    found = [roots] if isinstance(roots, Tensor) else roots
-    if not isinstance(found, Iterable):
-        raise TypeError(f"roots must be tensors, got {roots!r}")
-    found = [*found]
+    is_one = isinstance(roots, Tensor) or not isinstance(roots, Iterable)
+    found = [roots] if is_one else [*roots]
     for root in found:
         if not isinstance(root, Tensor):
             raise TypeError(f"roots must be tensors, got {root!r}")

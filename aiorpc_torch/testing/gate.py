@@ -78,12 +78,11 @@ class _Count:
 
     async def reach(self, count: int) -> int:
         with self._lock:
-            reached: asyncio.Future[None] | None = None
-            if self.value < count:
-                reached = asyncio.get_running_loop().create_future()
-                self._waiting.append((count, reached))
-        if reached is not None:
-            await reached
+            if self.value >= count:
+                return self.value
+            reached: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append((count, reached))
+        await reached
         return self.value
 
 

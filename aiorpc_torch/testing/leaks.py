@@ -6,6 +6,7 @@ owners of dropped RRefs only in a process's first world (2.13, 2.15), in which f
 
 import asyncio
 import contextlib
+import glob
 import multiprocessing
 import os
 import threading
@@ -126,15 +127,23 @@ def _threads() -> frozenset[threading.Thread]:
 
 def _children() -> dict[Process, str]:
     """Return this process's children and theirs with names, without multiprocessing's helpers."""
-    if not _may_have_children():
-        return {}
-    parents, found = _processes(), dict[Process, str]()
-    generation = {os.getpid()}
-    helpers = _helper_pids()
-    while generation:
-        born = {pid: each for pid, each in parents.items() if each.parent in generation}
-        found |= {(pid, each.start): each.name for pid, each in born.items() if pid not in helpers}
-        generation = set(born)
+    found, todo, helpers = dict[Process, str](), [os.getpid()], _helper_pids()
+    while todo:
+        for pid in _children_of(todo.pop()):
+            todo.append(pid)
+            with contextlib.suppress(OSError):  # it has ended
+                head, _, tail = Path(f"/proc/{pid}/stat").read_text().rpartition(")")
+                state, *rest = tail.split()
+                if state != "Z" and pid not in helpers:
+                    found[pid, rest[18]] = head.partition("(")[2]
+    return found
+
+
+def _children_of(pid: int) -> list[int]:
+    found: list[int] = []
+    for path in glob.glob(f"/proc/{pid}/task/*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended
+            found += map(int, Path(path).read_text().split())
     return found
 
 
@@ -144,33 +153,3 @@ def _helper_pids() -> set[int | None]:
     tracker: Any = resource_tracker._resource_tracker
     theirs: Any = forkserver._forkserver
     return {server_pid(), tracker._pid, theirs._forkserver_pid}
-
-
-def _may_have_children() -> bool:
-    """Return False if this process certainly has no children; to look is cheap."""
-    try:
-        tasks = os.listdir("/proc/self/task")
-        return any(Path(f"/proc/self/task/{task}/children").read_bytes() for task in tasks)
-    except OSError:  # a thread has ended, or the kernel was built without this file
-        return True
-
-
-@dataclass(frozen=True)
-class _Process:
-    name: str
-    parent: int
-    start: str
-
-
-def _processes() -> dict[int, _Process]:
-    """Return every process that is not a zombie."""
-    found = {}
-    for number in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            head, _, tail = Path(f"/proc/{number}/stat").read_text().rpartition(")")
-        except OSError:  # it has ended
-            continue
-        state, parent, *rest = tail.split()
-        if state != "Z":
-            found[int(number)] = _Process(head.partition("(")[2], int(parent), start=rest[17])
-    return found

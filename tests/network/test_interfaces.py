@@ -13,8 +13,6 @@ import pytest
 from aiorpc_torch._world import network
 from tests.support.network_namespaces import LINK, Machine, pair
 
-GLOO, TENSORPIPE = network.VARIABLES
-
 
 @pytest.fixture(autouse=True)
 def _nothing_requested(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -48,7 +46,7 @@ def resolves_to(address):
 
 def error_of(name):
     try:
-        network.requested_interfaces(name)
+        network.requested_interface(name)
     except ValueError as exc:
         return str(exc)
 
@@ -57,10 +55,6 @@ print(json.dumps({expression}))
     command = machine.inside(sys.executable, "-c", program)
     environment = {**os.environ, "PYTHONPATH": str(module.parent)}
     return json.loads(subprocess.check_output(command, env=environment, text=True))
-
-
-def both_variables(name: str) -> dict[str, str]:
-    return {GLOO: name, TENSORPIPE: name}
 
 
 def test_the_interface_towards_a_host(machine: Machine) -> None:
@@ -82,19 +76,19 @@ def test_the_interface_towards_a_host(machine: Machine) -> None:
         "fd00:9::2": "six",
         "127.0.0.1": "lo",
     }
-    found = there(machine, f"[network.interfaces_towards(host) for host in {[*leads]}]")
-    assert found == [both_variables(name) for name in leads.values()]
-    towards = "network.interfaces_towards"
-    assert there(machine, f"[{towards}('10.3.0.1'), {towards}('its-name')]") == [{}, {}]
+    found = there(machine, f"[network.interface_towards(host) for host in {[*leads]}]")
+    assert found == [*leads.values()]
+    towards = "network.interface_towards"
+    assert there(machine, f"[{towards}('10.3.0.1'), {towards}('its-name')]") == [None, None]
 
     machine.ip("route", "add", "default", "via", "10.2.0.2")
-    assert there(machine, "network.interfaces_towards('10.3.0.1')") == both_variables("right")
+    assert there(machine, "network.interface_towards('10.3.0.1')") == "right"
     # Many machines resolve their own name so. Others reach them at the default route's interface.
     own = "resolves_to('127.0.1.1')"
-    assert there(machine, f"{own}.interfaces_towards('its-name')") == both_variables("right")
+    assert there(machine, f"{own}.interface_towards('its-name')") == "right"
     assert there(machine, f"{own}.bind_listener('its-name', 29500)") is None, "any interface"
     left = "resolves_to('10.1.0.1')"
-    assert there(machine, f"{left}.interfaces_towards('its-name')") == both_variables("left")
+    assert there(machine, f"{left}.interface_towards('its-name')") == "left"
     assert there(machine, f"{left}.bind_listener('its-name', 29500)") is not None
 
     machine.ip("link", "set", "right", "down")
@@ -126,9 +120,9 @@ def test_a_machine_of_ipv6_alone(machine: Machine) -> None:
     machine.ip("link", "set", "far", "up")
     machine.gets("fd00:9::1/64")
     hosts = ("fd00:9::2", "::1", "10.0.0.1")
-    found = there(machine, f"[network.interfaces_towards(host) for host in {hosts}]")
-    assert found == [both_variables(LINK), both_variables("lo"), {}]
-    assert there(machine, "network.loopback_only()") == both_variables("lo")
-    text = there(machine, "network.describe(network.interfaces_towards('fd00:9::2'))")
+    found = there(machine, f"[network.interface_towards(host) for host in {hosts}]")
+    assert found == [LINK, "lo", None]
+    assert there(machine, "network.loopback_only()") == "lo"
+    text = there(machine, "network.describe(network.interface_towards('fd00:9::2'))")
     assert text.startswith("v0 (fd00:9::1")
     assert there(machine, "network.bind_listener('fd00:9::1', 29500)") is not None

@@ -75,7 +75,7 @@ def replaced() -> Agent:
     agent = start(MAPS)
     agent.add_peer(peer(77, MAPS["b"]))
     log.clear()
-    agent.replace_peer(peer(78, {"a": {"cuda:0": "cuda:1"}}))
+    agent.replace_peer(peer(77, MAPS["b"]), peer(78, {"a": {"cuda:0": "cuda:1"}}))
     log.append(("routes", plain(agent.routes.answers["b"])))
     return agent
 

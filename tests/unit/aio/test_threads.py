@@ -381,14 +381,14 @@ def test_cached_threads_do_not_wait_for_each_other() -> None:
     first = {names.get(timeout=30.0) for _ in range(3)}
     assert len(first) == 3
     gate.set()
-    while len(spare._idle) < 3:
+    while spare._idle._value < 3:
         time.sleep(0.001)
     spare(stuck)
     assert names.get(timeout=30.0) in first
     for thread in first:
         thread.join(5.0)
         assert not thread.is_alive()
-    assert not spare._idle
+    assert not spare._idle._value
 
 
 def test_an_idle_spare_thread_keeps_nothing_alive() -> None:

@@ -12,12 +12,6 @@ from aiorpc_torch._world import doctor
 from aiorpc_torch._world.doctor import Finding
 
 
-def only(findings: object) -> Finding:
-    """Return the one finding of a check."""
-    (found,) = findings  # type: ignore[misc,attr-defined]
-    return found
-
-
 def test_a_problem_has_its_remedy_below() -> None:
     """A fact is one line, a problem two."""
     assert str(Finding("CUDA", "no device")) == "ok      CUDA: no device"
@@ -29,10 +23,10 @@ def test_rank_0_that_listens_and_one_that_does_not() -> None:
     """Both can be reached, so neither is a problem."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         master = f"127.0.0.1:{server.getsockname()[1]}"
-        found = only(doctor.way_to_rank_0(master))
+        found = doctor.way_to_rank_0(master)
         assert "this machine) can be reached, and a process listens" in found.text
         assert not found.remedy
-    found = only(doctor.way_to_rank_0(master))
+    found = doctor.way_to_rank_0(master)
     assert "nothing listens there yet" in found.text
     assert not found.remedy
 
@@ -40,14 +34,14 @@ def test_rank_0_that_listens_and_one_that_does_not() -> None:
 @pytest.mark.parametrize("master", ["host", "host:", "host:port", ":1", "host:0", "host:65536"])
 def test_an_address_that_is_none(master: str) -> None:
     """The remedy names both parts."""
-    found = only(doctor.way_to_rank_0(master))
+    found = doctor.way_to_rank_0(master)
     assert found.text == f"{master!r} is no address"
     assert "MASTER_PORT" in found.remedy
 
 
 def test_a_name_without_address() -> None:
     """It is a problem of DNS."""
-    found = only(doctor.way_to_rank_0("name.invalid:29500"))
+    found = doctor.way_to_rank_0("name.invalid:29500")
     assert "name.invalid has no address" in found.text
     assert "DNS" in found.remedy
 
@@ -56,7 +50,7 @@ def test_rank_0_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is torchrun's, if there is one."""
     monkeypatch.delenv("MASTER_ADDR", raising=False)
     assert doctor._master_in_environment() is None
-    assert "torchrun sets it" in only(doctor.way_to_rank_0(None)).text
+    assert "torchrun sets it" in doctor.way_to_rank_0(None).text
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert doctor._master_in_environment() == "10.0.0.1:29500"
@@ -64,24 +58,24 @@ def test_rank_0_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_an_interface_that_is_not_there() -> None:
     """The existing ones are listed."""
-    found = only(doctor.interfaces("nope", None))
+    found = doctor.network_interface("nope", None)
     assert "'nope'" in found.text
     assert "127.0.0.1" in found.text
     assert "AIORPC_INTERFACE" in found.remedy
-    assert not only(doctor.interfaces("lo", None)).remedy
+    assert not doctor.network_interface("lo", None).remedy
 
 
 def test_few_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
     """The remedy says for which worlds it matters."""
     monkeypatch.setattr(resource, "getrlimit", lambda _: (256, 4096))
-    assert "more than 25 workers" in only(doctor.limits()).remedy
+    assert "more than 25 workers" in doctor.limits().remedy
     monkeypatch.setattr(resource, "getrlimit", lambda _: (resource.RLIM_INFINITY, 4096))
-    assert not only(doctor.limits()).remedy
+    assert not doctor.limits().remedy
 
 
 def test_a_transport_that_does_not_exist() -> None:
     """The last line of its process is the text."""
-    found = only(doctor.transport("nope"))
+    found = doctor.transport("nope")
     assert "nope" in found.text
     assert "transports=" in found.remedy
 

@@ -3,8 +3,6 @@
 import asyncio
 import os
 import socket
-import threading
-import time
 from typing import Any
 
 import psutil
@@ -15,9 +13,8 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import WorldTimeout
 from aiorpc_torch._world import network
 from aiorpc_torch._world.config import is_single_host
-from tests.support.slack import SLACK
 
-GLOO, TENSORPIPE = network.VARIABLES
+TENSORPIPE, GLOO = network.VARIABLES
 LOOPBACK = next(name for name, has in network.addresses().items() if "127.0.0.1" in has)
 
 
@@ -45,18 +42,16 @@ def test_addresses_are_those_of_psutil() -> None:
 
 @pytest.mark.promise("worlds.interface")
 def test_the_order_of_requests(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The argument, AIORPC_INTERFACE, the variables; one variable stands for both."""
+    """The argument, AIORPC_INTERFACE, TensorPipe's variable, the first one of gloo's."""
     monkeypatch.setattr(network, "addresses", lambda: {name: ["10.0.0.1"] for name in "abcd"})
-    assert network.requested_interfaces(None) == {}
-    monkeypatch.setenv(TENSORPIPE, "d")
-    assert network.requested_interfaces(None) == {GLOO: "d", TENSORPIPE: "d"}
+    assert network.requested_interface(None) is None
     monkeypatch.setenv(GLOO, "c,d")
-    assert network.requested_interfaces(None) == {GLOO: "c,d", TENSORPIPE: "d"}
-    monkeypatch.delenv(TENSORPIPE)
-    assert network.requested_interfaces(None) == {GLOO: "c,d", TENSORPIPE: "c"}
+    assert network.requested_interface(None) == "c"
+    monkeypatch.setenv(TENSORPIPE, "d")
+    assert network.requested_interface(None) == "d"
     monkeypatch.setenv("AIORPC_INTERFACE", "b")
-    assert network.requested_interfaces(None) == {GLOO: "b", TENSORPIPE: "b"}
-    assert network.requested_interfaces("a") == {GLOO: "a", TENSORPIPE: "a"}
+    assert network.requested_interface(None) == "b"
+    assert network.requested_interface("a") == "a"
 
 
 @pytest.mark.promise("worlds.interface")
@@ -79,23 +74,21 @@ async def test_a_wrong_interface_is_an_error_before_the_start(
             pass
 
 
-names = st.sampled_from([None, "a", "b,c"])
-
-
-choices = st.dictionaries(st.sampled_from([GLOO, TENSORPIPE]), names.filter(bool))
+names = st.sampled_from([None, "a", "b"])
 
 
 @pytest.mark.promise("worlds.environment")
-@given(before=st.tuples(names, names), choice=choices)
-def test_the_environment_is_restored(before: Any, choice: Any) -> None:
-    """For any variables and any interfaces."""
+@given(before=st.tuples(names, names), choice=names)
+def test_the_environment_is_restored(before: Any, choice: str | None) -> None:
+    """For any variables and any interface."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in zip(network.VARIABLES, before, strict=True):
             if value is not None:
                 patch.setenv(name, value)
         outside = dict(os.environ)
         with network.interface_env(choice):
-            assert dict(os.environ) == outside | choice
+            chosen = {} if choice is None else {TENSORPIPE: choice}
+            assert dict(os.environ) == outside | chosen
         assert dict(os.environ) == outside
 
 
@@ -117,13 +110,13 @@ def test_loopback_hosts(host: str, here: bool) -> None:
     """Names and addresses that mean the local machine on every machine."""
     assert network.is_loopback_host(host) == here
     if here:
-        assert network.interfaces_towards(host) == {GLOO: LOOPBACK, TENSORPIPE: LOOPBACK}
+        assert network.interface_towards(host) == LOOPBACK
 
 
 @pytest.mark.parametrize("host", [None, "0.0.0.0", "no such host.invalid", "a" * 70 + ".invalid"])
 def test_torch_chooses_for_an_unknown_host(host: str | None) -> None:
     """An unknown host raises nothing."""
-    assert network.interfaces_towards(host) == {}
+    assert network.interface_towards(host) is None
 
 
 def test_is_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,24 +176,12 @@ def test_bind_listener(port: int) -> None:
     assert listener("no such host.invalid", port) is None
 
 
-def test_wait_for_listener(port: int) -> None:
-    """It ends when a process listens, at the timeout, or when it is cancelled."""
-    cancelled = threading.Event()
-    start = time.monotonic()
-    assert isinstance(
-        network.wait_for_listener("127.0.0.1", port, 0.2, cancelled), ConnectionRefusedError
-    )
-    assert 0.2 <= time.monotonic() - start < 1.0 + SLACK
-    opening = threading.Timer(0.2, lambda: server.listen())
-    with socket.socket() as server:
-        server.bind(("127.0.0.1", 0))
-        opening.start()
-        assert network.wait_for_listener(*server.getsockname(), 10.0, cancelled) is None
-        opening.join()
-    cancelled.set()
-    start = time.monotonic()
-    assert network.wait_for_listener("127.0.0.1", port, 600.0, cancelled) is not None
-    assert time.monotonic() - start < 1.0 + SLACK
+def test_check_listener(port: int) -> None:
+    """It raises where no process listens."""
+    with pytest.raises(ConnectionRefusedError):
+        network.check_listener("127.0.0.1", port, 10.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        network.check_listener(*server.getsockname(), 10.0)
 
 
 @pytest.mark.parametrize(

@@ -95,9 +95,10 @@ async def test_a_lost_peer_ends_what_waits_in_both_directions() -> None:
         losses: list[Exception] = []
         error = WorkerLost("far", "for this test")
         ends.far.detector.lose("near", WorkerLost("near", "for this test"))
-        with ends.near.detector.reporting(losses.append):
-            ends.near.members.leave_messages["far"] = "its block raised"
-            ends.near.detector.lose("far", error)
+        ends.near.detector.on_loss = losses.append
+        ends.near.members.leave_messages["far"] = "its block raised"
+        ends.near.detector.lose("far", error)
+        ends.near.detector.on_loss = None
         ends.near.detector.lose("far", error)
         with pytest.raises(WorkerLost, match="for this test"):
             await running

@@ -299,7 +299,7 @@ def test_a_store_serves_one_world_after_another(group: Group) -> None:
     first = meet(group, [registration(rank, 2) for rank in (0, 1)])
     leave_world(group, first)
     # The former rank 1 is rank 0 now, beside processes that were in no world yet.
-    second = meet(group, [registration(0, 3, number=1), registration(1, 3), registration(2, 3)])
+    second = meet(group, [registration(0, 3, worker_id=1), registration(1, 3), registration(2, 3)])
     found = addresses(second[2])
     assert [each.worker_id for each in found] == [1, 5, 2]
     assert [each.address for each in found] == ["w0 at 1", "w1 at 5", "w2 at 2"]
@@ -356,6 +356,24 @@ def test_an_ended_world_is_not_rejoined(group: Group) -> None:
         end(meet(group, [registration(rank, 2) for rank in (0, 1)]))
         assert isinstance(failure(group.register(registration(0, 2), timeout=0.02)), WorldTimeout)
         # This attempt has failed too.
+
+
+def test_a_store_that_is_late() -> None:
+    """A worker waits until it listens, at most for its time, and no longer if it is cancelled."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        port = held.getsockname()[1]
+    url = f"tcp://127.0.0.1:{port}"
+    with pytest.raises(WorldTimeout, match=f"no store at 127.0.0.1:{port} within 0.2 s .*refused"):
+        Rendezvous(url, registration(1, 2), 0.2).register()
+    cancelled = Rendezvous(url, registration(1, 2), 600.0)
+    cancelled.cancel()
+    with pytest.raises(WorldTimeout, match="no store"):
+        cancelled.register()
+    group = Group(url)
+    second = group.register(registration(1, 2))
+    assert group.register(registration(0, 2)).result() == second.result()
+    group.close()
 
 
 def test_a_listener_that_is_no_store() -> None:
@@ -457,7 +475,7 @@ def test_the_exit_barrier_times_out(group: Group) -> None:
 def test_worker_ids(kept: list[int | None]) -> None:
     """They are distinct. A process keeps its id unless a lower rank has it; new ids are small."""
     registrations = [
-        registration(rank, len(kept), number=number) for rank, number in enumerate(kept)
+        registration(rank, len(kept), worker_id=number) for rank, number in enumerate(kept)
     ]
     found = assign_worker_ids(registrations)
     assert len(set(found)) == len(found)
@@ -472,6 +490,6 @@ def test_worker_ids(kept: list[int | None]) -> None:
 
 def test_a_registration_is_written_and_read() -> None:
     """All fields survive, device maps too."""
-    one = registration(1, device_maps={"w0": {"cuda:0": "cuda:1"}}, number=7, comeback=2)
+    one = registration(1, device_maps={"w0": {"cuda:0": "cuda:1"}}, worker_id=7, comeback=2)
     assert Registration.load(one.dump()) == one
     assert json.loads(one.dump())["name"] == "w1"
