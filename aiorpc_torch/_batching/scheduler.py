@@ -133,6 +133,7 @@ class FillScheduler(Scheduler[T]):
         self._policy = policy
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
         self._waiting: dict[T, Hashable] = {}  # with their keys
+        self._full: set[Hashable] = set()  # keys with a full batch, while there are several keys
         self._added = 0
 
     def can_accept(self) -> bool:
@@ -147,6 +148,10 @@ class FillScheduler(Scheduler[T]):
         queue[item] = self._added, now, weight
         self._waiting[item] = key
         self._added += 1
+        if len(self._key_queues) > 1:
+            has_second_key = len(queue) == 1 and len(self._key_queues) == 2
+            for each in self._key_queues if has_second_key else (key,):
+                self._note_full(each)
 
     def discard(self, item: T) -> bool:
         if item not in self._waiting:
@@ -161,6 +166,7 @@ class FillScheduler(Scheduler[T]):
 
     def close(self) -> tuple[T, ...]:
         self._key_queues.clear()
+        self._full.clear()
         return super().close()
 
     def _select_batch(self, now: float) -> Batch[T] | None:
@@ -169,13 +175,10 @@ class FillScheduler(Scheduler[T]):
         # The key with the oldest item goes first: no key starves. If that item has not waited long
         # enough, no item has, and only a full batch may start.
         batch = self._batch_of(self._oldest_key(), now)
-        queues = self._key_queues
-        if batch is not None or len(queues) == 1:
+        if batch is not None or len(self._key_queues) == 1 or not self._full:
             return batch
-        full = [key for key, queue in queues.items() if self._next_size(queue)[1]]
-        if not full:
-            return None
-        return self._batch_of(min(full, key=lambda key: _oldest(queues[key])), now)
+        queues = self._key_queues
+        return self._batch_of(min(self._full, key=lambda key: _oldest(queues[key])), now)
 
     def _oldest_key(self) -> Hashable:
         return next(iter(self._waiting.values()))
@@ -215,12 +218,21 @@ class FillScheduler(Scheduler[T]):
                     return count + 1, True
         return size, len(queue) >= size
 
+    def _note_full(self, key: Hashable) -> None:
+        queue = self._key_queues.get(key)
+        if queue is not None and self._next_size(queue)[1]:
+            self._full.add(key)
+        else:
+            self._full.discard(key)
+
     def _remove(self, key: Hashable, items: tuple[T, ...]) -> None:
         queue, keys = self._key_queues[key], self._waiting
         for item in items:
             del queue[item], keys[item]
         if not queue:
             del self._key_queues[key]
+        if self._full or len(self._key_queues) > 1:
+            self._note_full(key)
 
 
 def _oldest(queue: _KeyQueue[T]) -> tuple[int, float, float]:
