@@ -39,7 +39,7 @@ from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.segment_link import SegmentLink, SharedMessage
 from .._protocol.shared_arguments import MemberArguments
 from .._protocol.targets import Target, call_name, target_name
-from .._protocol.tensors import TensorTable
+from .._protocol.tensor_table import TensorTable
 from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
 from .._protocol.wire_targets import EncodedTarget
 from .._torch.compat import WorkerInfo

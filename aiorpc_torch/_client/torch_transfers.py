@@ -24,7 +24,8 @@ from .._protocol.plain import dump
 from .._protocol.recording import RecordedCall
 from .._protocol.segment_link import SegmentLink
 from .._protocol.shared_tensors import can_share
-from .._protocol.tensors import TensorTable, size_of
+from .._protocol.tensor_table import TensorTable
+from .._protocol.tensors import size_of
 from .._protocol.wire_targets import EncodedTarget
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done

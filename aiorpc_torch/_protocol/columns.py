@@ -16,10 +16,10 @@ from .exceptions import RemoteFailure
 from .pickling import PickledValue, pack, unpack
 from .plain import MAX_INT, MIN_INT, is_wire_text
 from .shared_tensors import share
+from .tensor_table import TensorTable
 from .tensors import (
     INLINE_BYTES,
     TensorKind,
-    TensorTable,
     compact_at_call,
     dtype_named,
     from_bytes,

@@ -30,7 +30,8 @@ from .columns import (
 )
 from .pickling import PickledValue, pack
 from .plain import are_plain_names, dump, reader
-from .tensors import INLINE_BYTES, TensorTable, size_of
+from .tensor_table import TensorTable
+from .tensors import INLINE_BYTES, size_of
 from .wire_targets import EncodedTarget, NamedTarget
 
 # ── calls to send ─────────────────────────────────────────────────────────────────────────────────

@@ -1,18 +1,12 @@
-"""Small tensors as bytes, and tables of large tensors.
-
-A tensor in torch's table costs about 100 µs a message at any size; as bytes, a few µs. Large
-tensors stay in the table, which does not copy them.
-"""
+"""Small tensors as bytes: a few µs. In a table of torch's, they cost about 100 µs a message."""
 
 import ctypes
 import math
-from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
 from .._torch.compat import dispatch_keys
-from .._torch.cuda import copy_of
 from .._torch.sendable import PLAIN_KEYS, check_tensor, has_memory, is_plain
 
 INLINE_BYTES = 128 * 1024
@@ -101,34 +95,6 @@ def dtype_named(name: str) -> torch.dtype:
     if (found := _DTYPES.get(name)) is None:
         raise ValueError(f"unknown dtype: {name!r}")
     return found
-
-
-class TensorTable(list[Tensor]):
-    """The tensors of a message that travel outside its bytes.
-
-    torch sends each storage of a message once. So a tensor of several calls, or results, is copied
-    for each: what one receiver changes must not change for another.
-    """
-
-    _storages: frozenset[int] = frozenset()
-
-    def put(self, tensors: Iterable[Tensor]) -> None:
-        """Add the tensors of one call or one result.
-
-        Raises:
-            ValueError: if one cannot be sent any more: its storage was freed since it was encoded.
-        """
-        own = set()
-        for tensor in tensors:
-            check_tensor(tensor)
-            storage = tensor.untyped_storage()._cdata if tensor.layout is torch.strided else None
-            if storage in self._storages:
-                self.append(copy_of(tensor))
-                continue
-            self.append(tensor)
-            if storage is not None:
-                own.add(storage)
-        self._storages |= own
 
 
 def compact_storage(tensor: Tensor) -> Tensor:

@@ -55,12 +55,12 @@ def _calls_in(
     try:
         function, on_loop, joiner, kind = head.resolve(tensors, exports)
     except BaseException as exc:  # each call of the group raises it
-        head.skip(group, tensors)
-        return failing_calls(numbers, session, reply, worker, exc, stream=head.stream)
+        head.wire.skip(group, tensors)
+        return failing_calls(numbers, session, reply, worker, exc, stream=head.wire.stream)
     calls = []
     budgets: Any = group.budgets or itertools.repeat(None)
     # Not strict: the budgets are as many, or without end.
-    for number, budget, row in zip(numbers, budgets, head.rows(group, tensors), strict=False):
+    for number, budget, row in zip(numbers, budgets, head.wire.rows(group, tensors), strict=False):
         deadline = None if budget is None else deadline_after(budget)
         if isinstance(row, RemoteFailure):
             call = kind(session, reply, number, row.raise_, _NOTHING, deadline, worker, on_loop)
@@ -76,7 +76,8 @@ def _calls_in(
 def _new_head(session: Session, data: bytes) -> KnownHead:
     head = KnownHead(data)
     # What is pickled differs from call to call, and so does a fork of an RRef.
-    differs = isinstance(head.target, bytes) or isinstance(head.target.on, bytes)
+    target = head.wire.target
+    differs = isinstance(target, bytes) or isinstance(target.on, bytes)
     if not differs and len(data) <= MAX_KNOWN_HEAD:
         if len(session.heads) >= MAX_HEADS:
             session.heads.clear()

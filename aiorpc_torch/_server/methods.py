@@ -27,17 +27,18 @@ Resolved = tuple[Callable[..., Any], bool, Joiner | Entrance | None, Callable[..
 and their class."""
 
 
-class KnownHead(CallHead):
+class KnownHead:
     """The head of groups of calls, read once in a session, and the method that it named last.
 
     It refers to the object weakly. While the object and its function are those of the last call, no
     other look-up is needed.
     """
 
-    __slots__ = ("_function", "_join", "_kind", "_object", "_on_loop", "key")
+    __slots__ = ("_function", "_join", "_kind", "_object", "_on_loop", "_target", "key", "wire")
 
     def __init__(self, data: bytes) -> None:
-        super().__init__(data)
+        self.wire = CallHead(data)
+        self._target: Any = self.wire.target
         self.key: Any = None  # of the object, whose calls stay in order
         self._object: Callable[[], Any] = _nothing
         self._function: Any = None
@@ -53,21 +54,21 @@ class KnownHead(CallHead):
         """
         owner = self._object()
         if owner is not None:
-            function = getattr(owner, self.target.name, None)
+            function = getattr(owner, self._target.name, None)
             if type(function) is MethodType and function.__func__ is self._function:
                 join = self._join
                 joiner = None if join is None else functools.partial(join, owner)
                 return function, self._on_loop, joiner, self._kind
-        return self._resolve_again(self.tensors_of_target(tensors), exports)
+        return self._resolve_again(self.wire.tensors_of_target(tensors), exports)
 
     def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
         decode = decode_target if exports is None else exports.load_target
-        target: Any = decode(self.target, tensors)
+        target: Any = decode(self._target, tensors)
         if isinstance(target, RemoteFailure):
             target.raise_()
         self.key, self._object = order_key(target), _nothing
         owner = None if target.on is None else rrefs.find_object(target.on)
-        found = _resolve_on(owner, target, exports, self.stream)
+        found = _resolve_on(owner, target, exports, self.wire.stream)
         function: Any = found[0]
         _, on_loop, joiner, kind = found
         is_method = isinstance(target, MethodTarget) and type(function) is MethodType

@@ -19,6 +19,7 @@ from typing import Any
 
 import pytest
 import torch
+from aiorpc_torch._protocol.lone import decode_call, decode_method, decode_result
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.distributed import rpc
@@ -29,7 +30,6 @@ from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._protocol import endpoints, exceptions, pickling
 from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.frames import CALL, CALLS, CLOSE, CONTROL, RESULT, RESULTS, SLOT
-from aiorpc_torch._protocol.lone import decode_call, decode_method, decode_result
 from aiorpc_torch._protocol.messages import CallGroup, Group, decode_reply, load_calls, load_payload
 from aiorpc_torch._protocol.payloads import detach_data
 from aiorpc_torch._protocol.pickling import pack

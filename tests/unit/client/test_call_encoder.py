@@ -18,7 +18,7 @@ from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.shared_arguments import encode_for_members
 from aiorpc_torch._protocol.targets import BoundTarget, FunctionTarget, MethodTarget, Target
-from aiorpc_torch._protocol.tensors import TensorTable
+from aiorpc_torch._protocol.tensor_table import TensorTable
 from aiorpc_torch._protocol.wire_targets import METHOD as METHOD_KIND, NamedTarget
 
 METHOD = MethodTarget((2, 7), "method")

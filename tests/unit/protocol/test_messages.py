@@ -49,7 +49,8 @@ from aiorpc_torch._protocol.targets import (
     FunctionTarget,
     MethodTarget,
 )
-from aiorpc_torch._protocol.tensors import _DTYPES, INLINE_BYTES, TensorTable
+from aiorpc_torch._protocol.tensor_table import TensorTable
+from aiorpc_torch._protocol.tensors import _DTYPES, INLINE_BYTES
 from aiorpc_torch._protocol.wire_targets import NamedTarget, decode_target, encode_target
 from tests.support.malformed import HEADS
 

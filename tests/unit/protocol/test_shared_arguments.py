@@ -18,7 +18,8 @@ from aiorpc_torch._protocol.messages import (
 )
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.shared_arguments import EachValue, MemberArguments, encode_for_members
-from aiorpc_torch._protocol.tensors import INLINE_BYTES, TensorTable
+from aiorpc_torch._protocol.tensor_table import TensorTable
+from aiorpc_torch._protocol.tensors import INLINE_BYTES
 from aiorpc_torch._protocol.wire_targets import NamedTarget
 
 

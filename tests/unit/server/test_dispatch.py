@@ -25,7 +25,7 @@ from aiorpc_torch._protocol.messages import (
 )
 from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._protocol.targets import FunctionTarget
-from aiorpc_torch._protocol.tensors import TensorTable
+from aiorpc_torch._protocol.tensor_table import TensorTable
 from aiorpc_torch._protocol.wire_targets import NamedTarget, encode_target
 from aiorpc_torch._server.calls import RpcCall
 from aiorpc_torch._server.dispatch import calls_of
