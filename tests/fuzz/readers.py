@@ -1,7 +1,8 @@
 """The readers of bytes that a peer sends, and what each may do with bytes that make no sense."""
 
+import contextlib
 import struct
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from aiorpc_torch._protocol.lone import decode_call, decode_method, decode_result
@@ -11,15 +12,15 @@ from aiorpc_torch._protocol.columns import FAILED, PACKED
 from aiorpc_torch._protocol.frames import FrameReader, ProtocolError
 from aiorpc_torch._protocol.handshake import HELLO, Hello
 from aiorpc_torch._protocol.messages import (
-    CallGroup,
-    Calls,
+    CallHead,
+    Group,
     _read_reply,
     decode_reply,
     load_calls,
     load_payload,
 )
 from aiorpc_torch._protocol.shared_tensors import check_places
-from aiorpc_torch._protocol.wire_targets import NamedTarget, read_named
+from aiorpc_torch._protocol.wire_targets import NamedTarget, _read_rref, read_named
 from aiorpc_torch._server import session
 from aiorpc_torch._world import departures
 
@@ -53,25 +54,34 @@ def payload(data: bytes) -> None:
     _read_groups(load_payload(data)[2])
 
 
-def _read_groups(message: Calls) -> None:
-    for encoded in message.groups:
-        group = CallGroup(encoded, iter(()), len(message.numbers))
-        target = group.target(lambda target, _: target)
-        if isinstance(target, NamedTarget) and not isinstance(target.on, bytes):
-            read_named(target, lambda *_: abs)
-        if not {kind for kind, _ in encoded.columns} & {PACKED, FAILED}:
-            group.calls()
+def _read_groups(groups: Sequence[Group]) -> None:
+    for group in groups:
+        _read_group(CallHead(group.head), group)
+
+
+def _read_group(head: CallHead, group: Group) -> None:
+    """Read a group that a callee resolves, and one that it refuses."""
+    head.skip(group, iter(()))
+    target = head.target
+    if isinstance(target, NamedTarget) and not isinstance(target.on, bytes):
+        read_named(target, lambda *_: abs)
+    head.tensors_of_target(iter(()))
+    if not {PACKED, FAILED} & {*head.kinds}:
+        head.rows(group, iter(()))
+
+
+def head(data: bytes) -> None:
+    """Read the head of a group of calls, and calls with it whose arguments are not there."""
+    found = CallHead(data)
+    for column in ([], [None], b""):
+        with contextlib.suppress(*REFUSED):
+            _read_group(found, Group(b"", [0], [column] * len(found.kinds)))
 
 
 def reply(data: bytes) -> None:
     """Read a frame of results; pickles of users are left alone."""
-    if not {kind for _, (kind, _) in _read_reply(data)} & {PACKED, FAILED}:
+    if not {PACKED, FAILED} & {kind for kind, _, _ in _read_reply(data)}:
         decode_reply(data)
-
-
-def lone_call(data: bytes) -> None:
-    """Read a frame of one call."""
-    decode_method(decode_call(data)[1])
 
 
 def segments(data: bytes) -> None:
@@ -90,8 +100,8 @@ READERS: dict[str, Callable[[bytes], Any]] = {
     "calls": calls,
     "payload": payload,
     "reply": reply,
-    "lone call": lone_call,
-    "lone result": decode_result,
+    "head": head,
+    "rref": _read_rref,
     "segments": segments,
     "news of segments": segment_link._read_news,
     "control": session._read_control,

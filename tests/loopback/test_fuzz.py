@@ -29,13 +29,20 @@ from aiorpc_torch import NotServing, RpcError, RRef, call, remote
 from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._protocol import endpoints, exceptions, pickling
 from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.frames import CALL, CALLS, CLOSE, CONTROL, RESULT, RESULTS, SLOT
-from aiorpc_torch._protocol.messages import CallGroup, Group, decode_reply, load_calls, load_payload
+from aiorpc_torch._protocol.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
+from aiorpc_torch._protocol.messages import (
+    MAX_HEADS,
+    decode_reply,
+    load_calls,
+    load_payload,
+    numbers_of,
+)
 from aiorpc_torch._protocol.payloads import detach_data
 from aiorpc_torch._protocol.pickling import pack
 from aiorpc_torch._protocol.targets import FunctionTarget, MethodTarget
 from aiorpc_torch._protocol.tensors import from_bytes
 from aiorpc_torch._server import session
+from aiorpc_torch.autograd import context
 from aiorpc_torch.errors import RemoteError
 from aiorpc_torch.testing import Gate
 from tests.support.malformed import (
@@ -46,9 +53,10 @@ from tests.support.malformed import (
     POWER,
     Bad,
     Foreign,
-    calls,
     dump,
     group,
+    head,
+    packed,
 )
 from tests.support.raw_connections import CONNECTION, SOON, Stranger, Tap, read, server
 
@@ -154,11 +162,23 @@ def changed(dice: Random, value: Any) -> Any:
             case "junk":
                 return dice.choice(JUNK)
         return type(value)(items) if type(value) in (list, tuple) else items
-    if isinstance(value, bytes) and len(value) > 1 and dice.random() < 0.5:
+    if isinstance(value, bytes) and len(value) > 1 and dice.random() < 0.7:
+        inside = message_in(value)
+        if inside and dice.random() < 0.7:  # the head of a group, for one
+            return dump(changed(dice, inside))
         return garbled(dice, value)
     if type(value) is int and dice.random() < 0.5:
         return value + dice.randint(-3, 3)
     return dice.choice(JUNK)
+
+
+def message_in(data: bytes) -> list[Any] | None:
+    """The fields of a message, None if the bytes are none."""
+    try:
+        found = read(data)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, list) else None
 
 
 def garbled(dice: Random, data: bytes) -> bytes:
@@ -247,8 +267,8 @@ class Victim:
         tap, send = Tap(patch), torch_transfers.send
 
         def tapped(peer: Any, endpoint: Any, data: bytes, tensors: Any = ()) -> Any:
-            if endpoint is endpoints.payload:
-                self.payloads.append((read(data), [*tensors]))
+            if endpoint is endpoints.payload and (fields := read(data))[1] == -1:  # no context
+                self.payloads.append((fields, [*tensors]))
             return send(peer, endpoint, data, tensors)
 
         patch.setattr(torch_transfers, "send", tapped)
@@ -262,16 +282,17 @@ class Victim:
             call("main", math.hypot, 3, 4), call("main", Gate), return_exceptions=True,
         )  # fmt: skip
         await asyncio.gather(target.doubled(5, large), target.plain([large, large, {"a": small}]))
+        async with context():  # whose calls have slots, also where there is shared memory
+            await target.doubled(8, small)
         await asyncio.gather(taken(target.items(6, 99)), taken(target.plain_items(7, 99)))
-        for kind in (CALL, CALLS, SLOT, CONTROL):
-            found = [data for _, each, data in tap.frames if each == kind]
-            fields = found if kind == CALL else [read(data) for data in found]
-            self.frames += [(kind, each) for each in fields]
-        assert {kind for kind, _ in self.frames} == {CALL, CALLS, SLOT, CONTROL}
+        for kind in (CALLS, SLOT, CONTROL):
+            self.frames += [(kind, read(data)) for _, each, data in tap.frames if each == kind]
+        assert {kind for kind, _ in self.frames} == {CALLS, SLOT, CONTROL}
 
-    def calls(self, kind: int) -> list[Any]:
-        """Return the fields of recorded frames of that kind; the bytes of lone calls."""
-        return [fields for each, fields in self.frames if each == kind]
+    def calls(self, *, alone: bool) -> list[Any]:
+        """Return the fields of recorded frames of one call, or of several."""
+        found = [fields for kind, fields in self.frames if kind == CALLS]
+        return [each for each in found if alone is (len(load_numbers(each)) == 1)]
 
     async def hit(self, *frames: tuple[int, bytes]) -> list[tuple[Any, Any]]:
         """Send frames; each call of theirs is answered, or the connection closed. The results."""
@@ -287,7 +308,7 @@ class Victim:
         for kind, data in frames:
             stranger.send(kind, data)
             with contextlib.suppress(Exception):
-                waiting |= numbers_of(kind, data)
+                waiting |= {*numbers_of(load_calls(data))} if kind == CALLS else set()
         stranger.send(CONTROL, ((), [(number, 1 << 20) for number in waiting]))
         found: list[tuple[Any, Any]] = []
         while waiting and (said := await stranger.frame(is_plain=False)) is not None:
@@ -297,8 +318,8 @@ class Victim:
                 assert why == "broken"
                 found.append((CLOSE, text))
                 break
-            assert kind in (RESULT, RESULTS)
-            results = decode_reply(data) if kind == RESULTS else [decode_result(data)]
+            assert kind == RESULTS
+            results = decode_reply(data)
             found += results
             for key, _ in results:
                 if not isinstance(key, tuple) or key[2] == 0:  # no item
@@ -328,13 +349,9 @@ class Victim:
             self.runner.close()
 
 
-def numbers_of(kind: int, data: bytes) -> set[int]:
-    """Return the numbers of the calls in a frame. Raises if it is malformed."""
-    if kind != CALL:
-        return {*load_calls(data).numbers}
-    number, target, _ = decode_call(data)
-    decode_method(target)
-    return {number}
+def load_numbers(fields: Any) -> list[int]:
+    """The numbers of the calls in a frame of these fields."""
+    return [number for each in fields for number in each[1]]
 
 
 async def taken(stream: Any) -> list[Any]:
@@ -349,8 +366,8 @@ def victim(monkeypatch: pytest.MonkeyPatch) -> Iterator[Victim]:
 
 
 @pytest.mark.promise("security.frames")
-@pytest.mark.parametrize("kinds", [(CALLS,), (CALL,), (CALL, CALLS)])
-def test_changed_frames_of_calls(victim: Victim, kinds: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("alone", [(True,), (False,), (True, False)], ids=str)
+def test_changed_frames_of_calls(victim: Victim, alone: tuple[bool, ...]) -> None:
     """Each field, at any depth, dropped, repeated, exchanged or of another kind."""
 
     @slow
@@ -358,11 +375,10 @@ def test_changed_frames_of_calls(victim: Victim, kinds: tuple[int, ...]) -> None
     def hit(dice: Random) -> None:
         frames = []
         for _ in range(dice.randint(1, 2)):
-            kind = dice.choice(kinds)
-            fields = dice.choice(victim.calls(kind))
+            fields = dice.choice(victim.calls(alone=dice.choice(alone)))
             for _ in range(dice.randint(1, 3)):
                 fields = changed(dice, fields)
-            frames.append((kind, dump(fields)))
+            frames.append((CALLS, dump(fields)))
         victim.run(victim.hit(*frames))
         victim.check()
 
@@ -376,7 +392,7 @@ def test_frames_whose_bytes_are_not_as_they_were(victim: Victim) -> None:
     @given(rolls)
     def hit(dice: Random) -> None:
         kind, fields = dice.choice(victim.frames)
-        data = fields if kind == CALL else dump(tuple(fields))
+        data = dump(fields)
         for _ in range(dice.randint(1, 2)):
             data = garbled(dice, data) or b"\x00"
         victim.run(victim.hit((kind, data)))
@@ -438,26 +454,38 @@ async def results_of(answer: Any) -> list[Any]:
 
 # ── frames that lie ─────────────────────────────────────────────────────────────────────────────
 
-THREE_FOUR = [("plain", [3]), ("plain", [4])]
+THREE_FOUR = ("plain", [3]), ("plain", [4])
+
+
+def numbered(*numbers: Any) -> Any:
+    """A frame of calls with these numbers."""
+    return [group(("plain", [3] * len(numbers)), ("plain", [4] * len(numbers)), numbers=numbers)]
+
 
 NO_CALLS: dict[str, Any] = {
-    "no call": calls(numbers=()),
-    "numbers twice": calls(group(2), numbers=(5, 5)),
-    "a negative number": calls(group(1), numbers=(-1,)),
-    "a number of 65 bits": calls(group(1), numbers=(1 << 64,)),
-    "numbers that are texts": calls(group(1), numbers=("a",)),
-    "numbers that are bools": calls(group(1), numbers=(True,)),
-    "numbers that are fractions": calls(group(1), numbers=(1.0,)),
-    "a field too few": calls(group(1))[:-1],
-    "a field too many": (*calls(group(1)), ()),
+    "no call": [],
+    "a group without a call": numbered(),
+    "a group without a call behind another": [*numbered(1), *numbered()],
+    "numbers twice": numbered(5, 5),
+    "numbers twice, in two groups": [*numbered(5, 6), *numbered(6, 7)],
+    "a negative number": numbered(-1),
+    "a number of 65 bits": numbered(1 << 64),
+    "numbers that are texts": numbered("a"),
+    "numbers that are bools": numbered(True),
+    "numbers that are fractions": numbered(1.0),
+    "a field too few": [group(*THREE_FOUR)[:2]],
+    "a field too many": [(*group(*THREE_FOUR), ())],
     "a number": 5,
-    "a field that is none": ((0,), None, (), ()),
-    "a field that is a text": ((0,), "", (), ()),
-    "a time that is none": calls(group(1), budgets=("soon",)),
-    "a complex time": calls(group(1), budgets=(1j,)),
-    "a name that is a number": calls(((("method", (0, 5), 5, ""), 0), False, (), 1, [], [])),
-    "an object that is none": calls(((("method", [], "quick", ""), 0), False, (), 1, [], [])),
-    "a group without its target": calls((5, False, (), 1, [], [])),
+    "a group that is a number": [5],
+    "a head that is none": [(None, (0,), ())],
+    "a head that is a text": [("m", (0,), ())],
+    "columns that are none": [(head(), (0,), None)],
+    "columns that are a text": [(head(), (0,), "")],
+    "a column that is a text": [group(("plain", "3"))],
+    "a time that is a text": [group(budgets=("soon",))],
+    "a complex time": [group(budgets=(1j,))],
+    "more times than calls": [group(budgets=(1.0, 2.0))],
+    "batches that are numbers": [(*group()[:4], (5,))],
     "a control that is a text": (["x"], ()),
     "a control that is none": ([None], ()),
     "credit that is a text": ((), [(0, "x")]),
@@ -472,16 +500,28 @@ def test_a_frame_that_lies(victim: Victim, what: str) -> None:
     """Only its own calls fail, and no memory is allocated for declared sizes."""
     found = dict(victim.run(victim.hit((CALLS, dump(LIES[what])))))
     assert all(isinstance(value, RemoteFailure) for value in found.values()), found
-    assert {key[0] if isinstance(key, tuple) else key for key in found} == {*LIES[what][0]}
+    assert {key[0] if isinstance(key, tuple) else key for key in found} == {
+        *load_numbers(LIES[what])
+    }
     victim.check()
 
 
 @pytest.mark.promise("security.memory")
-def test_memory_is_not_allocated_for_declared_counts() -> None:
-    """A group with an impossible count is rejected."""
-    for count in (10**12, 3, 0, -1):
-        with pytest.raises(ValueError, match="a group must have"):
-            CallGroup(Group(*group(count)), iter(()), 2)
+def test_a_caller_with_ever_new_heads(victim: Victim) -> None:
+    """Each names another method: the session remembers a bounded number."""
+
+    async def hit() -> int:
+        stranger = await Stranger.proven(number=next(victim.numbers))
+        for number in range(MAX_HEADS + 5):
+            missing = (("function", None, f"missing{number}", "math"), 0)
+            stranger.send(CALLS, [group(numbers=(number,), target=missing)])
+            assert await stranger.frame(is_plain=False) is not None
+        found = len(stranger.session.heads)
+        await stranger.leave()
+        return found
+
+    assert victim.run(hit()) <= MAX_HEADS
+    victim.check()
 
 
 @pytest.mark.parametrize("kind", [CALLS, SLOT, CONTROL, RESULTS, CLOSE])
@@ -524,7 +564,7 @@ def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
     async def hit(by: str) -> None:
         stranger = await Stranger.proven(number=next(victim.numbers))
         standing = pack(MethodTarget(RRef(gate), "passed"))
-        mine = (CALLS, calls(((standing.data, 0), False, (), 1, []), numbers=(3,)))
+        mine = (CALLS, [group(numbers=(3,), target=(standing.data, 0))])
         stranger.send(*mine)
         await gate.entered()
         if by == "frame":
@@ -554,7 +594,7 @@ def test_a_call_whose_number_is_a_running_ones(victim: Victim) -> None:
 )
 def test_controls_of_nothing(victim: Victim, controls: Any) -> None:
     """They are dropped, and the calls behind them are made."""
-    frames = (CONTROL, dump(controls)), (CALLS, dump(calls(group(1, *THREE_FOUR))))
+    frames = (CONTROL, dump(controls)), (CALLS, dump([group(*THREE_FOUR)]))
     assert victim.run(victim.hit(*frames)) == [(0, 81.0)]
     victim.check()
 
@@ -565,12 +605,7 @@ def test_what_unpickling_raises(victim: Victim, where: str, error: type[BaseExce
     """Is the answer of that call, and ends neither thread nor loop."""
     target = (pack(Bad(error)).data, 0) if where == "target" else POWER
     good, bad = pack(((3, 4), {})).data, pack(((Bad(error),), {})).data
-    fields = calls(
-        (target, False, None, 1, [("packed", [(bad, 0)])]),
-        (POWER, False, None, 1, [("packed", [(good, 0)])]),
-        numbers=(0, 1),
-        order=(0, 1),
-    )
+    fields = [packed(bad, target=target), packed(good, numbers=(1,))]
     found = dict(victim.run(victim.hit((CALLS, dump(fields)))))
     assert found[1] == 81.0, "it fails alone"
     with pytest.raises(BaseException) as caught:  # noqa: PT011
@@ -586,11 +621,11 @@ def test_what_is_no_pickle(victim: Victim, where: str, what: str) -> None:
     bad = (PICKLES[what], 0)
     if where in ("argument", "target"):
         target = bad if where == "target" else POWER
-        fields = calls((target, False, None, 1, [("packed", [bad])]))
+        fields = [packed(bad[0], target=target)]
         (found,) = victim.run(victim.hit((CALLS, dump(fields))))
     else:
-        value = ("failed", [("w", "s", "t", bad[0])]) if where == "error" else ("packed", [bad])
-        (found,) = decode_reply(dump([([0], value)]))
+        error = "failed", [0], [("w", "s", "t", bad[0])]
+        (found,) = decode_reply(dump([error if where == "error" else ("packed", [0], [bad])]))
     if isinstance(found[1], RemoteFailure):
         with pytest.raises(Exception):  # noqa: B017, PT011
             found[1].raise_()
@@ -643,7 +678,7 @@ def test_payloads_without_a_slot(victim: Victim) -> None:
     async def hit() -> None:
         stranger = await Stranger.proven(number=next(victim.numbers))
         key = stranger.session.key
-        one = calls(group(1, *THREE_FOUR), numbers=(5,))
+        one = numbered(5)
         fields = dump((key, -1, one))
         unknown = dump((("nobody", 1, 2), -1, one))
         assert await results_of(by_torch(endpoints.payload, unknown)) == []
@@ -654,7 +689,7 @@ def test_payloads_without_a_slot(victim: Victim) -> None:
         stranger.send(SLOT, (5, None))
         assert await results_of(early) == [(5, 81.0)]
         assert await results_of(by_torch(endpoints.payload, fields)) == []
-        waits = by_torch(endpoints.payload, dump((key, -1, calls(group(1), numbers=(9,)))))
+        waits = by_torch(endpoints.payload, dump((key, -1, numbered(9))))
         stranger.send(SLOT, (9, [{}]))  # no object's key
         assert (await stranger.frame())[1][0] == "broken"  # type: ignore[index]
         await stranger.leave()
@@ -769,7 +804,7 @@ def test_an_item_that_costs_nothing(liar: Liar) -> None:
         target = liar.victim.target
         await target.quick(0)
         number = aiorpc.stats().calls
-        liar.change = lambda _: dump([([(number, 0, 0)], ("plain", [1]))])
+        liar.change = lambda _: dump([("plain", [(number, 0, 0)], [1])])
         taking = asyncio.ensure_future(taken(target.items(5, 3)))
         await asyncio.wait((taking,), timeout=1.0)
         if not taking.done():
@@ -788,7 +823,7 @@ def test_a_value_in_place_of_a_stream(liar: Liar) -> None:
         target = liar.victim.target
         await target.quick(0)
         number = aiorpc.stats().calls
-        liar.change = lambda _: dump([([number], column)])
+        liar.change = lambda _: dump([(column[0], [number], column[1])])
         return (await asyncio.gather(taken(target.items(5, 3)), return_exceptions=True))[0]
 
     for column in [("plain", [1]), ("failed", [RemoteFailure.of(ValueError(1), "w").astuple()])]:
@@ -806,8 +841,8 @@ ANSWERS = {
     "three": (b"", [], []),
     "tensors that are not there": (b"", []),
     "a class": dump(Foreign()),
-    "a key that is none": dump([([[]], ("plain", [1]))]),
-    "another's": dump([([1 << 50, (1, 2)], ("plain", [1, 2]))]),
+    "a key that is none": dump([("plain", [[]], [1])]),
+    "another's": dump([("plain", [1 << 50, (1, 2)], [1, 2])]),
 }
 
 

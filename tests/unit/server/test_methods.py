@@ -2,7 +2,6 @@
 
 import gc
 import weakref
-from collections.abc import Iterator
 from types import MethodType
 from typing import Any
 
@@ -74,11 +73,11 @@ class Table(rrefs.RRefTable):
 
 
 @pytest.fixture
-def table(monkeypatch: pytest.MonkeyPatch) -> Iterator[Table]:
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
     table = Table()
     table.objects[ID] = Agent()
     monkeypatch.setattr(rrefs, "_table", table)
-    yield table
+    return table
 
 
 def head(target: Any, *, stream: bool = False) -> KnownHead:
