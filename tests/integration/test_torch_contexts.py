@@ -11,8 +11,8 @@ from torch.distributed import autograd
 from aiorpc_torch import create, remote
 from aiorpc_torch._client import connection, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.frames import CALL, CALLS, HEADER
-from aiorpc_torch._protocol.messages import load_calls, load_payload
+from aiorpc_torch._protocol.frames import CALLS, HEADER
+from aiorpc_torch._protocol.messages import load_calls, load_payload, numbers_of
 from aiorpc_torch._protocol.payloads import detach_data
 from aiorpc_torch.testing import world
 from tests.support import actors
@@ -45,9 +45,7 @@ def calls_in(data: bytes) -> Sent:
         length, kind = HEADER.unpack_from(data)
         end = HEADER.size + length
         if kind == CALLS:
-            found.append((-1, len(load_calls(data[HEADER.size : end]).numbers)))
-        elif kind == CALL:
-            found.append((-1, 1))
+            found.append((-1, len(numbers_of(load_calls(data[HEADER.size : end])))))
         data = data[end:]
     return found
 
@@ -60,8 +58,8 @@ def sent(monkeypatch: pytest.MonkeyPatch) -> Sent:
 
     def spy_send(peer: Any, door: Any, data: bytes, tensors: Any = ()) -> Any:
         if door is endpoints.payload:
-            _, context, calls = load_payload(detach_data(data, tensors)[0])
-            found.append((context, len(calls.numbers)))
+            _, context, groups = load_payload(detach_data(data, tensors)[0])
+            found.append((context, len(numbers_of(groups))))
         return send(peer, door, data, tensors)
 
     def spy_write(self: connection.Connection, data: bytes) -> None:

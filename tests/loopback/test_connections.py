@@ -23,12 +23,10 @@ from aiorpc_torch._client import connection, introduction as introductions, pool
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.connection_state import MAX_CALLS
 from aiorpc_torch._protocol.frames import (
-    CALL,
     CALLS,
     CLOSE,
     HEADER,
     MAX_FRAME,
-    RESULT,
     RESULTS,
     SLOT,
 )
@@ -48,6 +46,7 @@ from aiorpc_torch._world import worker
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
 from tests.support.actors import Counter, Notes
+from tests.support.malformed import group
 from tests.support.raw_connections import (
     CONNECTION,
     SOON,
@@ -100,7 +99,7 @@ async def test_a_lone_call_is_one_frame_and_one_result(tap: Tap) -> None:
     tap.frames.clear()
     for number in range(5):
         assert await counter.aadd() == number + 2
-    assert [kind for _, kind, _ in tap.frames] == [CALL, RESULT] * 5
+    assert [kind for _, kind, _ in tap.frames] == [CALLS, RESULTS] * 5
 
 
 @pytest.mark.promise("order.one_message")
@@ -288,7 +287,6 @@ async def test_no_memory_for_results_loses_no_call(
     monkeypatch.setattr(results, "number", functools.partial(results.number_once, is_open))
     number = remote(RRef(results)).number
     fail_once(monkeypatch, session, "encode_reply", MemoryError("no memory"))
-    monkeypatch.setattr(session, "encode_result", lambda *_: None)  # all results in groups
     calling = start(*(number() for _ in range(calls)))
     while stats().running < calls:  # noqa: ASYNC110 - the event would be set in the worker
         await asyncio.sleep(0)
@@ -679,8 +677,8 @@ async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:
     assert second.session is not first.session
     await first.is_refused()
     assert second.session in server().sessions.values()
-    second.send(CALLS, ((0,), (), [((pack(FunctionTarget(int)).data, 0), False, (), 1, [])], ()))
-    assert await second.frame() == (RESULTS, [[[0], ["plain", [0]]]])
+    second.send(CALLS, [group(target=(pack(FunctionTarget(int)).data, 0))])
+    assert await second.frame() == (RESULTS, [["plain", [0], [0]]])
     await second.leave()
 
 
@@ -814,7 +812,7 @@ async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) 
     echoes.append(Echo().echo)
     for number in range(count):
         columns = [("plain", [number]), ("plain", [data])]
-        stranger.send(CALLS, ((number,), (), [((target.data, 0), False, (), 1, columns)], ()))
+        stranger.send(CALLS, [group(*columns, numbers=(number,), target=(target.data, 0))])
     await until(lambda: "full" in end._paused)
     waiting = end._transport.get_write_buffer_size()
     high = 8 << 20
@@ -825,8 +823,8 @@ async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) 
     assert "full" in end._paused
     answered: list[int] = []
     while len(answered) < count:  # on uvloop the results of several calls share a frame
-        kind, [(numbers, values)] = await stranger.frame()  # type: ignore[misc]
-        assert (kind, values) == (RESULTS, ["plain", [data] * len(numbers)])
+        kind, [(cells, numbers, values)] = await stranger.frame()  # type: ignore[misc]
+        assert (kind, cells, values) == (RESULTS, "plain", [data] * len(numbers))
         answered += numbers
     assert answered == echoed == [*range(count)]
     assert not end._paused

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from aiorpc_torch import RRef, call, remote
-from aiorpc_torch._protocol import lone
-from aiorpc_torch._protocol.frames import CALL, HEADER, RESULT, SEGMENTS, FrameReader
+from aiorpc_torch._protocol.frames import CALLS, RESULTS, SEGMENTS, FrameReader
+from aiorpc_torch._protocol.messages import decode_reply, load_calls
 from aiorpc_torch._server import session
-from tests.unit.protocol.test_lone import same
+from tests.unit.protocol.test_messages import same
 
 
 class Echo:
@@ -36,13 +36,13 @@ async def test_lone_calls_travel_in_frames_of_their_own(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lone call of a connection that is open, and its result."""
-    seen: list[int] = []
+    seen: list[tuple[int, bytes]] = []
     take = FrameReader.next
 
     def watched(reader: FrameReader) -> Any:
         found = take(reader)
         if found is not None and found[0] != SEGMENTS:  # the two ends begin with those
-            seen.append(found[0])
+            seen.append(found)
         return found
 
     monkeypatch.setattr(FrameReader, "next", watched)
@@ -50,8 +50,11 @@ async def test_lone_calls_travel_in_frames_of_their_own(
     await echo.on_loop(1)
     seen.clear()
     await echo.on_loop(torch.ones(4))
-    assert seen == [CALL, RESULT]
-    assert HEADER.size == len(lone.encode_result(0, None) or b"") - 9
+    assert [kind for kind, _ in seen] == [CALLS, RESULTS]
+    (_, call), (_, result) = seen
+    assert [group.columns for group in load_calls(call)] == [[torch.ones(4).numpy().tobytes()]]
+    ((_, value),) = decode_reply(result)
+    assert same(value, torch.ones(4))
 
 
 async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -63,9 +66,11 @@ async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.M
         monkeypatch.undo()
         raise RuntimeError("can't allocate memory")
 
-    monkeypatch.setattr(session, "encode_result", fail)
+    monkeypatch.setattr(session, "encode_reply", fail)
     async with asyncio.timeout(30.0):
-        assert await echo.on_loop(2) == 2
+        with pytest.raises(RuntimeError, match="can't allocate memory"):
+            await echo.on_loop(2)
+        assert await echo.on_loop(3) == 3
 
 
 class Unnamed:

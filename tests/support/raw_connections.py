@@ -236,19 +236,14 @@ class Junk(asyncio.Protocol):
         self.answered.set()
 
 
-def _in_groups(*_: object) -> None:
-    """Let every result travel in a frame of groups."""
-
-
 async def answer_junk(junk: bytes) -> None:
     """The result after this one is junk."""
     real, left = session.frame, [junk, None]
-    alone = session.encode_result
 
     def lying(kind: int, data: bytes) -> bytes:
         if kind == RESULTS and (lie := left.pop()) is not None:
-            session.frame, session.encode_result = real, alone
+            session.frame = real
             data = lie
         return real(kind, data)
 
-    session.frame, session.encode_result = lying, _in_groups
+    session.frame = lying
