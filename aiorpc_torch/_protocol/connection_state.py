@@ -202,10 +202,14 @@ class ReplyState:
     def __repr__(self) -> str:
         return f"<ReplyState {len(self.results)} unsent>"
 
-    def add(self, result: tuple[Any, Any, Any], size: int) -> None:
-        """Queue a result of some `size` bytes."""
+    def add(self, result: tuple[Any, Any, Any], size: int, *, is_last: bool) -> bool:
+        """Queue a result of some `size` bytes; return whether to send now.
+
+        The last result is one while no other call of this connection is running.
+        """
         self.results.append(result)
         self._sizes.append(size)
+        return is_last and len(self.results) == 1
 
     def take(self) -> list[Sequence[tuple[Any, Any, Any]]]:
         """Return the unsent results, those of one frame together."""

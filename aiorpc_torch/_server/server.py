@@ -18,7 +18,6 @@ from torch.futures import Future
 from .._aio.tasks import detach_task
 from .._protocol.endpoints import completed_future
 from .._protocol.exceptions import RemoteFailure
-from .._protocol.frames import ProtocolError
 from .._protocol.handshake import Party, dump_introduction
 from .._protocol.members import Members, replaced_text
 from .._protocol.messages import (
@@ -35,7 +34,7 @@ from .._protocol.peer_observer import PeerObserver
 from .._protocol.plain import reader
 from .._protocol.recording import record_of_torch_context
 from .._torch.compat import RawFuture
-from .._torch.cuda import fence_tensors, fence_tree
+from .._torch.cuda import StreamFence, fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
 from .._torch.profiling import profiler_enabled
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
@@ -190,18 +189,36 @@ class Server:
             )
 
     def start_calls(
-        self, session: Session, groups: Sequence[Group], tensors: Sequence[Tensor] = ()
+        self,
+        session: Session,
+        groups: Sequence[Group],
+        tensors: Sequence[Tensor] = (),
+        reply: Any = None,
+        fence: StreamFence | None = None,
     ) -> int:
-        """Start the calls of a frame, in order; return their number.
+        """Start the calls of a message, in order; return their number.
 
-        `tensors` are those in shared memory.
+        Args:
+            tensors: Those that came outside the bytes.
+            reply: Answers a call that came by torch RPC; its turn has come already.
+            fence: Is awaited in the thread that uses the tensors.
         """
-        calls = self._calls_of(session, groups, tensors)
-        count = len(calls)
-        if session.slots.queues:
+        numbers = groups[0].numbers if len(groups) == 1 else numbers_of(groups)
+        if not session.calls.keys().isdisjoint(numbers):
+            raise ValueError("a message has the number of a call that is already running")
+        session.served += len(numbers)
+        session.read_at = time.monotonic()
+        try:
+            calls = calls_of(groups, tensors, session, reply, self.name, self._exports)
+        except BaseException as exc:  # later calls of the session must still be served
+            log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
+            calls = failing_calls(numbers, session, reply, self.name, exc)
+        if fence is not None or profiler_enabled():
+            _note(calls, fence)
+        if reply is None and session.slots.queues:
             calls = [call for call in calls if session.admit(call)]
         self._executor.start(calls)
-        return count
+        return len(numbers)
 
     def start_payload_call(self, session: Session, payload: Payload) -> None:
         """Start a call whose payload has arrived."""
@@ -210,36 +227,11 @@ class Server:
             return
         if payload.fence is not None:  # before user code that unpickles the arguments
             payload.fence.wait()
-        calls = self._calls_of(session, payload.groups, payload.tensors, payload.reply)
-        for call in calls:
-            call.fence = payload.fence
-        self._executor.start(calls)
+        self.start_calls(session, payload.groups, payload.tensors, payload.reply, payload.fence)
 
     def start_held_call(self, call: RpcCall) -> None:
         """Start a call that waited for the payload of an earlier call."""
         self._executor.start([call])
-
-    def _calls_of(
-        self,
-        session: Session,
-        groups: Sequence[Group],
-        tensors: Sequence[Tensor],
-        reply: Any = None,
-    ) -> list[RpcCall]:
-        numbers = groups[0].numbers if len(groups) == 1 else numbers_of(groups)
-        if not session.calls.keys().isdisjoint(numbers):
-            raise ProtocolError("a message has the number of a call that is already running")
-        session.served += len(numbers)
-        session.read_at = time.monotonic()
-        try:
-            calls = calls_of(groups, tensors, session, reply, self.name, self._exports)
-        except BaseException as exc:  # later calls of the session must still be served
-            log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
-            return failing_calls(numbers, session, reply, self.name, exc)
-        if profiler_enabled():
-            for call in calls:
-                call.record()
-        return calls
 
     def _on_payload(self, key: SessionKey, payload: Payload) -> None:
         session = self.sessions.get(key)
@@ -358,3 +350,10 @@ class Server:
     async def end_objects(self, timeout: float) -> None:
         """End the objects that callers have created here, each in at most `timeout` seconds."""
         await self._created.close(timeout)
+
+
+def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
+    for call in calls:
+        call.fence = fence
+        if profiler_enabled():
+            call.record()

@@ -269,11 +269,10 @@ class Session(Channel):
 
     def _queue(self, result: EncodedResult, size: int) -> None:
         """Queue a result for its frame; send it now if no other call is running."""
-        self._replies.add(result, size)
-        if self.calls or len(self._replies.results) > 1:
-            self.flush_soon()
-        else:
+        if self._replies.add(result, size, is_last=not self.calls):
             self.flush()
+        else:
+            self.flush_soon()
 
     def _copy(self, result: EncodedResult, size: int) -> bool:
         """Begin to copy a result to shared memory; return False if it cannot be sent there."""

@@ -5,8 +5,6 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aiorpc_torch._protocol.lone import decode_call, decode_method, decode_result
-
 from aiorpc_torch._protocol import endpoints, segment_link
 from aiorpc_torch._protocol.columns import FAILED, PACKED
 from aiorpc_torch._protocol.frames import FrameReader, ProtocolError

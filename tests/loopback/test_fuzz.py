@@ -19,7 +19,6 @@ from typing import Any
 
 import pytest
 import torch
-from aiorpc_torch._protocol.lone import decode_call, decode_method, decode_result
 from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 from torch.distributed import rpc

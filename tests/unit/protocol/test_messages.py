@@ -399,7 +399,7 @@ def test_a_head_says_what_it_is(target: Any, stream: bool, names: Any, kinds: An
     """What is read from its bytes is what it was made of, if it can be a call's."""
     data = HeadCache().head(encode_target(target, target.on), stream, names, kinds).data
     if kinds != ("packed",) if names is None else len(names) > len(kinds):
-        with pytest.raises(ValueError, match="names of keywords"):
+        with pytest.raises(ValueError, match="malformed head of calls"):
             CallHead(data)
         return
     head = CallHead(data)

@@ -3,7 +3,7 @@
 import gc
 import weakref
 from types import MethodType
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -15,7 +15,7 @@ from aiorpc_torch._protocol.wire_targets import encode_target
 from aiorpc_torch._server.calls import RpcCall
 from aiorpc_torch._server.exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
 from aiorpc_torch._server.exports import ExportPolicy, checked_exports
-from aiorpc_torch._server.methods import KnownHead, Resolved
+from aiorpc_torch._server.methods import KnownHead
 from aiorpc_torch._server.stream_writer import StreamCall
 from aiorpc_torch._torch import rrefs
 
@@ -90,8 +90,15 @@ def method(name: str, *, stream: bool = False) -> KnownHead:
     return head(MethodTarget(ID, name), stream=stream)
 
 
-def resolve(known: KnownHead, exports: ExportPolicy | None = None) -> Resolved:
-    return known.resolve(iter(()), exports)
+class Found(NamedTuple):
+    function: Any
+    on_loop: bool
+    joiner: Any
+    kind: Any
+
+
+def resolve(known: KnownHead, exports: ExportPolicy | None = None) -> Found:
+    return Found(*known.resolve(iter(()), exports))
 
 
 @pytest.mark.parametrize("name", ["act", "plain"])
