@@ -45,7 +45,7 @@ def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
         ValueError: if the number of bytes is wrong.
     """
     dtype, shape = kind
-    if count == 1 and len(shape) == 1 and len(data) == shape[0] * dtype.itemsize and data:
+    if dtype in _NAMES and count == len(shape) == 1 and len(data) == shape[0] * dtype.itemsize > 0:
         return [torch.frombuffer(bytearray(data), dtype=dtype)]  # the common case
     length = math.prod(shape)
     if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:

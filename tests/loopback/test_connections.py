@@ -287,6 +287,7 @@ async def test_no_memory_for_results_loses_no_call(
     monkeypatch.setattr(results, "number", functools.partial(results.number_once, is_open))
     number = remote(RRef(results)).number
     fail_once(monkeypatch, session, "encode_reply", MemoryError("no memory"))
+    monkeypatch.setattr(session, "encode_lone_result", lambda *_: None)
     calling = start(*(number() for _ in range(calls)))
     while stats().running < calls:  # noqa: ASYNC110 - the event would be set in the worker
         await asyncio.sleep(0)
