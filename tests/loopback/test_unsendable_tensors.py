@@ -163,7 +163,7 @@ def is_at_rest() -> bool:
     return not (
         caller._pending
         or caller._state.window
-        or caller._shared._coming
+        or len(caller._state)
         or callee.has_work()
         or stats().in_flight
     )
