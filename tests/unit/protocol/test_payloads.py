@@ -16,7 +16,7 @@ from torch import Tensor
 from aiorpc_torch._protocol.columns import FAILED, HELD, HeldResult, encode_cell
 from aiorpc_torch._protocol.connection_state import ReplyState, SendState
 from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.frames import CALLS, CONTROL, RESULTS, SHARED, SLOT
+from aiorpc_torch._protocol.frames import CALLS, CONTROL, SHARED, SLOT
 from aiorpc_torch._protocol.messages import (
     CallHead,
     EncodedCall,
@@ -399,12 +399,19 @@ class BothEnds(RuleBasedStateMachine):
             self.drain()
         assert not self.pending, "a caller waits for ever"
         assert len(self.state) == len(self.window) == self.window._size == 0
-        assert not (self.state._unsent or self.shared or self.state.controls())
+        assert not (self.state._unsent)
+        assert not (self.shared)
+        assert not (self.state.controls())
         assert {*self.dropped} <= self.withdrawn
         callee = self.callee
-        assert not (callee.calls or callee.running or callee.held or callee.replies.results)
+        assert not (callee.calls)
+        assert not (callee.running)
+        assert not (callee.held)
+        assert not (callee.replies.results)
         for slots in (self.state._copies, callee.slots):
-            assert not (slots.queues or slots._open or slots._early)
+            assert not (slots.queues)
+            assert not (slots._open)
+            assert not (slots._early)
 
     def drain(self) -> None:
         while self.copying:
