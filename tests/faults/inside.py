@@ -22,6 +22,7 @@ from aiorpc_torch._client import pool
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._protocol import endpoints, exclusive, segment_store
 from aiorpc_torch._protocol.channel import Channel
+from aiorpc_torch._protocol.payloads import Slots
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
 from aiorpc_torch._torch import transport
@@ -85,9 +86,10 @@ def cancel_at_callee() -> None:
                 call.task.cancel()
 
 
-def may_send_alone() -> bool:
-    """Return whether the next call skips the queue."""
-    return all(each._state.may_send_alone() for each in connections())
+def sends_at_once() -> bool:
+    """Return whether the next lone call is sent in the iteration that makes it."""
+    states = [each._state for each in connections()]
+    return all(each.woken == 1 and not (each.is_paused or len(each)) for each in states)
 
 
 # ── what is left ────────────────────────────────────────────────────────────────────────────────
@@ -113,6 +115,8 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         "caller: bytes in the window": state.window._size,
         "caller: unsent calls": len(state),
         "caller: unsent cancels and credits": len(state.cancels) + len(state.credits),
+        "caller: calls behind copies": len(state._unsent),
+        **_of_slots("caller: copies of calls", state._copies),
         "caller: calls of contexts": len(connection._recorded_calls),
         "caller: unresumed callers": len(connection._wake),
         **_of_link("caller", connection._segments),
@@ -120,16 +124,20 @@ def _of_caller(connection: Connection) -> dict[str, int]:
 
 
 def _of_callee(session: Session) -> dict[str, int]:
-    slots = session.slots
     return {
         "sessions": 1,
         "callee: running calls": len(session.calls),
         "callee: held results": len(session._held),
-        "callee: slots": len(slots.queues) + len(slots._open) + len(slots._early),
+        **_of_slots("callee: slots", session.slots),
+        **_of_slots("callee: copies of results", session._copies),
         "callee: unsent results": len(session._replies.results),
         "callee: events of a profiler": len(session.events),
         **_of_link("callee", session._segments),
     }
+
+
+def _of_slots(name: str, slots: Slots[Any]) -> dict[str, int]:
+    return {name: len(slots.queues) + len(slots._open) + len(slots._early)}
 
 
 def _of_link(side: str, link: Any) -> dict[str, int]:

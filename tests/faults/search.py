@@ -219,8 +219,8 @@ class Search:
         if calls.exception() is not None:
             self._find(f"the next call raised {calls.exception()!r}")
             return
-        if not inside.may_send_alone():
-            self._find("the next lone call cannot be sent alone")
+        if not inside.sends_at_once():
+            self._find("the next lone call cannot be sent at once")
         if (found := await self._clean_run()) is not None:
             await self._check_rest(self._before)
             if found[1] != self._path:
