@@ -23,6 +23,8 @@ T = TypeVar("T")
 UNKNOWN_OBJECT: None = None
 """Key of a call of an unknown object, which holds back every later call."""
 
+MAX_CLOSED = 4096  # numbers that are remembered
+
 _ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
 
 
@@ -48,7 +50,7 @@ class Slots(Generic[T]):
         self.queues: dict[Hashable, deque[_Entry[T]]] = {}
         self._open: dict[int, _Entry[T]] = {}
         self._early: dict[int, T] = {}
-        self._last = -1  # highest number of a slot so far
+        self._closed: dict[int, None] = {}  # the latest numbers whose slot was dropped or filled
 
     def __repr__(self) -> str:
         return f"<Slots {len(self._open)} open, {len(self._early)} payloads early>"
@@ -63,9 +65,9 @@ class Slots(Generic[T]):
 
     def open(self, number: int, key: Hashable) -> list[T]:
         """Open the slot of call `number` of the object `key`; return the items to start now."""
-        self._last = max(self._last, number)
         item = self._early.pop(number, None)
         if item is not None:
+            self._remember(number)
             return [item] if self.admit(key, item, number) else []
         entry = self._open[number] = _Entry[T](number, key)
         behind = UNKNOWN_OBJECT if UNKNOWN_OBJECT in self.queues else key
@@ -84,20 +86,20 @@ class Slots(Generic[T]):
         """Take the payload of call `number`; return the items to start now.
 
         A payload that arrives before its slot is kept. Return None if the slot was dropped or
-        filled before.
+        filled before: it is one of the latest `MAX_CLOSED`, as slots don't come in the order of
+        their numbers.
         """
-        entry = self._open.pop(number, None)
-        if entry is None:
-            if number <= self._last or number in self._early:
-                return None
-            self._early[number] = item
-            return []
-        entry.item = item
-        return self._advance(entry.key)
+        if (entry := self._close(number)) is not None:
+            entry.item = item
+            return self._advance(entry.key)
+        if number in self._closed or number in self._early:
+            return None
+        self._early[number] = item
+        return []
 
     def drop(self, number: int) -> list[T]:
         """Close the slot of a cancelled call; return the items to start now."""
-        entry = self._open.pop(number, None)
+        entry = self._close(number)
         if entry is None:
             return []
         queue = self.queues.get(entry.key)
@@ -132,6 +134,17 @@ class Slots(Generic[T]):
         self._open.clear()
         self._early.clear()
         return left
+
+    def _close(self, number: int) -> _Entry[T] | None:
+        """Remove and return an open slot, and remember its number."""
+        if (entry := self._open.pop(number, None)) is not None:
+            self._remember(number)
+        return entry
+
+    def _remember(self, number: int) -> None:
+        if len(self._closed) >= MAX_CLOSED:
+            del self._closed[next(iter(self._closed))]
+        self._closed[number] = None
 
     def _advance(self, key: Hashable) -> list[T]:
         """Return the items in a queue, and in the queues behind it, that may start now."""

@@ -33,7 +33,7 @@ from aiorpc_torch._protocol.messages import (
 from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT, Slots
 from aiorpc_torch._protocol.plain import dump, reader
 from aiorpc_torch._protocol.targets import FunctionTarget, MethodTarget, order_key
-from aiorpc_torch._protocol.tensors import TensorTable
+from aiorpc_torch._protocol.tensor_table import TensorTable
 from aiorpc_torch._protocol.window import FlowWindow
 from aiorpc_torch._protocol.wire_targets import decode_target, encode_target
 
