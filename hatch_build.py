@@ -19,7 +19,7 @@ ROOT = Path(__file__).parent
 
 # Reading torch takes mypy two minutes, and makes no code faster. Our own modules have to be read:
 # the instances of a compiled class with an unknown base end the process.
-# (tests/unit/protocol/test_frames.py::test_a_length_beyond_the_limit)
+# (tests/unit/wire/test_frames.py::test_a_length_beyond_the_limit)
 MYPY = """\
 [mypy]
 follow_imports = silent

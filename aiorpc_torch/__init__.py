@@ -26,7 +26,9 @@ private.
 #     _batching   @batched: policies, scheduler, queue, collation, results
 #     _client     calls out: connection pool, connections, pending calls, streams in
 #     _server     calls in: sessions, dispatch, executor, streams out
-#     _protocol   what travels: codecs, frames, flow control, entry points for torch RPC
+#     _protocol   names, exclusive objects, recorded calls, entry points for torch RPC
+#     _shm        segments in shared memory
+#     _wire       what travels: frames, codec, state machines of both ends, handshake
 #     _torch      the adapter to torch.distributed.rpc and to private interfaces
 #     _aio        primitives of asyncio and threads, without torch
 #     errors      exceptions that callers catch

@@ -6,7 +6,7 @@ from ._batching.stats import BatchStats, batch_stats
 from ._client import pool
 from ._protocol import endpoints
 from ._protocol.runtime import mark_runs_on_loop
-from ._protocol.segment_store import segment_counts
+from ._shm.segment_store import segment_counts
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, RRef, WorkerLost, call, create, create_all, remote, testing
-from aiorpc_torch._protocol.tensors import INLINE_BYTES
+from aiorpc_torch._wire.tensors import INLINE_BYTES
 
 from ._compare import lay_out
 from ._process import mapped_segments, open_descriptors, swept_memory

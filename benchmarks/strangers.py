@@ -26,8 +26,10 @@ from typing import Any, NamedTuple
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, remote
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.frames import CALLS, HEADER
-from aiorpc_torch._protocol.handshake import (
+from aiorpc_torch._server import server as servers
+from aiorpc_torch._server.listener import MAX_UNPROVEN, PROOF_TIMEOUT, Listener
+from aiorpc_torch._wire.frames import CALLS, HEADER
+from aiorpc_torch._wire.handshake import (
     HELLO,
     NONCE,
     Addresses,
@@ -36,8 +38,6 @@ from aiorpc_torch._protocol.handshake import (
     encode_hello,
     new_nonce,
 )
-from aiorpc_torch._server import server as servers
-from aiorpc_torch._server.listener import MAX_UNPROVEN, PROOF_TIMEOUT, Listener
 
 from ._compare import lay_out, machine, number
 from ._peers_process import process

@@ -26,7 +26,7 @@ from torch.distributed.rpc import RRef
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, remote
 from aiorpc_torch._aio import segments
-from aiorpc_torch._protocol import tensors
+from aiorpc_torch._wire import tensors
 
 from ._compare import Row, Runs, arguments, number, settle, show
 from ._plot import OURS, RAW, Curve, Panel, draw

@@ -10,11 +10,11 @@ from types import MethodType
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from .._aio.identity import WeakIdentityDict
-from .._protocol.by_value import refuse_by_value
 from .._protocol.endpoints import serving
-from .._protocol.messages import Arguments
 from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
 from .._torch.compat import RRefBase
+from .._wire.by_value import refuse_by_value
+from .._wire.messages import Arguments
 from ._typing import ListDecorator, StackDecorator
 from .collate import Device
 from .function import BatchFunction

@@ -12,7 +12,9 @@ from typing import Any
 
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
-from .._protocol.ancestry import (
+from .._protocol.exclusive import is_exclusive, own_call_error, own_turn, turns_of
+from .._protocol.recording import ContextRecord, current_record, enter_record
+from .._wire.ancestry import (
     BatchId,
     BatchScope,
     ancestor_batches,
@@ -21,9 +23,7 @@ from .._protocol.ancestry import (
     entered_scopes,
     new_batch,
 )
-from .._protocol.columns import SharedValue
-from .._protocol.exclusive import is_exclusive, own_call_error, own_turn, turns_of
-from .._protocol.recording import ContextRecord, current_record, enter_record
+from .._wire.columns import SharedValue
 from ..errors import NotServing, QueueFull, RoundTimeout
 from .function import BatchFunction
 from .policies import Fill, Policy, Round

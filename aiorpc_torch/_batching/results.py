@@ -6,9 +6,9 @@ from typing import Any, Generic, TypeVar
 
 from torch import Tensor
 
-from .._protocol.columns import SharedValue
-from .._protocol.exceptions import copy_exception, ensure_raisable
 from .._torch.tree import children
+from .._wire.columns import SharedValue
+from .._wire.exceptions import copy_exception, ensure_raisable
 from ..errors import BatchContractError
 from .collate import uncollate
 

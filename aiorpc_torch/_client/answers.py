@@ -3,15 +3,15 @@
 import logging
 from typing import Any, NoReturn
 
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.messages import decode_reply
-from .._protocol.payloads import detach_data
-from .._protocol.pickling import CallAborted
 from .._protocol.recording import without_gradient_parts
-from .._protocol.targets import Target, call_name
-from .._protocol.tensors import INLINE_BYTES
 from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
+from .._wire.exceptions import RemoteFailure
+from .._wire.messages import decode_reply
+from .._wire.payloads import detach_data
+from .._wire.pickling import CallAborted
+from .._wire.targets import Target, call_name
+from .._wire.tensors import INLINE_BYTES
 from ..errors import NotServing, RemoteError, RemoteTraceback, RpcError, WorkerLost
 
 log = logging.getLogger("aiorpc_torch")

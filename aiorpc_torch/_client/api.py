@@ -6,7 +6,9 @@ from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, over
 
 from torch.distributed.rpc import RRef
 
-from .._protocol.targets import (
+from .._torch.compat import RRefBase, WorkerInfo
+from .._torch.rrefs import known_class, note_class
+from .._wire.targets import (
     BoundTarget,
     CreateTarget,
     FetchTarget,
@@ -15,8 +17,6 @@ from .._protocol.targets import (
     check_public_name,
     public_methods,
 )
-from .._torch.compat import RRefBase, WorkerInfo
-from .._torch.rrefs import known_class, note_class
 from .call import RemoteCall
 from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
 from .group_call import GroupCall

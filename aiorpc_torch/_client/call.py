@@ -12,10 +12,10 @@ from typing import Any, NoReturn, TypeVar
 
 from .._aio.deadlines import deadline_in, earlier
 from .._aio.scopes import anyio_scope_deadline, is_unbounded
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.pickling import CallAborted
-from .._protocol.targets import Target, call_name, target_name
 from .._torch.compat import RRefBase
+from .._wire.exceptions import RemoteFailure
+from .._wire.pickling import CallAborted
+from .._wire.targets import Target, call_name, target_name
 from ..errors import CallTimeout, WorkerLost
 from .answers import raise_aborted
 from .connection import Connection

@@ -9,22 +9,22 @@ from typing import Any
 
 import torch
 
-from .._protocol.ancestry import entered_scopes, to_wire
-from .._protocol.columns import PACKED
-from .._protocol.exceptions import try_add_note
-from .._protocol.messages import (
+from .._protocol.recording import record_for_call
+from .._torch import rrefs
+from .._torch.rrefs import RRefId
+from .._wire.ancestry import entered_scopes, to_wire
+from .._wire.columns import PACKED
+from .._wire.exceptions import try_add_note
+from .._wire.messages import (
     Arguments,
     EncodedCall,
     HeadCache,
     encode_call,
     encode_lone,
 )
-from .._protocol.recording import record_for_call
-from .._protocol.shared_arguments import MemberArguments
-from .._protocol.targets import MethodTarget, Target, call_name, order_key
-from .._protocol.wire_targets import EncodedTarget, encode_target
-from .._torch import rrefs
-from .._torch.rrefs import RRefId
+from .._wire.shared_arguments import MemberArguments
+from .._wire.targets import MethodTarget, Target, call_name, order_key
+from .._wire.wire_targets import EncodedTarget, encode_target
 
 MAX_METHODS = 256  # that an encoder remembers
 

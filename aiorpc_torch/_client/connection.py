@@ -17,9 +17,14 @@ import torch
 from .._aio.deadlines import in_seconds
 from .._aio.inline_future import InlineFuture, resume_all
 from .._protocol.channel import Channel, channel_repr
-from .._protocol.columns import STREAM_END
-from .._protocol.connection_state import SendState
-from .._protocol.frames import (
+from .._protocol.peer_observer import PeerObserver
+from .._protocol.recording import RecordedCall, record_for_call
+from .._shm.segment_link import SegmentLink, SharedMessage
+from .._torch.compat import WorkerInfo
+from .._torch.profiling import call_event, profiler_enabled
+from .._wire.columns import STREAM_END
+from .._wire.connection_state import SendState
+from .._wire.frames import (
     CALLS,
     CONTROL,
     MAX_FRAME,
@@ -31,19 +36,14 @@ from .._protocol.frames import (
     ProtocolError,
     frame,
 )
-from .._protocol.handshake import Party
-from .._protocol.messages import Arguments, EncodedCall, decode_reply, encode_calls
-from .._protocol.peer_observer import PeerObserver
-from .._protocol.plain import dump
-from .._protocol.recording import RecordedCall, record_for_call
-from .._protocol.segment_link import SegmentLink, SharedMessage
-from .._protocol.shared_arguments import MemberArguments
-from .._protocol.targets import Target, call_name, target_name
-from .._protocol.tensor_table import TensorTable
-from .._protocol.window import TRICKLE_INTERVAL, FlowWindow
-from .._protocol.wire_targets import EncodedTarget
-from .._torch.compat import WorkerInfo
-from .._torch.profiling import call_event, profiler_enabled
+from .._wire.handshake import Party
+from .._wire.messages import Arguments, EncodedCall, decode_reply, encode_calls
+from .._wire.plain import dump
+from .._wire.shared_arguments import MemberArguments
+from .._wire.targets import Target, call_name, target_name
+from .._wire.tensor_table import TensorTable
+from .._wire.window import TRICKLE_INTERVAL, FlowWindow
+from .._wire.wire_targets import EncodedTarget
 from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
 from .answers import error_of_close
 from .call_encoder import CallEncoder, slot_key

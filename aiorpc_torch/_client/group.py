@@ -6,10 +6,10 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
-from .._protocol.shared_arguments import EachValue
-from .._protocol.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class
+from .._wire.shared_arguments import EachValue
+from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
 from ..errors import WorkerLost
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall

@@ -19,11 +19,11 @@ from .._aio.inline_future import InlineFuture
 from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
-from .._protocol.exceptions import try_add_note
-from .._protocol.messages import Arguments
-from .._protocol.shared_arguments import MemberArguments, encode_for_members
-from .._protocol.targets import GENERATOR_HINT, Target, call_name
 from .._torch.compat import RRefBase
+from .._wire.exceptions import try_add_note
+from .._wire.messages import Arguments
+from .._wire.shared_arguments import MemberArguments, encode_for_members
+from .._wire.targets import GENERATOR_HINT, Target, call_name
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerLost
 from .answers import exception_of
 from .call import ALREADY_AWAITED, USED, LazyCall, has_passed

@@ -17,8 +17,8 @@ from .._aio.inline_future import InlineFuture
 from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
-from .._protocol.pickling import CallAborted
-from .._protocol.targets import BoundTarget, call_name
+from .._wire.pickling import CallAborted
+from .._wire.targets import BoundTarget, call_name
 from ..errors import CallTimeout, WorkerLost
 from .answers import exception_of
 from .call import has_passed

@@ -9,8 +9,11 @@ from typing import Any, Protocol, cast
 
 from .._aio.deadlines import in_seconds
 from .._protocol import endpoints
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.handshake import (
+from .._protocol.members import Members
+from .._torch.compat import WorkerInfo
+from .._torch.transport import classify_error, send, wrap_future
+from .._wire.exceptions import RemoteFailure
+from .._wire.handshake import (
     NONCE,
     PROOF,
     Addresses,
@@ -21,10 +24,7 @@ from .._protocol.handshake import (
     network_namespace,
     new_nonce,
 )
-from .._protocol.members import Members
-from .._protocol.plain import dump
-from .._torch.compat import WorkerInfo
-from .._torch.transport import classify_error, send, wrap_future
+from .._wire.plain import dump
 from ..errors import NotServing, RpcError
 
 Introduction = tuple[Credentials, Addresses]

@@ -8,8 +8,8 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
 from .._protocol.names import watch_name
-from .._protocol.targets import FunctionTarget
 from .._torch.compat import RRefBase
+from .._wire.targets import FunctionTarget
 from ..errors import CallTimeout, RemoteError, WorkerLost
 from .call import RemoteCall
 from .pool import ConnectionPool, WorkerRef, current

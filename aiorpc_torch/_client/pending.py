@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._aio.inline_future import InlineFuture
-from .._protocol.columns import STREAM_END, HeldResult
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.messages import ResultKey
-from .._protocol.pickling import CallAborted
+from .._wire.columns import STREAM_END, HeldResult
+from .._wire.exceptions import RemoteFailure
+from .._wire.messages import ResultKey
+from .._wire.pickling import CallAborted
 from ..errors import RemoteError, RpcError
 from .stream_reader import Item, StreamReader
 

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from .._aio.wakeup import Wakeup
-from .._protocol.columns import STREAM_END, HeldResult
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.pickling import CallAborted
-from .._protocol.window import INITIAL_CREDIT
+from .._wire.columns import STREAM_END, HeldResult
+from .._wire.exceptions import RemoteFailure
+from .._wire.pickling import CallAborted
+from .._wire.window import INITIAL_CREDIT
 from .answers import raise_aborted
 
 

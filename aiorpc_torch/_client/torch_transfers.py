@@ -13,22 +13,22 @@ from typing import Any, Protocol
 import torch
 
 from .._protocol import endpoints
-from .._protocol.messages import (
+from .._protocol.recording import RecordedCall
+from .._shm.segment_link import SegmentLink
+from .._torch.compat import WorkerInfo
+from .._torch.transport import classify_error, enter_context_id, send, when_done
+from .._wire.messages import (
     EncodedCall,
     dump_payload,
     encode_calls,
 )
-from .._protocol.payloads import message_for_torch
-from .._protocol.pickling import CallAborted
-from .._protocol.plain import dump
-from .._protocol.recording import RecordedCall
-from .._protocol.segment_link import SegmentLink
-from .._protocol.shared_tensors import can_share
-from .._protocol.tensor_table import TensorTable
-from .._protocol.tensors import size_of
-from .._protocol.wire_targets import EncodedTarget
-from .._torch.compat import WorkerInfo
-from .._torch.transport import classify_error, enter_context_id, send, when_done
+from .._wire.payloads import message_for_torch
+from .._wire.pickling import CallAborted
+from .._wire.plain import dump
+from .._wire.shared_tensors import can_share
+from .._wire.tensor_table import TensorTable
+from .._wire.tensors import size_of
+from .._wire.wire_targets import EncodedTarget
 from ..errors import RemoteError, RpcError, WorkerLost
 from .answers import is_inline, read_answer
 from .pending import PendingCalls, ReplyReceiver

@@ -11,9 +11,9 @@ from typing import Any
 
 from .._aio.fork import close_on_fork
 from .._aio.segments import SegmentLost
-from .connection_state import MAX_CALLS
-from .frames import CLOSE, PING, FrameReader, frame
-from .plain import dump, reader, wire_text
+from .._wire.connection_state import MAX_CALLS
+from .._wire.frames import CLOSE, PING, FrameReader, frame
+from .._wire.plain import dump, reader, wire_text
 
 log = logging.getLogger("aiorpc_torch")
 

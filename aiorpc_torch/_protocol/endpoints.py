@@ -12,11 +12,11 @@ from torch.distributed.rpc import functions
 from torch.futures import Future
 
 from .._torch.thread_state import pin_thread_state
+from .._wire.exceptions import RemoteFailure
+from .._wire.handshake import VERSION, Party
+from .._wire.plain import dump, reader
 from ..errors import NotServing
-from .exceptions import RemoteFailure
-from .handshake import VERSION, Party
 from .name_table import NameTable
-from .plain import dump, reader
 
 
 class Endpoint(Protocol):

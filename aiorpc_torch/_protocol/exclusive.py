@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable, Collection
 from typing import Any
 
 from .._aio.identity import WeakIdentityDict
-from .ancestry import BatchId, BatchScope, add_scope, ancestor_batches, new_batch
+from .._wire.ancestry import BatchId, BatchScope, add_scope, ancestor_batches, new_batch
 from .turns import TurnQueue
 
 EXCLUSIVE = "__aiorpc_exclusive__"

@@ -4,8 +4,8 @@ from collections.abc import Iterable
 
 from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
+from .._wire.handshake import Party
 from ..errors import NotServing, RpcError
-from .handshake import Party
 
 
 def replaced_text(worker: str) -> str:

@@ -20,8 +20,8 @@ from .._aio.loops import call_soon
 from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
 from .._torch.compat import RawFuture, current_context_id
 from .._torch.transport import classify_error, enter_context_id
+from .._wire.exceptions import RemoteFailure
 from ..errors import RpcError
-from .exceptions import RemoteFailure
 
 T = TypeVar("T")
 

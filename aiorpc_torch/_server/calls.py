@@ -13,15 +13,15 @@ from typing import Any
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import set_deadline
-from .._protocol.ancestry import BatchScope, enter_scopes
-from .._protocol.columns import FAILED, PACKED, PLAIN, SharedValue, cell_tensors, direct_cell
-from .._protocol.exceptions import RemoteFailure, try_add_note
-from .._protocol.messages import Arguments
-from .._protocol.pickling import pack
 from .._protocol.recording import ContextRecord, enter_record
-from .._protocol.targets import GENERATOR_HINT, function_name
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event
+from .._wire.ancestry import BatchScope, enter_scopes
+from .._wire.columns import FAILED, PACKED, PLAIN, SharedValue, cell_tensors, direct_cell
+from .._wire.exceptions import RemoteFailure, try_add_note
+from .._wire.messages import Arguments
+from .._wire.pickling import pack
+from .._wire.targets import GENERATOR_HINT, function_name
 from .reply import DeferredReply
 from .session import Session
 

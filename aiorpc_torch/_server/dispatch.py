@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from .._aio.deadlines import deadline_after
-from .._protocol.ancestry import BatchId, BatchScope, from_wire
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.messages import MAX_HEADS, MAX_KNOWN_HEAD, Group
+from .._wire.ancestry import BatchId, BatchScope, from_wire
+from .._wire.exceptions import RemoteFailure
+from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, Group
 from .calls import RpcCall
 from .exports import ExportPolicy
 from .methods import KnownHead

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from .._protocol.ancestry import NO_BATCHES, enter_scopes
 from .._protocol.exclusive import Turn, Turns
+from .._wire.ancestry import NO_BATCHES, enter_scopes
 from .calls import RpcCall, ServerCall
 from .stream_writer import StreamCall
 

@@ -14,13 +14,13 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .._protocol.names import watch_name
-from .._protocol.targets import (
+from .._wire.targets import (
     BoundTarget,
     MethodTarget,
     Target,
     check_public_name,
 )
-from .._protocol.wire_targets import BOUND, NamedTarget, read_named
+from .._wire.wire_targets import BOUND, NamedTarget, read_named
 from ..errors import NotExported
 
 Export = Callable[..., Any] | str

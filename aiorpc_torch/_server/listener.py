@@ -16,7 +16,7 @@ from typing import Any, cast
 
 from .._aio.fork import close_on_fork
 from .._protocol.channel import Channel
-from .._protocol.handshake import (
+from .._wire.handshake import (
     HELLO,
     Addresses,
     Credentials,

@@ -9,13 +9,13 @@ from typing import Any
 
 from torch import Tensor
 
-from .._protocol.exceptions import RemoteFailure
 from .._protocol.exclusive import is_exclusive, turns_of
-from .._protocol.messages import CallHead
 from .._protocol.runtime import runs_on_loop
-from .._protocol.targets import CreateTarget, MethodTarget, Target, order_key
-from .._protocol.wire_targets import decode_target
 from .._torch import rrefs
+from .._wire.exceptions import RemoteFailure
+from .._wire.messages import CallHead
+from .._wire.targets import CreateTarget, MethodTarget, Target, order_key
+from .._wire.wire_targets import decode_target
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
 from .exclusive import unguarded
 from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream

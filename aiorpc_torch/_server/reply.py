@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._protocol.exceptions import RemoteFailure
 from .._protocol.recording import ContextRecord
 from .._torch.autograd import attach_recv_edge, attach_send_edges, detach_all
 from .._torch.cuda import StreamFence, fence_tensors
 from .._torch.sendable import check_tensors
+from .._wire.exceptions import RemoteFailure
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -17,10 +17,17 @@ from torch.futures import Future
 
 from .._aio.tasks import detach_task
 from .._protocol.endpoints import completed_future
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.handshake import Party, dump_introduction
 from .._protocol.members import Members, replaced_text
-from .._protocol.messages import (
+from .._protocol.name_table import NameTable
+from .._protocol.peer_observer import PeerObserver
+from .._protocol.recording import record_of_torch_context
+from .._torch.compat import RawFuture
+from .._torch.cuda import StreamFence, fence_tensors, fence_tree
+from .._torch.devices import DeviceRoutes
+from .._torch.profiling import profiler_enabled
+from .._wire.exceptions import RemoteFailure
+from .._wire.handshake import Party, dump_introduction
+from .._wire.messages import (
     Group,
     ResultKey,
     SessionKey,
@@ -28,15 +35,8 @@ from .._protocol.messages import (
     load_payload,
     numbers_of,
 )
-from .._protocol.name_table import NameTable
-from .._protocol.payloads import detach_data
-from .._protocol.peer_observer import PeerObserver
-from .._protocol.plain import reader
-from .._protocol.recording import record_of_torch_context
-from .._torch.compat import RawFuture
-from .._torch.cuda import StreamFence, fence_tensors, fence_tree
-from .._torch.devices import DeviceRoutes
-from .._torch.profiling import profiler_enabled
+from .._wire.payloads import detach_data
+from .._wire.plain import reader
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
 from .calls import RpcCall, ServerCall
 from .created import CreatedObjects

@@ -18,10 +18,13 @@ import torch
 from torch import Tensor
 
 from .._protocol.channel import Channel, channel_repr
-from .._protocol.columns import FAILED, HELD, cell_bytes, cell_tensors
-from .._protocol.connection_state import ReplyState
-from .._protocol.exceptions import RemoteFailure
-from .._protocol.frames import (
+from .._shm.segment_link import SegmentLink, SharedMessage
+from .._torch import devices
+from .._torch.rrefs import RRefId
+from .._wire.columns import FAILED, HELD, cell_bytes, cell_tensors
+from .._wire.connection_state import ReplyState
+from .._wire.exceptions import RemoteFailure
+from .._wire.frames import (
     CALLS,
     CONTROL,
     MAX_FRAME,
@@ -33,8 +36,8 @@ from .._protocol.frames import (
     ProtocolError,
     frame,
 )
-from .._protocol.handshake import Party
-from .._protocol.messages import (
+from .._wire.handshake import Party
+from .._wire.messages import (
     EncodedResult,
     Group,
     SessionKey,
@@ -42,12 +45,10 @@ from .._protocol.messages import (
     encode_reply,
     load_calls,
 )
-from .._protocol.payloads import Slots, message_for_torch
-from .._protocol.plain import reader
-from .._protocol.segment_link import SegmentLink, SharedMessage
-from .._protocol.tensors import INLINE_BYTES
-from .._torch import devices
-from .._torch.rrefs import RRefId
+from .._wire.payloads import message_for_torch
+from .._wire.plain import reader
+from .._wire.slots import Slots
+from .._wire.tensors import INLINE_BYTES
 from ..errors import RpcError
 
 log = logging.getLogger("aiorpc_torch")

@@ -2,7 +2,7 @@
 
 import asyncio
 
-from .._protocol.messages import SessionKey
+from .._wire.messages import SessionKey
 from .calls import RpcCall
 from .session import Session
 

@@ -12,8 +12,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from .._aio.tasks import warn_if_blocking
-from .._protocol.columns import ENDED, cell_bytes, copy_cell, detach_cell
-from .._protocol.window import INITIAL_CREDIT, credit_cost
+from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
+from .._wire.window import INITIAL_CREDIT, credit_cost
 from .calls import RpcCall
 
 

@@ -10,11 +10,11 @@ from typing import Any, ParamSpec, TypeVar
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
-from .._protocol.messages import Arguments
 from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_client
 from .._torch.compat import RemoteException
 from .._torch.sendable import check_tensors
 from .._torch.tree import tensors_in
+from .._wire.messages import Arguments
 from .calls import ServerCall
 
 COROUTINE = "__aiorpc_coroutine__"

@@ -18,11 +18,11 @@ from torch.futures import Future
 from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
 from .._protocol.endpoints import attach_message_of, read_attach_message
-from .._protocol.handshake import VERSION
 from .._protocol.members import Members
 from .._torch.agent import agent_generation
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
+from .._wire.handshake import VERSION
 from ..errors import NotServing, RpcError, WorkerLost, safe_str
 
 log = logging.getLogger("aiorpc_torch")

@@ -22,8 +22,8 @@ from typing import Any, Literal, NoReturn
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
 from .._aio.signals import end_process
-from .._protocol.by_value import is_main_without_file
-from .._protocol.exceptions import RemoteFailure
+from .._wire.by_value import is_main_without_file
+from .._wire.exceptions import RemoteFailure
 from ..errors import WorkerLost
 from .config import WorkerConfig
 from .processes import ProcessFactory, sigint_blocked

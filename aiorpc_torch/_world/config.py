@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .._aio.loops import LoopFactory, new_event_loop
-from .._protocol.handshake import network_namespace
 from .._server.exports import Export
 from .._torch.agent import process_worker_id
 from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
 from .._version import __version__
+from .._wire.handshake import network_namespace
 from .registration import Registration
 
 OnFailure = Literal["continue", "stop"]

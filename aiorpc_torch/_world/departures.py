@@ -23,11 +23,11 @@ from typing import Any, NamedTuple
 from .._aio.loops import await_on
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
-from .._protocol.exceptions import RemoteFailure
 from .._protocol.members import Members
-from .._protocol.plain import dump, reader, wire_text
 from .._torch.agent import is_running
 from .._torch.transport import send, wrap_future
+from .._wire.exceptions import RemoteFailure
+from .._wire.plain import dump, reader, wire_text
 from .activity import Activity, ActivityTable, Report, Wait
 
 log = logging.getLogger("aiorpc_torch")

@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 
 from .._aio.loops import LoopFactory, new_event_loop
 from .._aio.signals import graceful_signals
-from .._protocol.by_value import is_by_value
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
+from .._wire.by_value import is_by_value
 from .config import OnFailure, WorkerConfig, new_rendezvous_url
 from .network import loopback_only
 from .processes import ProcessOptions, Start

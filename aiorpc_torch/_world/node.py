@@ -11,11 +11,11 @@ from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._protocol.endpoints import completed_future
 from .._protocol.members import Members
-from .._protocol.plain import reader
 from .._server.exports import ExportPolicy
 from .._server.server import Server
 from .._torch.agent import Agent, PeerInfo
 from .._torch.devices import DeviceRoutes
+from .._wire.plain import reader
 from ..errors import RpcError
 from .attachments import Attachments
 from .config import NodeConfig

@@ -13,11 +13,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .._protocol import endpoints
-from .._protocol.exceptions import RemoteFailure
 from .._protocol.members import Members
-from .._protocol.plain import dump, reader
 from .._torch.agent import PeerInfo, is_running
 from .._torch.transport import send, wrap_future
+from .._wire.exceptions import RemoteFailure
+from .._wire.plain import dump, reader
 
 log = logging.getLogger("aiorpc_torch")
 

@@ -20,12 +20,13 @@ from aiorpc_torch._aio import threads
 from aiorpc_torch._batching import queue as batch_queue
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.connection import Connection
-from aiorpc_torch._protocol import endpoints, exclusive, segment_store
+from aiorpc_torch._protocol import endpoints, exclusive
 from aiorpc_torch._protocol.channel import Channel
-from aiorpc_torch._protocol.payloads import Slots
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
+from aiorpc_torch._shm import segment_store
 from aiorpc_torch._torch import transport
+from aiorpc_torch._wire.slots import Slots
 from aiorpc_torch._world.node import Node
 
 from .loop import SteppingLoop

@@ -5,11 +5,13 @@ import struct
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from aiorpc_torch._protocol import endpoints, segment_link
-from aiorpc_torch._protocol.columns import FAILED, PACKED
-from aiorpc_torch._protocol.frames import FrameReader, ProtocolError
-from aiorpc_torch._protocol.handshake import HELLO, Hello
-from aiorpc_torch._protocol.messages import (
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._server import session
+from aiorpc_torch._shm import segment_link
+from aiorpc_torch._wire.columns import FAILED, PACKED
+from aiorpc_torch._wire.frames import FrameReader, ProtocolError
+from aiorpc_torch._wire.handshake import HELLO, Hello
+from aiorpc_torch._wire.messages import (
     CallHead,
     Group,
     _read_reply,
@@ -17,9 +19,8 @@ from aiorpc_torch._protocol.messages import (
     load_calls,
     load_payload,
 )
-from aiorpc_torch._protocol.shared_tensors import check_places
-from aiorpc_torch._protocol.wire_targets import NamedTarget, _read_rref, read_named
-from aiorpc_torch._server import session
+from aiorpc_torch._wire.shared_tensors import check_places
+from aiorpc_torch._wire.wire_targets import NamedTarget, _read_rref, read_named
 from aiorpc_torch._world import departures
 
 REFUSED = (ValueError, TypeError, LookupError, RecursionError, RuntimeError, struct.error)

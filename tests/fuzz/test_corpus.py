@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from aiorpc_torch._protocol.frames import MAX_FRAME
+from aiorpc_torch._wire.frames import MAX_FRAME
 from tests.fuzz.readers import READERS, read_any
 from tests.support.malformed import BYTES
 

@@ -59,7 +59,7 @@ PARTS: dict[str, list[Replacement]] = {
     ],
     # A result is sent without waiting for the kernels that make it.
     "results": [
-        ("_protocol.pickling.fence_tensors", unordered),
+        ("_wire.pickling.fence_tensors", unordered),
         ("_batching.function.fence_tree", unordered),
     ],
     # The allocator is not told which streams use a tensor.

@@ -78,7 +78,7 @@ def test_patches_are_undone(part: str, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("arguments", "_server.server", "fence_tensors"),
         ("arguments", "_server.server", "fence_tree"),
-        ("results", "_protocol.pickling", "fence_tensors"),
+        ("results", "_wire.pickling", "fence_tensors"),
         ("results", "_batching.function", "fence_tree"),
         ("deferred", "_server.reply", "fence_tensors"),
     ],

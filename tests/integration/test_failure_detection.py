@@ -16,7 +16,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, remote, wrap_future
 from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import child, forkserver, supervisor
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 from tests.support import actors

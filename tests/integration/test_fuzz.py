@@ -7,7 +7,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RpcError, call, remote
-from aiorpc_torch._protocol.frames import CALLS, CONTROL, RESULTS, SLOT
+from aiorpc_torch._wire.frames import CALLS, CONTROL, RESULTS, SLOT
 from aiorpc_torch.testing import world
 from tests.support import actors, raw_connections
 from tests.support.malformed import (

@@ -30,7 +30,7 @@ from aiorpc_torch import (
     remote,
     stats,
 )
-from aiorpc_torch._protocol.tensors import INLINE_BYTES
+from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate, frozen, kill, world
 

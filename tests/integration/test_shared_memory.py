@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, create_all, remote, stats
 from aiorpc_torch._client import pool
-from aiorpc_torch._protocol.segment_store import COPY_ON_LOOP
+from aiorpc_torch._shm.segment_store import COPY_ON_LOOP
 from aiorpc_torch.testing import Workers, kill
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf, memory_files

@@ -11,9 +11,9 @@ from torch.distributed import autograd
 from aiorpc_torch import create, remote
 from aiorpc_torch._client import connection, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.frames import CALLS, HEADER
-from aiorpc_torch._protocol.messages import load_calls, load_payload, numbers_of
-from aiorpc_torch._protocol.payloads import detach_data
+from aiorpc_torch._wire.frames import CALLS, HEADER
+from aiorpc_torch._wire.messages import load_calls, load_payload, numbers_of
+from aiorpc_torch._wire.payloads import detach_data
 from aiorpc_torch.testing import world
 from tests.support import actors
 

@@ -86,7 +86,7 @@ async def test_exceptions_cross() -> None:
 
 
 def actors_pickle(exc: BaseException) -> tuple[Any, ...]:
-    from aiorpc_torch._protocol.exceptions import reduce_exception
+    from aiorpc_torch._wire.exceptions import reduce_exception
 
     reduced = reduce_exception(exc)
     return exc.__reduce__()[:2] if reduced is NotImplemented else reduced

@@ -21,8 +21,9 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote, stats
 from aiorpc_torch._client import connection, introduction as introductions, pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.connection_state import MAX_CALLS
-from aiorpc_torch._protocol.frames import (
+from aiorpc_torch._server import listener, session
+from aiorpc_torch._wire.connection_state import MAX_CALLS
+from aiorpc_torch._wire.frames import (
     CALLS,
     CLOSE,
     HEADER,
@@ -30,7 +31,7 @@ from aiorpc_torch._protocol.frames import (
     RESULTS,
     SLOT,
 )
-from aiorpc_torch._protocol.handshake import (
+from aiorpc_torch._wire.handshake import (
     HELLO,
     NONCE,
     PROOF,
@@ -38,10 +39,9 @@ from aiorpc_torch._protocol.handshake import (
     encode_hello,
     new_nonce,
 )
-from aiorpc_torch._protocol.pickling import pack
-from aiorpc_torch._protocol.targets import FunctionTarget
-from aiorpc_torch._protocol.tensors import INLINE_BYTES
-from aiorpc_torch._server import listener, session
+from aiorpc_torch._wire.pickling import pack
+from aiorpc_torch._wire.targets import FunctionTarget
+from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch._world import worker
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate

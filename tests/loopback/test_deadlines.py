@@ -13,8 +13,8 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, call, create, remote
 from aiorpc_torch._client.call import RemoteStream
 from aiorpc_torch._client.stream_reader import StreamReader
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.targets import FetchTarget
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.targets import FetchTarget
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.actors import Counter, Sleeper

@@ -16,7 +16,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, async_execution, autograd, batched, call, remote
 from aiorpc_torch._client.call import RemoteCall
 from aiorpc_torch._protocol.exclusive import turns_of
-from aiorpc_torch._protocol.targets import FetchTarget
+from aiorpc_torch._wire.targets import FetchTarget
 from aiorpc_torch.testing import Gate
 
 pytestmark = pytest.mark.usefixtures("world")

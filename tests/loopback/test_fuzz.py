@@ -26,21 +26,22 @@ from torch.distributed import rpc
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotServing, RpcError, RRef, call, remote
 from aiorpc_torch._client import pool, torch_transfers
-from aiorpc_torch._protocol import endpoints, exceptions, pickling
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
-from aiorpc_torch._protocol.messages import (
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._server import session
+from aiorpc_torch._wire import exceptions, pickling
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
+from aiorpc_torch._wire.messages import (
     MAX_HEADS,
     decode_reply,
     load_calls,
     load_payload,
     numbers_of,
 )
-from aiorpc_torch._protocol.payloads import detach_data
-from aiorpc_torch._protocol.pickling import pack
-from aiorpc_torch._protocol.targets import FunctionTarget, MethodTarget
-from aiorpc_torch._protocol.tensors import from_bytes
-from aiorpc_torch._server import session
+from aiorpc_torch._wire.payloads import detach_data
+from aiorpc_torch._wire.pickling import pack
+from aiorpc_torch._wire.targets import FunctionTarget, MethodTarget
+from aiorpc_torch._wire.tensors import from_bytes
 from aiorpc_torch.autograd import context
 from aiorpc_torch.errors import RemoteError
 from aiorpc_torch.testing import Gate

@@ -28,7 +28,7 @@ from aiorpc_torch import (
     timeout,
 )
 from aiorpc_torch._client import torch_transfers
-from aiorpc_torch._protocol.tensors import INLINE_BYTES
+from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
 from tests.support.group_members import (

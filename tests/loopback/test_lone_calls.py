@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from aiorpc_torch import RRef, call, remote
-from aiorpc_torch._protocol.frames import CALLS, RESULTS, SEGMENTS, FrameReader
-from aiorpc_torch._protocol.messages import decode_reply, load_calls
 from aiorpc_torch._server import session
-from tests.unit.protocol.test_messages import same
+from aiorpc_torch._wire.frames import CALLS, RESULTS, SEGMENTS, FrameReader
+from aiorpc_torch._wire.messages import decode_reply, load_calls
+from tests.unit.wire.test_messages import same
 
 
 class Echo:

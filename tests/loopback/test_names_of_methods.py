@@ -11,7 +11,7 @@ import pytest
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, remote
 from aiorpc_torch._client.call import RemoteCall
-from aiorpc_torch._protocol.targets import BoundTarget, MethodTarget
+from aiorpc_torch._wire.targets import BoundTarget, MethodTarget
 
 ran: list[str] = []
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from aiorpc_torch import RRef, remote, stats
 from aiorpc_torch._client import connection, pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT, Slots, detach_data, message_for_torch
+from aiorpc_torch._wire.payloads import detach_data, message_for_torch
+from aiorpc_torch._wire.slots import UNKNOWN_OBJECT, Slots
 from tests.support.actors import Notes
 from tests.support.raw_connections import server
 

@@ -8,7 +8,7 @@ import pytest
 from torch.distributed import rpc
 
 from aiorpc_torch import RRef, create, remote
-from aiorpc_torch._protocol import wire_targets
+from aiorpc_torch._wire import wire_targets
 from tests.support.actors import Counter
 
 

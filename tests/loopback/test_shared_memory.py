@@ -17,11 +17,11 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, batched, create_all, remote, stats
 from aiorpc_torch._aio import segments
 from aiorpc_torch._client import connection, pool
-from aiorpc_torch._protocol import segment_store
-from aiorpc_torch._protocol.frames import CALLS, SEGMENTS, SHARED, SLOT, frame
-from aiorpc_torch._protocol.plain import dump
-from aiorpc_torch._protocol.segment_store import COPY_ON_LOOP, SegmentStore
-from aiorpc_torch._protocol.tensors import INLINE_BYTES
+from aiorpc_torch._shm import segment_store
+from aiorpc_torch._shm.segment_store import COPY_ON_LOOP, SegmentStore
+from aiorpc_torch._wire.frames import CALLS, SEGMENTS, SHARED, SLOT, frame
+from aiorpc_torch._wire.plain import dump
+from aiorpc_torch._wire.tensors import INLINE_BYTES
 from tests.support.raw_connections import Stranger, Tap, server
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf
@@ -661,7 +661,7 @@ async def test_a_peer_that_cannot_read_the_probe(
     monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
 ) -> None:
     """Of another process namespace, for one."""
-    monkeypatch.setattr("aiorpc_torch._protocol.segment_link.read_probe", lambda _: b"")
+    monkeypatch.setattr("aiorpc_torch._shm.segment_link.read_probe", lambda _: b"")
     proxy, x = remote(RRef(Shelf())), torch.rand(HUGE)
     for _ in range(2):
         assert torch.equal(await proxy.echo(x), x)

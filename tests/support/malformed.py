@@ -3,8 +3,8 @@
 import pickle
 from typing import Any
 
-from aiorpc_torch._protocol import plain
-from aiorpc_torch._protocol.wire_targets import NamedTarget
+from aiorpc_torch._wire import plain
+from aiorpc_torch._wire.wire_targets import NamedTarget
 
 
 class Foreign:

@@ -13,9 +13,12 @@ from torch.distributed import rpc
 from aiorpc_torch import call
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.introduction import _connect_unix
-from aiorpc_torch._protocol import channel, endpoints, plain
-from aiorpc_torch._protocol.frames import HEADER, RESULTS, FrameReader, frame
-from aiorpc_torch._protocol.handshake import (
+from aiorpc_torch._protocol import channel, endpoints
+from aiorpc_torch._server import session
+from aiorpc_torch._server.server import Server
+from aiorpc_torch._wire import plain
+from aiorpc_torch._wire.frames import HEADER, RESULTS, FrameReader, frame
+from aiorpc_torch._wire.handshake import (
     NONCE,
     PROOF,
     Addresses,
@@ -25,8 +28,6 @@ from aiorpc_torch._protocol.handshake import (
     is_callee_proven,
     new_nonce,
 )
-from aiorpc_torch._server import session
-from aiorpc_torch._server.server import Server
 from tests.support.malformed import dump
 
 read = plain.reader(Any)

@@ -10,8 +10,9 @@ import pytest
 from aiorpc_torch._aio.inline_future import InlineFuture
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.stream_reader import StreamReader
-from aiorpc_torch._protocol.columns import HELD, encode_cell
-from aiorpc_torch._protocol.frames import (
+from aiorpc_torch._torch.compat import WorkerInfo
+from aiorpc_torch._wire.columns import HELD, encode_cell
+from aiorpc_torch._wire.frames import (
     CALLS,
     CLOSE,
     CONTROL,
@@ -20,11 +21,10 @@ from aiorpc_torch._protocol.frames import (
     RETIRE,
     frame,
 )
-from aiorpc_torch._protocol.handshake import Party
-from aiorpc_torch._protocol.messages import encode_reply, load_calls, numbers_of
-from aiorpc_torch._protocol.plain import dump
-from aiorpc_torch._protocol.targets import MethodTarget
-from aiorpc_torch._torch.compat import WorkerInfo
+from aiorpc_torch._wire.handshake import Party
+from aiorpc_torch._wire.messages import encode_reply, load_calls, numbers_of
+from aiorpc_torch._wire.plain import dump
+from aiorpc_torch._wire.targets import MethodTarget
 from aiorpc_torch.errors import CallTimeout, NotServing, RemoteError, WorkerLost
 from tests.support.raw_connections import read
 

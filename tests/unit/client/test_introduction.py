@@ -8,10 +8,10 @@ import pytest
 from aiorpc_torch._client import introduction
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
-from aiorpc_torch._protocol.frames import CLOSE, RETIRE, frame
-from aiorpc_torch._protocol.handshake import HELLO, Credentials, Hello, Party, new_nonce
-from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._torch.compat import WorkerInfo
+from aiorpc_torch._wire.frames import CLOSE, RETIRE, frame
+from aiorpc_torch._wire.handshake import HELLO, Credentials, Hello, Party, new_nonce
+from aiorpc_torch._wire.plain import dump
 from aiorpc_torch.errors import NotServing, WorkerLost
 from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
 

@@ -3,9 +3,9 @@
 import pytest
 
 from aiorpc_torch import NotServing
-from aiorpc_torch._protocol.handshake import Party
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._wire.handshake import Party
 
 
 def members() -> Members:

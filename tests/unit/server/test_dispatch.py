@@ -13,8 +13,10 @@ import pytest
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported, call
 from aiorpc_torch._aio.deadlines import current_deadline, time_left
-from aiorpc_torch._protocol.frames import CALLS
-from aiorpc_torch._protocol.messages import (
+from aiorpc_torch._server.calls import RpcCall
+from aiorpc_torch._server.dispatch import calls_of
+from aiorpc_torch._wire.frames import CALLS
+from aiorpc_torch._wire.messages import (
     MAX_HEADS,
     MAX_KNOWN_HEAD,
     Group,
@@ -23,12 +25,10 @@ from aiorpc_torch._protocol.messages import (
     encode_calls,
     load_calls,
 )
-from aiorpc_torch._protocol.plain import dump
-from aiorpc_torch._protocol.targets import FunctionTarget
-from aiorpc_torch._protocol.tensor_table import TensorTable
-from aiorpc_torch._protocol.wire_targets import NamedTarget, encode_target
-from aiorpc_torch._server.calls import RpcCall
-from aiorpc_torch._server.dispatch import calls_of
+from aiorpc_torch._wire.plain import dump
+from aiorpc_torch._wire.targets import FunctionTarget
+from aiorpc_torch._wire.tensor_table import TensorTable
+from aiorpc_torch._wire.wire_targets import NamedTarget, encode_target
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import TwoEnds, two_ends
 

@@ -6,16 +6,16 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import NotExported
-from aiorpc_torch._protocol.pickling import pack
-from aiorpc_torch._protocol.targets import BoundTarget, CreateTarget, FunctionTarget, MethodTarget
-from aiorpc_torch._protocol.wire_targets import (
+from aiorpc_torch._server.exports import ExportPolicy
+from aiorpc_torch._wire.pickling import pack
+from aiorpc_torch._wire.targets import BoundTarget, CreateTarget, FunctionTarget, MethodTarget
+from aiorpc_torch._wire.wire_targets import (
     BOUND,
     CREATE,
     FUNCTION,
     NamedTarget,
     encode_target,
 )
-from aiorpc_torch._server.exports import ExportPolicy
 from tests.support.exported_shop import Shop, price, ran
 
 

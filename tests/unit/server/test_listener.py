@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from aiorpc_torch._protocol.handshake import NONCE, Party
 from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
+from aiorpc_torch._wire.handshake import NONCE, Party
 
 
 def listen(host: str | None = None) -> Listener:

@@ -9,15 +9,15 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported
-from aiorpc_torch._protocol.messages import HeadCache
-from aiorpc_torch._protocol.targets import BoundTarget, FetchTarget, FunctionTarget, MethodTarget
-from aiorpc_torch._protocol.wire_targets import encode_target
 from aiorpc_torch._server.calls import RpcCall
 from aiorpc_torch._server.exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
 from aiorpc_torch._server.exports import ExportPolicy, checked_exports
 from aiorpc_torch._server.methods import KnownHead
 from aiorpc_torch._server.stream_writer import StreamCall
 from aiorpc_torch._torch import rrefs
+from aiorpc_torch._wire.messages import HeadCache
+from aiorpc_torch._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MethodTarget
+from aiorpc_torch._wire.wire_targets import encode_target
 
 ID = (0, 1)
 

@@ -9,9 +9,9 @@ import pytest
 from torch.futures import Future
 
 from aiorpc_torch import NotServing, RemoteError, WorkerLost, call
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.frames import CALLS, frame
-from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.frames import CALLS, frame
+from aiorpc_torch._wire.plain import dump
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, gated_in_a_thread, two_ends, until
 

@@ -7,7 +7,7 @@ from operator import add
 import pytest
 
 from aiorpc_torch import RemoteError, WorkerLost, call
-from aiorpc_torch._protocol.frames import RESULTS, frame
+from aiorpc_torch._wire.frames import RESULTS, frame
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, two_ends, until
 

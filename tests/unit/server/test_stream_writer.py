@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import call
-from aiorpc_torch._protocol.window import INITIAL_CREDIT
 from aiorpc_torch._server.stream_writer import (
     StreamCall,
     check_streamable,
     pump_async,
     pump_in_thread,
 )
+from aiorpc_torch._wire.window import INITIAL_CREDIT
 from tests.support.two_ends import SOON, TwoEnds, two_ends, until
 
 UNKNOWN = 1 << 40  # no call of the caller has that number: it drops the items

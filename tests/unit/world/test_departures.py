@@ -10,8 +10,8 @@ import pytest
 
 from aiorpc_torch import WorkerLost
 from aiorpc_torch._protocol.members import Members
-from aiorpc_torch._protocol.plain import dump
 from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import departures
 from aiorpc_torch._world.departures import Departures, Request
 

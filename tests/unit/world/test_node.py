@@ -9,9 +9,9 @@ import pytest
 import aiorpc_torch as aiorpc
 from aiorpc_torch import NotServing, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._protocol.exceptions import RemoteFailure
 from aiorpc_torch._protocol.members import Members
-from aiorpc_torch._protocol.plain import dump
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world.attachments import PeerState
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch import WorkerLost
-from aiorpc_torch._protocol.exceptions import RemoteFailure
+from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._world.processes import ProcessOptions
 from aiorpc_torch._world.supervisor import Supervisor, _reason
 

@@ -5,7 +5,7 @@ import struct
 import pytest
 from hypothesis import example, given, strategies as st
 
-from aiorpc_torch._protocol.frames import (
+from aiorpc_torch._wire.frames import (
     CALLS,
     CLOSE,
     HEADER,

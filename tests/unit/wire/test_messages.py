@@ -16,7 +16,7 @@ import torch
 from hypothesis import assume, given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._protocol.columns import (
+from aiorpc_torch._wire.columns import (
     ENDED,
     FAILED,
     HELD,
@@ -25,8 +25,8 @@ from aiorpc_torch._protocol.columns import (
     direct_cell,
     encode_cell,
 )
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.messages import (
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.messages import (
     CALL_OVERHEAD,
     MAX_HEADS,
     CallHead,
@@ -42,16 +42,16 @@ from aiorpc_torch._protocol.messages import (
     load_payload,
     numbers_of,
 )
-from aiorpc_torch._protocol.plain import dump
-from aiorpc_torch._protocol.targets import (
+from aiorpc_torch._wire.plain import dump
+from aiorpc_torch._wire.targets import (
     BoundTarget,
     CreateTarget,
     FunctionTarget,
     MethodTarget,
 )
-from aiorpc_torch._protocol.tensor_table import TensorTable
-from aiorpc_torch._protocol.tensors import _DTYPES, INLINE_BYTES
-from aiorpc_torch._protocol.wire_targets import NamedTarget, decode_target, encode_target
+from aiorpc_torch._wire.tensor_table import TensorTable
+from aiorpc_torch._wire.tensors import _DTYPES, INLINE_BYTES
+from aiorpc_torch._wire.wire_targets import NamedTarget, decode_target, encode_target
 from tests.support.malformed import HEADS
 
 NOW = 1000.0

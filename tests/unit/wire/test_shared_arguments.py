@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._protocol.messages import (
+from aiorpc_torch._wire.messages import (
     CallHead,
     EncodedCall,
     HeadCache,
@@ -16,11 +16,11 @@ from aiorpc_torch._protocol.messages import (
     encode_calls,
     load_calls,
 )
-from aiorpc_torch._protocol.plain import dump
-from aiorpc_torch._protocol.shared_arguments import EachValue, MemberArguments, encode_for_members
-from aiorpc_torch._protocol.tensor_table import TensorTable
-from aiorpc_torch._protocol.tensors import INLINE_BYTES
-from aiorpc_torch._protocol.wire_targets import NamedTarget
+from aiorpc_torch._wire.plain import dump
+from aiorpc_torch._wire.shared_arguments import EachValue, MemberArguments, encode_for_members
+from aiorpc_torch._wire.tensor_table import TensorTable
+from aiorpc_torch._wire.tensors import INLINE_BYTES
+from aiorpc_torch._wire.wire_targets import NamedTarget
 
 
 def decoded(row: MemberArguments) -> Any:
@@ -195,7 +195,7 @@ def test_a_call_is_as_large_as_alone(work: Any, count: int) -> None:
 
 def test_a_slot_alone_cannot_be_read() -> None:
     """Nothing but its message fills it."""
-    from aiorpc_torch._protocol import pickling
+    from aiorpc_torch._wire import pickling
 
     for part in (pickling._value_slot, pickling._fill_slots):
         with pytest.raises(pickle.UnpicklingError):

@@ -5,7 +5,7 @@ from collections import Counter
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from aiorpc_torch._protocol.segment_pool import MIN_SEGMENT, SegmentPool, segment_size
+from aiorpc_torch._shm.segment_pool import MIN_SEGMENT, SegmentPool, segment_size
 
 LIMIT = 16 * MIN_SEGMENT
 COUNT = 5

@@ -25,7 +25,7 @@ from aiorpc_torch import (
     WorkerLost,
     WorldTimeout,
 )
-from aiorpc_torch._protocol.exceptions import (
+from aiorpc_torch._wire.exceptions import (
     RemoteFailure,
     copy_exception,
     ensure_raisable,

@@ -3,7 +3,7 @@
 from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from aiorpc_torch._protocol.window import BYTES_PER_CREDIT, FlowWindow, credit_cost
+from aiorpc_torch._wire.window import BYTES_PER_CREDIT, FlowWindow, credit_cost
 
 sizes = st.one_of(st.integers(0, 60), st.integers(0, 1000))
 

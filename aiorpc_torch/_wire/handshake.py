@@ -3,7 +3,7 @@
 The callee gives the caller a secret and the addresses of its listener by torch RPC. On the
 connection the callee sends a nonce, then the caller its hello, then the callee its proof. Fresh
 nonces exclude replays; labels of the roles exclude reflection. Nothing is encrypted. The handshake
-rejects other processes and stale addresses. (tests/unit/protocol/test_handshake.py)
+rejects other processes and stale addresses. (tests/unit/wire/test_handshake.py)
 """
 
 import hmac

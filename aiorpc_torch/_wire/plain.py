@@ -2,7 +2,7 @@
 
 A reader declares the types of a message. What it does is bounded by the length of the bytes: it
 allocates nothing for what they only declare, refuses depth, and runs no code of users.
-(tests/unit/protocol/test_plain.py)
+(tests/unit/wire/test_plain.py)
 """
 
 from collections.abc import Callable, Iterable

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._protocol.handshake import (
+from aiorpc_torch._wire.handshake import (
     HELLO,
     NONCE,
     PROOF,

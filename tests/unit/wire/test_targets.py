@@ -3,7 +3,7 @@
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._protocol.targets import check_public_name
+from aiorpc_torch._wire.targets import check_public_name
 
 
 @pytest.mark.promise("security.private")

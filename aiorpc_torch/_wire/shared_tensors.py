@@ -2,7 +2,7 @@
 
 A `Block` is memory that is written and freed as a whole: that of the tensors which one receiver
 gets, or of those which many receivers get. A receiver's tensors lie in the block; nothing is copied
-for them. (tests/unit/protocol/test_shared_tensors.py)
+for them. (tests/unit/wire/test_shared_tensors.py)
 """
 
 import math

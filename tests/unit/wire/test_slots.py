@@ -13,11 +13,11 @@ from hypothesis import settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from aiorpc_torch._protocol.columns import FAILED, HELD, HeldResult, encode_cell
-from aiorpc_torch._protocol.connection_state import ReplyState, SendState
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.frames import CALLS, CONTROL, SHARED, SLOT
-from aiorpc_torch._protocol.messages import (
+from aiorpc_torch._wire.columns import FAILED, HELD, HeldResult, encode_cell
+from aiorpc_torch._wire.connection_state import ReplyState, SendState
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.frames import CALLS, CONTROL, SHARED, SLOT
+from aiorpc_torch._wire.messages import (
     CallHead,
     EncodedCall,
     Group,
@@ -30,12 +30,12 @@ from aiorpc_torch._protocol.messages import (
     load_calls,
     load_payload,
 )
-from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT, Slots
-from aiorpc_torch._protocol.plain import dump, reader
-from aiorpc_torch._protocol.targets import FunctionTarget, MethodTarget, order_key
-from aiorpc_torch._protocol.tensor_table import TensorTable
-from aiorpc_torch._protocol.window import FlowWindow
-from aiorpc_torch._protocol.wire_targets import decode_target, encode_target
+from aiorpc_torch._wire.plain import dump, reader
+from aiorpc_torch._wire.slots import UNKNOWN_OBJECT, Slots
+from aiorpc_torch._wire.targets import FunctionTarget, MethodTarget, order_key
+from aiorpc_torch._wire.tensor_table import TensorTable
+from aiorpc_torch._wire.window import FlowWindow
+from aiorpc_torch._wire.wire_targets import decode_target, encode_target
 
 SESSION = "me", 1, 2
 TARGETS: list[Any] = [

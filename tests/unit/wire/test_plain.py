@@ -7,15 +7,15 @@ from typing import Any, NamedTuple
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._protocol.columns import PLAIN, direct_cell
-from aiorpc_torch._protocol.messages import (
+from aiorpc_torch._wire.columns import PLAIN, direct_cell
+from aiorpc_torch._wire.messages import (
     Group,
     _read_groups,
     _read_head,
     _read_payload,
     _read_reply,
 )
-from aiorpc_torch._protocol.plain import dump, is_wire_text, reader, wire_text
+from aiorpc_torch._wire.plain import dump, is_wire_text, reader, wire_text
 from tests.support.malformed import BYTES
 
 read = reader(Any)

@@ -13,11 +13,11 @@ import torch
 from hypothesis import given, strategies as st
 
 from aiorpc_torch import RemoteError, batched
-from aiorpc_torch._protocol import by_value
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.pickling import pack, unpack
-from aiorpc_torch._protocol.targets import FunctionTarget
-from aiorpc_torch._protocol.wire_targets import encode_target, name_of
+from aiorpc_torch._wire import by_value
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.pickling import pack, unpack
+from aiorpc_torch._wire.targets import FunctionTarget
+from aiorpc_torch._wire.wire_targets import encode_target, name_of
 
 pytest.importorskip("cloudpickle")
 

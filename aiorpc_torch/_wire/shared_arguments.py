@@ -1,7 +1,7 @@
 """Arguments of a group call: encoded once for all members, except the values of `each`.
 
 Values that need no pickling are cells, which all members share. Any other arguments are pickled
-together, once. (tests/unit/protocol/test_shared_arguments.py)
+together, once. (tests/unit/wire/test_shared_arguments.py)
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set

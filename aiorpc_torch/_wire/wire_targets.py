@@ -2,7 +2,7 @@
 
 A name is a kind of target, a module and a path in it, so a reader with `exports=` compares text and
 imports nothing. What has no such name is pickled: a function that travels by value, a partial, an
-object that can be called. (tests/unit/protocol/test_wire_targets.py)
+object that can be called. (tests/unit/wire/test_wire_targets.py)
 """
 
 import copyreg

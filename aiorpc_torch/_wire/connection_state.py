@@ -7,14 +7,14 @@ A lone call or result is sent at once: another loop iteration would be a tenth o
 of one iteration are sent at its end, in one frame. Callers that were woken together call together
 again; sending the first call early would split their batch. While the tensors of a call are copied
 to shared memory, later calls of its object wait here; their own tensors are copied meanwhile.
-(tests/unit/protocol/test_connection_state.py)
+(tests/unit/wire/test_connection_state.py)
 """
 
 from collections import deque
 from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
-from .payloads import Slots
+from .slots import Slots
 from .window import FlowWindow
 
 MAX_CALLS = 256

@@ -14,10 +14,10 @@ from hypothesis import given, strategies as st
 from torch import nn
 
 from aiorpc_torch import batched
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.pickling import PickledValue
-from aiorpc_torch._protocol.plain import dump, reader
-from aiorpc_torch._protocol.targets import (
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.pickling import PickledValue
+from aiorpc_torch._wire.plain import dump, reader
+from aiorpc_torch._wire.targets import (
     BoundTarget,
     CreateTarget,
     FetchTarget,
@@ -26,7 +26,7 @@ from aiorpc_torch._protocol.targets import (
     Target,
     order_key,
 )
-from aiorpc_torch._protocol.wire_targets import (
+from aiorpc_torch._wire.wire_targets import (
     NamedTarget,
     decode_target,
     encode_target,

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch._protocol.shared_tensors import (
+from aiorpc_torch._wire.shared_tensors import (
     ALIGNMENT,
     Block,
     Place,
@@ -20,7 +20,7 @@ from aiorpc_torch._protocol.shared_tensors import (
     share,
     tensors_at,
 )
-from aiorpc_torch._protocol.tensors import _DTYPES, INLINE_BYTES
+from aiorpc_torch._wire.tensors import _DTYPES, INLINE_BYTES
 
 LARGE = INLINE_BYTES // 4 + 1  # elements of float32
 

@@ -2,7 +2,7 @@
 
 A state machine without system calls, a clock or torch. A segment is free, or it has holders: the
 sender while it writes, and each receiver until it has freed its tensors. Only a free segment is
-used again. (tests/unit/protocol/test_segment_pool.py)
+used again. (tests/unit/shm/test_segment_pool.py)
 """
 
 from collections.abc import Iterable

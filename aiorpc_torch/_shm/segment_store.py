@@ -17,8 +17,8 @@ from .._aio.entry_queue import EntryQueue
 from .._aio.loops import call_soon
 from .._aio.segments import Probe, Segment
 from .._aio.threads import ThreadCache
+from .._wire.shared_tensors import Block
 from .segment_pool import SegmentPool
-from .shared_tensors import Block
 
 COPY_ON_LOOP = 1 << 20
 """Maximum bytes that are copied on the event loop, in about 0.2 ms."""

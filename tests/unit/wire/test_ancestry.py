@@ -5,7 +5,7 @@ from typing import Any
 
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._protocol.ancestry import (
+from aiorpc_torch._wire.ancestry import (
     HERE,
     BatchScope,
     ancestor_batches,

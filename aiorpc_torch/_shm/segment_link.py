@@ -15,11 +15,11 @@ from torch import Tensor
 
 from .._aio.entry_queue import EntryQueue
 from .._aio.segments import Mapping, SegmentName, is_supported, map_segment, read_probe
-from .frames import SEGMENTS, SHARED, ProtocolError, frame
-from .payloads import attach_data, detach_data
-from .plain import dump, reader
+from .._wire.frames import SEGMENTS, SHARED, ProtocolError, frame
+from .._wire.payloads import attach_data, detach_data
+from .._wire.plain import dump, reader
+from .._wire.shared_tensors import Block, Place, check_places, place, tensors_at
 from .segment_store import Lease, SegmentStore, store_of
-from .shared_tensors import Block, Place, check_places, place, tensors_at
 
 _read_news = reader(tuple[SegmentName | None, bytes | None, list[int], list[int], list[int]])
 _read_shared = reader(tuple[list[tuple[int, int, int, int, bool]], list[Place], bytes])

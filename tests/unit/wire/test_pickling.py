@@ -10,10 +10,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor, nn
 
-from aiorpc_torch._protocol.exceptions import RemoteFailure
-from aiorpc_torch._protocol.payloads import message_for_torch
-from aiorpc_torch._protocol.pickling import pack, unpack
-from aiorpc_torch._protocol.tensors import INLINE_BYTES, from_bytes
+from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.payloads import message_for_torch
+from aiorpc_torch._wire.pickling import pack, unpack
+from aiorpc_torch._wire.tensors import INLINE_BYTES, from_bytes
 
 DTYPES = [
     torch.float32,

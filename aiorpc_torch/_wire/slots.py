@@ -7,16 +7,9 @@ device, in autograd, between hosts. Such a call sends a slot on the connection, 
 torch message. (tests/loopback/test_payloads.py)
 """
 
-import ctypes
 from collections import deque
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable
 from typing import Generic, TypeVar
-
-import torch
-from torch import Tensor
-
-from .._torch.cuda import sendable
-from .shared_tensors import compact
 
 T = TypeVar("T")
 
@@ -24,8 +17,6 @@ UNKNOWN_OBJECT: None = None
 """Key of a call of an unknown object, which holds back every later call."""
 
 MAX_CLOSED = 4096  # numbers that are remembered
-
-_ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
 
 
 class _Entry(Generic[T]):
@@ -160,30 +151,3 @@ class Slots(Generic[T]):
             else:
                 ready.append(entry.item)
         return ready  # type: ignore[return-value]
-
-
-def message_for_torch(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
-    """Return data and tensors as torch sends them, to be read by `detach_data`.
-
-    Call it on the streams from which the tensors are sent: some may have to be copied.
-
-    Raises:
-        ValueError: if torch cannot send these tensors together.
-    """
-    data, tensors = attach_data(data, tensors)
-    return data, sendable([*map(compact, tensors)])
-
-
-def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
-    """Return data and tensors; long data becomes b"" and one more tensor."""
-    if len(data) <= _ATTACHED:
-        return data, tensors
-    return b"", [*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
-
-
-def detach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
-    """Return the arguments of `attach_data`."""
-    if data:
-        return data, tensors
-    *rest, last = tensors
-    return ctypes.string_at(last.data_ptr(), last.nbytes), rest

@@ -9,14 +9,14 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from aiorpc_torch._protocol.connection_state import (
+from aiorpc_torch._wire.connection_state import (
     FRAME_BYTES,
     MAX_CALLS,
     ReplyState,
     SendState,
 )
-from aiorpc_torch._protocol.payloads import UNKNOWN_OBJECT
-from aiorpc_torch._protocol.window import FlowWindow
+from aiorpc_torch._wire.slots import UNKNOWN_OBJECT
+from aiorpc_torch._wire.window import FlowWindow
 
 SIZES = st.sampled_from([0, 1, 100, FRAME_BYTES // 2, FRAME_BYTES, FRAME_BYTES + 1])
 COUNTS = st.sampled_from([1, 2, 3, MAX_CALLS - 1, MAX_CALLS, MAX_CALLS + 1, 3 * MAX_CALLS])

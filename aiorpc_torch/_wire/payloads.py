@@ -1,0 +1,39 @@
+"""Messages of torch RPC: bytes and tensors, of which long bytes become one."""
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .._torch.cuda import sendable
+from .shared_tensors import compact
+
+_ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
+
+
+def message_for_torch(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, list[Tensor]]:
+    """Return data and tensors as torch sends them, to be read by `detach_data`.
+
+    Call it on the streams from which the tensors are sent: some may have to be copied.
+
+    Raises:
+        ValueError: if torch cannot send these tensors together.
+    """
+    data, tensors = attach_data(data, tensors)
+    return data, sendable([*map(compact, tensors)])
+
+
+def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
+    """Return data and tensors; long data becomes b"" and one more tensor."""
+    if len(data) <= _ATTACHED:
+        return data, tensors
+    return b"", [*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
+
+
+def detach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
+    """Return the arguments of `attach_data`."""
+    if data:
+        return data, tensors
+    *rest, last = tensors
+    return ctypes.string_at(last.data_ptr(), last.nbytes), rest
