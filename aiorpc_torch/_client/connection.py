@@ -154,12 +154,13 @@ class Connection(Channel):
         number = self._calls
         self._calls = number + 1
         self._messages += 1
+        self._bytes += len(data)
         self._state.window.sent(number, len(data))
         future.target, future.source, future.started = encoded, target, time.monotonic()
         self._pending[number] = future
         if profiler_enabled():
             self._record(future, target)
-        self._write(CALLS, data)
+        self.write(frame(CALLS, data))
         return number
 
     def call_prepared(
