@@ -2,6 +2,9 @@
 
 `SendState` decides when calls are sent; `PendingCalls` holds the receivers of their replies.
 Payloads that do not travel on the connection go by torch RPC.
+
+A connection is one-way: two workers that connect to each other at once make two of them, and no
+rule has to choose one.
 """
 
 import asyncio

@@ -37,7 +37,7 @@ class StreamReader:
         self.target: Any = None  # of the call, as encoded
         self.source: Any = None  # the target as the caller named it
         self.event: Any = None  # of a profiler that records the call, until the end
-        self.started = 0.0  # `time.monotonic()` of the event-loop iteration of the call
+        self.started = 0.0  # `time.monotonic()` of the call
 
     def add(self, value: Any, price: int) -> Item | None:
         """Add the next item or the end; return the item if it is held by the callee."""

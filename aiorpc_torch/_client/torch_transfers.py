@@ -1,8 +1,9 @@
 """Values of one connection that travel by torch RPC: payloads of calls, and held results.
 
 A payload is large, on a device or of an autograd context; its call's slot is on the connection. A
-held result is large: the connection announces it, and this module collects it.
-(tests/loopback/test_payloads.py)
+held result is large: the connection announces it, and this module collects it. The caller's device
+maps count for torch's replies, so the value comes as one. For a message that the callee sends, the
+callee's maps would count. (tests/loopback/test_payloads.py)
 """
 
 import asyncio

@@ -1,1 +1,1 @@
-"""Messages between workers: codecs, frames, flow control, entry points for torch RPC."""
+"""Parts of both ends: the driver of a connection, members, names, turns, entry points."""

@@ -1,6 +1,9 @@
 """The driver of one connection: frames in and out over one transport of an event loop.
 
 Subclasses handle the frames: `Connection` at the caller, `Session` at the callee.
+
+No timer ends an open connection; the failure detector judges silence. `TCP_USER_TIMEOUT` is not
+set: with 1 s it ended, after 1.5 s, a connection to a live peer that merely did not read.
 """
 
 import asyncio
@@ -46,7 +49,9 @@ class Channel:
         ended: Event that is set when the transport is closed.
     """
 
-    HIGH_WATER = 256 * 1024  # unsent bytes at which the transport calls `pause_writing`
+    HIGH_WATER = 256 * 1024
+    """Unsent bytes at which the transport calls `pause_writing`. The rest stays in the caller's
+    queue, from which cancelled and late calls are dropped."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -169,7 +174,7 @@ class Channel:
             self.abort()
         except Exception as exc:
             log.warning("%r rejected an unreadable frame: %r", self, exc)
-            self._discards_input = True
+            self._discards_input = True  # the bytes that follow cannot be trusted either
             self.close("broken", f"cannot read a frame: {exc}")
             self.on_broken(exc)
         self.on_read()

@@ -1,6 +1,10 @@
 """Entry points that peers call by torch RPC, on torch's threads, even if the event loop is blocked.
 
 They delegate to the current node. Without one they answer with `NotServing`.
+
+What must go on while an event loop is blocked is here: pings, collecting results, plain torch
+clients. Calls need the event loop, also those of a plain `def`. If a thread read the socket, a lone
+call would need two more changes of threads.
 """
 
 import threading

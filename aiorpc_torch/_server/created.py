@@ -5,6 +5,10 @@ reference tells it when the object is gone, which is too late to call a method. 
 released object for the `__del__` of its class alone (PEP 442). So the class of a created object has
 such a `__del__` while its worker is in its world. Types whose attributes cannot be set, such as
 files, end by themselves when they are freed. (tests/unit/server/test_created.py)
+
+Other ways were rejected. A second reference hides the release, and keeps a cycle for ever. A holder
+behind the RRef is what `local_value()` and plain torch clients would get. A subclass is not the
+class as which objects are pickled.
 """
 
 import asyncio
@@ -104,6 +108,8 @@ class CreatedObjects:
         for ref in [*refs.values()]:
             if (instance := ref()) is not None:
                 self._begin_end(instance)
+        # Not sooner: from Python 3.13 on, a class whose attributes have changed a thousand times
+        # loses the interpreter's caches.
         for cls in self._hooked.owners():
             _unhook(cls)
         if not self._ending:

@@ -86,7 +86,9 @@ def _new_head(session: Session, data: bytes) -> KnownHead:
 
 
 def _batch_scope(batches: frozenset[BatchId], session: Session, number: int) -> BatchScope:
-    # Not a method of the call: tasks that outlive the call would keep its object alive.
+    # Open until the call is answered or cancelled: a task that outlives the call may call the queue
+    # again. (tests/loopback/test_self_waiting_batches.py)
+    # Not a method of the call: such tasks would keep its object alive.
     calls = session.calls
 
     def is_open() -> bool:

@@ -4,8 +4,8 @@ The decorator marks a class. Calls of peers find the mark and take the turn when
 (`exclusive_calls`), and so do batches when they run (`_batching.queue`).
 
 A coroutine that code of this process awaits directly takes the turn too. Python looks it up on the
-class alone, so a guard stands there in the place of each `async def`, also of subclasses. A call
-that holds the turn does without the guards.
+class alone, so a guard stands there in the place of each `async def`, also of subclasses. (A
+`__getattribute__` would slow each `self.x`.) A call that holds the turn does without the guards.
 """
 
 import contextlib
@@ -98,7 +98,11 @@ def _inherited(cls: type, name: str, instance: Any) -> Any:
 
 
 def _guard_of(function: Callable[..., Any], bind: Callable[[Any], Any]) -> Any:
-    """Return a function that takes a turn, None if `function` cannot wait for one."""
+    """Return a function that takes a turn, None if `function` cannot wait for one.
+
+    A plain `def` cannot. On the loop, waiting would block all. In a thread, it could wait for the
+    method that has started the thread, as it lacks that method's context.
+    """
     if inspect.iscoroutinefunction(function):
         return _guarded_coroutine(function, bind)
     return _guarded_generator(function, bind) if inspect.isasyncgenfunction(function) else None

@@ -1,4 +1,8 @@
-"""Calls of peers on exclusive objects: they wait on the event loop, without a task or a thread."""
+"""Calls of peers on exclusive objects: they wait on the event loop, without a task or a thread.
+
+Plain `def`s that wait in threads could use all of them. The call that they wait for could then not
+call back.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple

@@ -28,6 +28,9 @@ log = logging.getLogger("aiorpc_torch")
 class Executor:
     """The executor of one worker's calls: on the running loop and in up to `threads` threads.
 
+    The threads are not torch's RPC threads, which also complete replies and time-outs: 2N-1 nested
+    calls would block N of them. (`test_deep_nesting_with_two_threads`)
+
     Attributes:
         refusal: makes the error of calls that may not start any more, None while they may.
     """

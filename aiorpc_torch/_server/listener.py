@@ -60,6 +60,8 @@ class Listener:
             raise
 
     def _listen(self, host: str | None) -> Addresses:
+        # An abstract socket leaves no file behind after `kill -9`, and is reached in one network
+        # namespace only.
         name = f"aiorpc-{secrets.token_hex(16)}"
         self._listen_on(socket.AF_UNIX, f"\0{name}")
         if host is None:

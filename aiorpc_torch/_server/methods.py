@@ -85,7 +85,9 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
         exports.check(target, owner)
     function = target.bind(owner)
     on_loop, joiner = runs_on_loop(function), batch_joiner(function)
-    if joiner is None and is_exclusive(owner):  # a batch takes the turn when it runs
+    # A batch takes the turn when it runs. If its calls took it when they join, each would wait for
+    # the batch of the one before.
+    if joiner is None and is_exclusive(owner):
         entrance = Entrance(turns_of(owner), on_loop)
         kind = ExclusiveStream if stream else ExclusiveCall
         return unguarded(function), True, entrance, kind

@@ -106,7 +106,11 @@ class Handler(Protocol):
 class Session(Channel):
     """One connection from the worker `caller`. Results may come from any thread."""
 
-    HIGH_WATER = 8 << 20  # bytes of unsent results at which reading pauses
+    HIGH_WATER = 8 << 20
+    """Bytes of unsent results at which reading pauses. Running calls never pause it: plain `def`s
+    that hold all threads may wait for a call that is not read yet. A caller that cannot write still
+    reads. So a paused callee waits for its caller's event loop only.
+    (`test_a_peer_that_does_not_read_is_not_read_from`)"""
 
     def __init__(
         self,

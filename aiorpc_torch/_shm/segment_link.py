@@ -76,7 +76,8 @@ class SegmentLink:
         self._loop = loop
         self._store: SegmentStore | None = None
         self._leased: Counter[int] = Counter()  # segments that the peer holds
-        self._unopened: Counter[int] = Counter()  # those that it has not mapped yet
+        # Those that it has not mapped yet, and could not map after the end of this process.
+        self._unopened: Counter[int] = Counter()
         self._copying = 0  # messages whose tensors are being written
         self._peer = 0  # its process id
         self._mappings: dict[int, Mapping] = {}  # of the peer's segments, by number
@@ -245,6 +246,10 @@ class SegmentLink:
         name = SegmentName(self._peer, descriptor, inode, size)
         if not self._peer:
             raise ProtocolError("a segment before any offer")
+        # A single receiver maps a segment shared, and keeps the mapping: later uses bring no page
+        # faults. Many receivers map it privately. Reading 16 MB took 0.6 ms in a kept shared
+        # mapping and 1.4 ms in a new private one; writing took 0.7 and 12.7 ms, as each page is
+        # copied. A copy for each receiver takes 1.3 ms of the sender, 16 ms in a new segment.
         mapping = None if private else self._mappings.get(number)
         if mapping is None:
             mapping = map_segment(name, private=private)
@@ -256,6 +261,7 @@ class SegmentLink:
         buffer = mapping.buffer()
         key = self._last_buffer = self._last_buffer + 1
         freed = self._freed
+        # `torch.frombuffer` keeps the buffer until its last storage is freed, in any thread.
         self._buffers[key] = weakref.ref(buffer, lambda _: freed.put((key, number)))
         return buffer
 

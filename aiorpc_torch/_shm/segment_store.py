@@ -198,6 +198,8 @@ class SegmentStore:
         """
         if block.lease is None:
             found = self._unwritten.get(block.content) if self._unwritten else None
+            # The copy of a call that was cancelled, or has failed, serves no other: its caller may
+            # change the tensor while it is copied.
             if found is None or not found.is_current():
                 self._start(block)
             else:

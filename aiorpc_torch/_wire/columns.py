@@ -54,7 +54,7 @@ def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
         if data is not None:
             return (value.dtype, value.shape), data
         if value.is_cuda or value.layout in COMPRESSED:
-            return None
+            return None  # it is packed with its call, as only a PickledValue has a fence
         return TENSOR, compact_at_call(value)
     if cls in _ATOMS or (cls is int and MIN_INT <= value <= MAX_INT):
         return PLAIN, value

@@ -33,7 +33,11 @@ _NOT_TRANSFERABLE = (
 
 @dataclass(slots=True, eq=False, repr=False)
 class RemoteFailure:
-    """An exception of another worker: always its text, and its pickle if there is one."""
+    """An exception of another worker: always its text, and its pickle if there is one.
+
+    torch itself keeps only the classes `ValueError` and `TypeError`. It returns an exception that
+    was set in a future as a value. So every result says whether it is a value or a failure.
+    """
 
     worker: str
     summary: str

@@ -140,7 +140,10 @@ def _prove(
 
 
 def network_namespace() -> str:
-    """Return an id of this process's network namespace, "" if unknown."""
+    """Return an id of this process's network namespace, "" if unknown.
+
+    Workers compare these ids instead of trying addresses.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

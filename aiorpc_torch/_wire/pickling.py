@@ -1,7 +1,9 @@
 """Pickling of values that are not plain cells: tensors, RRefs and exceptions included.
 
 Each call's arguments and each result are pickled apart from the message. A value that cannot be
-unpickled fails its own call only. Tensors stay outside the bytes; torch sends them without a copy.
+unpickled fails its own call only. torch answers a message that it cannot unpickle without calling
+the callee's code, so it gets bytes and tensors only. Tensors stay outside the bytes; torch sends
+them without a copy.
 """
 
 import io

@@ -2,7 +2,9 @@
 
 A reader declares the types of a message. What it does is bounded by the length of the bytes: it
 allocates nothing for what they only declare, refuses depth, and runs no code of users.
-(tests/unit/wire/test_plain.py)
+
+Not pickle: a few bytes of it reserve a gigabyte for its memo, and 100,000 nested lists end the
+interpreter. (tests/unit/wire/test_plain.py)
 """
 
 from collections.abc import Callable, Iterable

@@ -11,7 +11,9 @@ from .._torch.sendable import PLAIN_KEYS, check_tensor, has_memory, is_plain
 
 INLINE_BYTES = 128 * 1024
 """Maximum bytes of a tensor, of a call's arguments or of a result that travel on the connection.
-Larger ones travel by torch RPC (`python -m benchmarks.threshold`)."""
+Larger ones travel in shared memory or by torch RPC (`python -m benchmarks.threshold`).
+At 32 KiB a connection took a quarter to a half of the time of shared memory, at 1 MiB nine times as
+long, alone and with 64 calls in flight."""
 
 SHARED_BUFFER_BYTES = 4096  # maximum bytes of a column whose tensors share one buffer
 
@@ -25,7 +27,8 @@ _copy = ctypes.string_at
 def small_bytes(tensor: Tensor) -> bytes | None:
     """Return a copy of the elements of a small, plain, dense CPU tensor outside autograd.
 
-    Return None for any other tensor.
+    Return None for any other tensor. Not a view of the memory: on Python 3.12 a transport keeps
+    views that it cannot write at once, and a change after its `write` arrived at the peer.
     """
     if dispatch_keys(tensor).raw_repr() not in PLAIN_KEYS or tensor.requires_grad:
         return None
@@ -98,7 +101,11 @@ def dtype_named(name: str) -> torch.dtype:
 
 
 def compact_storage(tensor: Tensor) -> Tensor:
-    """Return the tensor, or a copy of it if its storage is larger than the tensor."""
+    """Return the tensor, or a copy of it if its storage is larger than the tensor.
+
+    torch sends the whole storage of a view, unless it is more than twice the view. So a row would
+    be sent with its whole batch.
+    """
     if tensor.layout is not torch.strided:
         return tensor
     return tensor.clone() if tensor.untyped_storage().nbytes() > tensor.nbytes else tensor
@@ -116,6 +123,8 @@ def is_contiguous_part(tensor: Tensor) -> bool:
 
 def compact_at_call(tensor: Tensor) -> Tensor:
     """Return the tensor as a call holds it, copied now if it cannot be cut out when it is sent.
+
+    Any other part is not copied here: that would be a second copy, on the event loop.
 
     Raises:
         ValueError: if the tensor cannot be sent.
