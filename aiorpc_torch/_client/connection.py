@@ -350,7 +350,7 @@ class Connection(Channel):
         """Send a call whose tensors are in shared memory, after those before it."""
         call.shared, call.by_torch = message, message is None
         if self._state.end_copy(call):
-            self.flush()
+            self.flush_soon()  # not at once: a small copy ends inside `flush()`, which sends it
 
     def _object_of(self, call: EncodedCall) -> Any:
         return slot_key(self._pending[call.number].source)

@@ -116,6 +116,19 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 @pytest.mark.promise("shared.values")
+async def test_many_copied_calls_at_once(shelf: Shelf) -> None:
+    """More than Python calls itself: each copy ends inside the loop that sends it."""
+    before, rref = stats().shared_messages, RRef(shelf)
+    async with asyncio.timeout(SOON):
+        sums = await asyncio.gather(
+            *(remote(rref).keep_changed(torch.full((LARGE,), float(n))) for n in range(300))
+        )
+    assert sums == [(n + 1.0) * LARGE for n in range(300)]
+    assert [float(tensor[0]) - 1 for tensor in shelf.kept] == [*range(300)]
+    assert stats().shared_messages - before > 250
+
+
+@pytest.mark.promise("shared.values")
 @pytest.mark.parametrize("size", [LARGE, HUGE])
 async def test_tensors_travel_in_shared_memory(shelf: Shelf, size: int) -> None:
     """There and back, and nothing of them by torch."""
