@@ -9,7 +9,6 @@ rule has to choose one.
 
 import asyncio
 import contextvars
-import functools
 import logging
 import time
 from collections.abc import Collection, Sequence
@@ -22,36 +21,29 @@ from .._aio.inline_future import InlineFuture, resume_all
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import RecordedCall, record_for_call
-from .._shm.segment_link import SegmentLink, SharedMessage
+from .._shm.segment_link import SegmentLink
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._wire.columns import STREAM_END
-from .._wire.connection_state import SendState
 from .._wire.frames import (
-    CALLS,
-    CONTROL,
-    MAX_FRAME,
     RESULTS,
     RETIRE,
     SEGMENTS,
     SHARED,
-    SLOT,
     ProtocolError,
     frame,
 )
 from .._wire.handshake import Party
-from .._wire.messages import Arguments, EncodedCall, decode_reply, encode_calls
-from .._wire.plain import dump
+from .._wire.messages import Arguments, EncodedCall, decode_reply
 from .._wire.shared_arguments import MemberArguments
 from .._wire.targets import Target, call_name, target_name
-from .._wire.tensor_table import TensorTable
-from .._wire.window import TRICKLE_INTERVAL, FlowWindow
 from .._wire.wire_targets import EncodedTarget
 from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
 from .answers import error_of_close
-from .call_encoder import CallEncoder, slot_key
+from .call_encoder import CallEncoder
 from .introduction import Holding, Introductions, held_too_long
 from .pending import PendingCalls, ReplyReceiver
+from .sender import CallSender
 from .stream_reader import StreamReader
 from .torch_transfers import TorchTransfers
 
@@ -87,14 +79,14 @@ class Connection(Channel):
         self._key = (me.name, me.number, connection_number)
         self._observer = observer
         self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
-        self._calls = self._messages = self._bytes = 0
+        self._calls = 0
         self._pending = PendingCalls()
-        self._state = SendState[EncodedCall](
-            self._pending, FlowWindow(), self._on_dropped, self._object_of
-        )
-        self._trickle_timer: asyncio.TimerHandle | None = None
         self._segments = SegmentLink(self, self._loop)
         self._transfers = TorchTransfers(peer, self._key, self._pending, self._segments, self)
+        self._sender = CallSender(
+            self, peer.name, self._loop, self._pending, self._segments, self._transfers, self._fail
+        )
+        self._state = self._sender.state
         self._wake: list[InlineFuture] = []  # resolved by the current read
         self._still_woken = 0  # callers that the read before woke, if this one brings no reply
         self._opening: asyncio.Task[None] | None = None
@@ -131,8 +123,8 @@ class Connection(Channel):
             "calls": self._calls,
             "in_flight": len(self._pending),
             "unsent": len(self._state),
-            "messages": self._messages,
-            "bytes_sent": self._bytes,
+            "messages": self._sender.messages,
+            "bytes_sent": self._sender.bytes,
             "late": self._pending.late,
             "shared_messages": self._segments.sent,
         }
@@ -157,14 +149,11 @@ class Connection(Channel):
         """Send a call without the queue; return its number."""
         number = self._calls
         self._calls = number + 1
-        self._messages += 1
-        self._bytes += len(data)
-        self._state.window.sent(number, len(data))
         future.target, future.source, future.started = encoded, target, time.monotonic()
         self._pending[number] = future
         if profiler_enabled():
             self._record(future, target)
-        self.write(frame(CALLS, data))
+        self._sender.send_alone(number, data)
         return number
 
     def call_prepared(
@@ -204,11 +193,6 @@ class Connection(Channel):
             error = CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
             self._pending.fail((number,), error)
             self.flush_soon()
-
-    def _on_dropped(self, call: EncodedCall) -> None:
-        """Forget a call that was cancelled before it was sent."""
-        if call.recorded is not None:
-            call.recorded.failed("was cancelled before it was sent")
 
     def _grant(self, number: int, credit: int) -> None:
         self._state.credits.append((number, credit))
@@ -277,89 +261,14 @@ class Connection(Channel):
     def flush(self) -> None:
         if not self.is_open:
             return
-        if (controls := self._state.controls()) is not None:  # before later calls
-            self._write(CONTROL, dump(controls))
-        while calls := self._state.take():
-            self._send(calls)
-        if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
-            answers = self._state.window.answers
-            self._trickle_timer = self._loop.call_later(TRICKLE_INTERVAL, self._trickle, answers)
-        if self._must_answer_retire and not len(self._state):
+        self._sender.flush()
+        if self._must_answer_retire and not self._sender.state:
             self._must_answer_retire = False
             self.write(frame(RETIRE, b""))
 
-    def _trickle(self, answers: int) -> None:
-        self._trickle_timer = None
-        self._state.must_admit = answers == self._state.window.answers
-        self.flush()
-
-    def _write(self, kind: int, data: bytes) -> None:
-        self._bytes += len(data)
-        self.write(frame(kind, data))
-
-    def _send(self, calls: Sequence[EncodedCall]) -> None:
-        """Send calls in one frame, in several if they are too large."""
-        first = calls[0]
-        if first.is_large:
-            self._send_large(first)
-            return
-        try:
-            data = dump(encode_calls(calls, time.monotonic(), TensorTable()))
-        except Exception as exc:  # out of memory, for one; nothing was sent
-            error = RpcError(f"a call to worker {self.peer.name!r} could not be sent: {exc}")
-            self._fail([call.number for call in calls], error)
-            return
-        if len(data) <= MAX_FRAME:
-            self._messages += 1
-            self._write(CALLS, data)
-        elif len(calls) == 1:
-            self._send_large(first)
-        else:
-            for call in calls:
-                self._send([call])
-
-    def _send_large(self, call: EncodedCall) -> None:
-        """Send a call in shared memory if possible, else its slot here and the call by torch."""
-        if call.shared is not None:
-            self.on_payload_sent(len(call.shared) + call.size)
-            call.shared.send()
-        elif call.by_torch:
-            key = slot_key(self._pending[call.number].source)
-            self._write(SLOT, dump((call.number, key)))
-            self._transfers.send_payload(call)
-        elif not (self._segments.can_send and self._copy(call)):
-            call.by_torch = True
-            if not self._state.must_wait(call):
-                self._send_large(call)
-
-    def _copy(self, call: EncodedCall) -> bool:
-        """Begin to copy a call to shared memory; return False if it has to be sent otherwise."""
-        self._state.begin_copy(call)
-        tensors = TensorTable()
-        try:
-            data = dump(encode_calls((call,), time.monotonic(), tensors))
-            is_pending = functools.partial(self._pending.__contains__, call.number)
-            then = functools.partial(self._on_copied, call)
-            if self._segments.send(data, tensors, then, is_pending):
-                return True
-        except Exception as exc:  # no memory, for one
-            log.debug("a call cannot be written to shared memory: %r", exc)
-        self._state.stop_copy(call)
-        return False
-
-    def _on_copied(self, call: EncodedCall, message: SharedMessage | None) -> None:
-        """Send a call whose tensors are in shared memory, after those before it."""
-        call.shared, call.by_torch = message, message is None
-        if self._state.end_copy(call):
-            self.flush_soon()  # not at once: a small copy ends inside `flush()`, which sends it
-
-    def _object_of(self, call: EncodedCall) -> Any:
-        return slot_key(self._pending[call.number].source)
-
     def on_payload_sent(self, size: int) -> None:
-        """Count a message with a payload, by torch RPC or in shared memory."""
-        self._messages += 1
-        self._bytes += size
+        """Count a message with a payload."""
+        self._sender.count(size)
 
     def on_payload_failed(self, number: int, error: RpcError) -> None:
         """Fail a call whose payload did not arrive, and withdraw its slot."""
@@ -508,8 +417,7 @@ class Connection(Channel):
             self.is_finished = True
             self._fail_calls(error, recorded=True)
             self._stop_holding()
-            if self._trickle_timer is not None:
-                self._trickle_timer.cancel()
+            self._sender.close()
 
     def on_close(self, what: str, text: str) -> None:
         self._observer.on_leave_message(self.peer.name, self.peer.id, what, text)

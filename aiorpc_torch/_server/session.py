@@ -7,7 +7,6 @@ caller.
 import asyncio
 import contextlib
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
@@ -18,16 +17,14 @@ import torch
 from torch import Tensor
 
 from .._protocol.channel import Channel, channel_repr
-from .._shm.segment_link import SegmentLink, SharedMessage
+from .._shm.segment_link import SegmentLink
 from .._torch import devices
 from .._torch.rrefs import RRefId
-from .._wire.columns import FAILED, HELD, cell_bytes, cell_tensors
-from .._wire.connection_state import ReplyState
+from .._wire.columns import FAILED
 from .._wire.exceptions import RemoteFailure
 from .._wire.frames import (
     CALLS,
     CONTROL,
-    MAX_FRAME,
     RESULTS,
     RETIRE,
     SEGMENTS,
@@ -48,8 +45,8 @@ from .._wire.messages import (
 from .._wire.payloads import message_for_torch
 from .._wire.plain import reader
 from .._wire.slots import Slots
-from .._wire.tensors import INLINE_BYTES
 from ..errors import RpcError
+from .result_sender import ResultSender
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -134,21 +131,18 @@ class Session(Channel):
         self._call_on_loop = call_on_loop
         self._mapped = mapped
         self._loop_thread = get_ident()
-        self._replies = ReplyState()
-        self._held: dict[Any, tuple[EncodedResult, int]] = {}  # with their sizes in bytes
         self._segments = SegmentLink(self, self._loop)
-        self._copies: Slots[Any] = Slots()  # results that are copied to shared memory
-        self._copy_numbers = itertools.count()
+        self._results = ResultSender(self, caller.name, self._segments, self.calls)
 
     def __repr__(self) -> str:
         return channel_repr(
-            self, f"from {self.caller}", f"{len(self.calls)} running", self._replies
+            self, f"from {self.caller}", f"{len(self.calls)} running", self._results
         )
 
     @property
     def held_bytes(self) -> int:
         """Return the size of the held results in bytes. In any thread."""
-        return sum(size for _, size in [*self._held.values()])
+        return self._results.held_bytes
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
 
@@ -208,7 +202,7 @@ class Session(Channel):
             self._start_held(self.slots.drop(number))
             if (held := self.slots.take(number)) is not None:  # waits for another payload
                 self._drop_held(held)
-            self._release_all(number)
+            self._results.release(number)
             if (call := self.calls.get(number)) is not None:
                 self._handler.cancel(call)
         for number, credit in grants:
@@ -236,7 +230,7 @@ class Session(Channel):
 
     def send_lone_result(self, number: int, value: Any) -> bool:
         """Send the result of the only running call at once; return whether this was possible."""
-        if len(self.calls) != 1 or self._replies.results or get_ident() != self._loop_thread:
+        if len(self.calls) != 1 or self._results.unsent or get_ident() != self._loop_thread:
             return False
         try:
             data = encode_lone_result(number, value) if self.is_open else None
@@ -255,59 +249,11 @@ class Session(Channel):
         devices.check_sendable(tensors, self._mapped, self.caller)
 
     def _queue_result(self, result: EncodedResult) -> None:
-        key, kind, content = result
         if self.events:
-            self._end_event(key)
+            self._end_event(result[0])
         if self._is_closing or self.ended.is_set():
             return
-        size = cell_bytes(kind, content)
-        if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
-            if self._segments.can_send and self._copy(result, size):
-                return
-            result, size = self._hold(result, size), 0
-        if not (type(key) is tuple and self._copies and self._must_wait(key[0], result, size)):
-            self._queue(result, size)
-
-    def _must_wait(self, number: int, item: EncodedResult, size: int) -> bool:
-        """Return whether an item of a stream waits for the copies before it."""
-        return not self._copies.admit(number, (item, size))
-
-    def _queue(self, result: EncodedResult, size: int) -> None:
-        """Queue a result for its frame; send it now if no other call is running."""
-        if self._replies.add(result, size, is_last=not self.calls):
-            self.flush()
-        else:
-            self.flush_soon()
-
-    def _copy(self, result: EncodedResult, size: int) -> bool:
-        """Begin to copy a result to shared memory; return False if it cannot be sent there."""
-        key, copy = result[0], next(self._copy_numbers)
-        self._copies.open(copy, key[0] if isinstance(key, tuple) else (key,))
-        try:
-            then = functools.partial(self._on_copied, copy, result, size)
-            if self._segments.send(*encode_reply((result,)), then):
-                return True
-        except Exception as exc:  # no memory, for one: torch's reply says so
-            log.debug("a result cannot be written to shared memory: %r", exc)
-        self._queue_all(self._copies.drop(copy))
-        return False
-
-    def _on_copied(
-        self, copy: int, result: EncodedResult, size: int, message: SharedMessage | None
-    ) -> None:
-        """Send a copied result, and the items behind it."""
-        if self.is_open:
-            item = (self._hold(result, size), 0) if message is None else message
-            self._queue_all(self._copies.fill(copy, item) or ())
-
-    def _queue_all(self, items: Iterable[Any]) -> None:
-        """Queue results with their sizes; send those in shared memory after what is queued."""
-        for item in items:
-            if isinstance(item, SharedMessage):
-                self.flush()
-                item.send()
-            else:
-                self._queue(*item)
+        self._results.queue(result)
 
     def _end_event(self, key: Any) -> None:
         """End the event of an answered call. A profiler accepts that on the loop's thread only."""
@@ -316,55 +262,20 @@ class Session(Channel):
         elif key[2] == 0:  # the end of a stream
             self.events.pop(key[0], None)
 
-    def _hold(self, result: EncodedResult, size: int) -> EncodedResult:
-        """Keep a result until it is collected; return the result to send in its place."""
-        self._held[result[0]] = result, size
-        return result[0], HELD, size
-
-    def _release_all(self, number: int) -> None:
-        """Release the held results of a call, or of a stream's items."""
-        for key in [*self._held]:
-            if number == (key[0] if isinstance(key, tuple) else key):
-                self._held.pop(key, None)
-
     def collect(self, key: Any, reply: Any) -> None:
         """Complete `reply` with a held result, or with none if it was released."""
-        result, _ = self._held.pop(key, (None, 0))
+        result = self._results.collect(key)
         _complete_reply(reply, () if result is None else (result,))
 
     def flush(self) -> None:
-        if not self.is_open:
-            return
-        for results in self._replies.take():
-            self._write(results)
-
-    def _write(self, results: Sequence[EncodedResult]) -> None:
-        frames = self._frames(results) if self.is_open else ()
-        if frames:
-            self.write(frames[0] if len(frames) == 1 else b"".join(frames))
-
-    def _frames(self, results: Sequence[EncodedResult]) -> list[bytes]:
-        """Return the results as frames: one frame, unless they cannot be encoded together."""
-        try:
-            data, _ = encode_reply(results)
-        except Exception as exc:  # e.g. no memory; callers would wait for ever
-            log.warning("results for worker %r cannot be encoded: %r", self.caller, exc)
-            if len(results) == 1:
-                key, kind, _ = results[0]
-                failed = key, FAILED, RemoteFailure.of(exc, "the callee")
-                return [] if kind == FAILED else self._frames([failed])
-            data = b""
-        if data and len(data) <= MAX_FRAME:
-            return [frame(RESULTS, data)]
-        if len(results) == 1:
-            return self._frames([self._hold(results[0], len(data))])
-        return [each for result in results for each in self._frames([result])]
+        if self.is_open:
+            self._results.flush()
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────
 
     def has_work(self) -> bool:
         """Return whether a call is running or on its way, or a result waits to be collected."""
-        return bool(self.calls or self.slots or self._held or self._segments.has_work())
+        return bool(self.calls or self.slots or self._results.held or self._segments.has_work())
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""
@@ -383,11 +294,10 @@ class Session(Channel):
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
         self._segments.close()
-        self._held.clear()
+        self._results.close()
         self.events.clear()
         if not self._received_close:
             self._handler.on_session_end(self, "lost" if error is not None else "ended", "")
-        self._copies.close()
         for item in self.slots.close():
             self._drop_held(item)
 

@@ -128,10 +128,10 @@ def _of_callee(session: Session) -> dict[str, int]:
     return {
         "sessions": 1,
         "callee: running calls": len(session.calls),
-        "callee: held results": len(session._held),
+        "callee: held results": len(session._results.held),
         **_of_slots("callee: slots", session.slots),
-        **_of_slots("callee: copies of results", session._copies),
-        "callee: unsent results": len(session._replies.results),
+        **_of_slots("callee: copies of results", session._results._copies),
+        "callee: unsent results": len(session._results.unsent),
         "callee: events of a profiler": len(session.events),
         **_of_link("callee", session._segments),
     }

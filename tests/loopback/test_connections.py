@@ -19,9 +19,14 @@ from torch.futures import Future
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote, stats
-from aiorpc_torch._client import connection, introduction as introductions, pool, torch_transfers
+from aiorpc_torch._client import (
+    connection,
+    introduction as introductions,
+    pool,
+    torch_transfers,
+)
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._server import listener, session
+from aiorpc_torch._server import listener, result_sender, session
 from aiorpc_torch._wire.connection_state import MAX_CALLS
 from aiorpc_torch._wire.frames import (
     CALLS,
@@ -267,7 +272,7 @@ async def test_no_memory_for_a_frame_loses_no_call(
     """Its calls fail, those that come later are answered, and no caller waits for ever."""
     notes = remote(RRef(Notes()))
     await asyncio.gather(notes.note(0), notes.note(0))  # after a lone call the next leaves at once
-    module = torch_transfers if size else connection
+    module = torch_transfers if size else sender
     fail_once(monkeypatch, module, "encode_calls", MemoryError("no memory"))
     found = await ends(*start(*(notes.note(bytes(size)) for _ in range(1 if size else 5))))
     assert all(isinstance(each, RpcError) and "no memory" in str(each) for each in found), found
@@ -286,7 +291,7 @@ async def test_no_memory_for_results_loses_no_call(
     is_open = asyncio.Event()
     monkeypatch.setattr(results, "number", functools.partial(results.number_once, is_open))
     number = remote(RRef(results)).number
-    fail_once(monkeypatch, session, "encode_reply", MemoryError("no memory"))
+    fail_once(monkeypatch, result_sender, "encode_reply", MemoryError("no memory"))
     monkeypatch.setattr(session, "encode_lone_result", lambda *_: None)
     calling = start(*(number() for _ in range(calls)))
     while stats().running < calls:  # noqa: ASYNC110 - the event would be set in the worker
@@ -406,8 +411,10 @@ async def test_a_result_made_after_the_cancellation_is_not_held(
 ) -> None:
     """Nobody would collect it."""
     held: list[Any] = []
-    hold = session.Session._hold
-    monkeypatch.setattr(session.Session, "_hold", lambda *of: held.append(of) or hold(*of))
+    hold = result_sender.ResultSender._hold
+    monkeypatch.setattr(
+        result_sender.ResultSender, "_hold", lambda *of: held.append(of) or hold(*of)
+    )
     late = Late()
     calls = remote(RRef(late))
 

@@ -27,7 +27,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import NotServing, RpcError, RRef, call, remote
 from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
-from aiorpc_torch._server import session
+from aiorpc_torch._server import result_sender, session
 from aiorpc_torch._wire import exceptions, pickling
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.frames import CALLS, CLOSE, CONTROL, RESULTS, SLOT
@@ -712,7 +712,8 @@ class Liar:
         self.change: Callable[[Any], Any] | None = None
         self.base = 0  # number of the first of its calls
         self._frame = session.frame
-        victim.patch.setattr(session, "frame", self.frame)
+        for module in (session, result_sender):
+            victim.patch.setattr(module, "frame", self.frame)
 
     def frame(self, kind: int, data: bytes) -> bytes:
         if kind == RESULTS and self.change is not None:

@@ -1,0 +1,191 @@
+"""The unsent calls of a connection, and the way that each takes.
+
+`SendState` decides when and how many. A call with large values goes in shared memory if it can,
+else by torch RPC; all others in a frame.
+"""
+
+import asyncio
+import functools
+import logging
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+from .._shm.segment_link import SegmentLink, SharedMessage
+from .._wire.connection_state import SendState
+from .._wire.frames import CALLS, CONTROL, MAX_FRAME, SLOT, frame
+from .._wire.messages import EncodedCall, encode_calls
+from .._wire.plain import dump
+from .._wire.tensor_table import TensorTable
+from .._wire.window import TRICKLE_INTERVAL, FlowWindow
+from ..errors import RpcError
+from .call_encoder import slot_key
+from .pending import PendingCalls
+
+log = logging.getLogger("aiorpc_torch")
+
+
+class Wire(Protocol):
+    """The connection of a sender."""
+
+    def write(self, data: bytes) -> None:
+        """Write frames."""
+
+    def flush(self) -> None:
+        """Call the sender's `flush`, if frames may be sent."""
+
+    def flush_soon(self) -> None:
+        """Do so at the end of this loop iteration."""
+
+
+class ByTorch(Protocol):
+    """The sender of payloads by torch RPC."""
+
+    def send_payload(self, call: EncodedCall) -> None:
+        """Send the payload of a call, whose slot was sent."""
+
+
+class CallSender:
+    """The sender of one connection's calls. Confined to the event loop `loop`.
+
+    Args:
+        wire: the connection.
+        peer: name of the callee.
+        pending: its calls that wait for a reply.
+        link: its shared memory.
+        by_torch: its transfers by torch RPC.
+        fail: ends the calls of these numbers with an error.
+
+    Attributes:
+        state: the calls that are not sent yet, and the window of unanswered ones.
+        messages: number of messages sent.
+        bytes: their bytes.
+    """
+
+    def __init__(
+        self,
+        wire: Wire,
+        peer: str,
+        loop: asyncio.AbstractEventLoop,
+        pending: PendingCalls,
+        link: SegmentLink,
+        by_torch: ByTorch,
+        fail: Callable[[Sequence[int], RpcError], None],
+    ) -> None:
+        self.state = SendState[EncodedCall](pending, FlowWindow(), _on_dropped, self._object_of)
+        self.messages = self.bytes = 0
+        self._wire = wire
+        self._peer = peer
+        self._loop = loop
+        self._pending = pending
+        self._link = link
+        self._by_torch = by_torch
+        self._fail = fail
+        self._trickle_timer: asyncio.TimerHandle | None = None
+
+    def __repr__(self) -> str:
+        return f"<CallSender {self.messages} messages, {self.state!r}>"
+
+    def send_alone(self, number: int, data: bytes) -> None:
+        """Send a call without the queue."""
+        self.messages += 1
+        self.bytes += len(data)
+        self.state.window.sent(number, len(data))
+        self._wire.write(frame(CALLS, data))
+
+    def flush(self) -> None:
+        """Send what may be sent now."""
+        state = self.state
+        if (controls := state.controls()) is not None:  # before later calls
+            self._write(CONTROL, dump(controls))
+        while calls := state.take():
+            self._send(calls)
+        if len(state) and self._trickle_timer is None and not state.is_paused:
+            self._trickle_timer = self._loop.call_later(
+                TRICKLE_INTERVAL, self._trickle, state.window.answers
+            )
+
+    def close(self) -> None:
+        """End the timer of a full window."""
+        if self._trickle_timer is not None:
+            self._trickle_timer.cancel()
+
+    def count(self, size: int) -> None:
+        """Count a message of `size` bytes."""
+        self.messages += 1
+        self.bytes += size
+
+    def _trickle(self, answers: int) -> None:
+        self._trickle_timer = None
+        self.state.must_admit = answers == self.state.window.answers
+        self._wire.flush()
+
+    def _write(self, kind: int, data: bytes) -> None:
+        self.bytes += len(data)
+        self._wire.write(frame(kind, data))
+
+    def _send(self, calls: Sequence[EncodedCall]) -> None:
+        """Send calls in one frame, in several if they are too large."""
+        first = calls[0]
+        if first.is_large:
+            self._send_large(first)
+            return
+        try:
+            data = dump(encode_calls(calls, time.monotonic(), TensorTable()))
+        except Exception as exc:  # out of memory, for one; nothing was sent
+            error = RpcError(f"a call to worker {self._peer!r} could not be sent: {exc}")
+            self._fail([call.number for call in calls], error)
+            return
+        if len(data) <= MAX_FRAME:
+            self.messages += 1
+            self._write(CALLS, data)
+        elif len(calls) == 1:
+            self._send_large(first)
+        else:
+            for call in calls:
+                self._send([call])
+
+    # ── large calls ─────────────────────────────────────────────────────────────────────────────
+
+    def _send_large(self, call: EncodedCall) -> None:
+        """Send a call in shared memory if possible, else its slot here and the call by torch."""
+        if call.shared is not None:
+            self.count(len(call.shared) + call.size)
+            call.shared.send()
+        elif call.by_torch:
+            self._write(SLOT, dump((call.number, self._object_of(call))))
+            self._by_torch.send_payload(call)
+        elif not (self._link.can_send and self._copy(call)):
+            call.by_torch = True
+            if not self.state.must_wait(call):
+                self._send_large(call)
+
+    def _copy(self, call: EncodedCall) -> bool:
+        """Begin to copy a call to shared memory; return False if it has to be sent otherwise."""
+        self.state.begin_copy(call)
+        tensors = TensorTable()
+        try:
+            data = dump(encode_calls((call,), time.monotonic(), tensors))
+            is_pending = functools.partial(self._pending.__contains__, call.number)
+            then = functools.partial(self._on_copied, call)
+            if self._link.send(data, tensors, then, is_pending):
+                return True
+        except Exception as exc:  # no memory, for one
+            log.debug("a call cannot be written to shared memory: %r", exc)
+        self.state.stop_copy(call)
+        return False
+
+    def _on_copied(self, call: EncodedCall, message: SharedMessage | None) -> None:
+        """Send a call whose tensors are in shared memory, after those before it."""
+        call.shared, call.by_torch = message, message is None
+        if self.state.end_copy(call):
+            self._wire.flush_soon()  # not at once: a small copy ends inside `flush()`
+
+    def _object_of(self, call: EncodedCall) -> Any:
+        return slot_key(self._pending[call.number].source)
+
+
+def _on_dropped(call: EncodedCall) -> None:
+    """Forget a call that was cancelled before it was sent."""
+    if call.recorded is not None:
+        call.recorded.failed("was cancelled before it was sent")

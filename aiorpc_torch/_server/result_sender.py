@@ -1,0 +1,178 @@
+"""The unsent results of a session, those held for their caller, and the way that each takes.
+
+A large result goes in shared memory if it can. Else it is held here until its caller collects it by
+torch RPC. All others go in frames. The items of a stream stay in order.
+"""
+
+import functools
+import itertools
+import logging
+from collections.abc import Iterable, Sequence, Sized
+from typing import Any, Protocol
+
+from .._shm.segment_link import SegmentLink, SharedMessage
+from .._wire.columns import FAILED, HELD, cell_bytes, cell_tensors
+from .._wire.connection_state import ReplyState
+from .._wire.exceptions import RemoteFailure
+from .._wire.frames import MAX_FRAME, RESULTS, frame
+from .._wire.messages import EncodedResult, encode_reply
+from .._wire.slots import Slots
+from .._wire.tensors import INLINE_BYTES
+
+log = logging.getLogger("aiorpc_torch")
+
+
+class Wire(Protocol):
+    """The session of a sender."""
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether frames may be sent."""
+        ...
+
+    def write(self, data: bytes) -> None:
+        """Write frames."""
+
+    def flush(self) -> None:
+        """Call the sender's `flush`, if frames may be sent."""
+
+    def flush_soon(self) -> None:
+        """Do so at the end of this loop iteration."""
+
+
+class ResultSender:
+    """The sender of one session's results. Confined to its event loop.
+
+    Args:
+        wire: the session.
+        caller: name of the worker that gets the results.
+        link: shared memory of the session.
+        calls: the calls that run.
+
+    Attributes:
+        held: the results that wait to be collected, with their sizes in bytes.
+    """
+
+    def __init__(self, wire: Wire, caller: str, link: SegmentLink, calls: Sized) -> None:
+        self.held: dict[Any, tuple[EncodedResult, int]] = {}
+        self._wire = wire
+        self._caller = caller
+        self._link = link
+        self._calls = calls
+        self._replies = ReplyState()
+        self._copies: Slots[Any] = Slots()  # results that are copied to shared memory
+        self._copy_numbers = itertools.count()
+
+    def __repr__(self) -> str:
+        return f"<ResultSender {len(self.held)} held, {self._replies!r}>"
+
+    @property
+    def unsent(self) -> Sequence[Any]:
+        """Return the results that wait for their frame."""
+        return self._replies.results
+
+    @property
+    def held_bytes(self) -> int:
+        """Return the size of the held results in bytes. In any thread."""
+        return sum(size for _, size in [*self.held.values()])
+
+    def queue(self, result: EncodedResult) -> None:
+        """Send a result, now or at the end of this loop iteration."""
+        key, kind, content = result
+        size = cell_bytes(kind, content)
+        if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
+            if self._link.can_send and self._copy(result, size):
+                return
+            result, size = self._hold(result, size), 0
+        if not (type(key) is tuple and self._copies and self._must_wait(key[0], result, size)):
+            self._queue(result, size)
+
+    def flush(self) -> None:
+        """Send the queued results."""
+        for results in self._replies.take():
+            frames = self._frames(results) if self._wire.is_open else ()
+            if frames:
+                self._wire.write(frames[0] if len(frames) == 1 else b"".join(frames))
+
+    def collect(self, key: Any) -> EncodedResult | None:
+        """Return a held result, once; None if it was released. In any thread."""
+        result, _ = self.held.pop(key, (None, 0))
+        return result
+
+    def release(self, number: int) -> None:
+        """Release the held results of a call, or of a stream's items."""
+        for key in [*self.held]:
+            if number == (key[0] if isinstance(key, tuple) else key):
+                self.held.pop(key, None)
+
+    def close(self) -> None:
+        """Release everything."""
+        self.held.clear()
+        self._copies.close()
+
+    def _must_wait(self, number: int, item: EncodedResult, size: int) -> bool:
+        """Return whether an item of a stream waits for the copies before it."""
+        return not self._copies.admit(number, (item, size))
+
+    def _queue(self, result: EncodedResult, size: int) -> None:
+        """Queue a result for its frame; send it now if no other call is running."""
+        if self._replies.add(result, size, is_last=not self._calls):
+            self._wire.flush()
+        else:
+            self._wire.flush_soon()
+
+    # ── in shared memory ────────────────────────────────────────────────────────────────────────
+
+    def _copy(self, result: EncodedResult, size: int) -> bool:
+        """Begin to copy a result to shared memory; return False if it cannot be sent there."""
+        key, copy = result[0], next(self._copy_numbers)
+        self._copies.open(copy, key[0] if isinstance(key, tuple) else (key,))
+        try:
+            then = functools.partial(self._on_copied, copy, result, size)
+            if self._link.send(*encode_reply((result,)), then):
+                return True
+        except Exception as exc:  # no memory, for one: torch's reply says so
+            log.debug("a result cannot be written to shared memory: %r", exc)
+        self._queue_all(self._copies.drop(copy))
+        return False
+
+    def _on_copied(
+        self, copy: int, result: EncodedResult, size: int, message: SharedMessage | None
+    ) -> None:
+        """Send a copied result, and the items behind it."""
+        if self._wire.is_open:
+            item = (self._hold(result, size), 0) if message is None else message
+            self._queue_all(self._copies.fill(copy, item) or ())
+
+    def _queue_all(self, items: Iterable[Any]) -> None:
+        """Queue results with their sizes; send those in shared memory after what is queued."""
+        for item in items:
+            if isinstance(item, SharedMessage):
+                self._wire.flush()
+                item.send()
+            else:
+                self._queue(*item)
+
+    # ── by torch, or in frames ──────────────────────────────────────────────────────────────────
+
+    def _hold(self, result: EncodedResult, size: int) -> EncodedResult:
+        """Keep a result until it is collected; return the result to send in its place."""
+        self.held[result[0]] = result, size
+        return result[0], HELD, size
+
+    def _frames(self, results: Sequence[EncodedResult]) -> list[bytes]:
+        """Return the results as frames: one frame, unless they cannot be encoded together."""
+        try:
+            data, _ = encode_reply(results)
+        except Exception as exc:  # e.g. no memory; callers would wait for ever
+            log.warning("results for worker %r cannot be encoded: %r", self._caller, exc)
+            if len(results) == 1:
+                key, kind, _ = results[0]
+                failed = key, FAILED, RemoteFailure.of(exc, "the callee")
+                return [] if kind == FAILED else self._frames([failed])
+            data = b""
+        if data and len(data) <= MAX_FRAME:
+            return [frame(RESULTS, data)]
+        if len(results) == 1:
+            return self._frames([self._hold(results[0], len(data))])
+        return [each for result in results for each in self._frames([result])]
