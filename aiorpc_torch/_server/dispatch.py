@@ -63,7 +63,8 @@ def _calls_in(
     for number, budget, row in zip(numbers, budgets, head.wire.rows(group, tensors), strict=False):
         deadline = None if budget is None else deadline_after(budget)
         if isinstance(row, RemoteFailure):
-            call = kind(session, reply, number, row.raise_, _NOTHING, deadline, worker, on_loop)
+            failing = _failing_kind(stream=head.wire.stream)
+            call = failing(session, reply, number, row.raise_, _NOTHING, deadline, worker, on_loop)
         else:
             call = kind(session, reply, number, function, row, deadline, worker, on_loop, joiner)
         call.order_key = head.key
@@ -108,11 +109,16 @@ def failing_calls(
     stream: bool = False,
 ) -> list[RpcCall]:
     """Return a call that raises `exc` for each number."""
-    kind: Callable[..., RpcCall] = StreamCall if stream else RpcCall
+    kind = _failing_kind(stream=stream)
     function = functools.partial(_raise, exc)
     return [
         kind(session, reply, number, function, _NOTHING, None, worker, False) for number in numbers
     ]
+
+
+def _failing_kind(*, stream: bool) -> Callable[..., RpcCall]:
+    """Return the class of a call that only raises: it joins no batch, and takes no turn."""
+    return StreamCall if stream else RpcCall
 
 
 _NOTHING: Any = (), {}
