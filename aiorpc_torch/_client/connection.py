@@ -30,7 +30,6 @@ from .._wire.connection_state import SendState
 from .._wire.frames import (
     CALLS,
     CONTROL,
-    MAX_FRAME,
     RESULTS,
     RETIRE,
     SEGMENTS,
@@ -297,25 +296,21 @@ class Connection(Channel):
         self.write(frame(kind, data))
 
     def _send(self, calls: Sequence[EncodedCall]) -> None:
-        """Send calls in one frame, in several if they are too large."""
+        """Send calls in one frame."""
         first = calls[0]
         if first.is_large:
             self._send_large(first)
             return
         try:
             data = dump(encode_calls(calls, time.monotonic(), TensorTable()))
+            whole = frame(CALLS, data)
         except Exception as exc:  # out of memory, for one; nothing was sent
             error = RpcError(f"a call to worker {self.peer.name!r} could not be sent: {exc}")
             self._fail([call.number for call in calls], error)
             return
-        if len(data) <= MAX_FRAME:
-            self._messages += 1
-            self._write(CALLS, data)
-        elif len(calls) == 1:
-            self._send_large(first)
-        else:
-            for call in calls:
-                self._send([call])
+        self._messages += 1
+        self._bytes += len(data)
+        self.write(whole)
 
     def _send_large(self, call: EncodedCall) -> None:
         """Send a call in shared memory if possible, else its slot here and the call by torch."""
