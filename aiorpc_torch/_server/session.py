@@ -351,8 +351,10 @@ class Session(Channel):
             log.warning("results for worker %r cannot be encoded: %r", self.caller, exc)
             if len(results) == 1:
                 key, kind, _ = results[0]
-                failed = key, FAILED, RemoteFailure.of(exc, "the callee")
-                return [] if kind == FAILED else self._frames([failed])
+                if kind == FAILED:  # nothing can be told: the end of the connection tells it
+                    self.abort()
+                    return []
+                return self._frames([(key, FAILED, RemoteFailure.of(exc, "the callee"))])
             data = b""
         if data and len(data) <= MAX_FRAME:
             return [frame(RESULTS, data)]

@@ -300,6 +300,22 @@ async def test_no_memory_for_results_loses_no_call(
     await work()
 
 
+@pytest.mark.promise("transport.memory")
+async def test_no_memory_for_a_failure_ends_the_connection(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller would wait for ever; the next call has another connection."""
+    number = remote(RRef(Results())).number
+    assert await number() == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "encode_lone_result", lambda *_: None)
+        for _ in range(2):
+            fail_once(patch, session, "encode_reply", MemoryError("no memory"))
+        (found,) = await ends(*start(number()))
+    assert isinstance(found, RpcError)
+    await work()
+
+
 # ── what travels by torch ───────────────────────────────────────────────────────────────────────
 
 
