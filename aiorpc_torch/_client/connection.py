@@ -273,11 +273,12 @@ class Connection(Channel):
         self.flush_soon()
 
     def flush(self) -> None:
-        if not self.is_open:
+        if not self.is_open or self._transport is None:
             return
         if (controls := self._state.controls()) is not None:  # before later calls
             self._write(CONTROL, dump(controls))
-        while calls := self._state.take():
+        # A transport that has failed would drop them; here they are known to be unsent.
+        while not self._transport.is_closing() and (calls := self._state.take()):
             self._send(calls)
         if len(self._state) and self._trickle_timer is None and not self._state.is_paused:
             answers = self._state.window.answers

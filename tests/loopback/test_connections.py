@@ -300,6 +300,18 @@ async def test_no_memory_for_results_loses_no_call(
     await work()
 
 
+async def test_nothing_is_sent_to_a_transport_that_has_failed(world: aiorpc.Worker) -> None:
+    """Its connection learns of it later; until then, calls are known to be unsent."""
+    await work()
+    transport = own_connection()._transport
+    assert transport is not None
+    calling = start(*(call("main", torch.add, torch.ones(LARGE), n) for n in range(9)))
+    transport.abort()  # the connection is told after the calls have begun
+    found = await ends(*calling)
+    assert all(isinstance(each, RpcError) and not each.may_have_run for each in found), found
+    await work()
+
+
 @pytest.mark.promise("transport.memory")
 async def test_no_memory_for_a_failure_ends_the_connection(
     world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
