@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 # Hundreds of processes start in the tests: none of them compiles the library anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-rest test-all test-long fuzz mutation package promises install lint types docs bench soak faults figures compiled pure clean
+.PHONY: demo test test-rest test-all test-long fuzz mutation package promises install lint types docs bench soak faults figures clean
 
 install: $(STAMP)
 
@@ -64,18 +64,6 @@ MUTANTS ?=
 mutation: install
 	$(BIN)/python -m tests.support.mutation $(if $(MUTANTS),'$(MUTANTS)')
 
-# The modules listed in pyproject.toml, compiled beside their sources, which Python then prefers. `make pure` removes them.
-compiled: $(VENV)/.compiled
-
-$(VENV)/.compiled: $(STAMP) hatch_build.py $(shell sed -n '/^modules = \[/,/^\]/s/^ *"\(.*\)",/\1/p' pyproject.toml)
-	$(MAKE) --no-print-directory pure
-	$(BIN)/python hatch_build.py
-	@touch $@
-
-pure:
-	find aiorpc_torch -name '*.so' -delete
-	rm -f aiorpc_torch__mypyc.*.so .venv*/.compiled $(VENV)/.compiled
-
 # Wheel and sdist: built, installed into a fresh environment, and tested there without the source.
 package: install
 	PYTHON=$(BIN)/python .ci/package
@@ -121,5 +109,5 @@ figures: install
 	$(BIN)/python -m benchmarks.inference --plot docs/figures/inference.svg
 	$(BIN)/python -m examples.selfplay --plot docs/figures/selfplay.svg
 
-clean: pure
+clean:
 	rm -rf $(VENV) .venv-* build dist mutants site out

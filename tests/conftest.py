@@ -15,7 +15,6 @@ from hypothesis import Phase, settings
 from aiorpc_torch._aio import segments
 from aiorpc_torch._world import forkserver
 from aiorpc_torch.testing import leaks
-from tests.support.compiled import stale_extensions
 from tests.support.gated_batches import gated as gated, skip as skip
 
 settings.register_profile("fast", deadline=None, max_examples=100)
@@ -67,16 +66,6 @@ def pytest_asyncio_loop_factories(
     if relative_path(item).as_posix() in UVLOOP and util.find_spec("uvloop"):
         factories["uvloop"] = import_module("uvloop").new_event_loop
     return factories
-
-
-def pytest_configure() -> None:
-    """Stop if a module that was compiled in place is older than its source: Python prefers it."""
-    stale = stale_extensions(Path(__file__).parents[1] / "aiorpc_torch")
-    if stale:
-        names = ", ".join(path.name for path in stale)
-        raise pytest.UsageError(
-            f"compiled before the last edit: {names}. Run `make compiled` or `make pure`"
-        )
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

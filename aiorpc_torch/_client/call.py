@@ -110,8 +110,11 @@ class RemoteCall(LazyCall[Any]):
         timer = None if due is None else self._start_timer(connection, number, due)
         try:
             answer = yield from future.__await__()
-            if type(answer) is RemoteFailure and has_passed(bound):
-                yield  # if a scope's deadline has passed as well, the scope reports it
+            if type(answer) in _FAILURES:
+                if has_passed(bound) and type(answer) is RemoteFailure:
+                    yield  # if a scope's deadline has passed as well, the scope reports it
+                _raise(answer, self._target)
+            return answer
         except BaseException:
             connection.cancel(number)
             raise
@@ -119,11 +122,6 @@ class RemoteCall(LazyCall[Any]):
             self._steps = USED
             if timer is not None:
                 timer.cancel()
-        if type(answer) is RemoteFailure:
-            answer.raise_()
-        if type(answer) is CallAborted:
-            raise_aborted(answer, call_name(self._target))
-        return answer
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 
@@ -160,6 +158,15 @@ class RemoteCall(LazyCall[Any]):
         left = due - time.monotonic()
         loop = asyncio.get_running_loop()
         return loop.call_later(left, connection.expire, number, left, self._target)
+
+
+_FAILURES = frozenset((RemoteFailure, CallAborted))
+
+
+def _raise(answer: Any, target: Target) -> NoReturn:
+    if type(answer) is RemoteFailure:
+        answer.raise_()
+    raise_aborted(answer, call_name(target))
 
 
 class RemoteStream(AsyncIterator[Any]):

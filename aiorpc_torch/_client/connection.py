@@ -143,7 +143,8 @@ class Connection(Channel):
         future = InlineFuture(self._loop)
         if due is None and not (args[1] or self._pending) and self._state.may_send_alone():
             lone = self.encoder.lone(self._calls, target, args[0])
-            if lone is not None and lone[0] not in self._transfers.large_results:
+            large = self._transfers.large_results
+            if lone is not None and not (large and lone[0] in large):
                 return self._send_alone(*lone, future, target), future
         call = self.encoder.call(self._calls, target, False, args, due)
         self._submit(call, future, target)

@@ -56,7 +56,7 @@ class Channel:
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._reader = FrameReader()
-        self._transport: asyncio.Transport | None = None
+        self._transport: Any = None  # an `asyncio.Transport` while it is connected
         self._paused: set[str] = set()  # reasons for not reading
         self._is_closing = False  # a CLOSE frame was sent
         self._received_close = False  # a CLOSE frame was received
@@ -124,7 +124,6 @@ class Channel:
 
     def write(self, data: bytes) -> None:
         """Write frames. If memory is short, end the connection: a frame may be cut off."""
-        assert self._transport is not None
         try:
             self._transport.write(data)
         except Exception as exc:

@@ -35,37 +35,24 @@ function has the instance as first argument."""
 class ServerCall:
     """A call of `function` for a caller. `deadline` is a `time.monotonic()` value."""
 
-    __slots__ = (
-        "arguments",
-        "deadline",
-        "fence",
-        "function",
-        "has_started",
-        "is_cancelled",
-        "joiner",
-        "leave_batch",
-        "recording",
-        "scope",
-        "task",
-    )
+    # Set by each subclass.
+    on_loop: bool  # whether its function starts on the loop
+    worker: str  # name of this worker
+    started: float  # `time.monotonic()` of its arrival
 
-    on_loop: bool  # whether its function starts on the loop, set by each subclass
-    worker: str  # name of this worker, set by each subclass
-    started: float  # `time.monotonic()` of its arrival, set by each subclass
+    # Defaults of the class: setting them for each call took a tenth of a call in a batch.
+    is_cancelled = has_started = False
+    task: asyncio.Task[None] | None = None  # set while it runs on the loop
+    joiner: Joiner | None = None  # set if `function` is batched
+    deadline: float | None = None
+    leave_batch: Callable[[], object] | None = None  # removes it from its batch
+    scope: BatchScope | None = None  # batches that wait for it
+    fence: StreamFence | None = None  # until its arguments are ready
+    recording: ContextRecord | None = None  # set in an autograd context
 
-    def __init__(
-        self, function: Callable[..., Any], arguments: Arguments, deadline: float | None = None
-    ) -> None:
+    def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
         self.function = function
         self.arguments = arguments
-        self.deadline = deadline
-        self.is_cancelled = self.has_started = False
-        self.task: asyncio.Task[None] | None = None  # set while it runs on the loop
-        self.joiner: Joiner | None = None  # set if `function` is batched
-        self.leave_batch: Callable[[], object] | None = None  # removes it from its batch
-        self.scope: BatchScope | None = None  # batches that wait for it
-        self.fence: StreamFence | None = None  # until its arguments are ready
-        self.recording: ContextRecord | None = None  # set in an autograd context
 
     @property
     def name(self) -> str:
@@ -146,7 +133,7 @@ class ServerCall:
 class RpcCall(ServerCall):
     """Call `number` of a session. `reply` is set if the call came by torch RPC."""
 
-    __slots__ = ("number", "on_loop", "order_key", "reply", "session", "started", "worker")
+    order_key: Any = None  # of its object, whose calls stay in order
 
     def __init__(
         self,
@@ -155,22 +142,17 @@ class RpcCall(ServerCall):
         number: int,
         function: Callable[..., Any],
         arguments: Arguments,
-        deadline: float | None,
         worker: str,
         on_loop: bool,
         joiner: Joiner | None = None,
     ) -> None:
-        super().__init__(function, arguments, deadline)
+        self.function, self.arguments = function, arguments
+        self.session, self.reply, self.number = session, reply, number
+        self.worker, self.on_loop, self.started = worker, on_loop, session.read_at
+        if joiner is not None:
+            self.joiner = joiner
         if type(reply) is DeferredReply:
             self.recording = reply.recording
-        self.on_loop = on_loop
-        self.joiner = joiner
-        self.order_key: Any = None
-        self.session = session
-        self.reply = reply
-        self.number = number
-        self.worker = worker
-        self.started = session.read_at
         session.calls[number] = self
 
     @property
@@ -226,8 +208,6 @@ def _stream_hint(value: Any) -> str:
 
 class CreateCall(RpcCall):
     """A call whose result stays on this worker. The caller gets an RRef to it."""
-
-    __slots__ = ()
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
         created = value.value if type(value) is SharedValue else value

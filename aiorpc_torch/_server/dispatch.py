@@ -1,7 +1,6 @@
 """Turn groups of calls into `RpcCall`s. A call that cannot be read or resolved fails alone."""
 
 import functools
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
@@ -58,19 +57,18 @@ def _calls_in(
         head.wire.skip(group, tensors)
         return failing_calls(numbers, session, reply, worker, exc, stream=head.wire.stream)
     calls = []
-    budgets: Any = group.budgets or itertools.repeat(None)
-    # Not strict: the budgets are as many, or without end.
-    for number, budget, row in zip(numbers, budgets, head.wire.rows(group, tensors), strict=False):
-        deadline = None if budget is None else deadline_after(budget)
-        if isinstance(row, RemoteFailure):
+    for number, row in zip(numbers, head.wire.rows(group, tensors), strict=True):
+        if type(row) is RemoteFailure:
             failing = _failing_kind(stream=head.wire.stream)
-            call = failing(session, reply, number, row.raise_, _NOTHING, deadline, worker, on_loop)
+            call = failing(session, reply, number, row.raise_, _NOTHING, worker, on_loop)
         else:
-            call = kind(session, reply, number, function, row, deadline, worker, on_loop, joiner)
+            call = kind(session, reply, number, function, row, worker, on_loop, joiner)
         call.order_key = head.key
-        if group.batches:
-            call.scope = _batch_scope(from_wire(worker, group.batches), session, number)
         calls.append(call)
+    for call, budget in zip(calls, group.budgets, strict=False):  # as many, or none
+        call.deadline = None if budget is None else deadline_after(budget)
+    for call in calls if group.batches else ():
+        call.scope = _batch_scope(from_wire(worker, group.batches), session, call.number)
     return calls
 
 
@@ -111,9 +109,7 @@ def failing_calls(
     """Return a call that raises `exc` for each number."""
     kind = _failing_kind(stream=stream)
     function = functools.partial(_raise, exc)
-    return [
-        kind(session, reply, number, function, _NOTHING, None, worker, False) for number in numbers
-    ]
+    return [kind(session, reply, number, function, _NOTHING, worker, False) for number in numbers]
 
 
 def _failing_kind(*, stream: bool) -> Callable[..., RpcCall]:

@@ -23,14 +23,8 @@ class Entrance(NamedTuple):
 class CallInTurn(ServerCall):
     """A call on an exclusive object. Its turn ends when its function has ended."""
 
-    __slots__ = ()
-
-    turn: Turn | None  # defined as a slot by each subclass
+    turn: Turn | None = None
     joiner: Any  # an `Entrance` while the call waits for its turn
-
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self.turn = None  # type: ignore[misc]
 
     def enter(self, begin: Callable[[], None]) -> bool:
         """Enter the queue; return whether the turn has begun, otherwise `begin` is called later.
@@ -40,7 +34,7 @@ class CallInTurn(ServerCall):
         """
         batches = NO_BATCHES if self.scope is None else self.scope.batches
         turns: Turns = self.joiner.turns
-        self.turn = turn = Turn(turns, begin)  # type: ignore[misc]
+        self.turn = turn = Turn(turns, begin)
         self.leave_batch = turn.leave
         return turns.enter(turn, self.name, batches)
 
@@ -80,8 +74,6 @@ class CallInTurn(ServerCall):
 
 class ExclusiveCall(CallInTurn, RpcCall):
     """A call of a function."""
-
-    __slots__ = ("turn",)
 
 
 class ExclusiveStream(CallInTurn, StreamCall):

@@ -216,11 +216,12 @@ async def _run(call: ServerCall, name: str, value: Any = _NOT_CALLED) -> None:
     ran in a thread, `value` is the awaitable that it has returned.
     """
     call.has_started = True
-    if call.is_cancelled and value is _NOT_CALLED:
-        call.fail(asyncio.CancelledError())
-        return
-    if call.is_cancelled and (task := asyncio.current_task()):
-        task.cancel()  # the coroutine sees it at its first await
+    if call.is_cancelled:
+        if value is _NOT_CALLED:
+            call.fail(asyncio.CancelledError())
+            return
+        if task := asyncio.current_task():
+            task.cancel()  # the coroutine sees it at its first await
     try:
         if value is _NOT_CALLED:
             value = call.invoke()

@@ -20,8 +20,6 @@ from .calls import RpcCall
 class StreamCall(RpcCall):
     """A call of a generator. It ends when the generator ends."""
 
-    __slots__ = ("_credit", "_credit_added", "_items", "_lock", "_resume")
-
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._items = 0

@@ -58,8 +58,6 @@ class TorchCall(ServerCall):
 
     # Not `set_exception`: torch 2.13 and 2.15 then return the exception to the caller as a *value*.
     # (tests/loopback/test_torch_clients.py)
-    __slots__ = ("_open_calls", "reply", "started", "worker")
-
     on_loop = True
 
     def __init__(

@@ -5,6 +5,7 @@ tensor is its own cell. Any other value is pickled. A column of small tensors of
 is one run of bytes with one header.
 """
 
+import functools
 from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any
@@ -140,11 +141,13 @@ def share_cell(kind: CellKind, content: Any) -> Any:
     return share((content,))[0] if kind == TENSOR else content
 
 
+@functools.lru_cache(maxsize=1024)
 def write_kind(kind: CellKind) -> WireKind:
     """Return a kind as a message holds it."""
     return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]))
 
 
+@functools.lru_cache(maxsize=1024)
 def read_kind(kind: WireKind) -> CellKind:
     """Return the argument of `write_kind`.
 

@@ -404,7 +404,11 @@ class CallHead:
             raise ValueError(f"{len(columns)} columns for {len(self.kinds)} arguments")
         if len(columns) == 1 and not names:
             values = read_cells(self.kinds[0], columns[0], tensors, count)
-            return values if names is None else [((value,), {}) for value in values]
+            if names is None:
+                return values
+            if count == 1:  # without a function for each call
+                return [((values[0],), {})]
+            return [((value,), {}) for value in values]
         if not columns:
             return [_NO_ARGUMENTS] * count
         values = [

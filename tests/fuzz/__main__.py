@@ -12,7 +12,12 @@ from importlib import import_module
 from pathlib import Path
 
 CORPUS = Path(__file__).parent / "corpus"
-INSTRUMENTED = ("aiorpc_torch._protocol", "aiorpc_torch._world.departures")
+INSTRUMENTED = (
+    "aiorpc_torch._wire",
+    "aiorpc_torch._shm",
+    "aiorpc_torch._protocol",
+    "aiorpc_torch._world.departures",
+)
 
 
 def main() -> None:

@@ -49,7 +49,7 @@ class Source:
 
 
 def stream(ends: TwoEnds) -> StreamCall:
-    return StreamCall(ends.session, None, UNKNOWN, print, ((), {}), None, "far", True)
+    return StreamCall(ends.session, None, UNKNOWN, print, ((), {}), "far", True)
 
 
 async def test_an_async_generator_waits_for_credit(ends: TwoEnds) -> None:
