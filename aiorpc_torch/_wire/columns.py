@@ -101,7 +101,7 @@ def cell_tensors(kind: CellKind, content: Any) -> Sequence[Tensor]:
 
 
 def cell_bytes(kind: CellKind, content: Any) -> int:
-    """Return the bytes of a cell in a message, too many rather than too few."""
+    """Return the bytes of a cell, without its constant overhead."""
     if type(kind) is tuple:
         return len(content)
     if kind == PACKED:

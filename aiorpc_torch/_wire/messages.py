@@ -114,7 +114,7 @@ class EncodedCall:
     Args:
         cells: One for each argument.
         due: Deadline of the answer in `time.monotonic()`, or None.
-        size: Bytes of the arguments, with all tensors: too many rather than too few.
+        size: Bytes of the arguments, with all tensors: at least half of what they take in a frame.
         batches: Ancestor batches.
         has_tensors: Whether a pickled argument has tensors outside its bytes.
 
