@@ -208,14 +208,12 @@ class RemoteStream(AsyncIterator[Any]):
         self._stop()
 
     def __del__(self) -> None:
-        # Garbage may be collected in any thread, and after the loop's end.
+        # Garbage may be collected in any thread, inside any code of the connection, and after the
+        # loop's end.
         if not self._loop.is_closed():
-            if asyncio._get_running_loop() is self._loop:
-                self._stop()
-            else:
-                self._loop.call_soon_threadsafe(
-                    _cancel, self._connection, self._number, self._timer
-                )
+            is_here = asyncio._get_running_loop() is self._loop
+            call = self._loop.call_soon if is_here else self._loop.call_soon_threadsafe
+            call(_cancel, self._connection, self._number, self._timer)
 
     def _stop(self) -> None:
         self._reader.close()

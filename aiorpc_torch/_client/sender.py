@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from .._shm.segment_link import SegmentLink, SharedMessage
 from .._wire.connection_state import SendState
-from .._wire.frames import CALLS, CONTROL, MAX_FRAME, SLOT, frame
+from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
 from .._wire.tensor_table import TensorTable
@@ -27,6 +27,11 @@ log = logging.getLogger("aiorpc_torch")
 
 class Wire(Protocol):
     """The connection of a sender."""
+
+    @property
+    def can_write(self) -> bool:
+        """Return whether the transport takes what is written."""
+        ...
 
     def write(self, data: bytes) -> None:
         """Write frames."""
@@ -98,7 +103,8 @@ class CallSender:
         state = self.state
         if (controls := state.controls()) is not None:  # before later calls
             self._write(CONTROL, dump(controls))
-        while calls := state.take():
+        # A transport that has failed would drop them; here they are known to be unsent.
+        while self._wire.can_write and (calls := state.take()):
             self._send(calls)
         if len(state) and self._trickle_timer is None and not state.is_paused:
             self._trickle_timer = self._loop.call_later(
@@ -125,25 +131,19 @@ class CallSender:
         self._wire.write(frame(kind, data))
 
     def _send(self, calls: Sequence[EncodedCall]) -> None:
-        """Send calls in one frame, in several if they are too large."""
+        """Send calls in one frame."""
         first = calls[0]
         if first.is_large:
             self._send_large(first)
             return
         try:
-            data = dump(encode_calls(calls, time.monotonic(), TensorTable()))
+            data = frame(CALLS, dump(encode_calls(calls, time.monotonic(), TensorTable())))
         except Exception as exc:  # out of memory, for one; nothing was sent
             error = RpcError(f"a call to worker {self._peer!r} could not be sent: {exc}")
             self._fail([call.number for call in calls], error)
             return
-        if len(data) <= MAX_FRAME:
-            self.messages += 1
-            self._write(CALLS, data)
-        elif len(calls) == 1:
-            self._send_large(first)
-        else:
-            for call in calls:
-                self._send([call])
+        self.count(len(data))
+        self._wire.write(data)
 
     # ── large calls ─────────────────────────────────────────────────────────────────────────────
 

@@ -97,6 +97,11 @@ class Channel:
         """Note that the transport has little to write."""
         raise NotImplementedError
 
+    @property
+    def can_write(self) -> bool:
+        """Return whether the transport takes what is written."""
+        return self._transport is not None and not self._transport.is_closing()
+
     # ── sending ─────────────────────────────────────────────────────────────────────────────────
 
     def start(self, transport: asyncio.Transport) -> None:

@@ -59,7 +59,8 @@ def _calls_in(
     calls = []
     for number, row in zip(numbers, head.wire.rows(group, tensors), strict=True):
         if type(row) is RemoteFailure:
-            call = kind(session, reply, number, row.raise_, _NOTHING, worker, on_loop)
+            failing = _failing_kind(stream=head.wire.stream)
+            call = failing(session, reply, number, row.raise_, _NOTHING, worker, on_loop)
         else:
             call = kind(session, reply, number, function, row, worker, on_loop, joiner)
         call.order_key = head.key
@@ -106,9 +107,14 @@ def failing_calls(
     stream: bool = False,
 ) -> list[RpcCall]:
     """Return a call that raises `exc` for each number."""
-    kind: Callable[..., RpcCall] = StreamCall if stream else RpcCall
+    kind = _failing_kind(stream=stream)
     function = functools.partial(_raise, exc)
     return [kind(session, reply, number, function, _NOTHING, worker, False) for number in numbers]
+
+
+def _failing_kind(*, stream: bool) -> Callable[..., RpcCall]:
+    """Return the class of a call that only raises: it joins no batch, and takes no turn."""
+    return StreamCall if stream else RpcCall
 
 
 _NOTHING: Any = (), {}

@@ -46,7 +46,7 @@ class Executor:
         settings = thread_settings()
         settings()
         self._threads = DaemonThreadPool(threads, settings)
-        self._has_cancelled = False  # whether a task was cancelled in this loop iteration
+        self._deferring = 0  # scheduled steps that no later call may overtake
 
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the calls to this method. In any thread."""
@@ -90,10 +90,12 @@ class Executor:
     def _start_task(self, call: ServerCall) -> None:
         name = getattr(call.function, "__qualname__", None) or call.name
         coroutine, context = _run(call, name), self._context.copy()
-        if self._has_cancelled:  # cancelled coroutines run first
+        if self._deferring:  # cancelled coroutines run first, and calls whose start is scheduled
             call.task = self._loop.create_task(coroutine, name=name, context=context)
         else:
             call.task = start_task(coroutine, self._loop, name, context)
+        if not call.has_started:
+            self._defer_starts()
 
     def _wait_for_turn(self, call: CallInTurn) -> None:
         try:
@@ -118,12 +120,15 @@ class Executor:
         if call.is_cancelled:  # a second cancellation would interrupt its cleanup
             return
         call.cancel()
-        if not self._has_cancelled:
-            self._has_cancelled = True
-            self._loop.call_soon(self._clear_cancelled)
+        self._defer_starts()
 
-    def _clear_cancelled(self) -> None:
-        self._has_cancelled = False
+    def _defer_starts(self) -> None:
+        """Let later tasks start after the steps that are scheduled now."""
+        self._deferring += 1
+        self._loop.call_soon(self._end_deferral)
+
+    def _end_deferral(self) -> None:
+        self._deferring -= 1
 
     def _resume_on_loop(self, call: ServerCall, value: Any, context: contextvars.Context) -> None:
         call.task = self._loop.create_task(

@@ -57,7 +57,8 @@ class KnownHead:
             function = getattr(owner, self._target.name, None)
             if type(function) is MethodType and function.__func__ is self._function:
                 join = self._join
-                joiner = None if join is None else functools.partial(join, owner)
+                # Its own object's batches: it may be a method of another object.
+                joiner = None if join is None else functools.partial(join, function.__self__)
                 return function, self._on_loop, joiner, self._kind
         return self._resolve_again(self.wire.tensors_of_target(tensors), exports)
 

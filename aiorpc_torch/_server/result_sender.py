@@ -39,6 +39,9 @@ class Wire(Protocol):
     def flush_soon(self) -> None:
         """Do so at the end of this loop iteration."""
 
+    def abort(self) -> None:
+        """End the connection at once."""
+
 
 class ResultSender:
     """The sender of one session's results. Confined to its event loop.
@@ -168,8 +171,10 @@ class ResultSender:
             log.warning("results for worker %r cannot be encoded: %r", self._caller, exc)
             if len(results) == 1:
                 key, kind, _ = results[0]
-                failed = key, FAILED, RemoteFailure.of(exc, "the callee")
-                return [] if kind == FAILED else self._frames([failed])
+                if kind == FAILED:  # nothing can be told: the end of the connection tells it
+                    self._wire.abort()
+                    return []
+                return self._frames([(key, FAILED, RemoteFailure.of(exc, "the callee"))])
             data = b""
         if data and len(data) <= MAX_FRAME:
             return [frame(RESULTS, data)]

@@ -44,6 +44,9 @@ WireKind = str | tuple[str, tuple[int, ...]]
 Cells = bytes | list[Any]
 """The cells of a column in a message: joined bytes of small tensors, or plain values."""
 
+NUMBER_BYTES = 9
+"""Maximum bytes of a number in a message."""
+
 _ATOMS = frozenset((float, bool, type(None)))
 
 
@@ -107,7 +110,14 @@ def cell_bytes(kind: CellKind, content: Any) -> int:
         return len(content.text) + len(content.pickled or b"")
     if kind == TENSOR:
         return size_of(content)
-    return len(content) if isinstance(content, bytes | str) else 0
+    return plain_bytes(content)
+
+
+def plain_bytes(content: Any) -> int:
+    """Return the bytes of a plain cell; for a number, the most that it takes."""
+    if type(content) is str and not content.isascii():
+        content = content.encode()
+    return len(content) if type(content) is str or type(content) is bytes else NUMBER_BYTES
 
 
 def copy_cell(kind: CellKind, content: Any) -> Any:

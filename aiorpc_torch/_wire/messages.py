@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .ancestry import BatchId
 from .columns import (
+    NUMBER_BYTES,
     PACKED,
     PLAIN,
     TENSOR,
@@ -22,6 +23,7 @@ from .columns import (
     Cells,
     WireKind,
     direct_cell,
+    plain_bytes,
     read_cells,
     read_kind,
     skip_cells,
@@ -66,17 +68,18 @@ class EncodedHead:
         self.target = target
         self.kinds = kinds
         self.has_tensors = TENSOR in kinds
-        self.size = CALL_OVERHEAD
         self.pickled_target: PickledValue | None = None
         named: Any = target, 0
         if isinstance(target, PickledValue):
             named = target.data, len(target.tensors)
             self.pickled_target = target
             self.has_tensors = self.has_tensors or bool(target.tensors)
-            self.size += target.size
         is_named = self.pickled_target is None
         self.is_direct = is_named and all(kind == PLAIN or type(kind) is tuple for kind in kinds)
         self.data = dump((named, stream, names, [write_kind(kind) for kind in kinds]))
+        self.size = max(CALL_OVERHEAD, len(self.data))
+        if self.pickled_target is not None:
+            self.size += self.pickled_target.size - len(self.pickled_target.data)
 
 
 class HeadCache:
@@ -111,7 +114,7 @@ class EncodedCall:
     Args:
         cells: One for each argument.
         due: Deadline of the answer in `time.monotonic()`, or None.
-        size: Bytes of the arguments, with all tensors.
+        size: Bytes of the arguments, with all tensors: at least half of what they take in a frame.
         batches: Ancestor batches.
         has_tensors: Whether a pickled argument has tensors outside its bytes.
 
@@ -155,7 +158,10 @@ class EncodedCall:
         self.by_torch = False
         self.recorded: Any = None
         self.shared: Any = None
-        self.size = size = size + head.size
+        size += head.size
+        if batches:
+            size += sum(len(name) + NUMBER_BYTES for name, _ in batches)
+        self.size = size
         self.is_large = size > INLINE_BYTES or head.has_tensors or has_tensors
 
     def __repr__(self) -> str:
@@ -186,10 +192,10 @@ def encode_call(
         kind, content = found
         kinds.append(kind)
         cells.append(content)
-        if type(content) is bytes or type(content) is str:
+        if type(content) is bytes:
             size += len(content)
-        elif kind is TENSOR:
-            size += size_of(content)
+        else:
+            size += size_of(content) if kind is TENSOR else plain_bytes(content)
     if len(cells) > 1 and _has_repeated_tensor(args, kinds):  # it arrives as one
         return _encode_pickled(heads, number, target, stream, arguments, due, batches)
     head = heads.head(target, stream, names, tuple(kinds))

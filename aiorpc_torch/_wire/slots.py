@@ -48,8 +48,8 @@ class Slots(Generic[T]):
         return f"<Slots {len(self._open)} open, {len(self._early)} payloads early>"
 
     def __len__(self) -> int:
-        """Return the number of open slots, and of calls held back behind them."""
-        return sum(map(len, self.queues.values())) if self.queues else 0
+        """Return the number of open slots, and of calls held back behind them. In any thread."""
+        return sum(map(len, [*self.queues.values()])) if self.queues else 0
 
     def __contains__(self, number: object) -> bool:
         """Return whether the slot of a call is open."""

@@ -23,6 +23,7 @@ from aiorpc_torch._client import (
     connection,
     introduction as introductions,
     pool,
+    sender as call_sender,
     torch_transfers,
 )
 from aiorpc_torch._protocol import endpoints
@@ -272,7 +273,7 @@ async def test_no_memory_for_a_frame_loses_no_call(
     """Its calls fail, those that come later are answered, and no caller waits for ever."""
     notes = remote(RRef(Notes()))
     await asyncio.gather(notes.note(0), notes.note(0))  # after a lone call the next leaves at once
-    module = torch_transfers if size else sender
+    module = torch_transfers if size else call_sender
     fail_once(monkeypatch, module, "encode_calls", MemoryError("no memory"))
     found = await ends(*start(*(notes.note(bytes(size)) for _ in range(1 if size else 5))))
     assert all(isinstance(each, RpcError) and "no memory" in str(each) for each in found), found
@@ -302,6 +303,34 @@ async def test_no_memory_for_results_loses_no_call(
         assert isinstance(found[0], MemoryError)
     else:
         assert found == [7] * calls
+    await work()
+
+
+async def test_nothing_is_sent_to_a_transport_that_has_failed(world: aiorpc.Worker) -> None:
+    """Its connection learns of it later; until then, calls are known to be unsent."""
+    await work()
+    transport = own_connection()._transport
+    assert transport is not None
+    calling = start(*(call("main", torch.add, torch.ones(LARGE), n) for n in range(9)))
+    transport.abort()  # the connection is told after the calls have begun
+    found = await ends(*calling)
+    assert all(isinstance(each, RpcError) and not each.may_have_run for each in found), found
+    await work()
+
+
+@pytest.mark.promise("transport.memory")
+async def test_no_memory_for_a_failure_ends_the_connection(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its caller would wait for ever; the next call has another connection."""
+    number = remote(RRef(Results())).number
+    assert await number() == 7
+    with monkeypatch.context() as patch:
+        patch.setattr(session, "encode_lone_result", lambda *_: None)
+        for _ in range(2):
+            fail_once(patch, session, "encode_reply", MemoryError("no memory"))
+        (found,) = await ends(*start(number()))
+    assert isinstance(found, RpcError)
     await work()
 
 

@@ -393,6 +393,25 @@ async def test_a_stream_holds_its_turn_between_its_items() -> None:
     assert actor.most == 1
 
 
+class Unreadable:
+    """An argument that the callee cannot read."""
+
+    def __reduce__(self) -> Any:
+        return int, ("unreadable",)
+
+
+async def test_an_argument_that_cannot_be_read() -> None:
+    """Its call raises why, and takes no turn; the next call runs."""
+    actor, rref = new()
+    for method in ("work", "compute"):
+        with pytest.raises(ValueError, match="unreadable"):
+            await getattr(remote(rref), method)(Unreadable())
+    with pytest.raises(ValueError, match="unreadable"):
+        await anext(aiter(remote(rref).hold_stream(Unreadable())))
+    assert await remote(rref).work(1) == 1
+    assert actor.log == [1]
+
+
 async def test_a_stream_in_threads_without_credit_holds_its_turn() -> None:
     """It is in no thread then; a cancellation closes it, which ends the turn."""
     actor, rref = new()

@@ -22,6 +22,7 @@ from aiorpc_torch._shm.segment_store import COPY_ON_LOOP, SegmentStore
 from aiorpc_torch._wire.frames import CALLS, SEGMENTS, SHARED, SLOT, frame
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.tensors import INLINE_BYTES
+from tests.support.actors import Notes
 from tests.support.raw_connections import Stranger, Tap, server
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf
@@ -113,6 +114,17 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.usefixtures("shelf")
+async def test_many_small_arguments_are_large_together() -> None:
+    """Calls of the same object that follow them do not overtake them."""
+    notes = remote(RRef(Notes()))
+    many = [1.5] * 150_000
+    await asyncio.gather(
+        *(notes.note(number, *(many if number % 3 == 1 else ())) for number in range(9))
+    )
+    assert await notes.noted() == [*range(9)]
 
 
 @pytest.mark.promise("shared.values")

@@ -23,6 +23,7 @@ from aiorpc_torch import (
     create,
     remote,
 )
+from aiorpc_torch._client import pool
 from aiorpc_torch._wire.window import INITIAL_CREDIT, credit_cost
 from aiorpc_torch.testing import Gate
 from tests.support import actors
@@ -249,6 +250,19 @@ async def test_iterator_that_is_never_asked() -> None:
     await remote(rref).followed()
     del stream
     assert await closed(rref) == 1
+
+
+async def test_garbage_changes_no_connection_in_place() -> None:
+    """It may be collected while the connection handles another call."""
+    rref = await streams()
+    stream = aiter(remote(rref).follow())
+    await remote(rref).followed()
+    own = pool.current().connection("main")
+    before = own.waiting
+    del stream
+    assert own.waiting == before
+    await asyncio.sleep(0)
+    assert own.waiting == before - 1
 
 
 @pytest.mark.promise("streams.close")

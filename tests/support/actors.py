@@ -23,7 +23,7 @@ class Notes:
     def __init__(self) -> None:
         self.order: list[Any] = []
 
-    async def note(self, item: Any) -> None:
+    async def note(self, item: Any, *_: Any) -> None:
         self.order.append(item)
 
     async def noted(self) -> list[Any]:

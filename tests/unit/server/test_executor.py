@@ -136,6 +136,26 @@ async def test_a_second_cancellation_does_not_interrupt_the_cleanup(executor: Ex
     assert cleaned == ["all"]
 
 
+async def test_no_call_overtakes_one_that_starts_after_a_cancelled_coroutine(
+    executor: Executor,
+) -> None:
+    """Its start is scheduled, behind a callback that starts the next call."""
+    waiting, started, loop = asyncio.Event(), list[str](), asyncio.get_running_loop()
+
+    async def note(name: str) -> None:
+        started.append(name)
+
+    cancelled = Call(waiting.wait, on_loop=True)
+    first, second = (Call(note, name, on_loop=True) for name in ("first", "second"))
+    executor.start([cancelled])
+    await asyncio.sleep(0)
+    executor.cancel(cancelled)
+    loop.call_soon(executor.start, [second])
+    executor.start([first])
+    await asyncio.gather(end_of(first), end_of(second))
+    assert started == ["first", "second"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("on_loop", [True, False])
 async def test_no_exception_of_a_call_ends_the_worker(

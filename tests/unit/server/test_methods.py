@@ -185,6 +185,16 @@ def test_a_batched_method(table: Table) -> None:
         assert found.joiner.args == (table.objects[ID],)
 
 
+def test_a_batched_method_of_another_object(table: Table) -> None:
+    """Its calls join the batches of that object, whose method the known one is now."""
+    known, other = method("many"), Agent()
+    resolve(known)
+    table.objects[ID].many = other.many
+    found = resolve(known)
+    assert found.function.__self__ is other
+    assert found.joiner.args == (other,)
+
+
 @pytest.mark.parametrize("stream", [False, True])
 def test_the_calls_of_an_exclusive_object(table: Table, stream: bool) -> None:
     """They enter its turns; the object is looked up each time."""

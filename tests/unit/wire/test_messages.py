@@ -25,7 +25,9 @@ from aiorpc_torch._wire.columns import (
     direct_cell,
     encode_cell,
 )
+from aiorpc_torch._wire.connection_state import FRAME_BYTES
 from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.frames import MAX_FRAME
 from aiorpc_torch._wire.messages import (
     CALL_OVERHEAD,
     MAX_HEADS,
@@ -668,6 +670,19 @@ def test_size_counts_all_that_is_sent() -> None:
     assert call(torch.zeros(10_000)).size > 40_000
     assert call("x" * 100_000).size > 100_000
     assert call([torch.zeros(10_000), b"x" * 5000]).size > 45_000
+
+
+@pytest.mark.parametrize("count", [0, 1, 10_000])
+@pytest.mark.parametrize("value", [1.5, 2**64 - 1, "", "é", "\U0001f600", b"", torch.tensor(True)])
+@pytest.mark.parametrize("named", [True, False])
+def test_a_call_takes_at_most_twice_its_size(count: int, value: Any, named: bool) -> None:
+    """So a frame holds as many calls as `SendState` puts into one."""
+    values = [value.clone() if isinstance(value, Tensor) else value for _ in range(count)]
+    work = ((), {f"{n}": each for n, each in enumerate(values)}) if named else (values, {})
+    target, batches = NamedTarget("method", ONE, "m" * 500), (("worker", 1 << 60),) * count
+    found = encode_call(CACHE, 1 << 60, target, False, work, NOW, batches)
+    assert len(dump(encode_calls([found], NOW, TensorTable()))) <= 2 * found.size
+    assert 2 * FRAME_BYTES <= MAX_FRAME
 
 
 @pytest.mark.promise("transport.large")

@@ -435,3 +435,18 @@ class BothEnds(RuleBasedStateMachine):
 
 TestBothEnds = BothEnds.TestCase
 TestBothEnds.settings = settings(stateful_step_count=40)
+
+
+def test_another_thread_may_ask_for_the_number() -> None:
+    """Queues come and go on the loop meanwhile."""
+    slots: Slots[str] = Slots()
+
+    class Changing(deque[Any]):
+        """A queue of which another thread asks the length, while the loop begins another one."""
+
+        def __len__(self) -> int:
+            slots.queues.setdefault("new", deque())
+            return super().__len__()
+
+    slots.queues["old"] = Changing(["first", "second"])
+    assert len(slots) == 2
