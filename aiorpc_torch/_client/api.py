@@ -77,8 +77,8 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
 
     An `async def` method runs on the owner's event loop, a plain `def` in a thread of its own. A
     `@batched` method joins a batch. Calls to one worker start in the order of their awaits. Small
-    arguments are copied at the call. Tensors are sent without a copy, so do not change them before
-    the await returns.
+    arguments, of up to 128 KiB in all, are copied at the call. Do not change larger tensors before
+    the await returns: they are copied or sent meanwhile.
 
     The methods of a `Group` call all members. `await` gives the list of their results; `async for`
     gives pairs of member and result as they complete. The methods of `group.any()` call the least
@@ -87,8 +87,8 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
     Args:
         rref: RRef of any object, `Group` or `group.any()`. The classes of arguments and results
             must be importable on both sides, or else `cloudpickle` installed there.
-        timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
-            both applies.
+        timeout: seconds for each call, from its await (default: no bound but `aiorpc.timeout`'s).
+            The earlier of both applies.
 
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
