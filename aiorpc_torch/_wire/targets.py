@@ -68,7 +68,12 @@ class FetchTarget(NamedTuple):
     on: ObjectRef
 
     def bind(self, found: Any) -> Callable[..., Any]:
-        return lambda: found
+        return partial(fetch, found)
+
+
+def fetch(found: Any) -> Any:
+    """Return the object of a `FetchTarget`. Errors and `pending` name this function."""
+    return found
 
 
 Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | FetchTarget
