@@ -6,9 +6,12 @@
         ps = await aiorpc.create("ps", ParameterServer, lr=0.1)
         state = await aiorpc.remote(ps).update(grads)
 
-Worlds: `worker` under torchrun, `local_world` in a program, `run_local` for a whole program.
-Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `stats`, `wrap_future`.
+Worlds: `worker` under torchrun, `local_world` in a program, `run_local` for a whole program,
+`attach` beside `rpc.init_rpc`.
+Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `exclusive`, `wrap_future`.
+Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`.
 Batches: `batched` with `Fill` or `Round`, `Broadcast`.
+Counters: `stats`, `pending`.
 Plain torch clients: `async_execution`.
 Errors: `RpcError` and its subclasses, and `RemoteTraceback`, the cause of remote exceptions.
 Modules: `aiorpc_torch.autograd` and `aiorpc_torch.testing`. Names with a leading underscore are

@@ -11,34 +11,38 @@ from ._shm.segment_store import segment_counts
 
 @dataclass(frozen=True, slots=True)
 class Stats:
-    """Counters of this process since it entered its world."""
+    """Counters of this process since it entered its world.
+
+    Attributes:
+        calls: Calls and streams made by this process.
+        in_flight: Those of `calls` that are pending.
+        unsent: Those of `in_flight` that wait for flow control, or for a copy to shared memory.
+        messages: Frames and torch messages sent with calls; coalesced calls share one.
+        bytes_sent: Bytes of `messages`, large tensors included.
+        late: Results that arrived after their calls had been cancelled or had timed out.
+        shared_messages: Those of `messages` whose tensors were sent in shared memory.
+        segments: Segments of shared memory that this process has made, in use or free.
+        segment_bytes: Bytes of `segments`.
+        served: Calls and streams received from other workers and from this one.
+        running: Those of `served` that are not finished.
+        held_bytes: Bytes of large results that callers have yet to collect.
+        batches: Counters of each `@batched` function called here, by qualified name, since it was
+            made.
+    """
 
     calls: int = 0
-    """Calls and streams made by this process."""
     in_flight: int = 0
-    """Those of `calls` that are pending."""
     unsent: int = 0
-    """Those of `in_flight` that wait for flow control to let them be sent."""
     messages: int = 0
-    """Frames and torch messages sent with calls; coalesced calls share one."""
     bytes_sent: int = 0
-    """Bytes of `messages`, large tensors included."""
     late: int = 0
-    """Results that arrived after their calls had been cancelled or had timed out."""
     shared_messages: int = 0
-    """Those of `messages` whose tensors were sent in shared memory."""
     segments: int = 0
-    """Segments of shared memory that this process has made, in use or free."""
     segment_bytes: int = 0
-    """Bytes of `segments`."""
     served: int = 0
-    """Calls and streams received from other workers and from this one."""
     running: int = 0
-    """Those of `served` that are not finished."""
     held_bytes: int = 0
-    """Bytes of large results that callers have yet to collect."""
     batches: dict[str, BatchStats] = field(default_factory=dict)
-    """Counters of each `@batched` function called here, by qualified name, since it was made."""
 
 
 @mark_runs_on_loop  # a worker whose threads all hang must still tell

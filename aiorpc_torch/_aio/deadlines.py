@@ -4,6 +4,8 @@ import contextlib
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
+from numbers import Real
+from typing import Any
 
 _deadline: ContextVar[float | None] = ContextVar("aiorpc_deadline", default=None)
 
@@ -19,13 +21,28 @@ def timeout(seconds: float | None) -> Iterator[None]:
     `timeout` is never lengthened; None sets no further bound.
 
     Raises:
+        TypeError: if `seconds` is not a number.
         CallTimeout: from the call that the deadline interrupts, and from each call made after it.
     """
-    token = _deadline.set(deadline_in(seconds))
+    token = _deadline.set(deadline_in(checked_timeout(seconds)))
     try:
         yield
     finally:
         _deadline.reset(token)
+
+
+def checked_timeout(timeout: Any) -> float | None:
+    """Return a timeout that a user gave, as a float.
+
+    Raises:
+        TypeError: if it is not a number, or NaN.
+    """
+    if timeout is None:
+        return None
+    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
+    if is_number and timeout == timeout:  # not NaN
+        return float(timeout)
+    raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
 
 
 def deadline_in(seconds: float | None) -> float | None:

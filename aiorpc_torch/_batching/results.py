@@ -19,7 +19,7 @@ T = TypeVar("T")
 class Broadcast(Generic[T]):
     """One result for every caller of the batch: `return Broadcast(model.parameters())`.
 
-    The value is pickled once for all callers. Its large tensors are sent without a copy: do not
+    The value is pickled once for all callers. Its large tensors are copied or sent later: do not
     change them in place before every caller has its result.
     """
 

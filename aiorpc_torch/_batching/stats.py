@@ -12,25 +12,27 @@ RECENT = 1024  # waiting times kept per function
 
 @dataclass(frozen=True, slots=True)
 class BatchStats:
-    """Statistics of one `@batched` function in this process, over all instances."""
+    """Statistics of one `@batched` function in this process, over all instances.
+
+    Attributes:
+        batches: Batches that have started.
+        items: Calls in these batches.
+        size: Calls in a full batch, or in a round.
+        reasons: Batches by the reason of their start: `full`, `waited`, `slot` (one was free),
+            `round` or `quorum`; and how often waiting calls failed: by `timeout` of a round, or
+            `closed` as the worker stopped.
+        waiting: Calls that wait now.
+        wait_p50: Seconds from a call's arrival to the start of its batch: median of recent calls.
+        wait_p99: Seconds from a call's arrival to the start of its batch: 99th percentile.
+    """
 
     batches: int
-    """Batches that have started."""
     items: int
-    """Calls in these batches."""
     size: int
-    """Calls in a full batch, or in a round."""
     reasons: dict[str, int]
-    """Batches by the reason of their start: `full`, `waited`, `slot` (one was free), `round` or
-    `quorum`; and how often waiting calls failed: by `timeout` of a round, or `closed` as the worker
-    stopped.
-    """
     waiting: int
-    """Calls that wait now."""
     wait_p50: float | None
-    """Seconds from a call's arrival to the start of its batch: median of recent calls."""
     wait_p99: float | None
-    """Seconds from a call's arrival to the start of its batch: 99th percentile."""
 
     @property
     def mean(self) -> float:

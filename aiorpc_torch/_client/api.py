@@ -1,11 +1,11 @@
 """The public functions that make calls: `remote(rref).method(...)`, `call`, `create`, `fetch`."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
-from numbers import Real
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
+from .._aio.deadlines import checked_timeout
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.rrefs import known_class, note_class
 from .._wire.targets import (
@@ -77,8 +77,8 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
 
     An `async def` method runs on the owner's event loop, a plain `def` in a thread of its own. A
     `@batched` method joins a batch. Calls to one worker start in the order of their awaits. Small
-    arguments are copied at the call. Tensors are sent without a copy, so do not change them before
-    the await returns.
+    arguments, of up to 128 KiB in all, are copied at the call. Do not change larger tensors before
+    the await returns: they are copied or sent meanwhile.
 
     The methods of a `Group` call all members. `await` gives the list of their results; `async for`
     gives pairs of member and result as they complete. The methods of `group.any()` call the least
@@ -87,8 +87,8 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
     Args:
         rref: RRef of any object, `Group` or `group.any()`. The classes of arguments and results
             must be importable on both sides, or else `cloudpickle` installed there.
-        timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
-            both applies.
+        timeout: seconds for each call, from its await (default: no bound but `aiorpc.timeout`'s).
+            The earlier of both applies.
 
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
@@ -97,7 +97,7 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
         CallTimeout, WorkerLost, NotServing, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
-    bound = None if timeout is None else _check_timeout(timeout)
+    bound = None if timeout is None else checked_timeout(timeout)
     if more or others or not isinstance(rref, RRefBase):
         return _remote_members(rref, bound, more, others)
     found: Any = rref
@@ -275,17 +275,10 @@ async def fetch(rref: RRef[T], *, timeout: float | None = None) -> T:
         CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
     """
     _check_rref(rref)
-    bound = None if timeout is None else _check_timeout(timeout)
+    bound = checked_timeout(timeout)
     if rref.is_owner():
         return rref.local_value()  # type: ignore[no-any-return]
     return await RemoteCall(rref, FetchTarget(rref), (), {}, bound)  # type: ignore[no-any-return]
-
-
-def _check_timeout(timeout: Any) -> float:
-    is_number = isinstance(timeout, Real) and not isinstance(timeout, bool)
-    if is_number and timeout == timeout:  # not NaN
-        return float(timeout)
-    raise TypeError(f"timeout must be a number of seconds or None, got {timeout!r}")
 
 
 def _check_rref(rref: Any) -> RRef[Any]:

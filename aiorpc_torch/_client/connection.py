@@ -1,7 +1,7 @@
 """A connection: the calls of one event loop to one peer.
 
 `SendState` decides when calls are sent; `PendingCalls` holds the receivers of their replies.
-Payloads that do not travel on the connection go by torch RPC.
+Large tensors go in shared memory or by torch RPC.
 
 A connection is one-way: two workers that connect to each other at once make two of them, and no
 rule has to choose one.

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import deadline_in, time_left
+from .._aio.deadlines import checked_timeout, deadline_in, time_left
 from .._protocol.names import watch_name
 from .._torch.compat import RRefBase
 from .._wire.targets import FunctionTarget
@@ -35,7 +35,7 @@ async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> R
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     pool = current()
-    worker, due = pool.find(on), deadline_in(timeout)
+    worker, due = pool.find(on), deadline_in(checked_timeout(timeout))
     names: list[str] | None = None
     while True:
         watch = RemoteCall(worker, FunctionTarget(watch_name), (name,), {}, time_left(due))

@@ -37,23 +37,24 @@ def checked_exports(exports: Iterable[Export]) -> tuple[Export, ...]:
     if isinstance(exports, str | type):
         raise TypeError(f"exports must be a list, got {exports!r}; write [{exports!r}]")
     given = tuple(exports)
-    ExportPolicy(given)
+    for exported in given:
+        if isinstance(exported, str):
+            importlib.import_module(exported)  # raises ImportError
+        elif not (callable(exported) and hasattr(exported, "__qualname__")):
+            raise TypeError(
+                f"exports must hold classes, functions and names of modules, got {exported!r}"
+            )
     return given
 
 
 class ExportPolicy:
-    """Decides which calls a worker runs."""
+    """Decides which calls the worker `worker` runs."""
 
-    def __init__(self, exports: Iterable[Export]) -> None:
-        self._objects = tuple(each for each in exports if not isinstance(each, str))
-        self._modules = tuple(each for each in exports if isinstance(each, str))
-        for exported in self._objects:
-            if not (callable(exported) and hasattr(exported, "__qualname__")):
-                raise TypeError(
-                    f"exports must hold classes, functions and names of modules, got {exported!r}"
-                )
-        for module in self._modules:
-            importlib.import_module(module)  # raises ImportError
+    def __init__(self, exports: Iterable[Export], worker: str) -> None:
+        checked = checked_exports(exports)
+        self._objects = tuple(each for each in checked if not isinstance(each, str))
+        self._modules = tuple(each for each in checked if isinstance(each, str))
+        self._worker = worker
 
     def load_target(self, target: NamedTarget | bytes, _: Sequence[Tensor]) -> Target:
         """Return the target of a message.
@@ -64,8 +65,8 @@ class ExportPolicy:
         """
         if isinstance(target, bytes):
             raise NotExported(
-                "the worker has exports=, so the function of a call must have a name by which it "
-                "can be imported: not one by value, a partial or a method of an object"
+                f"worker {self._worker!r} has exports=, so the function of a call must have a name "
+                "by which it can be imported: not one by value, a partial or a method of an object"
             )
         by_itself = target.kind != BOUND
         return read_named(target, lambda path, module: self._find(path, module, by_itself))
@@ -75,11 +76,11 @@ class ExportPolicy:
         if isinstance(target, MethodTarget):
             check_public_name(target.name)
             if not self._has_class(type(found)):
-                _refuse(f"{_describe(type(found))}.{target.name}")
+                self._refuse(f"{_describe(type(found))}.{target.name}")
         elif isinstance(target, BoundTarget):
             function = target.function
             if not (self._is_method(function, found) or self._has_function(function)):
-                _refuse(_describe(function))
+                self._refuse(_describe(function))
         # `load_target` has checked functions and classes. Who holds an RRef may fetch its object.
 
     def _find(self, path: str, module: str, by_itself: bool) -> Any:
@@ -99,7 +100,7 @@ class ExportPolicy:
         if by_itself and not (inside and callable(found)):
             self._check_itself(found, name, is_public)
         if found is None:
-            _refuse(name)
+            self._refuse(name)
         return found
 
     def _check_itself(self, found: Any, name: str, is_public: bool) -> None:
@@ -107,7 +108,12 @@ class ExportPolicy:
         if not exported and is_public:
             exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
         if not exported:
-            _refuse(name)
+            self._refuse(name)
+
+    def _refuse(self, name: str) -> NoReturn:
+        raise NotExported(
+            f"worker {self._worker!r} does not export {name}; add it to that worker's exports="
+        )
 
     def _has_object(self, found: Any) -> bool:
         return any(found is each or _is_same_callable(found, each) for each in self._objects)
@@ -159,8 +165,7 @@ def _is_same_callable(one: Any, other: Any) -> bool:
 
 
 def _describe(found: Any) -> str:
-    return f"{getattr(found, '__module__', '?')}.{getattr(found, '__qualname__', repr(found))}"
-
-
-def _refuse(name: str) -> NoReturn:
-    raise NotExported(f"the worker does not export {name}; add it to that worker's exports=")
+    module = getattr(found, "__module__", "?")
+    if module == "__mp_main__":  # of a child of a local world, see `_has_module`
+        module = "__main__"
+    return f"{module}.{getattr(found, '__qualname__', repr(found))}"

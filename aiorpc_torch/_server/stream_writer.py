@@ -13,6 +13,7 @@ from typing import Any
 
 from .._aio.tasks import warn_if_blocking
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
+from .._wire.exceptions import try_add_note
 from .._wire.window import INITIAL_CREDIT, credit_cost
 from .calls import RpcCall
 
@@ -43,7 +44,11 @@ class StreamCall(RpcCall):
         Raises:
             CancelledError: if the call is cancelled.
         """
-        kind, content = self._encode(item)
+        try:
+            kind, content = self._encode(item)
+        except Exception as exc:  # pickling a user's object may raise anything
+            try_add_note(exc, f"(while pickling an item of {self.name})")
+            raise
         # The generator runs on before this item is sent, and may reuse its buffer.
         content = copy_cell(kind, content if self.recording is None else detach_cell(kind, content))
         number = self._items

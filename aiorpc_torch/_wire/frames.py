@@ -8,7 +8,7 @@ import struct
 from ..errors import RpcError
 
 MAX_FRAME = 1 << 20
-"""Maximum bytes of data in one frame. Larger payloads travel by torch RPC."""
+"""Maximum bytes of data in one frame. Large tensors are no part of it."""
 
 CALLS, SLOT, CONTROL, RESULTS, CLOSE, PING, RETIRE, SEGMENTS, SHARED = range(1, 10)
 """Kinds of frames: groups of calls; a call whose payload follows by torch RPC; cancellations and

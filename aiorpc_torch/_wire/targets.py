@@ -68,7 +68,12 @@ class FetchTarget(NamedTuple):
     on: ObjectRef
 
     def bind(self, found: Any) -> Callable[..., Any]:
-        return lambda: found
+        return partial(fetch, found)
+
+
+def fetch(found: Any) -> Any:
+    """Return the object of a `FetchTarget`. Errors and `pending` name this function."""
+    return found
 
 
 Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | FetchTarget
@@ -148,7 +153,7 @@ def public_method(obj: Any, name: str) -> Callable[..., Any]:
             break
     method = getattr(obj, name)
     if not callable(method):
-        raise TypeError(f"{type(obj).__name__}.{name} is a {type(method).__name__}, not a method")
+        raise _no_method(f"{type(obj).__name__}.{name}", method)
     return method  # type: ignore[no-any-return]
 
 
@@ -156,7 +161,11 @@ def _check_not_computed(found: Any, name: str) -> None:
     """Raise TypeError for a descriptor that computes a value, without running it."""
     is_method = callable(found) or isinstance(found, _METHODS)
     if not is_method and hasattr(type(found), "__get__"):
-        raise TypeError(f"{name} is a {type(found).__name__}, not a method")
+        raise _no_method(name, found)
+
+
+def _no_method(name: str, found: Any) -> TypeError:
+    return TypeError(f"{name} is of type {type(found).__name__}, not a method")
 
 
 _METHODS = (classmethod, staticmethod, partialmethod, singledispatchmethod)

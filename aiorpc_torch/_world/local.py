@@ -208,6 +208,8 @@ async def _run(
 
 def _names(workers: int | Sequence[str], *, first: int) -> list[str]:
     if isinstance(workers, int):
+        if workers < 0:
+            raise ValueError(f"workers must be a number from 0 or a list of names, got {workers}")
         return [f"worker{rank}" for rank in range(first, first + workers)]
     if isinstance(workers, str):
         raise TypeError(f"workers must be a number or a list of names, got {workers!r}")

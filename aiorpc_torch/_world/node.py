@@ -56,7 +56,7 @@ class Node:
         self.detector = FailureDetector(
             members, config.heartbeat, self, children, only_linked=is_attached
         )
-        exports = None if config.exports is None else ExportPolicy(config.exports)
+        exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
         self.server = Server(members, self.detector, config.threads, exports)
         introductions = introductions or Introductions(members, self.attachments)
         self.pool = ConnectionPool(members, self.detector, introductions)

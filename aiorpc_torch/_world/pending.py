@@ -10,16 +10,19 @@ from .._protocol.runtime import mark_runs_on_loop
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """A call or stream that has not ended."""
+    """A call or stream that has not ended.
+
+    Attributes:
+        method: Name of the method or function.
+        worker: The callee of an outgoing call, the caller of an incoming one.
+        age: Seconds since it was made, or since it arrived.
+        incoming: Whether another worker, or this one, has called this process.
+    """
 
     method: str
-    """Name of the method or function."""
     worker: str
-    """The callee of an outgoing call, the caller of an incoming one."""
     age: float
-    """Seconds since it was made, or since it arrived."""
     incoming: bool
-    """Whether another worker, or this one, has called this process."""
 
 
 @mark_runs_on_loop  # a worker whose threads all hang must still tell

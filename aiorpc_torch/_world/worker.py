@@ -33,18 +33,21 @@ log = logging.getLogger("aiorpc_torch")
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """This process as a member of a world: what `worker()` and `local_world()` yield."""
+    """This process as a member of a world: what `worker()` and `local_world()` yield.
+
+    Attributes:
+        name: The name of this worker.
+        rank: Its rank, from 0.
+        world_size: Number of workers, this one included.
+        peers: The names of the other workers, in rank order.
+        comeback: 0; in a replacement process, the number of rejoins of this world up to its own.
+    """
 
     name: str
-    """The name of this worker."""
     rank: int
-    """Its rank, from 0."""
     world_size: int
-    """Number of workers, this one included."""
     peers: tuple[str, ...]
-    """The names of the other workers, in rank order."""
     comeback: int = 0
-    """0; in a replacement process, the number of rejoins of this world up to its own."""
     _node: Node = field(repr=False, compare=False, kw_only=True)
 
     @classmethod

@@ -467,6 +467,9 @@ async def test_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> N
     with pytest.raises(TypeError, match="list of names"):
         async with aiorpc.local_world("ps"):
             pass
+    with pytest.raises(ValueError, match="must be a number from 0"):
+        async with aiorpc.local_world(-1):
+            pass
     with pytest.raises(ValueError, match="one name"):
         async with aiorpc.local_world(["main"]):
             pass

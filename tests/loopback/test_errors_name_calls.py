@@ -148,6 +148,13 @@ async def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
             make(counter, timeout=timeout)
     with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
         await fetch(counter, timeout=timeout)
+    with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
+        await aiorpc.lookup("counter", on="main", timeout=timeout)
+    with (
+        pytest.raises(TypeError, match="timeout must be a number of seconds or None"),
+        aiorpc.timeout(timeout),
+    ):
+        pass
     assert await remote(counter, timeout=torch.float32.itemsize).add() == 1
 
 

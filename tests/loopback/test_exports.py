@@ -96,6 +96,22 @@ async def test_an_object_of_a_subclass() -> None:
             await create(me, Branch)
 
 
+async def test_the_error_names_the_worker_and_the_class() -> None:
+    """A class of the program's main module has one name, also in a child of a local world."""
+    async with World(price) as me:
+        foreign = RRef(Closed())
+        with pytest.raises(NotExported, match=r"worker 'main' does not export .*\.Closed\.open;"):
+            await remote(foreign).open()
+        with pytest.raises(NotExported, match=r"worker 'main' has exports="):
+            await call(me, Closed().open)
+        Closed.__module__, module = "__mp_main__", Closed.__module__
+        try:
+            with pytest.raises(NotExported, match=r" __main__\.Closed\.open; add"):
+                await remote(foreign).open()
+        finally:
+            Closed.__module__ = module
+
+
 @pytest.mark.promise("security.exports")
 async def test_exported_functions() -> None:
     """Call own functions, torch's and NumPy's; a factory does not export its class."""
@@ -187,9 +203,9 @@ async def test_private_names_and_data_stay_so() -> None:
             await call(shop, Shop._private)
         with pytest.raises(NotExported):
             await call(me, Shop._private, 1)
-        with pytest.raises(TypeError, match=r"Shop\.secret is a str"):
+        with pytest.raises(TypeError, match=r"Shop\.secret is of type str"):
             await remote(shop).secret()
-        with pytest.raises(TypeError, match=r"Shop\.computed is a property"):
+        with pytest.raises(TypeError, match=r"Shop\.computed is of type property"):
             await remote(shop).computed()
 
 

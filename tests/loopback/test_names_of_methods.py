@@ -138,7 +138,7 @@ async def test_names_that_are_none(world: aiorpc.Worker, name: Any) -> None:
 async def test_data_is_not_called(world: aiorpc.Worker, name: str) -> None:
     """Nor computed: a property is not evaluated to see what it is."""
     guarded = RRef(Guarded())
-    with pytest.raises(TypeError, match=rf"Guarded\.{name} is a {DATA[name]}, not a method"):
+    with pytest.raises(TypeError, match=rf"Guarded\.{name} is of type {DATA[name]}, not a method"):
         await getattr(remote(guarded), name)()
     with pytest.raises(TypeError, match="not a method"):
         async for _ in getattr(remote(guarded), name)():
@@ -149,7 +149,7 @@ async def test_what_is_not_there(world: aiorpc.Worker) -> None:
     """The class and the name are in the error."""
     with pytest.raises(AttributeError, match=r"'Guarded' object has no attribute 'absent'"):
         await remote(RRef(Guarded())).absent()
-    with pytest.raises(TypeError, match=r"Slotted\.function is a member_descriptor"):
+    with pytest.raises(TypeError, match=r"Slotted\.function is of type member_descriptor"):
         await remote(RRef(Slotted())).function()
 
 

@@ -214,6 +214,11 @@ async def by_aclose(stream: Any) -> None:
     await iterator.aclose()
 
 
+async def by_aclosing(stream: Any) -> None:
+    async with contextlib.aclosing(aiter(stream)) as items:
+        assert await anext(items) == 0
+
+
 async def by_dropping_it_in_another_thread(stream: Any) -> None:
     holder = [aiter(stream)]
     assert await anext(holder[0]) == 0
@@ -224,6 +229,7 @@ WAYS = [
     by_break,
     by_an_exception,
     by_aclose,
+    by_aclosing,
     by_dropping_it,
     by_dropping_it_in_another_thread,
     by_cancelling_the_task,
@@ -329,8 +335,9 @@ async def test_item_that_cannot_be_pickled(kind: str) -> None:
     rref = await streams()
     stream = aiter(getattr(remote(rref), kind)(2))
     assert await take(stream, 2) == [0, 1]
-    with pytest.raises(TypeError, match="pickle"):
+    with pytest.raises(TypeError, match="pickle") as raised:
         await anext(stream)
+    assert raised.value.__notes__ == [f"(while pickling an item of Streams.{kind})"]
     await closed(rref)
 
 

@@ -49,7 +49,7 @@ HOSTILE = {
 @pytest.mark.parametrize("what", HOSTILE)
 def test_a_target_made_by_hand(what: str) -> None:
     """A hostile target is refused; reading it runs, imports and changes nothing."""
-    exports = ExportPolicy([price, SHOP])
+    exports = ExportPolicy([price, SHOP], "ps")
     with pytest.raises(NotExported):
         exports.load_target(HOSTILE[what], ())
     assert "this" not in sys.modules
@@ -68,7 +68,7 @@ def test_a_target_made_by_hand(what: str) -> None:
 )
 def test_what_is_read_is_what_was_packed(target: Any) -> None:
     """`load_target` returns the target that was sent."""
-    exports = ExportPolicy([price, Shop])
+    exports = ExportPolicy([price, Shop], "ps")
     sent = encode_target(target, target.on)
     assert isinstance(sent, NamedTarget)
     assert exports.load_target(sent, ()) == target

@@ -11,7 +11,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import NotExported
 from aiorpc_torch._server.calls import RpcCall
 from aiorpc_torch._server.exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
-from aiorpc_torch._server.exports import ExportPolicy, checked_exports
+from aiorpc_torch._server.exports import ExportPolicy
 from aiorpc_torch._server.methods import KnownHead
 from aiorpc_torch._server.stream_writer import StreamCall
 from aiorpc_torch._torch import rrefs
@@ -242,8 +242,8 @@ def test_functions_have_a_key_too() -> None:
 @pytest.mark.promise("security.exports")
 def test_what_is_not_exported_stays_so(table: Table) -> None:
     """Each call is told, whatever was called before."""
-    allowed = ExportPolicy(checked_exports([Agent]))
-    refused = ExportPolicy(checked_exports([Single]))
+    allowed = ExportPolicy([Agent], "ps")
+    refused = ExportPolicy([Single], "ps")
     known = method("plain")
     with pytest.raises(NotExported):
         resolve(known, refused)

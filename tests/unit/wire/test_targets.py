@@ -1,9 +1,9 @@
-"""Only plain public names are names of methods."""
+"""Names of methods are plain and public; each target has a name for errors."""
 
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._wire.targets import check_public_name
+from aiorpc_torch._wire.targets import FetchTarget, check_public_name, function_name
 
 
 @pytest.mark.promise("security.private")
@@ -15,3 +15,11 @@ def test_only_plain_public_names_pass(name: str) -> None:
         return
     with pytest.raises(AttributeError):
         check_public_name(name)
+
+
+def test_the_name_of_a_fetch() -> None:
+    """Errors and `pending` of the owner name the public function."""
+    found = object()
+    bound = FetchTarget((0, 1)).bind(found)
+    assert function_name(bound) == "fetch"
+    assert bound() is found
