@@ -147,7 +147,6 @@ def write_kind(kind: CellKind) -> WireKind:
     return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]))
 
 
-@functools.lru_cache(maxsize=1024)
 def read_kind(kind: WireKind) -> CellKind:
     """Return the argument of `write_kind`.
 
