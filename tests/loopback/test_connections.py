@@ -328,7 +328,7 @@ async def test_no_memory_for_a_failure_ends_the_connection(
     with monkeypatch.context() as patch:
         patch.setattr(session, "encode_lone_result", lambda *_: None)
         for _ in range(2):
-            fail_once(patch, session, "encode_reply", MemoryError("no memory"))
+            fail_once(patch, result_sender, "encode_reply", MemoryError("no memory"))
         (found,) = await ends(*start(number()))
     assert isinstance(found, RpcError)
     await work()
