@@ -5,6 +5,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import CoroutineType
 from typing import Any
@@ -47,6 +48,7 @@ class Executor:
         settings()
         self._threads = DaemonThreadPool(threads, settings)
         self._deferring = 0  # scheduled steps that no later call may overtake
+        self._scheduled: Callable[[], ServerCall | None] = _no_call  # the last scheduled start
 
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the calls to this method. In any thread."""
@@ -90,12 +92,12 @@ class Executor:
     def _start_task(self, call: ServerCall) -> None:
         name = getattr(call.function, "__qualname__", None) or call.name
         coroutine, context = _run(call, name), self._context.copy()
-        if self._deferring:  # cancelled coroutines run first, and calls whose start is scheduled
+        if self._must_defer():
             call.task = self._loop.create_task(coroutine, name=name, context=context)
         else:
             call.task = start_task(coroutine, self._loop, name, context)
         if not call.has_started:
-            self._defer_starts()
+            self._scheduled = weakref.ref(call)
 
     def _wait_for_turn(self, call: CallInTurn) -> None:
         try:
@@ -122,8 +124,13 @@ class Executor:
         call.cancel()
         self._defer_starts()
 
+    def _must_defer(self) -> bool:
+        """Return whether a start is scheduled, or a cancelled coroutine's step: they come first."""
+        last = self._scheduled()
+        return self._deferring > 0 or (last is not None and not last.has_started)
+
     def _defer_starts(self) -> None:
-        """Let later tasks start after the steps that are scheduled now."""
+        """Let later calls start after the steps that are scheduled now."""
         self._deferring += 1
         self._loop.call_soon(self._end_deferral)
 
@@ -136,6 +143,13 @@ class Executor:
         )
 
     def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
+        if self._must_defer():
+            self._loop.call_soon(self._submit, calls)
+            self._defer_starts()
+        else:
+            self._submit(calls)
+
+    def _submit(self, calls: Sequence[ServerCall]) -> None:
         try:
             self.submit_to_threads([functools.partial(self._run_in_thread, each) for each in calls])
         except RuntimeError as exc:  # no thread could be started
@@ -182,6 +196,10 @@ class Executor:
         """Stop the threads, and log how many still run user code after `timeout` seconds."""
         if stuck := self._threads.close(timeout):
             log.warning("%d plain `def` calls still run on worker %s", stuck, name)
+
+
+def _no_call() -> None:
+    """Return no call: none is scheduled."""
 
 
 def _fail_if_expired(call: ServerCall) -> bool:

@@ -52,14 +52,20 @@ _ATOMS = frozenset((float, bool, type(None)))
 
 def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
     """Return the kind and the cell of a value that needs no pickling, None for any other."""
+    found = small_cell(value)
+    if found is not None or type(value) is not Tensor:
+        return found
+    if value.is_cuda or value.layout in COMPRESSED:
+        return None  # it is packed with its call, as only a PickledValue has a fence
+    return TENSOR, compact_at_call(value)
+
+
+def small_cell(value: Any) -> tuple[CellKind, Any] | None:
+    """Return the kind and the cell of a value that has a place in a frame, None for any other."""
     cls = type(value)
     if cls is Tensor:
         data = small_bytes(value)
-        if data is not None:
-            return (value.dtype, value.shape), data
-        if value.is_cuda or value.layout in COMPRESSED:
-            return None  # it is packed with its call, as only a PickledValue has a fence
-        return TENSOR, compact_at_call(value)
+        return None if data is None else ((value.dtype, value.shape), data)
     if cls in _ATOMS or (cls is int and MIN_INT <= value <= MAX_INT):
         return PLAIN, value
     if cls is bytes or cls is str:

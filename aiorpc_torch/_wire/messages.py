@@ -27,6 +27,7 @@ from .columns import (
     read_cells,
     read_kind,
     skip_cells,
+    small_cell,
     write_cells,
     write_kind,
 )
@@ -216,8 +217,8 @@ def encode_lone(
     """
     if len(args) != 1:
         return None
-    found = direct_cell(args[0])
-    if found is None or found[0] is TENSOR:
+    found = small_cell(args[0])
+    if found is None:
         return None
     kind, cell = found
     if (type(cell) is bytes or type(cell) is str) and len(cell) > INLINE_BYTES - CALL_OVERHEAD:
@@ -442,8 +443,8 @@ EncodedResult = tuple[ResultKey, CellKind, Any]
 
 def encode_lone_result(number: int, value: Any) -> bytes | None:
     """Return the reply of one call; None if `encode_reply` has to encode the value."""
-    found = direct_cell(value)
-    if found is None or found[0] is TENSOR:
+    found = small_cell(value)
+    if found is None:
         return None
     kind, cell = found
     if type(kind) is tuple:

@@ -156,6 +156,32 @@ async def test_no_call_overtakes_one_that_starts_after_a_cancelled_coroutine(
     assert started == ["first", "second"]
 
 
+async def test_no_plain_function_overtakes_a_call_whose_start_is_scheduled(
+    executor: Executor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It goes to a thread after that; a later coroutine starts after both."""
+    waiting, started, submit = asyncio.Event(), list[str](), executor.submit_to_threads
+
+    async def note(name: str) -> None:
+        started.append(name)
+
+    def note_threads(tasks: Any) -> None:
+        started.append("plain")
+        submit(tasks)
+
+    monkeypatch.setattr(executor, "submit_to_threads", note_threads)
+    cancelled = Call(waiting.wait, on_loop=True)
+    first, last = (Call(note, name, on_loop=True) for name in ("first", "last"))
+    plain = Call(int, on_loop=False)
+    executor.start([cancelled])
+    await asyncio.sleep(0)
+    executor.cancel(cancelled)
+    executor.start([first, plain])
+    executor.start([last])
+    await asyncio.gather(end_of(first), end_of(plain), end_of(last))
+    assert started == ["first", "plain", "last"]
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
 @pytest.mark.parametrize("on_loop", [True, False])
 async def test_no_exception_of_a_call_ends_the_worker(
