@@ -1,9 +1,10 @@
 """How much of the library does one call run through? Its modules, functions and lines, counted.
 
 A lone call of a warm connection, with a tensor of four floats, between two processes that trace
-what they execute (`sys.settrace`). A line counts once, however often it runs.
+what they execute (`sys.settrace`). A line counts once, however often it runs. `stream` is a stream
+of two items, `group` a call of two objects with one large tensor, which goes in shared memory.
 
-    python -m benchmarks.path [--kind async|def|batched]
+    python -m benchmarks.path [--kind async|def|batched|stream|group]
 """
 
 import argparse
@@ -11,7 +12,7 @@ import asyncio
 import sys
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -20,12 +21,13 @@ import torch
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import call, create, remote
+from aiorpc_torch import Group, RRef, call, create, remote
 
 from ._compare import lay_out
 
 LIBRARY = f"{Path(aiorpc.__file__).parent}/"
 METHODS = {"async": "on_loop", "def": "plain", "batched": "batch"}
+KINDS = (*METHODS, "stream", "group")
 WARM_UP = 10
 BEGIN, END = 0.2, 0.6  # seconds after `record` between which the callee is recorded
 MARGIN = 0.1  # seconds before the call, and after its result
@@ -49,6 +51,13 @@ class Server:
     @aiorpc.batched(max_size=64)
     async def batch(self, xs: list[Tensor]) -> list[Tensor]:
         return xs
+
+    async def items(self, x: Tensor) -> AsyncIterator[Tensor]:
+        yield x
+        yield x
+
+    async def size(self, x: Tensor) -> int:
+        return x.numel()
 
 
 # ── recording in a process ──────────────────────────────────────────────────────────────────────
@@ -119,19 +128,32 @@ async def recorded() -> Trail:
 # ── one call ────────────────────────────────────────────────────────────────────────────────────
 
 
+SMALL, LARGE = torch.rand(4), torch.rand(100_000)
+
+
+async def _one_call(kind: str, server: RRef[Server], objects: Group[Server]) -> None:
+    if kind == "stream":
+        async for _ in remote(server).items(SMALL):
+            pass
+    elif kind == "group":
+        await remote(objects).size(LARGE)
+    else:
+        await getattr(remote(server), METHODS[kind])(SMALL)
+
+
 async def measure(kind: str) -> tuple[Trail, Trail]:
     """Return the code that one call executes at the caller and at the callee."""
     tracer.install()
     async with aiorpc.local_world(["server"]):
         await call("server", install)
         server = await create("server", Server)
-        method, x = METHODS[kind], torch.rand(4)
+        objects = Group([server, await create("server", Server)])
         for _ in range(WARM_UP):
-            await getattr(remote(server), method)(x)
+            await _one_call(kind, server, objects)
         await call("server", record)
         await asyncio.sleep(BEGIN + MARGIN)
         tracer.on = True
-        await getattr(remote(server), method)(x)
+        await _one_call(kind, server, objects)
         await asyncio.sleep(MARGIN)  # let earlier work finish
         tracer.on = False
         await asyncio.sleep(END - BEGIN)
@@ -162,6 +184,6 @@ def _count(found: set[Any]) -> Counter[str]:
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Count the library's code that one call runs.")
-    parser.add_argument("--kind", choices=METHODS, default="async", help="kind of the method")
+    parser.add_argument("--kind", choices=KINDS, default="async", help="kind of the method")
     given = parser.parse_args()
     show(given.kind, *asyncio.run(measure(given.kind)))
