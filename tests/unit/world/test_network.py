@@ -73,6 +73,16 @@ async def test_a_wrong_interface_is_an_error_before_the_start(
             pass
 
 
+@pytest.mark.promise("worlds.loopback")
+async def test_a_local_world_takes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's variables say how other machines reach this one; a local world has none."""
+    for name in network.VARIABLES:
+        monkeypatch.setenv(name, "nosuch")
+    assert network.loopback_only() == LOOPBACK
+    async with aiorpc.local_world(0) as me:
+        assert not me.peers
+
+
 names = st.sampled_from([None, "a", "b"])
 
 
