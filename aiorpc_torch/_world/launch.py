@@ -80,7 +80,7 @@ def _url_of_environment() -> str:
 def _local_size() -> str | None:
     """Return the number of workers on this machine, None if it is unknown."""
     local_size = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, for the world of its environment
-    if local_size or not is_slurm_task() or "MASTER_ADDR" in os.environ:
+    if local_size or not is_slurm_task() or os.environ.get("MASTER_ADDR"):
         return local_size
     with contextlib.suppress(ValueError):
         if len(_first_hosts()) == 1 and (tasks := _in_slurm("WORLD_SIZE")):

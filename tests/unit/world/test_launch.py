@@ -2,6 +2,7 @@
 
 import pytest
 
+import aiorpc_torch as aiorpc
 from aiorpc_torch._world import launch
 from aiorpc_torch._world.launch import find_number, find_setting, is_single_host, rendezvous_url
 
@@ -62,6 +63,16 @@ def test_the_url_of_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
     assert url(8) == "tcp://[fd00::1]:24700"
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert url(8) == "env://"
+
+
+@pytest.mark.promise("worlds.launchers")
+async def test_worlds_that_need_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one and a local one do not read its variables."""
+    set_all(monkeypatch, TASK, POD, SLURM_STEP_NODELIST="node[", SLURM_NTASKS="many")
+    async with aiorpc.worker(rank=0, world_size=1) as me:
+        assert (me.name, me.peers) == ("worker0", ())
+    async with aiorpc.local_world(0) as me:
+        assert me.world_size == 1
 
 
 def test_a_value_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
