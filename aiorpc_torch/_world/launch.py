@@ -136,7 +136,7 @@ def _in_slurm(name: str) -> Setting | None:
             return next((each for each in sizes if each.value), None)
         case "MASTER_ADDR":
             first, *others = _first_hosts()
-            # The name of a machine may mean another address to itself than to the others.
+            # One node needs only its loopback interface, which no other machine reaches.
             return Setting(first if others else "localhost", "SLURM_STEP_NODELIST")
         case _:
             return _slurm_port()
