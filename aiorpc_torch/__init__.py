@@ -6,7 +6,7 @@
         ps = await aiorpc.create("ps", ParameterServer, lr=0.1)
         state = await aiorpc.remote(ps).update(grads)
 
-Worlds: `worker` under torchrun, `local_world` in a program, `run_local` for a whole program,
+Worlds: `worker` under a launcher, `local_world` in a program, `run_local` for a whole program,
 `attach` beside `rpc.init_rpc`.
 Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `exclusive`, `wrap_future`.
 Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`.

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import struct
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -28,12 +29,11 @@ from .._wire.handshake import (
 
 log = logging.getLogger("aiorpc_torch")
 
-MAX_UNPROVEN = 64  # unauthenticated connections; beyond it the oldest is closed
+MAX_UNPROVEN = 64  # unauthenticated connections; beyond it one is closed
 PROOF_TIMEOUT = 5.0  # seconds
 BACKLOG = 128
 ACCEPT_RETRY = 1.0  # seconds, where a connection cannot be accepted for lack of descriptors
 _UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
-_OVERFLOW = "/proc/sys/kernel/overflowuid"
 
 Accept = Callable[[Party, int], Channel]
 """Makes the session of a caller's connection with that number."""
@@ -138,17 +138,23 @@ class Listener:
             unproven.refuse("this worker leaves")
 
     def add_unproven(self, unproven: "_Unproven") -> None:
-        """Add an unauthenticated connection, and close the oldest beyond `MAX_UNPROVEN`.
+        """Add an unauthenticated connection; beyond `MAX_UNPROVEN` close one of the busiest host.
 
-        A member proves itself within milliseconds, so strangers cannot keep members out. A
-        connection that comes after `close` is closed.
+        Of that host's connections the oldest is closed: a member proves itself within milliseconds,
+        and strangers at one host do not close the connections of members at others. A connection
+        that comes after `close` is closed.
         """
         if self._is_closed:
             unproven.refuse("this worker has left")
             return
         while len(self._unproven) >= MAX_UNPROVEN:
-            next(iter(self._unproven)).refuse("too many unauthenticated connections")
+            self._surplus().refuse("too many unauthenticated connections")
         self._unproven[unproven] = None
+
+    def _surplus(self) -> "_Unproven":
+        hosts = Counter(each.host for each in self._unproven)
+        busiest = max(hosts, key=hosts.__getitem__)
+        return next(each for each in self._unproven if each.host == busiest)
 
     def remove_unproven(self, unproven: "_Unproven") -> None:
         """Remove a connection that is authenticated or closed."""
@@ -163,9 +169,14 @@ class Listener:
 
 
 class _Unproven(asyncio.BufferedProtocol):
-    """A connection until its caller is authenticated."""
+    """A connection until its caller is authenticated.
+
+    Attributes:
+        host: IP address of the caller, "" for this network namespace.
+    """
 
     def __init__(self, listener: Listener) -> None:
+        self.host = ""
         self._listener = listener
         self._buffer = bytearray(HELLO)
         self._size = 0
@@ -176,7 +187,11 @@ class _Unproven(asyncio.BufferedProtocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         opened = cast(asyncio.Transport, transport)  # uvloop's does not inherit from it
         self._transport = opened
-        if not _is_same_user(opened):
+        peer = opened.get_extra_info("socket")
+        if peer.family != socket.AF_UNIX:
+            address = opened.get_extra_info("peername")
+            self.host = address[0] if address else "?"  # closed already
+        elif not _is_same_user(peer):
             opened.abort()
             return
         close_on_fork(opened)
@@ -221,20 +236,12 @@ class _Unproven(asyncio.BufferedProtocol):
         self._listener.remove_unproven(self)
 
 
-def _is_same_user(transport: asyncio.Transport) -> bool:
-    """Return False for a Unix socket of another user; the handshake checks all others."""
-    peer = transport.get_extra_info("socket")
-    if peer.family != socket.AF_UNIX:
-        return True
+def _is_same_user(peer: socket.socket) -> bool:
+    """Return whether the other end of a Unix socket is a process of this process's user.
+
+    A user that this user namespace does not map has the overflow id, 65534 mostly, which is also
+    the id of a real user: it is another one, like all others.
+    """
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
     uid: int = _UCRED.unpack(data)[1]
-    return uid == os.getuid() or uid == _overflow_uid()
-
-
-def _overflow_uid() -> int:
-    """Return the user id that stands for users of other user namespaces."""
-    try:
-        with open(_OVERFLOW) as file:
-            return int(file.read())
-    except (OSError, ValueError):
-        return 65534
+    return uid == os.geteuid()

@@ -1,7 +1,6 @@
-"""The configuration of a worker, given by arguments or by torchrun's environment."""
+"""The checked configuration of a worker."""
 
 import contextlib
-import os
 import re
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -86,44 +85,6 @@ class WorkerConfig(NodeConfig):
             normalize_device_maps(self.device_maps),
             network_namespace(),
         )
-
-
-# ── torchrun's environment ──────────────────────────────────────────────────────────────────────
-
-
-def int_from_env(variable: str, given: int | None) -> int:
-    """Return `given`, or the variable's value if it is None."""
-    if given is not None:
-        return given
-    try:
-        return int(os.environ[variable])
-    except KeyError:
-        raise ValueError(
-            f"worker() needs {variable.lower()}=, or {variable} in the environment, as torchrun "
-            "sets it"
-        ) from None
-
-
-def is_single_host(init_method: str | None, world_size: int) -> bool:
-    """Return whether all workers are known to be on this machine."""
-    local_size = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, for the world of its environment
-    return init_method is None and (world_size == 1 or local_size == str(world_size))
-
-
-@contextlib.contextmanager
-def rendezvous_url(init_method: str | None, world_size: int) -> Iterator[str]:
-    """Yield the URL of the rendezvous, valid during the block, as torch's `init_method`."""
-    if world_size == 1:  # whatever is given: nobody is to be met
-        with new_rendezvous_url() as url:
-            yield url
-    elif init_method is not None:
-        yield init_method
-    else:
-        if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
-            raise ValueError(
-                f"worker() needs init_method=, or {' and '.join(missing)} in the environment"
-            )
-        yield "env://"
 
 
 @contextlib.contextmanager

@@ -3,8 +3,8 @@
 Each check returns a finding; `run_checks` prints them. A finding that is a problem has a remedy.
 """
 
+import contextlib
 import functools
-import os
 import platform
 import resource
 import socket
@@ -22,7 +22,7 @@ from .._client.api import call
 from .._torch.compat import SUPPORTED
 from .._torch.devices import cuda_device_count
 from .._version import __version__
-from . import network
+from . import launch, network
 from .local import local_world
 
 TRANSPORTS = ("uv", "shm")
@@ -47,13 +47,14 @@ def run_checks(master: str | None = None, interface: str | None = None) -> int:
     """Print the findings of all checks; return the number of problems.
 
     Args:
-        master: "host:port" of rank 0 (default: MASTER_ADDR and MASTER_PORT, if they are set).
+        master: "host:port" of rank 0 (default: the one of the environment, if there is one).
         interface: network interface to use, as for `worker` (default: the one towards rank 0).
     """
     address = master or _master_in_environment()
     checks: list[Callable[[], Finding]] = [
         versions,
         limits,
+        launcher,
         functools.partial(network_interface, interface, address),
         functools.partial(way_to_rank_0, address),
         ports,
@@ -69,9 +70,13 @@ def run_checks(master: str | None = None, interface: str | None = None) -> int:
 
 
 def _master_in_environment() -> str | None:
-    if "MASTER_ADDR" not in os.environ:
+    try:
+        host = launch.find_setting("MASTER_ADDR").value
+    except ValueError:
         return None
-    return f"{os.environ['MASTER_ADDR']}:{os.environ.get('MASTER_PORT', '')}"
+    with contextlib.suppress(ValueError):
+        return f"{host}:{launch.find_setting('MASTER_PORT').value}"
+    return f"{host}:"
 
 
 def versions() -> Finding:
@@ -90,6 +95,20 @@ def limits() -> Finding:
     return Finding("open files", f"at most {files}", remedy if few else "")
 
 
+def launcher() -> Finding:
+    """Return what the environment says of this process, and which variables say so."""
+    found, missing = [], []
+    for name in launch.NAMES:
+        try:
+            value, source = launch.find_setting(name)
+        except ValueError as exc:
+            missing.append(str(exc))
+        else:
+            found.append(f"{name}={value}" if source == name else f"{name}={value} ({source})")
+    # worker() may get by argument what is missing, so that is no problem.
+    return Finding("launcher", "; ".join(found + missing) if found else f"none: {missing[0]}")
+
+
 def network_interface(interface: str | None, master: str | None) -> Finding:
     """Return the interface that a world uses."""
     try:
@@ -106,7 +125,7 @@ def way_to_rank_0(master: str | None) -> Finding:
     """Return whether rank 0's address can be used from here."""
     topic = "rank 0"
     if master is None:
-        return Finding(topic, "no address: MASTER_ADDR is not set (torchrun sets it; or --master)")
+        return Finding(topic, "no address in the environment: set MASTER_ADDR, or give --master")
     host, _, port = master.rpartition(":")
     if not (host and port.isdecimal() and 0 < int(port) < 65536):
         return Finding(topic, f"{master!r} is no address", "give host:port, or set MASTER_PORT too")

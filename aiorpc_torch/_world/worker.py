@@ -18,9 +18,10 @@ from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
-from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
+from .config import OnFailure, WorkerConfig
 from .dump import dump_on_signal
 from .failure_detector import Children
+from .launch import find_number, is_single_host, rendezvous_url
 from .network import loopback_only, requested_interface
 from .node import Node
 from .rejoin import announce_rejoin
@@ -136,10 +137,13 @@ async def worker(
 
     Args:
         name: Name for the peers' calls (default: `worker{rank}`).
-        rank: Rank of this worker, from 0 (default: RANK in the environment, as torchrun sets it).
-        world_size: Number of workers (default: WORLD_SIZE in the environment).
+        rank: Rank of this worker, from 0 (default: RANK in the environment, as torchrun sets it,
+            else Slurm's or Kubernetes' number of this process).
+        world_size: Number of workers (default: WORLD_SIZE in the environment, else Slurm's number
+            of tasks).
         init_method: URL of the rendezvous, `tcp://host:port` or `file:///path` (default:
-            MASTER_ADDR and MASTER_PORT in the environment). A world of one needs none.
+            MASTER_ADDR and MASTER_PORT in the environment, else the first host of Slurm's step).
+            A world of one needs none.
         threads: Number of threads of torch's RPC, and as many again for plain `def` methods.
         transports: TensorPipe's transports for large and CUDA tensors, in order of preference
             (default: `["uv"]`, TCP, which costs nothing when idle). Shared memory
@@ -184,8 +188,8 @@ async def worker(
             devices twice; it names the worker.
         RuntimeError: If this process is in a world already.
     """
-    rank = int_from_env("RANK", rank)
-    world_size = int_from_env("WORLD_SIZE", world_size)
+    rank = find_number("RANK", rank)
+    world_size = find_number("WORLD_SIZE", world_size)
     interface = requested_interface(interface)
     if interface is None and is_single_host(init_method, world_size):
         interface = loopback_only()

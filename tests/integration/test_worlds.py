@@ -25,6 +25,7 @@ from aiorpc_torch import (
     fetch,
     remote,
 )
+from aiorpc_torch._world import launch
 from aiorpc_torch.testing import kill, world
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Sleeper
@@ -453,7 +454,7 @@ def test_torchrun_environment(tmp_path: Path) -> None:
 
 async def test_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a description of the world, the error names the variable."""
-    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"):
+    for variable in (*launch.NAMES, "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "JOB_COMPLETION_INDEX"):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ValueError, match="RANK"):
         async with aiorpc.worker("a"):

@@ -32,7 +32,7 @@ async def test_values_there_and_back(world: Any, name: str) -> None:
 
 
 @pytest.mark.promise("order.lone")
-async def test_lone_calls_travel_in_frames_of_their_own(
+async def test_a_lone_call_and_its_result_are_all_that_is_sent(
     world: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A lone call of a connection that is open, and its result."""

@@ -50,14 +50,33 @@ async def test_torchrun_on_two_machines(machines: tuple[Machine, Machine]) -> No
             )
             for rank, machine in enumerate(machines)
         ]
-        for rank, node in enumerate(nodes):
-            assert await node.hears("ready") == [rank, [ADDRESSES[rank]]]
-        assert await nodes[0].hears("called") == [420, True, [*range(500)]]
-        for rank, node in enumerate(nodes):
-            assert await node.hears("left") == rank
-            code, errors = await node.end()
-            assert code == 0, errors
-            assert f"uses {LINK} ({ADDRESSES[rank]}" in errors
+        await check_calls(nodes)
+
+
+async def check_calls(nodes: list[Node]) -> None:
+    for rank, node in enumerate(nodes):
+        assert await node.hears("ready") == [rank, [ADDRESSES[rank]]]
+    assert await nodes[0].hears("called") == [420, True, [*range(500)]]
+    for rank, node in enumerate(nodes):
+        assert await node.hears("left") == rank
+        code, errors = await node.end()
+        assert code == 0, errors
+        assert f"uses {LINK} ({ADDRESSES[rank]}" in errors
+
+
+@pytest.mark.promise("worlds.launchers")
+async def test_a_step_of_slurm_on_two_machines(machines: tuple[Machine, Machine]) -> None:
+    """The store is on the first host of the list, and no other address is listened at."""
+    step = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "10.93.7.[1-2]", "SLURM_JOB_ID": "7"}
+    scenario = (str(HERE / "network_scenarios.py"), "calls", "", "{}")
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(
+                running(machine, *scenario, **step, SLURM_PROCID=str(rank))
+            )
+            for rank, machine in enumerate(machines)
+        ]
+        await check_calls(nodes)
 
 
 @pytest.mark.promise("worlds.cut")

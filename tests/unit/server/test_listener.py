@@ -1,6 +1,7 @@
 """The listening sockets of a worker, without a world."""
 
 import asyncio
+import os
 import resource
 import socket
 import struct
@@ -23,14 +24,16 @@ def listen(host: str | None = None) -> Listener:
     return Listener(Party("w", 0), host, refuse_to_accept)  # type: ignore[arg-type]
 
 
-def dial(listening: Listener) -> socket.socket:
-    """A connection to the TCP port if there is one, else to the Unix socket."""
+def dial(listening: Listener, source: str | None = None) -> socket.socket:
+    """A connection to the TCP port if there is one, from that address, else to the Unix socket."""
     where = listening.addresses
     family, address = (
         (socket.AF_UNIX, f"\0{where.unix}") if where.tcp is None else (socket.AF_INET, where.tcp)
     )
     dialled = socket.socket(family, socket.SOCK_STREAM)
     dialled.settimeout(10.0)
+    if source is not None:
+        dialled.bind((source, 0))
     dialled.connect(address)
     return dialled
 
@@ -124,3 +127,50 @@ async def test_a_stranger_is_refused() -> None:
     dialled.sendall(struct.pack("<200x"))
     assert await asyncio.to_thread(is_ended, dialled)
     listening.close()
+
+
+@pytest.mark.promise("security.users")
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root connects as other users")
+@pytest.mark.parametrize("user", [1, 65534])
+async def test_other_users_are_refused(user: int) -> None:
+    """Also the one whose id stands for users that a user namespace does not map."""
+    listening = listen()
+    os.seteuid(user)
+    try:
+        dialled = dial(listening)
+    finally:
+        os.seteuid(0)
+    with dialled:
+        received = await asyncio.to_thread(dialled.recv, 64)
+    listening.close()
+    assert received == b""
+
+
+@pytest.mark.promise("security.strangers")
+async def test_strangers_of_one_host_close_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A caller at another host stays, though it came before all of them."""
+    monkeypatch.setattr(module, "MAX_UNPROVEN", 4)
+    listening = listen("127.0.0.1")
+    caller, *strangers = [dial(listening, f"127.0.0.{host}") for host in (2, 3, 3, 3, 3, 3)]
+    for dialled in (caller, *strangers):
+        assert len(await asyncio.to_thread(dialled.recv, 64)) == NONCE
+    for closed in strangers[:2]:
+        assert await asyncio.to_thread(is_ended, closed)
+    for kept in (caller, *strangers[2:]):
+        kept.setblocking(False)
+        with kept, pytest.raises(BlockingIOError):
+            kept.recv(1)
+    listening.close()
+
+
+async def test_a_caller_that_is_gone_before_it_is_accepted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Its connection has no address any more, and disturbs no other."""
+    listening = listen("127.0.0.1")
+    with dial(listening) as gone:
+        gone.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # resets
+    with dial(listening) as dialled:
+        assert len(await asyncio.to_thread(dialled.recv, 64)) == NONCE
+    listening.close()
+    assert not caplog.records

@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from aiorpc_torch._world import doctor
+from aiorpc_torch._world import doctor, launch
 from aiorpc_torch._world.doctor import Finding
 
 
@@ -46,14 +46,41 @@ def test_a_name_without_address() -> None:
     assert "DNS" in found.remedy
 
 
+@pytest.fixture
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests themselves may be a task or a pod."""
+    for name in (*launch.NAMES, "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "JOB_COMPLETION_INDEX"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.mark.usefixtures("no_launcher")
 def test_rank_0_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is torchrun's, if there is one."""
-    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    """It is torchrun's or Slurm's, if there is one."""
     assert doctor._master_in_environment() is None
-    assert "torchrun sets it" in doctor.way_to_rank_0(None).text
+    assert "set MASTER_ADDR" in doctor.way_to_rank_0(None).text
     monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert doctor._master_in_environment() == "10.0.0.1:"
     monkeypatch.setenv("MASTER_PORT", "29500")
     assert doctor._master_in_environment() == "10.0.0.1:29500"
+
+
+@pytest.mark.usefixtures("no_launcher")
+def test_what_the_launcher_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each value has its source, and what is missing its remedy."""
+    assert doctor.launcher().text == (
+        "none: worker() needs rank=, or RANK in the environment, as torchrun sets it"
+    )
+    monkeypatch.setenv("SLURM_PROCID", "3")
+    monkeypatch.setenv("SLURM_NTASKS", "8")
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[03-05]")
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert doctor.launcher().text == (
+        "RANK=3 (SLURM_PROCID); WORLD_SIZE=8 (SLURM_NTASKS); "
+        "MASTER_ADDR=node03 (SLURM_STEP_NODELIST); MASTER_PORT=29500"
+    )
+    assert doctor._master_in_environment() == "node03:29500"
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node[")
+    assert "; SLURM_STEP_NODELIST must be a list of hosts" in doctor.launcher().text
 
 
 def test_an_interface_that_is_not_there() -> None:

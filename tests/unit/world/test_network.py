@@ -12,7 +12,6 @@ from hypothesis import given, strategies as st
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorldTimeout
 from aiorpc_torch._world import network
-from aiorpc_torch._world.config import is_single_host
 
 TENSORPIPE, GLOO = network.VARIABLES
 LOOPBACK = next(name for name, has in network.addresses().items() if "127.0.0.1" in has)
@@ -74,6 +73,16 @@ async def test_a_wrong_interface_is_an_error_before_the_start(
             pass
 
 
+@pytest.mark.promise("worlds.loopback")
+async def test_a_local_world_takes_no_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's variables say how other machines reach this one; a local world has none."""
+    for name in network.VARIABLES:
+        monkeypatch.setenv(name, "nosuch")
+    assert network.loopback_only() == LOOPBACK
+    async with aiorpc.local_world(0) as me:
+        assert not me.peers
+
+
 names = st.sampled_from([None, "a", "b"])
 
 
@@ -117,18 +126,6 @@ def test_loopback_hosts(host: str, here: bool) -> None:
 def test_torch_chooses_for_an_unknown_host(host: str | None) -> None:
     """An unknown host raises nothing."""
     assert network.interface_towards(host) is None
-
-
-def test_is_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A world of one without a URL, and torchrun's if all its workers are local."""
-    monkeypatch.delenv("LOCAL_WORLD_SIZE", raising=False)
-    assert is_single_host(None, 1)
-    assert not is_single_host("tcp://10.0.0.1:1", 1)
-    assert not is_single_host(None, 2)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert is_single_host(None, 2)
-    assert not is_single_host(None, 4)
-    assert not is_single_host("tcp://10.0.0.1:1", 2)
 
 
 @pytest.mark.promise("worlds.loopback")

@@ -1,0 +1,184 @@
+"""The environment that a launcher sets: torchrun, Slurm or Kubernetes.
+
+torchrun's variables come first, each by itself: a batch script may export MASTER_ADDR, and leave
+the ranks to Slurm. Nothing is read that an argument of `worker()` gives.
+"""
+
+import contextlib
+import itertools
+import os
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from .config import new_rendezvous_url
+from .hostlist import expand_hosts
+
+NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""torchrun's variables, by whose names settings are found."""
+
+DEFAULT_PORT = 29500  # torch's own
+# Below the random ports of Linux (32768 to 60999), above those of common services.
+_FIRST_PORT, _PORTS = 15000, 10000
+_PORTS_OF_A_JOB = 97  # steps; jobs with consecutive ids may share a node
+_SLURM_SIZES = ("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
+_INDEX = "JOB_COMPLETION_INDEX"
+
+
+class Setting(NamedTuple):
+    """A value of the environment, and where it comes from."""
+
+    value: str
+    source: str
+
+
+def find_setting(name: str) -> Setting:
+    """Return the value of torchrun's variable `name`, or its equivalent by another launcher.
+
+    Raises:
+        ValueError: if there is none, or none that can be read; it tells what to set.
+    """
+    if value := os.environ.get(name):
+        return Setting(value, name)
+    if found := _setting_of_launcher(name):
+        return found
+    raise ValueError(_missing(name))
+
+
+def find_number(name: str, given: int | None) -> int:
+    """Return `given`, or the number that the environment has for `name` if it is None."""
+    if given is not None:
+        return given
+    value, source = find_setting(name)
+    try:
+        return int(value)
+    except ValueError:
+        raise ValueError(f"{source} must be a number, got {value!r}") from None
+
+
+def is_single_host(init_method: str | None, world_size: int) -> bool:
+    """Return whether all workers are known to be on this machine."""
+    return init_method is None and (world_size == 1 or _local_size() == str(world_size))
+
+
+@contextlib.contextmanager
+def rendezvous_url(init_method: str | None, world_size: int) -> Iterator[str]:
+    """Yield the URL of the rendezvous, valid during the block, as torch's `init_method`."""
+    if world_size == 1:  # whatever is given: there is no peer
+        with new_rendezvous_url() as url:
+            yield url
+    else:
+        yield init_method or _url_of_environment()
+
+
+def _url_of_environment() -> str:
+    host, port = find_setting("MASTER_ADDR"), find_number("MASTER_PORT", None)
+    if all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
+        return "env://"  # torchrun's own store may be there
+    return f"tcp://[{host.value}]:{port}" if ":" in host.value else f"tcp://{host.value}:{port}"
+
+
+def _local_size() -> str | None:
+    """Return the number of workers on this machine, None if it is unknown."""
+    local_size = os.environ.get("LOCAL_WORLD_SIZE")  # torchrun's, for the world of its environment
+    if local_size or not is_slurm_task() or os.environ.get("MASTER_ADDR"):
+        return local_size
+    with contextlib.suppress(ValueError):
+        if len(_first_hosts()) == 1 and (tasks := _in_slurm("WORLD_SIZE")):
+            return tasks.value
+    return None
+
+
+def _setting_of_launcher(name: str) -> Setting | None:
+    if is_slurm_task():
+        return _in_slurm(name)
+    if _INDEX in os.environ:
+        return _in_kubernetes(name)
+    return None
+
+
+def _missing(name: str) -> str:
+    """Return the text of the error that there is no `name`."""
+    remedy = ", as torchrun sets it"
+    if is_slurm_task():
+        remedy = ", as srun sets SLURM_NTASKS"  # all else of a task has a value
+    elif _INDEX in os.environ:
+        remedy = _MANIFEST[name]
+    elif "SLURM_JOB_ID" in os.environ:
+        remedy = (
+            ". This process is in a Slurm job, but it is no task of a step (there is no "
+            "SLURM_STEP_NODELIST): start it with srun"
+        )
+    elif name == "MASTER_ADDR" and "MASTER_PORT" not in os.environ:
+        name, remedy = "MASTER_ADDR and MASTER_PORT", ""
+    argument = "init_method" if name.startswith("MASTER") else name.lower()
+    return f"worker() needs {argument}=, or {name} in the environment{remedy}"
+
+
+# ── Slurm ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def is_slurm_task() -> bool:
+    """Return whether srun started this process, or its shell.
+
+    The shell of a batch script has SLURM_PROCID=0 and the number of tasks of its job, but is none
+    of them: it has no step. As rank 0 it would wait for peers that no process is.
+    """
+    return all(os.environ.get(name) for name in ("SLURM_PROCID", "SLURM_STEP_NODELIST"))
+
+
+def _in_slurm(name: str) -> Setting | None:
+    match name:
+        case "RANK":
+            return Setting(os.environ["SLURM_PROCID"], "SLURM_PROCID")
+        case "WORLD_SIZE":
+            # An interactive shell is a step of one task, and keeps the job's SLURM_NTASKS.
+            sizes = (Setting(os.environ.get(each, ""), each) for each in _SLURM_SIZES)
+            return next((each for each in sizes if each.value), None)
+        case "MASTER_ADDR":
+            first, *others = _first_hosts()
+            # One node needs only its loopback interface, which no other machine reaches.
+            return Setting(first if others else "localhost", "SLURM_STEP_NODELIST")
+        case _:
+            return _slurm_port()
+
+
+def _first_hosts() -> list[str]:
+    """Return the first hosts of the step, at most two. Task 0 runs on the first."""
+    try:
+        return [*itertools.islice(expand_hosts(os.environ["SLURM_STEP_NODELIST"]), 2)]
+    except ValueError as exc:
+        raise ValueError(f"SLURM_STEP_NODELIST {exc}; set MASTER_ADDR") from None
+
+
+def _slurm_port() -> Setting:
+    """Return a port that differs between steps, also of other jobs, which may share a node."""
+    job, step = (os.environ.get(name, "") for name in ("SLURM_JOB_ID", "SLURM_STEP_ID"))
+    if not job.isdecimal():
+        return Setting(str(DEFAULT_PORT), "default")
+    number = int(job) * _PORTS_OF_A_JOB + (int(step) if step.isdecimal() else 0)
+    return Setting(str(_FIRST_PORT + number % _PORTS), "SLURM_JOB_ID and SLURM_STEP_ID")
+
+
+# ── Kubernetes ──────────────────────────────────────────────────────────────────────────────────
+
+# A pod does not see how many completions its job has, nor the name of a service for its pods.
+_MANIFEST = {
+    "WORLD_SIZE": (
+        ". Add it to env: of the container in the Job's manifest, with the number of completions: "
+        '{name: WORLD_SIZE, value: "8"}'
+    ),
+    "MASTER_ADDR": (
+        ". Add it to env: of the container in the Job's manifest, with the name of the pod of "
+        'index 0 behind a headless service: {name: MASTER_ADDR, value: "JOB-0.SERVICE"}'
+    ),
+}
+
+
+def _in_kubernetes(name: str) -> Setting | None:
+    match name:
+        case "RANK":
+            return Setting(os.environ[_INDEX], _INDEX)
+        case "MASTER_PORT":
+            return Setting(str(DEFAULT_PORT), "default")
+        case _:
+            return None

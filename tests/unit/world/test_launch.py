@@ -1,0 +1,176 @@
+"""What the environment says of a process: torchrun's, Slurm's and Kubernetes' variables."""
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch._world import launch
+from aiorpc_torch._world.launch import find_number, find_setting, is_single_host, rendezvous_url
+
+TASK = {
+    "SLURM_JOB_ID": "1234",
+    "SLURM_STEP_ID": "2",
+    "SLURM_PROCID": "3",
+    "SLURM_NTASKS": "8",
+    "SLURM_STEP_NODELIST": "node[03-05]",
+}
+POD = {"JOB_COMPLETION_INDEX": "2"}
+
+
+@pytest.fixture(autouse=True)
+def no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tests themselves may be a task or a pod."""
+    for name in (*launch.NAMES, *TASK, *POD, "SLURM_STEP_NUM_TASKS", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def set_all(monkeypatch: pytest.MonkeyPatch, *environments: dict[str, str], **more: str) -> None:
+    for environment in (*environments, more):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+
+
+def values() -> list[str]:
+    return [find_setting(name).value for name in launch.NAMES]
+
+
+def url(world_size: int, init_method: str | None = None) -> str:
+    with rendezvous_url(init_method, world_size) as found:
+        return found
+
+
+# ── precedence ──────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("worlds.launchers")
+def test_arguments_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Then torchrun's variables, each by itself, Slurm's and Kubernetes'."""
+    set_all(monkeypatch, POD, WORLD_SIZE="4", MASTER_ADDR="job-0.svc")
+    assert values() == ["2", "4", "job-0.svc", "29500"]
+    set_all(monkeypatch, TASK)
+    assert values() == ["3", "4", "job-0.svc", str(15000 + (1234 * 97 + 2) % 10000)]
+    set_all(monkeypatch, RANK="1", MASTER_PORT="7")
+    assert values() == ["1", "4", "job-0.svc", "7"]
+    assert [find_number("RANK", None), find_number("RANK", 0)] == [1, 0]
+
+
+def test_the_url_of_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The argument's, torch's own where torchrun's store may be, or of what was found."""
+    set_all(monkeypatch, TASK)
+    assert url(8) == "tcp://node03:24700"
+    assert url(8, "tcp://a:1") == "tcp://a:1"
+    assert url(1).startswith("file://")
+    monkeypatch.setenv("MASTER_ADDR", "fd00::1")
+    assert url(8) == "tcp://[fd00::1]:24700"
+    monkeypatch.setenv("MASTER_PORT", "29500")
+    assert url(8) == "env://"
+
+
+@pytest.mark.promise("worlds.launchers")
+async def test_worlds_that_need_no_launcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one and a local one do not read its variables."""
+    set_all(monkeypatch, TASK, POD, SLURM_STEP_NODELIST="node[", SLURM_NTASKS="many")
+    async with aiorpc.worker(rank=0, world_size=1) as me:
+        assert (me.name, me.peers) == ("worker0", ())
+    async with aiorpc.local_world(0) as me:
+        assert me.world_size == 1
+
+
+def test_a_value_that_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names the variable that has it."""
+    set_all(monkeypatch, TASK, SLURM_PROCID="first")
+    with pytest.raises(ValueError, match="SLURM_PROCID must be a number, got 'first'"):
+        find_number("RANK", None)
+
+
+# ── Slurm ───────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_an_interactive_shell_is_a_step_of_one_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It keeps the number of tasks of its job."""
+    set_all(monkeypatch, TASK, SLURM_STEP_NUM_TASKS="1", SLURM_PROCID="0")
+    assert find_number("WORLD_SIZE", None) == 1
+
+
+def test_the_shell_of_a_batch_script_is_no_task(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its rank and size are not used: nobody starts the others."""
+    set_all(monkeypatch, TASK, SLURM_PROCID="0")
+    for name in ("SLURM_STEP_NODELIST", "SLURM_STEP_ID"):
+        monkeypatch.delenv(name)
+    for name in launch.NAMES:
+        with pytest.raises(ValueError, match=rf"{name} in the environment.*start it with srun"):
+            find_setting(name)
+    assert is_single_host(None, 1)
+    assert not is_single_host(None, 8)
+
+
+def test_the_tasks_of_one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They need no network, unless the world has other workers too."""
+    set_all(monkeypatch, TASK)
+    assert not is_single_host(None, 8)
+    monkeypatch.setenv("SLURM_STEP_NODELIST", "node03")
+    assert is_single_host(None, 8)
+    assert not is_single_host(None, 9)
+    assert not is_single_host("tcp://10.0.0.1:1", 8)
+    assert find_setting("MASTER_ADDR").value == "localhost"
+    monkeypatch.setenv("WORLD_SIZE", "16")  # of two steps
+    assert not is_single_host(None, 16)
+    monkeypatch.setenv("MASTER_ADDR", "10.0.0.1")
+    assert not is_single_host(None, 8)
+
+
+def test_ports_of_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps that may share a node have different ones, none of them a random port of Linux."""
+    set_all(monkeypatch, TASK)
+    ports = set()
+    for job in range(9990, 10010):
+        for step in range(5):
+            set_all(monkeypatch, SLURM_JOB_ID=str(job), SLURM_STEP_ID=str(step))
+            ports.add(find_number("MASTER_PORT", None))
+    assert len(ports) == 100
+    assert min(ports) >= 15000
+    assert max(ports) < 25000
+    monkeypatch.delenv("SLURM_JOB_ID")
+    assert find_setting("MASTER_PORT") == ("29500", "default")
+
+
+def test_what_a_task_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error names it. What is not needed is not read."""
+    set_all(monkeypatch, TASK, SLURM_STEP_NODELIST="node[03")
+    with pytest.raises(ValueError, match=r"^SLURM_STEP_NODELIST must be .*'node\[03'; set MASTER"):
+        url(8)
+    assert not is_single_host(None, 8)
+    assert url(8, "tcp://a:1") == "tcp://a:1"
+    set_all(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="1")
+    assert url(8) == "env://"
+    monkeypatch.delenv("SLURM_NTASKS")
+    with pytest.raises(ValueError, match="WORLD_SIZE in the environment, as srun sets SLURM_NTASK"):
+        find_number("WORLD_SIZE", None)
+
+
+# ── Kubernetes ──────────────────────────────────────────────────────────────────────────────────
+
+
+def test_what_a_manifest_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The error has the line to add."""
+    set_all(monkeypatch, POD)
+    assert find_number("RANK", None) == 2
+    with pytest.raises(ValueError, match=r'manifest.*\{name: WORLD_SIZE, value: "8"\}$'):
+        find_number("WORLD_SIZE", None)
+    with pytest.raises(ValueError, match=r'\{name: MASTER_ADDR, value: "JOB-0.SERVICE"\}$'):
+        url(8)
+    monkeypatch.setenv("MASTER_ADDR", "train-0.workers")
+    assert url(8) == "tcp://train-0.workers:29500"
+
+
+# ── one host ────────────────────────────────────────────────────────────────────────────────────
+
+
+def test_is_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A world of one without a URL, and torchrun's if all its workers are local."""
+    assert is_single_host(None, 1)
+    assert not is_single_host("tcp://10.0.0.1:1", 1)
+    assert not is_single_host(None, 2)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert is_single_host(None, 2)
+    assert not is_single_host(None, 4)
+    assert not is_single_host("tcp://10.0.0.1:1", 2)
