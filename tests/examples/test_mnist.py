@@ -45,7 +45,7 @@ from examples.mnist import ParameterServer, Trainer
 
 # Several processes import torch twice over: a busy machine takes its time.
 
-END = 15.0  # seconds in which everybody has ended once somebody was killed
+END = 90.0  # seconds in which everybody has ended once somebody was killed
 TIMEOUT = 10.0  # seconds of a backward
 
 
