@@ -60,12 +60,19 @@ class Shutdown:
 
     async def _wait_for_peers(self) -> None:
         if self.failure:  # peers with a connection see its end
-            connected = self.node.pool.connected() | self.node.server.sessions.connected()
-            others = self.node.members.peers.keys() - connected
-            await self.node.departures.tell(others, self.failure)
+            await self.node.departures.tell(self._not_connected(), self.failure)
         else:
             with anyio.move_on_after(self.timeout):
                 await self.node.departures.leave()
+
+    async def _tell_others(self) -> None:
+        """Tell the peers that stay, unless the end of a connection tells them."""
+        left = self.node.departures.left() | self.node.members.lost_peers.keys()
+        await self.node.departures.tell(self._not_connected() - left, self.failure)
+
+    def _not_connected(self) -> set[str]:
+        connected = self.node.pool.connected() | self.node.server.sessions.connected()
+        return self.node.members.peers.keys() - connected
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
@@ -73,8 +80,10 @@ class Shutdown:
         await asyncio.wait((waiting,))
         if not self.failure:
             await self.node.departures.refresh()  # the wait was cut: which peers have left?
+            await self._tell_others()
         await self.node.departures.close()
         self.node.detector.close()
+        self.node.end_changes()
         leaving = self._ranks_leaving_too()
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()

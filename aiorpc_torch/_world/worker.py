@@ -18,6 +18,7 @@ from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
+from .changes import Change
 from .config import OnFailure, WorkerConfig, int_from_env, is_single_host, rendezvous_url
 from .dump import dump_on_signal
 from .failure_detector import Children
@@ -78,6 +79,23 @@ class Worker:
         if peer not in self.peers:
             raise ValueError(f"peer must be one of {', '.join(self.peers)}, got {peer!r}")
         await self._node.detector.wait_until_alive(peer)
+
+    async def changes(self) -> AsyncIterator[Change]:
+        """Yield each change of this world's membership: workers that join, leave, are lost, return.
+
+            async for change in me.changes():
+                if change.kind == "lost":
+                    log.warning("%s: %s", change.name, change.reason)
+
+        None is missed from the first step on, however slow the loop. Any number of tasks may read,
+        also on other event loops; each sees every change, in one order. The iteration ends when
+        this worker has left. In a world of `attach`, "joined" and "left" tell of peers that attach
+        and leave; a peer that had attached before this worker joins once it has answered.
+        """
+        entry = self._node.last_change()
+        while (following := await self._node.next_change(entry)) is not None:
+            entry = following
+            yield entry.change
 
     async def serve(self, until: str | None = None) -> None:
         """Serve until every live peer has left or serves too; or until one peer has left.
