@@ -20,9 +20,10 @@ class Change:
     """A change of a world's membership, as one worker learns of it.
 
     Attributes:
-        kind: "joined": the worker is new in the world. "left": its block has ended in order, and it
-            serves no more. "lost": it is dead, frozen or unreachable, or its block has failed.
-            "returned": a lost worker answers again, or has a replacement process.
+        kind: "joined": the worker is new in the world, or in it again after it had left. "left":
+            its block has ended in order, and it serves no more. "lost": it is dead, frozen or
+            unreachable, or its block has failed. "returned": a lost worker answers again, or has a
+            replacement process.
         name: Name of the worker.
         rank: Its rank.
         reason: The reason of a loss in one line, else "".
@@ -38,7 +39,7 @@ _FOLLOWS: dict[Kind, tuple[Kind | None, ...]] = {
     "joined": (None, "left", "lost"),
     "left": ("joined", "returned", "lost"),
     "lost": ("joined", "returned"),
-    "returned": ("lost", "left"),  # a worker that has left may have a replacement process
+    "returned": ("lost",),
 }
 
 

@@ -53,10 +53,11 @@ class WorkerConfig(NodeConfig):
     on_failure: OnFailure = "continue"
     freeze_gc: bool = True
     is_local: bool = False
+    join: bool = False  # enter a running world: rank and size are found there
     loop_factory: LoopFactory = new_event_loop  # in processes whose loop is ours
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
+        if not (self.join or 0 <= self.rank < self.world_size):
             raise ValueError(
                 f"rank must be from 0 to world_size - 1, got {self.rank} with "
                 f"world_size={self.world_size}"
@@ -85,14 +86,40 @@ class WorkerConfig(NodeConfig):
             cuda_device_count(),
             normalize_device_maps(self.device_maps),
             network_namespace(),
+            joined=self.join,
         )
 
 
 # ── torchrun's environment ──────────────────────────────────────────────────────────────────────
 
 
-def int_from_env(variable: str, given: int | None) -> int:
-    """Return `given`, or the variable's value if it is None."""
+def rank_and_size(
+    name: str | None, rank: int | None, world_size: int | None, *, join: bool
+) -> tuple[int, int]:
+    """Return the given rank and world size or the environment's; -1 for a worker that joins.
+
+    Raises:
+        ValueError: if one is missing, or is given to a worker that joins, or that has no name.
+        RuntimeError: if this process joins, and was in a world before.
+    """
+    if not join:
+        return _int_from_env("RANK", rank), _int_from_env("WORLD_SIZE", world_size)
+    if name is None:
+        raise ValueError("worker(join=True) needs a name")
+    if rank is not None or world_size is not None:
+        raise ValueError(
+            "worker(join=True) takes no rank and no world_size: it gets the next rank of the world "
+            f"that runs, got rank={rank} and world_size={world_size}"
+        )
+    if process_worker_id() is not None:
+        raise RuntimeError(
+            "worker(join=True) needs a process that was in no world before: torch's RRefs of this "
+            "one have the number of its first world. Start another process"
+        )
+    return -1, -1
+
+
+def _int_from_env(variable: str, given: int | None) -> int:
     if given is not None:
         return given
     try:
@@ -113,11 +140,11 @@ def is_single_host(init_method: str | None, world_size: int) -> bool:
 @contextlib.contextmanager
 def rendezvous_url(init_method: str | None, world_size: int) -> Iterator[str]:
     """Yield the URL of the rendezvous, valid during the block, as torch's `init_method`."""
-    if world_size == 1:  # whatever is given: nobody is to be met
+    if init_method is not None:
+        yield init_method
+    elif world_size == 1:  # whatever is in the environment: none is to be met
         with new_rendezvous_url() as url:
             yield url
-    elif init_method is not None:
-        yield init_method
     else:
         if missing := [name for name in ("MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             raise ValueError(

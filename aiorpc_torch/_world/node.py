@@ -24,7 +24,7 @@ from .changes import Change, ChangeLog, Entry, Kind
 from .config import NodeConfig
 from .departures import Departures
 from .failure_detector import Children, FailureDetector
-from .rejoin import RejoinHandler
+from .rejoin import EntryHandler
 
 _read_leave_message = reader(tuple[str, int, str])
 
@@ -68,7 +68,7 @@ class Node:
         self.departures = Departures(
             members, self.pool, self.linked, self._told, self._probe, not is_attached
         )
-        self.rejoins = RejoinHandler(members, self._replace)
+        self.entries = EntryHandler(members, self._add, self._announce)
         self._changes = ChangeLog()
         if not is_attached:
             self._changes.admit(members.peers)
@@ -118,8 +118,8 @@ class Node:
         return self._answer(self.departures.handle, data)
 
     def rejoin(self, data: bytes) -> "Future[Any]":
-        """Answer a worker that rejoins."""
-        return self._answer(self.rejoins.handle, data)
+        """Answer a worker that rejoins or joins."""
+        return self._answer(self.entries.handle, data)
 
     def attach_message(self, data: bytes) -> "Future[Any] | None":
         """Answer a worker that attaches or leaves; return None if this one is not attached."""
@@ -189,17 +189,31 @@ class Node:
         while entry.next is None and not self._changes.is_closed:
             await self._changed.wait()
 
-    def _replace(self, member: PeerInfo) -> None:
-        """Replace the process of a member by a newer one."""
+    def _add(self, member: PeerInfo) -> None:
+        """Add a member, or the newer process of one; the loss of the old one may be known."""
         assert self._agent is not None
-        self.note("lost", member.name, "its process was replaced")  # unless that is known
-        past = self._agent.replace_peer(self.members.peers[member.name], member)
-        self.members.put(member)
-        self.pool.end_replaced(member, past)
+        if (known := self.members.peers.get(member.name)) is None:
+            self._agent.add_peer(member)
+            self.members.put(member)
+        else:
+            self.note("lost", member.name, "its process was replaced")
+            past = self._agent.replace_peer(known, member)
+            self.members.put(member)
+            self.pool.end_replaced(member, past)
+            self.server.end_replaced(member.name)
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
-        self.server.end_replaced(member.name)
+
+    def _announce(self, member: PeerInfo) -> None:
+        """Watch the process of a member from now on, and tell of it."""
         self.detector.on_replaced(member.name)
         self.note("returned", member.name)
+        self.note("joined", member.name)  # unless it has returned
+
+    def peers(self) -> tuple[str, ...]:
+        """Return the peers that have not left, in rank order. In any thread."""
+        peers = sorted([*self.members.peers.values()], key=lambda peer: peer.rank)
+        is_here = self._changes.has if self.attachments is None else lambda _: True
+        return tuple(peer.name for peer in peers if is_here(peer.name))
 
     def _on_detached(self, peer: str) -> None:
         self.note("left", peer)
