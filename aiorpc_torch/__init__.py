@@ -12,6 +12,7 @@ Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `exclusive`, `wr
 Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`.
 Batches: `batched` with `Fill` or `Round`, `Broadcast`.
 Counters: `stats`, `pending`.
+Membership: `Change`, which `Worker.changes` yields.
 Plain torch clients: `async_execution`.
 Errors: `RpcError` and its subclasses, and `RemoteTraceback`, the cause of remote exceptions.
 Modules: `aiorpc_torch.autograd` and `aiorpc_torch.testing`. Names with a leading underscore are
@@ -64,6 +65,7 @@ from ._world.attach import (
     attach as attach,
     attach_in_thread as attach_in_thread,
 )
+from ._world.changes import Change as Change
 from ._world.local import local_world as local_world, run_local as run_local
 from ._world.pending import PendingCall as PendingCall, pending as pending
 from ._world.worker import Worker as Worker, worker as worker

@@ -51,6 +51,9 @@ class Members:
 
     def put(self, worker: PeerInfo) -> None:
         """Add a member, or replace its process, whose leave message is dropped."""
+        known = self.workers.get(worker.name)
+        if known is not None and known.rank != worker.rank:  # it has joined under the name again
+            del self.workers[known.rank]
         self.workers[worker.name] = self.workers[worker.rank] = worker
         self.processes[worker.name] = worker.number
         self.leave_messages.pop(worker.name, None)

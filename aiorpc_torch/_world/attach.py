@@ -186,6 +186,7 @@ class _Attached:
         """End what waits, in both directions."""
         epoch = str(self._attachments.epoch)
         self.node.detector.close()
+        self.node.end_changes()
         await close_queues()
         await self.node.pool.close("detached", epoch)
         if not self._is_closed:

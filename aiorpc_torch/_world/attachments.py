@@ -15,6 +15,7 @@ from typing import Any
 
 from torch.futures import Future
 
+from .._aio.loops import run_on_loop
 from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
 from .._protocol.endpoints import attach_message_of, read_attach_message
@@ -76,6 +77,7 @@ class Attachments:
         members: the workers of torch's world.
         timeout: seconds for which a call to a peer that is not attached is held.
         on_attached: is called with each peer that attaches, and its device map for this process.
+        on_detached: is called with each peer that leaves. Both are called on the loop.
     """
 
     def __init__(
@@ -83,11 +85,13 @@ class Attachments:
         members: Members,
         timeout: float,
         on_attached: Callable[[str, Mapping[str, str]], None],
+        on_detached: Callable[[str], None],
     ) -> None:
         self.timeout = timeout
         self.epoch = 0
         self._members = members
         self._on_attached = on_attached
+        self._on_detached = on_detached
         self._is_attached = True
         self._is_closed = False
         self._generation = agent_generation()
@@ -135,9 +139,13 @@ class Attachments:
 
     def on_refused(self, peer: str, epoch: int) -> None:
         """Note that a peer has refused a connection in its `epoch`: it leaves."""
-        if (state := self._states.get(peer)) is None:
+        if peer not in self._states:
             raise NotServing("this process leaves attach()")
-        state.record(epoch, False)
+        self._record_detached(peer, epoch)
+
+    def _record_detached(self, peer: str, epoch: int) -> None:
+        if self._states[peer].record(epoch, False):
+            run_on_loop(self._loop, self._on_detached, peer)
 
     def wake(self) -> None:
         """Let held calls look again: torch's RPC has ended."""
@@ -182,7 +190,9 @@ class Attachments:
             state.refuse(functools.partial(RpcError, text))
             return
         _, epoch, is_attached, maps = rest
-        if state.record(int(epoch), bool(is_attached)) and is_attached:
+        if not is_attached:
+            self._record_detached(peer, int(epoch))
+        elif state.record(int(epoch), True):
             self._on_attached(peer, maps)
 
     def on_message(self, data: bytes) -> "Future[Any] | None":
@@ -221,7 +231,7 @@ class Attachments:
     def on_close(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left, in the epoch `text`."""
         with contextlib.suppress(KeyError, ValueError):
-            self._states[peer].record(int(text), False)
+            self._record_detached(peer, int(text))
 
 
 def _error_of(state: PeerState) -> RpcError | None:

@@ -52,10 +52,11 @@ class WorkerConfig(NodeConfig):
     on_failure: OnFailure = "continue"
     freeze_gc: bool = True
     is_local: bool = False
+    join: bool = False  # enter a running world: rank and size are found there
     loop_factory: LoopFactory = new_event_loop  # in processes whose loop is ours
 
     def __post_init__(self) -> None:
-        if not 0 <= self.rank < self.world_size:
+        if not (self.join or 0 <= self.rank < self.world_size):
             raise ValueError(
                 f"rank must be from 0 to world_size - 1, got {self.rank} with "
                 f"world_size={self.world_size}"
@@ -84,6 +85,7 @@ class WorkerConfig(NodeConfig):
             cuda_device_count(),
             normalize_device_maps(self.device_maps),
             network_namespace(),
+            joined=self.join,
         )
 
 

@@ -62,8 +62,8 @@ class Answer(NamedTuple):
     """Whether the process answers requests later than at once."""
     report: Report
     missing: Sequence[str]
-    left: Sequence[str]
-    """Workers whose blocks have ended in order."""
+    left: Sequence[tuple[str, int]]
+    """Names and processes of workers whose blocks have ended in order."""
     lost: Mapping[str, str]
     """The reasons of the lost workers."""
 
@@ -114,7 +114,7 @@ class Departures:
 
     def _left_there_now(self) -> set[str]:
         processes = self.members.processes
-        return {name for name, process in self._left_there if processes[name] == process}
+        return {name for name, process in self._left_there if processes.get(name) == process}
 
     def _gone(self) -> set[str]:
         return self.members.lost_peers.keys() | self.told().keys()
@@ -147,9 +147,14 @@ class Departures:
         goal, among = (Activity.SERVING, ()) if until is None else (Activity.LEFT, (until,))
         await await_on(self._loop, self._wait(goal, among, logging.INFO))
 
+    def begin_to_leave(self) -> None:
+        """Note that this worker's block has ended in order: the next report says so."""
+        self._is_leaving = True
+        self._report()
+
     async def leave(self) -> None:
         """Report that this worker's block has ended in order; wait until all live peers' have."""
-        self._is_leaving = True
+        self.begin_to_leave()
         await self._wait(Activity.LEFT, (), logging.WARNING)
         self._has_ended = True
 
@@ -267,7 +272,7 @@ class Departures:
     def _on_answer(self, peer: str, answer: Answer) -> None:
         self._table.record(peer, answer.report)
         if peer == self.coordinator:
-            self._left_there |= {(name, self.members.processes[name]) for name in answer.left}
+            self._left_there |= {*answer.left}
             self._lost_there = answer.lost
             if not answer.is_open:
                 self._closed_coordinator = answer.report.process
@@ -340,8 +345,9 @@ class Departures:
         missing = self._table.missing(request.name, request.goal, request.among)
         is_open = self._coordinator() == self.members.name
         report = self._table.report_of(self.members.name)
+        left = [(name, self.members.processes[name]) for name in self._left_in_order()]
         lost = {peer: wire_text(reason) for peer, reason in self.lost().items()}
-        return Answer(is_reached, is_open, report, missing, [*self._left_in_order()], lost)
+        return Answer(is_reached, is_open, report, missing, left, lost)
 
     def settle(self) -> None:
         """Answer the requests whose goals are reached: a peer has left, or is lost or replaced."""

@@ -12,17 +12,26 @@ from .._torch.devices import NamedDeviceMaps
 from .registration import Registration
 
 
-def resolve_device_maps(registrations: Sequence[Registration]) -> list[NamedDeviceMaps]:
+def resolve_device_maps(
+    registrations: Sequence[Registration], entering: str = ""
+) -> list[NamedDeviceMaps]:
     """Return every worker's device maps, in order; "auto" becomes the same index on both sides.
+
+    A worker that joined has maps for those before it, which have none for it: torch takes a
+    worker's own maps at its start. Of those that joined only the one that is `entering` is checked.
 
     Raises:
         ValueError: if a map is invalid; it names the worker, the peer and the device.
     """
-    counts = {each.name: each.devices for each in registrations}
-    found = [_resolve(each, counts) for each in registrations]
-    for each, maps in zip(registrations, found, strict=True):
+    found = []
+    for each in registrations:
+        known = [other for other in registrations if not other.joined or other.rank <= each.rank]
+        counts = {other.name: other.devices for other in known}
+        maps = _resolve(each, counts)
         for peer, devices in maps.items():
-            _check(each.name, peer, devices, counts)
+            if not each.joined or each.name == entering:
+                _check(each.name, peer, devices, counts)
+        found.append(maps)
     return found
 
 

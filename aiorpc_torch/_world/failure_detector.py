@@ -144,6 +144,7 @@ class FailureDetector:
         if self.lost_peers.pop(peer, None) is not None:
             log.info("%s: worker %r is back", self._members.name, peer)
             self._rejoined.pop(peer, asyncio.Event()).set()
+            self._node.note("returned", peer)
         self._node.departures.settle()
 
     def on_disconnect(self, peer: str, process: int, error: RpcError) -> RpcError | None:
@@ -205,6 +206,8 @@ class FailureDetector:
         messages[peer] = text if what == "failed" else ""
         if is_first and what == "failed":
             self.lose(peer, error_of_close(peer, "failed", text))
+        elif is_first:
+            self._node.note("left", peer)
         self._node.departures.settle()
 
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
@@ -275,6 +278,7 @@ class FailureDetector:
             return
         log.info("%s: %s", self._members.name, error)
         self.lost_peers[peer] = error
+        self._node.note("lost", peer, getattr(error, "reason", str(error)))
         self._probed[peer].set()
         self._node.fail(peer, error)
         self._node.departures.settle()

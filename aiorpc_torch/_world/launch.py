@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .._torch.agent import process_worker_id
 from .config import new_rendezvous_url
 from .hostlist import expand_hosts
 
@@ -55,6 +56,32 @@ def find_number(name: str, given: int | None) -> int:
         raise ValueError(f"{source} must be a number, got {value!r}") from None
 
 
+def rank_and_size(
+    name: str | None, rank: int | None, world_size: int | None, *, join: bool
+) -> tuple[int, int]:
+    """Return the given rank and world size or the environment's; -1 for a worker that joins.
+
+    Raises:
+        ValueError: if one is missing, or is given to a worker that joins, or that has no name.
+        RuntimeError: if this process joins, and was in a world before.
+    """
+    if not join:
+        return find_number("RANK", rank), find_number("WORLD_SIZE", world_size)
+    if name is None:
+        raise ValueError("worker(join=True) needs a name")
+    if rank is not None or world_size is not None:
+        raise ValueError(
+            "worker(join=True) takes no rank and no world_size: it gets the next rank of the world "
+            f"that runs, got rank={rank} and world_size={world_size}"
+        )
+    if process_worker_id() is not None:
+        raise RuntimeError(
+            "worker(join=True) needs a process that was in no world before: torch's RRefs of this "
+            "one have the number of its first world. Start another process"
+        )
+    return -1, -1
+
+
 def is_single_host(init_method: str | None, world_size: int) -> bool:
     """Return whether all workers are known to be on this machine."""
     return init_method is None and (world_size == 1 or _local_size() == str(world_size))
@@ -63,11 +90,13 @@ def is_single_host(init_method: str | None, world_size: int) -> bool:
 @contextlib.contextmanager
 def rendezvous_url(init_method: str | None, world_size: int) -> Iterator[str]:
     """Yield the URL of the rendezvous, valid during the block, as torch's `init_method`."""
-    if world_size == 1:  # whatever is given: there is no peer
+    if init_method is not None:
+        yield init_method
+    elif world_size == 1:  # whatever is in the environment: none is to be met
         with new_rendezvous_url() as url:
             yield url
     else:
-        yield init_method or _url_of_environment()
+        yield _url_of_environment()
 
 
 def _url_of_environment() -> str:

@@ -1,5 +1,6 @@
 """A node: everything that this process has as a worker of its world."""
 
+import asyncio
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch.futures import Future
 
+from .._aio.loops import await_on
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._protocol.endpoints import completed_future
@@ -18,10 +20,11 @@ from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
 from ..errors import RpcError
 from .attachments import Attachments
+from .changes import Change, ChangeLog, Entry, Kind
 from .config import NodeConfig
 from .departures import Departures
 from .failure_detector import Children, FailureDetector
-from .rejoin import RejoinHandler
+from .rejoin import EntryHandler
 
 _read_leave_message = reader(tuple[str, int, str])
 
@@ -52,7 +55,9 @@ class Node:
         self.members = members
         self.attachments: Attachments | None = None
         if is_attached:
-            self.attachments = Attachments(members, config.start_timeout, self._on_attached)
+            self.attachments = Attachments(
+                members, config.start_timeout, self._on_attached, self._on_detached
+            )
         self.detector = FailureDetector(
             members, config.heartbeat, self, children, only_linked=is_attached
         )
@@ -63,7 +68,12 @@ class Node:
         self.departures = Departures(
             members, self.pool, self.linked, self._told, self._probe, not is_attached
         )
-        self.rejoins = RejoinHandler(members, self._replace)
+        self.entries = EntryHandler(members, self._add, self._announce)
+        self._changes = ChangeLog()
+        if not is_attached:
+            self._changes.admit(members.peers)
+        self._changed = asyncio.Event()  # set and replaced at each change
+        self._loop = asyncio.get_running_loop()
         self._agent: Agent | None = None
         self._held: list[Callable[[], None]] | None = []  # until `start`
 
@@ -79,6 +89,7 @@ class Node:
         """
         for worker in workers:
             self.members.put(worker)
+            self._changes.admit([worker.name])
         self._agent = agent
         self.pool.open()
         self.detector.start()
@@ -107,8 +118,8 @@ class Node:
         return self._answer(self.departures.handle, data)
 
     def rejoin(self, data: bytes) -> "Future[Any]":
-        """Answer a worker that rejoins."""
-        return self._answer(self.rejoins.handle, data)
+        """Answer a worker that rejoins or joins."""
+        return self._answer(self.entries.handle, data)
 
     def attach_message(self, data: bytes) -> "Future[Any] | None":
         """Answer a worker that attaches or leaves; return None if this one is not attached."""
@@ -150,17 +161,65 @@ class Node:
 
     # ── changes of peers ────────────────────────────────────────────────────────────────────────
 
-    def _replace(self, member: PeerInfo) -> None:
-        """Replace the process of a member by a newer one."""
+    def note(self, kind: Kind, peer: str, reason: str = "") -> None:
+        """Tell the readers of the changes of a peer, unless they know already. On the loop."""
+        if self._changes.record(Change(kind, peer, self.members.peers[peer].rank, reason)):
+            self._wake_readers()
+
+    def end_changes(self) -> None:
+        """End the readers' waits: this worker leaves."""
+        self._changes.close()
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        changed, self._changed = self._changed, asyncio.Event()
+        changed.set()
+
+    def last_change(self) -> Entry:
+        """Return the last entry of the log of changes. In any thread."""
+        return self._changes.end
+
+    async def next_change(self, entry: Entry) -> Entry | None:
+        """Wait for the entry after that one; None if this worker leaves before. On any loop."""
+        if entry.next is None and not self._changes.is_closed:
+            await await_on(self._loop, self._wait_for_change(entry))
+        return entry.next
+
+    async def _wait_for_change(self, entry: Entry) -> None:
+        while entry.next is None and not self._changes.is_closed:
+            await self._changed.wait()
+
+    def _add(self, member: PeerInfo) -> None:
+        """Add a member, or the newer process of one; the loss of the old one may be known."""
         assert self._agent is not None
-        past = self._agent.replace_peer(self.members.peers[member.name], member)
-        self.members.put(member)
-        self.pool.end_replaced(member, past)
+        if (known := self.members.peers.get(member.name)) is None:
+            self._agent.add_peer(member)
+            self.members.put(member)
+        else:
+            self.note("lost", member.name, "its process was replaced")
+            past = self._agent.replace_peer(known, member)
+            self.members.put(member)
+            self.pool.end_replaced(member, past)
+            self.server.end_replaced(member.name)
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
-        self.server.end_replaced(member.name)
+
+    def _announce(self, member: PeerInfo) -> None:
+        """Watch the process of a member from now on, and tell of it."""
         self.detector.on_replaced(member.name)
+        self.note("returned", member.name)
+        self.note("joined", member.name)  # unless it has returned
+
+    def peers(self) -> tuple[str, ...]:
+        """Return the peers that have not left, in rank order. In any thread."""
+        peers = sorted([*self.members.peers.values()], key=lambda peer: peer.rank)
+        is_here = self._changes.has if self.attachments is None else lambda _: True
+        return tuple(peer.name for peer in peers if is_here(peer.name))
+
+    def _on_detached(self, peer: str) -> None:
+        self.note("left", peer)
 
     def _on_attached(self, peer: str, device_map: Mapping[str, str]) -> None:
+        self.note("joined", peer)
         self.detector.on_message(peer)
         if device_map:
             maps = {self.members.name: {**device_map}}

@@ -26,6 +26,10 @@ class Registration:
     """Network namespace in which the worker listens."""
     comeback: int = 0
     """Number of rejoins of this world up to this worker's, 0 if it did not rejoin."""
+    joined: bool = False
+    """Whether it entered the running world under a new rank. Its size is that of the start."""
+    entry: int = 0
+    """Number of rejoins and joins up to this worker's, 0 if it was there from the start."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
 
@@ -39,7 +43,8 @@ class Registration:
         return cls(**json.loads(text))
 
     def __str__(self) -> str:
-        return f"{self.name!r} (rank {self.rank}, process {self.pid} on {self.host})"
+        rank = f"rank {self.rank}, " if self.rank >= 0 else ""  # none before it has joined
+        return f"{self.name!r} ({rank}process {self.pid} on {self.host})"
 
     def conflict_with(self, other: "Registration") -> str:
         """Return why `other` cannot be in the same world, "" if it can."""

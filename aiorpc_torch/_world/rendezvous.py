@@ -29,6 +29,9 @@ _ADDRESS = "address"
 _REACHED = "reached"  # the worker reaches all others
 _COMPLETE = "complete"  # all were registered; the highest worker id
 _REJOINS = "rejoins"
+_JOINS = "joins"  # ranks that were given to workers that join, of which some did not enter
+_ENTRIES = "entries"  # rejoins and joins
+_NAME = "name"  # followed by a name: the rank of the worker that joins under it, or has joined
 _NOTICE = "notice"  # the failure notice
 _NOTICE_READ = "notice_read"
 _EXITING = "exiting"
@@ -39,6 +42,7 @@ _MAX_BARRIER_POLL = 0.03  # the same when the workers exit together
 _KEEPALIVE_INTERVAL = 0.5  # seconds
 _MAX_MISSED = 4  # keepalives without which a waiting worker counts as dead
 _NOTICE_GRACE = 0.7  # seconds for the others to read the notice before rank 0 ends the store
+_CLAIM_TIMEOUT = 10.0  # seconds after which a worker that has begun to join counts as dead
 _LOG_INTERVAL = 10.0  # seconds between two log lines about missing ranks
 
 
@@ -62,7 +66,7 @@ class Rendezvous:
         self._timeout = timeout
         self._end = time.monotonic() + timeout
         self._cancelled = threading.Event()
-        self._predecessor = ""  # the registration that this worker's replaced
+        self._predecessor = ""  # the registration that this worker's replaces
         # Kept for the life of the world: rank 0's is the server.
         self._store = StoreClient(init_method, registration, timeout)
 
@@ -80,7 +84,8 @@ class Rendezvous:
     def register(self) -> list[Registration]:
         """Register this worker, and return all registrations in rank order once they are there.
 
-        If the world is complete, this worker rejoins it in place of the process of its rank.
+        If the world is complete, this worker rejoins it in place of the process of its rank. A
+        worker that joins waits until it is complete, and gets the next rank.
 
         Raises:
             WorldTimeout: if ranks are missing at the timeout; it names them.
@@ -98,13 +103,21 @@ class Rendezvous:
 
     def worker_id(self, registrations: Sequence[Registration]) -> int:
         """Return torch's id of this worker."""
-        if self.registration.comeback:
-            return int(self._store.get(_COMPLETE)) + self.registration.comeback
+        if self.registration.entry:
+            return int(self._store.get(_COMPLETE)) + self.registration.entry
         return assign_worker_ids(registrations)[self._rank]
 
     def publish(self, own: WorkerAddress) -> None:
-        """Write this worker's address."""
+        """Write this worker's address; if it joins, it is registered from now on.
+
+        Raises:
+            ValueError: if another process has taken the name of a worker that took long to join.
+        """
         self._store.set(_key(_ADDRESS, self._rank), json.dumps(own))
+        if self.registration.joined:
+            if self._store.read(self._name_key()) != str(self._rank):
+                raise ValueError(f"another worker joins as {self.registration.name!r}")
+            self._store.set(_key(_REGISTRATION, self._rank), self.registration.dump())
 
     def wait_for_addresses(self) -> None:
         """Wait until every worker has published its address.
@@ -118,15 +131,28 @@ class Rendezvous:
         """Return the current registrations and addresses in rank order, `own` for this worker."""
         return [(each, self._address(each.rank, own)) for each in self._registrations()]
 
+    def predecessor(self) -> tuple[Registration, WorkerAddress] | None:
+        """Return the worker, dead or not, whose name this worker joins under; None if none is."""
+        if not self._predecessor:
+            return None
+        found = Registration.load(self._predecessor)
+        return found, self._address(found.rank, WorkerAddress(-1, ""))
+
     def _address(self, rank: int, own: WorkerAddress) -> WorkerAddress:
         if rank == self._rank:
             return own
         return WorkerAddress(*json.loads(self._store.get(_key(_ADDRESS, rank))))
 
     def withdraw(self) -> None:
-        """Restore the registration that this worker's replaced: its process is alive."""
-        mine = self.registration.dump()
-        self._store.compare_set(_key(_REGISTRATION, self._rank), mine, self._predecessor)
+        """Withdraw the registration of a worker that does not enter, or that joined and leaves.
+
+        If it was to replace another one, that is restored: its process is alive.
+        """
+        key = _key(_REGISTRATION, self._rank)
+        if self.registration.joined:
+            self._store.set(key, "")
+        else:
+            self._store.compare_set(key, self.registration.dump(), self._predecessor)
 
     def confirm_reachable(self, unreachable: Sequence[int], text: str) -> None:
         """Confirm that this worker reaches all others, and wait until all have confirmed.
@@ -152,6 +178,12 @@ class Rendezvous:
     def close(self) -> None:
         """Close the store; another may open at its address."""
         self._store.close()
+
+    def withdraw_joined(self) -> None:
+        """Withdraw a worker that has joined, and let no other wait for it: it leaves now."""
+        self.withdraw()
+        for key in (_EXITING, _EXITED):
+            self._store.set(_key(key, self._rank), "")
 
     # ── exit ────────────────────────────────────────────────────────────────────────────────────
 
@@ -185,6 +217,8 @@ class Rendezvous:
         # First: registered workers may have failed before they were a world.
         if self._epoch_failed():
             raise _WorldEnded
+        if self.registration.joined:
+            return self._join()
         if self._store.has(_COMPLETE):
             return self._rejoin()
         self._claim_rank()
@@ -221,9 +255,12 @@ class Rendezvous:
             for _ in range(_MAX_MISSED)
         )
 
-    def _rejoin(self) -> list[Registration]:
-        if any(self._store.has(key) for key in _keys(_EXITING, self._ranks())):
+    def _check_running(self, ranks: list[int]) -> None:
+        if any(self._store.has(key) for key in _keys(_EXITING, ranks)):
             raise _WorldEnded  # its workers are exiting; this worker belongs to the next world
+
+    def _rejoin(self) -> list[Registration]:
+        self._check_running(self._ranks())
         # Before anything is written: the world goes on without this worker. A rank of another world
         # size may have no predecessor. (test_a_rank_beyond_the_world)
         first = Registration.load(self._store.get(_key(_REGISTRATION, 0)))
@@ -231,8 +268,8 @@ class Rendezvous:
             raise ValueError(conflict)
         key = _key(_REGISTRATION, self._rank)
         self._predecessor = self._store.get(key)
-        comeback = self._store.add(_REJOINS, 1)
-        self.registration = replace(self.registration, comeback=comeback)
+        comeback, entry = (self._store.add(each, 1) for each in (_REJOINS, _ENTRIES))
+        self.registration = replace(self.registration, comeback=comeback, entry=entry)
         mine = self.registration.dump()
         if self._store.compare_set(key, self._predecessor, mine) != mine:
             raise ValueError(
@@ -242,11 +279,77 @@ class Rendezvous:
         seen: dict[int, Registration] = {}
         for rank in self._ranks():
             self._check(seen, rank)
-        return [*seen.values()]
+        for other in self._joined():
+            if other.name == self.registration.name:
+                self.withdraw()
+                raise ValueError(f"{self.registration} cannot rejoin: {other} has joined")
+        return [*seen.values(), *self._joined()]
+
+    def _join(self) -> list[Registration]:
+        """Take the next rank, and the name if no worker that joins now has it."""
+        self._wait_for_world(_COMPLETE)
+        first = Registration.load(self._store.get(_key(_REGISTRATION, 0)))
+        self._wait_for_world(*_keys(_ADDRESS, range(first.world_size)))
+        self._check_running([*range(first.world_size)])
+        mine = replace(self.registration, world_size=first.world_size)
+        if conflict := first.conflict_with(mine):  # its name may be rank 0's
+            raise ValueError(conflict)
+        number, entry = (self._store.add(each, 1) for each in (_JOINS, _ENTRIES))
+        self._rank = first.world_size + number - 1
+        self.registration = replace(mine, rank=self._rank, entry=entry)
+        try:
+            self._claim_name()
+            for each in self._published():
+                if each.name == mine.name:
+                    self._predecessor = each.dump()
+        except BaseException:
+            self.withdraw()
+            raise
+        return self._registrations()
+
+    def _wait_for_world(self, *keys: str) -> None:
+        """Wait until all keys exist that its first workers write as they start."""
+        poll = _MIN_POLL
+        while not self._store.has(*keys):
+            if self._epoch_failed():
+                raise _WorldEnded
+            if time.monotonic() > self._end or self._cancelled.wait(poll):
+                raise WorldTimeout(
+                    f"{self.registration.name!r} joins a running world, and none is complete "
+                    f"within {self._timeout:g} s. Start its first workers without join=",
+                    [],
+                )
+            poll = min(poll * 1.5, _MAX_POLL)
+
+    def _claim_name(self) -> None:
+        """Take the name among those that join; its members are asked later."""
+        mine, holder = str(self._rank), ""
+        while (found := self._store.compare_set(self._name_key(), holder, mine)) != mine:
+            end = min(self._end, time.monotonic() + _CLAIM_TIMEOUT)
+            # It enters, or gives up. If it does neither, it has died.
+            while not self._store.has(_key(_REGISTRATION, int(found))) and time.monotonic() < end:
+                if self._cancelled.wait(_MAX_BARRIER_POLL):
+                    raise WorldTimeout(f"{self.registration} was stopped", [])
+            holder = found
+
+    def _name_key(self) -> str:
+        return f"{_NAME}/{self.registration.name}"
 
     def _registrations(self) -> list[Registration]:
+        """Return the registrations in rank order, this worker's too; of each name the last one."""
+        joins = [self.registration] if self.registration.joined else []
+        found = {each.name: each for each in (*self._published(), *joins)}
+        return sorted(found.values(), key=lambda each: each.rank)
+
+    def _published(self) -> list[Registration]:
         keys = _keys(_REGISTRATION, self._ranks())
-        return [Registration.load(self._store.get(key)) for key in keys]
+        return [*(Registration.load(self._store.get(key)) for key in keys), *self._joined()]
+
+    def _joined(self) -> list[Registration]:
+        """Return the registrations of those that have joined, and have not left in order."""
+        size, number = self.registration.world_size, int(self._store.read(_JOINS) or 0)
+        keys = _keys(_REGISTRATION, range(size, size + number))
+        return [Registration.load(text) for key in keys if (text := self._store.read(key))]
 
     def _check(self, seen: dict[int, Registration], rank: int) -> None:
         """Read the registration of `rank` into `seen`; reject it if it conflicts with another."""
@@ -308,7 +411,7 @@ class Rendezvous:
         raise ValueError(text)
 
     def _write_notice(self, notice: dict[str, Any]) -> None:
-        if self.registration.comeback:
+        if self.registration.entry:
             return  # only this worker's failure: the world that it would rejoin goes on
         self._store.compare_set(_NOTICE, "", json.dumps(notice))
         if self._store.is_server and self.remaining():

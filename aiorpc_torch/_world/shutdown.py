@@ -27,6 +27,8 @@ RELEASE_TIMEOUT = 1.0  # for owners to learn that their objects are released
 DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
 BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
+WITHDRAW_TIMEOUT = 1.0  # for the store, when a worker leaves that has joined
+CALLS_TIMEOUT = 10.0  # for the calls that run on such a worker, if no limit is given
 STOP_TIMEOUT = 5.0  # for torch's threads to end
 OBJECTS_TIMEOUT = 10.0  # for the ends of created objects, if the wait for peers has no limit
 
@@ -60,21 +62,36 @@ class Shutdown:
 
     async def _wait_for_peers(self) -> None:
         if self.failure:  # peers with a connection see its end
-            connected = self.node.pool.connected() | self.node.server.sessions.connected()
-            others = self.node.members.peers.keys() - connected
-            await self.node.departures.tell(others, self.failure)
+            await self.node.departures.tell(self._not_connected(), self.failure)
+        elif self.rendezvous.registration.joined:
+            self.node.departures.begin_to_leave()
+            self.node.server.retire()
+            await self.node.server.drain(CALLS_TIMEOUT if self.timeout is None else self.timeout)
         else:
             with anyio.move_on_after(self.timeout):
                 await self.node.departures.leave()
+
+    async def _tell_others(self) -> None:
+        """Tell the peers that stay, unless the end of a connection tells them."""
+        left = self.node.departures.left() | self.node.members.lost_peers.keys()
+        await self.node.departures.tell(self._not_connected() - left, self.failure)
+
+    def _not_connected(self) -> set[str]:
+        connected = self.node.pool.connected() | self.node.server.sessions.connected()
+        return self.node.members.peers.keys() - connected
 
     # ── closing ─────────────────────────────────────────────────────────────────────────────────
 
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
+        if self.rendezvous.registration.joined:
+            await self._in_thread(WITHDRAW_TIMEOUT, self.rendezvous.withdraw_joined)
         if not self.failure:
             await self.node.departures.refresh()  # the wait was cut: which peers have left?
+            await self._tell_others()
         await self.node.departures.close()
         self.node.detector.close()
+        self.node.end_changes()
         leaving = self._ranks_leaving_too()
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
@@ -125,7 +142,7 @@ class Shutdown:
         left = {peer for peer in self.node.departures.left() if not messages.get(peer)}
         leaving = [peer for peer in members.peers if peer in left and peer not in lost]
         rest = [f"{peer} ({self._state_of(peer)})" for peer in members.peers if peer not in leaving]
-        if rest and not self.failure:
+        if rest and not (self.failure or self.rendezvous.registration.joined):
             log.warning("%s did not wait for %s", members.name, ", ".join(rest))
         return [members.peers[peer].rank for peer in leaving]
 

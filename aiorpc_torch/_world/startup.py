@@ -20,7 +20,7 @@ from . import network
 from .config import WorkerConfig
 from .device_maps import resolve_device_maps
 from .registration import Registration
-from .rejoin import request_rejoin
+from .rejoin import request_entry
 from .rendezvous import Rendezvous, WorkerAddress
 
 log = logging.getLogger("aiorpc_torch")
@@ -61,8 +61,8 @@ class Startup:
         try:
             members: list[PeerInfo] = await self._in_time(step)
             assert self._agent is not None
-            if self._rendezvous.registration.comeback:
-                members = await self._rejoin(self._agent, members)
+            if self._rendezvous.registration.entry:
+                members = await self._enter(self._agent, members)
             elif not self._config.is_local and len(members) > 1:
                 missing = await self._unreachable(members)
                 text = self._unreachable_text(missing) if missing else ""
@@ -99,7 +99,7 @@ class Startup:
             self._config, worker_id, self._interface(), registrations, self._use_routes
         )
         own = WorkerAddress(worker_id, self._agent.address)
-        if not rendezvous.registration.comeback:
+        if not rendezvous.registration.entry:
             rendezvous.publish(own)
             rendezvous.wait_for_addresses()
         members = self._members(own)
@@ -109,7 +109,7 @@ class Startup:
 
     def _members(self, own: WorkerAddress) -> list[PeerInfo]:
         found = self._rendezvous.members(own)
-        every = resolve_device_maps([registration for registration, _ in found])
+        every = resolve_device_maps([registration for registration, _ in found], self._config.name)
         return [
             PeerInfo(each.name, each.rank, *address, maps, each.namespace)
             for (each, address), maps in zip(found, every, strict=True)
@@ -149,33 +149,70 @@ class Startup:
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
 
-    # ── rejoining ───────────────────────────────────────────────────────────────────────────────
+    # ── entering a running world ────────────────────────────────────────────────────────────────
 
-    async def _rejoin(self, agent: Agent, members: list[PeerInfo]) -> list[PeerInfo]:
-        """Replace the dead process of this rank if all peers agree; return the members."""
-        config, rendezvous = self._config, self._rendezvous
-        me = members[config.rank]
+    async def _enter(self, agent: Agent, members: list[PeerInfo]) -> list[PeerInfo]:
+        """Enter if all peers agree, as a new worker or for a dead one; return the members."""
+        rendezvous = self._rendezvous
+        [me] = (each for each in members if each.name == self._config.name)
         try:
-            answered = await request_rejoin(me, members)
-        except ValueError:
-            await _in_thread(rendezvous.withdraw)
+            if rendezvous.registration.joined:
+                self._check_namespace(me, members)
+            answered = await request_entry(me, [*members, *await self._predecessor(agent)])
+            if not answered:
+                if not rendezvous.registration.joined:
+                    await _in_thread(rendezvous.mark_world_dead)
+                raise self._no_answer(members)
+            own = WorkerAddress(me.number, agent.address)
+            await _in_thread(lambda: rendezvous.publish(own))
+            # Each of two workers that enter at once publishes before it reads: one sees the other.
+            found = await _in_thread(lambda: self._members(own))
+        except BaseException as exc:
+            if isinstance(exc, ValueError) or rendezvous.registration.joined:
+                await _in_thread(rendezvous.withdraw)
             raise
-        if not answered:
-            await _in_thread(rendezvous.mark_world_dead)
-            raise WorldTimeout(
-                f"{config.name!r} tried to rejoin a world in which no worker answers. If that "
-                f"world has ended, or {config.init_method} is of an earlier run, start again",
-                [each.rank for each in members if each.name != config.name],
-            )
-        own = WorkerAddress(me.number, agent.address)
-        await _in_thread(lambda: rendezvous.publish(own))
-        # Each of two workers that rejoin at once publishes before it reads, so one sees the other.
-        found = await _in_thread(lambda: self._members(own))
-        for member, before in zip(found, members, strict=True):
-            if member.number != before.number:
-                agent.replace_peer(before, member)
-        self._use_routes(agent.routes)
+        self._update(agent, members, found)
         return found
+
+    async def _predecessor(self, agent: Agent) -> list[PeerInfo]:
+        """Return the worker that had the name before, under another name, so that it is asked."""
+        known = await _in_thread(self._rendezvous.predecessor)
+        if known is None:
+            return []
+        former, address = known
+        alias = f"{former.name[:100]}:was:{address.worker_id}"
+        found = PeerInfo(alias, former.rank, *address, {}, former.namespace)
+        agent.add_peer(found)
+        return [found]
+
+    def _update(self, agent: Agent, members: list[PeerInfo], found: list[PeerInfo]) -> None:
+        """Tell torch of the workers that have entered since it was told of `members`."""
+        known = {each.name: each for each in members}
+        for member in found:
+            if (past := known.get(member.name)) is None:
+                agent.add_peer(member)
+            elif past.number != member.number:
+                agent.replace_peer(past, member)
+        self._use_routes(agent.routes)
+
+    def _no_answer(self, members: Sequence[PeerInfo]) -> WorldTimeout:
+        name, where = self._config.name, self._config.init_method
+        verb = "join" if self._config.join else "rejoin"
+        return WorldTimeout(
+            f"{name!r} tried to {verb} a world in which no worker answers. If that world has "
+            f"ended, or {where} is of an earlier run, start again",
+            [each.rank for each in members if each.name != name],
+        )
+
+    def _check_namespace(self, me: PeerInfo, members: Sequence[PeerInfo]) -> None:
+        """Raise ValueError if the others listen in their own network namespace only."""
+        size = self._rendezvous.registration.world_size
+        namespaces = {each.namespace for each in members if each.rank < size}
+        if len(namespaces) == 1 and me.namespace not in namespaces:
+            raise ValueError(
+                f"{me.name!r} is on another host or in another container than the first workers "
+                "of this world, which all run on one: its workers do not listen on the network"
+            )
 
 
 def _in_thread(step: Callable[[], T]) -> "asyncio.Future[T]":
@@ -189,7 +226,7 @@ def _start_agent(
     registrations: Sequence[Registration],
     use_routes: UseRoutes,
 ) -> Agent:
-    resolved = resolve_device_maps(registrations)
+    resolved = resolve_device_maps(registrations, config.name)
     maps = dict(zip([each.name for each in registrations], resolved, strict=True))
     use_routes(DeviceRoutes.for_worker(config.name, maps))
     log.info("%s uses %s", config.name, network.describe(interface))

@@ -123,7 +123,9 @@ class StoreClient:
         url = urlparse(self._init_method)
         self._epoch, self._has_failed, self._has_written = 0, False, False
         if url.scheme == "file":
-            self._store = FileStore(url.path + ".names", self._registration.world_size)
+            # The last process that closes it deletes it, if so many have closed it.
+            size = max(1, self._registration.world_size)
+            self._store = FileStore(url.path + ".names", size)
             return
         host, port, is_master = self._address(url.hostname, url.port)
         if is_master:

@@ -18,13 +18,14 @@ from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
+from .changes import Change
 from .config import OnFailure, WorkerConfig
 from .dump import dump_on_signal
 from .failure_detector import Children
-from .launch import find_number, is_single_host, rendezvous_url
+from .launch import is_single_host, rank_and_size, rendezvous_url
 from .network import loopback_only, requested_interface
 from .node import Node
-from .rejoin import announce_rejoin
+from .rejoin import announce_join, announce_rejoin
 from .rendezvous import Rendezvous
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
@@ -39,24 +40,32 @@ class Worker:
     Attributes:
         name: The name of this worker.
         rank: Its rank, from 0.
-        world_size: Number of workers, this one included.
-        peers: The names of the other workers, in rank order.
         comeback: 0; in a replacement process, the number of rejoins of this world up to its own.
     """
 
     name: str
     rank: int
-    world_size: int
-    peers: tuple[str, ...]
     comeback: int = 0
     _node: Node = field(repr=False, compare=False, kw_only=True)
 
     @classmethod
     def _of(cls, node: Node, comeback: int = 0, **more: Any) -> Self:
         """Return the worker of a node whose members are known."""
-        members = node.members
-        rank, size = members.workers[members.name].rank, len(members.processes)
-        return cls(members.name, rank, size, (*members.peers,), comeback, _node=node, **more)
+        name = node.members.name
+        return cls(name, node.members.workers[name].rank, comeback, _node=node, **more)
+
+    @property
+    def peers(self) -> tuple[str, ...]:
+        """The names of the other workers, in rank order. They follow the changes of the world.
+
+        Lost workers are among them, and workers that have left are not.
+        """
+        return self._node.peers()
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers that are in the world, this one included."""
+        return 1 + len(self.peers)
 
     def __repr__(self) -> str:
         return f"<Worker {self.name}, rank {self.rank} of {self.world_size}>"
@@ -76,9 +85,26 @@ class Worker:
             ValueError: if there is no such peer.
             WorkerLost: if it will not rejoin.
         """
-        if peer not in self.peers:
+        if peer not in self._node.members.peers:
             raise ValueError(f"peer must be one of {', '.join(self.peers)}, got {peer!r}")
         await self._node.detector.wait_until_alive(peer)
+
+    async def changes(self) -> AsyncIterator[Change]:
+        """Yield each change of this world's membership: workers that join, leave, are lost, return.
+
+            async for change in me.changes():
+                if change.kind == "lost":
+                    log.warning("%s: %s", change.name, change.reason)
+
+        None is missed from the first step on, however slow the loop. Any number of tasks may read,
+        also on other event loops; each sees every change, in one order. The iteration ends when
+        this worker has left. In a world of `attach`, "joined" and "left" tell of peers that attach
+        and leave; a peer that had attached before this worker joins once it has answered.
+        """
+        entry = self._node.last_change()
+        while (following := await self._node.next_change(entry)) is not None:
+            entry = following
+            yield entry.change
 
     async def serve(self, until: str | None = None) -> None:
         """Serve until every live peer has left or serves too; or until one peer has left.
@@ -102,7 +128,7 @@ class Worker:
         if until is None:
             await departures.serve()
             return
-        if until not in self.peers:
+        if until not in self._node.members.peers:
             raise ValueError(f"until must be one of {', '.join(self.peers)}, got {until!r}")
         await departures.serve(until)
         if reason := await departures.failure_of(until):
@@ -115,6 +141,7 @@ async def worker(
     *,
     rank: int | None = None,
     world_size: int | None = None,
+    join: bool = False,
     init_method: str | None = None,
     threads: int = 16,
     transports: Sequence[str] | None = None,
@@ -141,9 +168,13 @@ async def worker(
             else Slurm's or Kubernetes' number of this process).
         world_size: Number of workers (default: WORLD_SIZE in the environment, else Slurm's number
             of tasks).
+        join: Whether to enter a world that runs, at the same `init_method` or MASTER_ADDR, from a
+            process that was in no world before. The worker needs a name and gets the next rank. Its
+            exit does not wait for its peers to leave. It gives the calls that run here
+            `stop_timeout` seconds, by default 10.
         init_method: URL of the rendezvous, `tcp://host:port` or `file:///path` (default:
             MASTER_ADDR and MASTER_PORT in the environment, else the first host of Slurm's step).
-            A world of one needs none.
+            A world of one needs none, unless others shall join it.
         threads: Number of threads of torch's RPC, and as many again for plain `def` methods.
         transports: TensorPipe's transports for large and CUDA tensors, in order of preference
             (default: `["uv"]`, TCP, which costs nothing when idle). Shared memory
@@ -185,19 +216,18 @@ async def worker(
         ValueError: If arguments and environment do not describe the world, or if there is no such
             interface. If two workers have one rank or one name, or differ in the world size; it
             names both. If a device map names an unknown worker or device, or one of the peer's
-            devices twice; it names the worker.
-        RuntimeError: If this process is in a world already.
+            devices twice; it names the worker. If a worker that joins has the name of a living one,
+            or is given no name, a rank or a world size.
+        RuntimeError: If this process is in a world already, or joins and was in one before.
     """
-    rank = find_number("RANK", rank)
-    world_size = find_number("WORLD_SIZE", world_size)
-    interface = requested_interface(interface)
-    if interface is None and is_single_host(init_method, world_size):
-        interface = loopback_only()
+    rank, world_size = rank_and_size(name, rank, world_size, join=join)
+    interface = _interface(interface, is_single_host(init_method, world_size))
     with rendezvous_url(init_method, world_size) as url:
         config = WorkerConfig(
             name=name or f"worker{rank}",
             rank=rank,
             world_size=world_size,
+            join=join,
             init_method=url,
             threads=threads,
             transports=transports,
@@ -214,6 +244,11 @@ async def worker(
         with graceful_signals(handle_signals):
             async with run_worker(config) as me:
                 yield me
+
+
+def _interface(given: str | None, is_single_host: bool) -> str | None:
+    found = requested_interface(given)
+    return loopback_only() if found is None and is_single_host else found
 
 
 @contextlib.asynccontextmanager
@@ -261,14 +296,16 @@ async def _running(
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
     comeback = rendezvous.registration.comeback
-    own = workers[config.rank]
+    [own] = (each for each in workers if each.name == config.name)
     failure = ""
     try:
         node.start(_host_for_others(own, workers), workers, agent)
         if comeback:
             await announce_rejoin(own, workers)
+        elif config.join:
+            await announce_join(own, node.members.peers.values, node.detector.probe)
         me = Worker._of(node, comeback)
-        log.info("%r: the world is complete", me)
+        log.info("%r has entered its world", me)
         async with interruptible() as interrupt:
             if config.on_failure == "stop":
                 node.detector.on_loss = interrupt
@@ -279,7 +316,7 @@ async def _running(
         raise
     finally:
         await Shutdown(node, agent, rendezvous, config.stop_timeout, failure).run()
-        node.rejoins.close()
+        node.entries.close()
 
 
 def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:

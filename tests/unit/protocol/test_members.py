@@ -33,6 +33,14 @@ def test_a_process_that_was_replaced() -> None:
     assert not found.leave_messages
 
 
+def test_a_worker_that_joins_under_a_name_again() -> None:
+    """Its old rank is of no member; its name has the new one."""
+    found = members()
+    found.put(PeerInfo("b", 4, 9, ""))
+    assert found.workers["b"] is found.workers[4]
+    assert 1 not in found.workers
+
+
 def test_a_stranger() -> None:
     with pytest.raises(ValueError, match="no worker 'c' in this world"):
         members().check(Party("c", 6))

@@ -13,6 +13,7 @@ from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import departures
+from aiorpc_torch._world.activity import Activity, Report
 from aiorpc_torch._world.departures import Departures, Request
 
 NAMES = ("a", "b", "c")
@@ -102,6 +103,24 @@ async def test_a_wait_that_is_repeated_when_the_coordinator_has_ended(
         await coordinator.close()
         network.deliver()
         await leaving[1]
+
+
+@pytest.mark.promise("joining.serve")
+async def test_workers_that_only_the_coordinator_knows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that left before this worker joined, and one whose name a newer process has here."""
+    monkeypatch.setattr(departures, "is_running", lambda: True)
+    network = Network()
+    coordinator, other, third = network.workers.values()
+    coordinator.members.put(PeerInfo("d", 3, 3, ""))
+    coordinator._table.record("d", Report(3, 0, Activity.LEFT))
+    coordinator._table.record("c", Report(2, 0, Activity.LEFT))
+    other.members.put(PeerInfo("c", 4, 4, ""))
+    await other.refresh()
+    assert other.left() == set(), "the newer process is here"
+    third.members.lost_peers["b"] = WorkerLost("b", "for this test")
+    await third.refresh()
+    assert third.left() == set(), "it is not a peer of itself, and d is none here"
+    await coordinator.close()
 
 
 async def test_a_loss_of_which_the_reason_is_no_plain_text(monkeypatch: pytest.MonkeyPatch) -> None:

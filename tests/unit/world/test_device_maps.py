@@ -1,5 +1,6 @@
 """Device maps of all workers, resolved together: each error names worker, peer and device."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -56,6 +57,21 @@ def test_errors_name_worker_peer_and_device() -> None:
         "worker 'a' maps its cuda:1 to cuda:0 of 'b', and its cuda:0 too: map each device "
         "to a different one"
     )
+
+
+def test_maps_of_workers_that_join() -> None:
+    """They have maps for those before them, which have none for them; own mistakes are errors."""
+    first = registration("a", 2, "auto")
+    second, third = (
+        replace(registration(name, 2, "auto"), rank=rank, joined=True)
+        for name, rank in (("b", 1), ("c", 2))
+    )
+    maps = resolve_device_maps([first, second, third], "c")
+    assert [sorted(each) for each in maps] == [["a"], ["a", "b"], ["a", "b", "c"]]
+    gone = replace(second, device_maps={"x": {"cuda:0": "cuda:0"}})
+    assert resolve_device_maps([first, gone], "")[1] == gone.device_maps, "x has left"
+    with pytest.raises(ValueError, match="'x', which is not a worker"):
+        resolve_device_maps([first, gone], "b")
 
 
 # ── routes ──────────────────────────────────────────────────────────────────────────────────────

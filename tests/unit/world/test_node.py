@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotServing, WorkerLost, call
+from aiorpc_torch import Change, NotServing, Worker, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._wire.handshake import Party
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world.attachments import PeerState
 from aiorpc_torch._world.config import NodeConfig
@@ -131,6 +132,74 @@ async def test_a_caller_that_fails() -> None:
         await session.ended.wait()
         await asyncio.sleep(0)
         assert ends.far.members.lost_peers.keys() == {"near"}
+
+
+@pytest.mark.promise("rejoin.changes")
+async def test_changes_are_told_to_every_reader() -> None:
+    """Of a slow one none is missed; the iteration ends when the worker leaves."""
+    async with two_ends() as ends:
+        me, found = Worker._of(ends.near), list[Change]()
+        slow = me.changes()
+        first = asyncio.ensure_future(anext(slow))
+
+        async def follow() -> None:
+            async for change in me.changes():
+                found.append(change)
+
+        def follow_elsewhere() -> None:
+            asyncio.run(follow())
+
+        reading = [asyncio.create_task(follow()), asyncio.create_task(follow())]
+        await asyncio.sleep(0)
+        elsewhere = asyncio.create_task(asyncio.to_thread(follow_elsewhere))
+        ends.near.detector.lose("far", WorkerLost("far", "for this test"))
+        ends.near.detector.lose("far", WorkerLost("far", "once more"))
+        ends.near.detector.on_message("far")
+        await until(lambda: not ends.near.members.lost_peers)
+        ends.near.detector.on_leave_message("far", 1, "left", "")
+        ends.near.detector.lose("far", WorkerLost("far", "its connection has ended"))
+        changes = [
+            Change("lost", "far", 1, "for this test"),
+            Change("returned", "far", 1),
+            Change("left", "far", 1),
+        ]
+        assert await first == changes[0]
+        await until(lambda: len(found) >= 2 * len(changes))
+        ends.near.end_changes()
+        await asyncio.gather(*reading, elsewhere)
+        assert [each async for each in slow] == changes[1:]
+        assert [found.count(each) >= 2 for each in changes] == [True] * len(changes)
+
+
+async def test_a_peer_that_failed_is_lost_and_has_not_left() -> None:
+    """Its own report is the reason."""
+    async with two_ends() as ends:
+        reading = asyncio.ensure_future(anext(Worker._of(ends.near).changes()))
+        await asyncio.sleep(0)
+        ends.near.detector.on_leave_message("far", 1, "failed", "its block raised\nTraceback")
+        assert await reading == Change("lost", "far", 1, "its block raised")
+
+
+async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
+    """By their epochs: a late message changes nothing."""
+    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    assert node.attachments is not None
+    reading = Worker._of(node).changes()
+    first = asyncio.ensure_future(anext(reading))
+    await asyncio.sleep(0)
+
+    def tell(epoch: int, is_attached: bool) -> None:
+        assert node.attachments is not None
+        message = endpoints.attach_message_of(Party("near", 0), epoch, is_attached)
+        node.attachments._record("near", endpoints.read_attach_message(message))
+
+    for epoch, is_attached in ((1, True), (1, True), (1, False), (1, True), (2, True)):
+        tell(epoch, is_attached)
+    node.attachments.on_refused("near", 2)
+    node.end_changes()
+    found = [await first, *[each async for each in reading]]
+    assert [each.kind for each in found] == ["joined", "left", "joined", "left"]
+    await node.server.close(SOON)
 
 
 async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:

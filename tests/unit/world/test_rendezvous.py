@@ -5,6 +5,7 @@ import json
 import logging
 import socket
 import threading
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -348,6 +349,136 @@ def test_a_rank_beyond_the_world(group: Group) -> None:
         assert "with world_size=3" in str(exc)
     again = group.register(registration(1, 2))
     assert [each.comeback for each in again.result(20.0)] == [0, 1]
+
+
+# ── joining ─────────────────────────────────────────────────────────────────────────────────────
+
+
+def joiner(group: Group, name: str, timeout: float = 20.0, **changes: Any) -> Rendezvous:
+    return group.participant(registration(-1, -1, name=name, joined=True, **changes), timeout)
+
+
+def enter(group: Group, name: str) -> Rendezvous:
+    """Return a worker that has joined."""
+    found = joiner(group, name)
+    registered = found.register()
+    found.publish(WorkerAddress(found.worker_id(registered), f"at {name}"))
+    return found
+
+
+def running(group: Group, size: int = 2) -> list[Rendezvous]:
+    """Return the first workers of a world, which have started."""
+    found = meet(group, [registration(rank, size) for rank in range(size)])
+    for rank, each in enumerate(found):
+        each.publish(WorkerAddress(rank, f"at w{rank}"))
+    return found
+
+
+def members_of(participant: Rendezvous) -> list[tuple[str, int, int]]:
+    """Return name, rank and torch's id of each member, as a worker that has entered reads them."""
+    own = WorkerAddress(participant.worker_id([]), "own")
+    return [(each.name, each.rank, at.worker_id) for each, at in participant.members(own)]
+
+
+@pytest.mark.promise("joining.join")
+def test_workers_join_under_the_next_ranks(group: Group) -> None:
+    """Each learns of all before it; those that joined at once learn of each other."""
+    running(group)
+    joining = [joiner(group, name) for name in ("a", "b")]
+    for each in joining:
+        found = each.register()
+        assert [one.name for one in found] == ["w0", "w1", each.registration.name]
+    for each in joining:
+        each.publish(WorkerAddress(each.worker_id([]), "here"))
+    every = [("w0", 0, 0), ("w1", 1, 1), ("a", 2, 2), ("b", 3, 3)]
+    assert [members_of(each) for each in joining] == [every, every]
+    assert members_of(enter(group, "c")) == [*every, ("c", 4, 4)]
+
+
+def test_a_worker_that_joins_waits_for_the_world(group: Group) -> None:
+    """Until all have started; what it must not be called is refused."""
+    early = group.pool.submit(lambda: enter(group, "a"))
+    late = joiner(group, "b", timeout=0.05)
+    with pytest.raises(WorldTimeout, match=r"'b' joins a running world, and none is complete"):
+        late.register()
+    running(group)
+    assert members_of(early.result(20.0)) == [("w0", 0, 0), ("w1", 1, 1), ("a", 2, 2)]
+    with pytest.raises(ValueError, match="two workers are called 'w0'"):
+        joiner(group, "w0").register()
+    with pytest.raises(ValueError, match="every worker must run the same version"):
+        joiner(group, "b", version="0.9").register()
+
+
+@pytest.mark.promise("joining.names")
+def test_a_name_is_free_again(group: Group) -> None:
+    """After its worker has left; its last owner is asked for if it has not."""
+    running(group)
+    first = enter(group, "a")
+    second = joiner(group, "a")
+    second.register()
+    known = second.predecessor()
+    assert known is not None
+    assert (known[0].rank, known[1]) == (2, WorkerAddress(2, "at a"))
+    second.withdraw()  # refused
+    first.withdraw_joined()
+    third = joiner(group, "a")
+    third.register()
+    assert third.predecessor() is None
+    third.publish(WorkerAddress(third.worker_id([]), "here"))
+    assert members_of(third) == [("w0", 0, 0), ("w1", 1, 1), ("a", 4, 4)]
+
+
+@pytest.mark.promise("joining.names", "joining.death")
+def test_two_that_join_under_one_name(group: Group, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second waits until the first has entered, has given up, or has died meanwhile."""
+    running(group)
+    slow = joiner(group, "a")
+    slow.register()
+    second = joiner(group, "a")
+    registering = group.pool.submit(second.register)
+    slow.withdraw()
+    registering.result(20.0)
+    monkeypatch.setattr(rendezvous, "_CLAIM_TIMEOUT", 0.05)  # `second` counts as dead
+    third = enter(group, "a")
+    assert third.registration.rank == 4
+    with pytest.raises(ValueError, match="another worker joins as 'a'"):
+        second.publish(WorkerAddress(9, "late"))
+    stopped = joiner(group, "b")
+    stopped.register()
+    monkeypatch.setattr(rendezvous, "_CLAIM_TIMEOUT", 60.0)
+    waiting = joiner(group, "b")
+    waiting.cancel()
+    with pytest.raises(WorldTimeout, match="was stopped"):
+        waiting.register()
+
+
+def test_a_replacement_process_learns_of_workers_that_joined(group: Group) -> None:
+    """It has a worker id of its own. If one has joined under its name, it cannot rejoin."""
+    running(group)
+    enter(group, "a")
+    back = group.participant(registration(1, 2))
+    found = back.register()
+    assert [each.name for each in found] == ["w0", "w1", "a"]
+    assert (back.worker_id(found), back.registration.comeback) == (3, 1)
+    back.publish(WorkerAddress(3, "back"))
+    assert members_of(back) == [("w0", 0, 0), ("w1", 1, 3), ("a", 2, 2)]
+    enter(group, "w1")
+    with pytest.raises(ValueError, match="cannot rejoin: 'w1'"):
+        group.participant(registration(1, 2)).register()
+
+
+def test_an_ended_world_is_not_joined(group: Group) -> None:
+    """A worker that joins then waits for the next; one that has left is not awaited."""
+    first = running(group)
+    left = enter(group, "a")
+    left.withdraw_joined()
+    first[1]._wait_for_keys(["exiting/2", "exited/2"], time.monotonic() + 20.0)
+    for each in first:
+        each.mark_world_dead()
+    with pytest.raises(WorldTimeout, match="none is complete"):
+        joiner(group, "b", timeout=0.05).register()
+    running(group)
+    assert members_of(enter(group, "b")) == [("w0", 0, 0), ("w1", 1, 1), ("b", 2, 2)]
 
 
 def test_an_ended_world_is_not_rejoined(group: Group) -> None:
