@@ -64,7 +64,7 @@ class Group(Sequence[RRef[T]]):
         TypeError: if a member is neither an RRef nor supervised.
     """
 
-    __slots__ = ("__weakref__", "_key", "_least_busy", "_members")
+    __slots__ = ("__weakref__", "_has_supervised", "_key", "_least_busy", "_members")
 
     @overload
     def __init__(self, members: Iterable[RRef[T] | Supervised[T]]) -> None: ...
@@ -77,6 +77,7 @@ class Group(Sequence[RRef[T]]):
         for member in self._members:
             if not isinstance(member, RRefBase | Supervised):
                 raise TypeError(f"members of a Group must be RRefs, got {member!r}")
+        self._has_supervised = any(isinstance(each, Supervised) for each in self._members)
         self._least_busy = LeastBusy()
         self._key = tuple(map(_identity, self._members))
 
@@ -406,9 +407,12 @@ class AnyMember(Generic[T]):
             NotServing: outside a world.
         """
         pool, group = current(), self._group
-        loads = [_load(pool, member) for member in group]
+        if group._has_supervised:
+            loads = [_load(pool, member) for member in group]
+        else:
+            loads = [*map(pool.load, [member.owner_name() for member in group])]
         chosen = group._least_busy.choose(loads)
-        if chosen is None:
+        if chosen is None and group._has_supervised:
             chosen = group._least_busy.choose([0 if _may_return(each) else None for each in group])
         if chosen is None:
             owner = pool.worker_of(group[0].owner_name())

@@ -39,9 +39,6 @@ R = TypeVar("R")
 Member = tuple[Any, Target]
 """The worker, the RRef or the supervised object of a member, and what to call there."""
 
-_Prepared = tuple[int, Connection, Target, EncodedTarget, MemberArguments]
-"""Position, connection, target and arguments of a member's call."""
-
 
 class GroupCall(LazyCall[list[R]], Generic[T, R]):
     """A call of all members of a group. It gives a list, or if iterated pairs as they complete."""
@@ -123,6 +120,7 @@ class _Running:
         self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
         self._waits: dict[int, Waiter] = {}  # of supervised members that are lost
         self._supervised: dict[int, tuple[RRef[Any], MemberArguments]] = {}  # RRefs that are called
+        self._is_cancelled = False
         self._tried: dict[int, RRef[Any]] = {}  # for which an unsent call has waited
         self._timer: asyncio.TimerHandle | None = None
         self.left = len(members)
@@ -140,32 +138,25 @@ class _Running:
         """Send the calls. If encoding fails, raise its exception before any call is sent."""
         due = self._bounds(timeout)
         rows = self._encode(arguments)
-        prepared = [self._prepare(position, row) for position, row in enumerate(rows)]
+        prepared = []
+        for position, ((worker, target), row) in enumerate(zip(self.members, rows, strict=True)):
+            if isinstance(worker, Supervised):
+                if (rref := worker.start()) is None:
+                    self._wait(position, worker, row)
+                    continue
+                worker, target = self._choose_rref(position, rref, row)
+            try:
+                connection = connection_to(worker)
+            except WorkerLost as exc:  # its process was replaced
+                self._loop.call_soon(self._on_failure, position, exc)
+            else:
+                encoded = connection.encoder.member_target(target, row)
+                prepared.append((position, connection, target, encoded, row))
         for each in prepared:
-            if each is not None:
-                self._send(*each)
+            self._send(*each)
         if due is not None and (self._calls or self._waits):
             left = due - time.monotonic()
             self._timer = self._loop.call_later(left, self._expire, left)
-
-    def _prepare(
-        self, position: int, row: MemberArguments, rref: RRef[Any] | None = None
-    ) -> _Prepared | None:
-        """Encode the target of a member's call; return None if it cannot be sent now."""
-        worker, target = self.members[position]
-        if isinstance(worker, Supervised):
-            rref = rref or worker.start()
-            if rref is None:
-                self._wait(position, worker, row)
-                return None
-            self._supervised[position] = rref, row
-            worker, target = rref, target_on(target, rref)
-        try:
-            connection = connection_to(worker)
-        except WorkerLost as exc:  # its process was replaced
-            self._loop.call_soon(self._on_failure, position, exc)
-            return None
-        return position, connection, target, connection.encoder.member_target(target, row), row
 
     def _send(
         self,
@@ -192,19 +183,30 @@ class _Running:
         if self._waits.pop(position, None) is None:  # it was cancelled, or is late
             return
         found = waiter.result()
-        failure = exception_of(found, self.members[position][1])
-        try:
-            if failure is None and (prepared := self._prepare(position, row, found)) is not None:
-                self._send(*prepared)
-        except Exception as exc:
-            failure = exc
-        if failure is not None:
+        if (failure := exception_of(found, self.members[position][1])) is not None:
             self._set_outcome(position, None, failure)
+            return
+        rref, target = self._choose_rref(position, found, row)
+        try:
+            connection = connection_to(rref)
+            encoded = connection.encoder.member_target(target, row)
+            self._send(position, connection, target, encoded, row)
+        except Exception as exc:
+            self._on_failure(position, exc)
+
+    def _choose_rref(
+        self, position: int, rref: RRef[Any], row: MemberArguments
+    ) -> tuple[RRef[Any], Target]:
+        """Note the RRef that a member's call uses; return it and what to call."""
+        self._supervised[position] = rref, row
+        return rref, target_on(self.members[position][1], rref)
 
     def _waits_again(self, position: int, failure: BaseException | None) -> bool:
         """Let the call of a supervised member wait if it was not sent; return whether it does."""
         member = self.members[position][0]
         if not isinstance(member, Supervised) or not isinstance(failure, WorkerLost):
+            return False
+        if self._is_cancelled:
             return False
         rref, row = self._supervised[position]
         if not may_wait(member, failure, rref) or self._tried.get(position) is rref:
@@ -240,6 +242,7 @@ class _Running:
 
     def cancel(self) -> None:
         """Cancel the calls of members without an outcome."""
+        self._is_cancelled = True
         for connection, number in self._calls.values():
             connection.cancel(number)
         self._calls.clear()

@@ -112,7 +112,7 @@ class ConnectionPool:
     def _peer(self, worker: str) -> WorkerInfo:
         if (name := self._replaced.get(worker)) is not None:
             reason = "it was restarted, and this RRef belongs to its old process. create() it again"
-            raise WorkerLost(name, reason)
+            raise WorkerLost(name, reason, may_have_run=False)
         return self._members.workers[worker].info
 
     def _connections_of(self, loop: asyncio.AbstractEventLoop) -> _ByPeer:

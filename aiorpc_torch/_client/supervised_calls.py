@@ -141,7 +141,7 @@ class SupervisedStream(AsyncIterator[Any]):
         self._arguments = args, kwargs
         self._due = due
         self._stream: RemoteStream | None = None
-        self._state = "new"  # then "begun", from the first item or the end on
+        self._is_begun = False  # from the first item or the end on
         self._waits = False
         if (rref := supervised.start()) is not None:
             self._try_to_open(rref)
@@ -163,12 +163,12 @@ class SupervisedStream(AsyncIterator[Any]):
         return True
 
     def __anext__(self) -> Awaitable[Any]:
-        if self._stream is not None and self._state == "begun":
+        if self._stream is not None and self._is_begun:
             return self._stream.__anext__()
         return self._first()
 
     async def _first(self) -> Any:
-        if self._state == "begun":  # closed before it was sent
+        if self._is_begun:  # closed before it was sent
             raise StopAsyncIteration
         if self._waits:  # as for an async generator
             raise RuntimeError("another task waits for the next item of this stream")
@@ -176,13 +176,15 @@ class SupervisedStream(AsyncIterator[Any]):
         try:
             return await self._retried()
         finally:
-            self._waits, self._state = False, "begun"
+            self._waits, self._is_begun = False, True
 
     async def _retried(self) -> Any:
         tried: RRefBase[Any] | None = None
         while True:
             while self._stream is None:
                 rref = await wait_for(self._supervised, self._target, self._due)
+                if self._is_begun:  # closed by another task
+                    raise StopAsyncIteration
                 self._try_to_open(rref)
             try:
                 return await self._stream.__anext__()
@@ -194,7 +196,7 @@ class SupervisedStream(AsyncIterator[Any]):
 
     async def aclose(self) -> None:
         """Close the remote generator: its `finally` runs. `break` does the same."""
-        self._state = "begun"
+        self._is_begun = True
         if self._stream is not None:
             await self._stream.aclose()
 

@@ -45,7 +45,7 @@ async def lost(awaitable: Any) -> WorkerLost:
 @pytest.mark.promise("supervised.again", "supervised.waits")
 async def test_calls_wait_for_the_next_incarnation(file: Path) -> None:
     """All kinds of calls, in their order; the object is made once for all of them."""
-    async with world(["a"], restart=2) as me, asyncio.timeout(LONG):
+    async with world(["a"], restart=1), asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file, 5)
         assert await remote(diary).add() == 6
         pid, old = await remote(diary).pid(), diary.rref
@@ -63,12 +63,29 @@ async def test_calls_wait_for_the_next_incarnation(file: Path) -> None:
         assert diary.incarnation == 1
         assert told(file) == ["made", "made", "count"]
         assert "this RRef belongs to its old process" in str(await lost(remote(old).add()))
-        # A loss that this object's calls have not seen.
-        await lose("a")
-        await me.wait_for("a")
-        assert await remote(diary).add(1) == 6
-        assert diary.incarnation == 2
         assert aiorpc.stats().in_flight == 0
+
+
+@pytest.mark.promise("supervised.again")
+async def test_losses_that_no_call_of_the_object_has_seen(file: Path) -> None:
+    """The next call of any kind finds the old RRef, and waits for the next incarnation."""
+    async with world(["a"], restart=5) as me, asyncio.timeout(LONG):
+        diary = await supervised("a", Diary, file, 5, restarts=5)
+        group = Group([diary])
+        for incarnation, calling in enumerate(
+            (
+                lambda: remote(diary).add(),
+                lambda: remote(group).add(),
+                lambda: remote(group.any()).add(),
+                lambda: read(remote(diary).count(1)),
+                lambda: read(group.map(Diary.twice, [3])),
+            ),
+            1,
+        ):
+            await lose("a")
+            await me.wait_for("a")
+            assert await calling() in (6, [6], [5])
+            assert diary.incarnation == incarnation
 
 
 async def read(stream: Any) -> list[Any]:
@@ -253,6 +270,48 @@ async def test_a_map_goes_on_when_its_members_are_back(file: Path) -> None:
         await lose("a")
         assert await read(results) == [*range(2, 20, 2)]
         assert diary.incarnation == 1
+
+
+async def test_a_group_call_that_is_cancelled_before_its_member_is_made_again(file: Path) -> None:
+    """It is not sent afterwards."""
+    async with world(["a"], restart=1) as me, asyncio.timeout(LONG):
+        diary = await supervised("a", Diary, file)
+        await lose("a")
+        await me.wait_for("a")
+        calling = remote(Group([diary])).hang()
+        calling.send(None)  # finds the loss, and handles it in the next iteration
+        calling.close()
+        assert await remote(diary).add() == 1
+        assert await remote(diary).add() == 2
+        assert told(file) == ["made", "made"]
+
+
+async def test_the_end_of_the_loop_that_supervises(file: Path) -> None:
+    """Calls go on while the object is alive. It is not made again."""
+    async with world(["a"], restart=1) as me, asyncio.timeout(LONG):
+        diary = await asyncio.to_thread(lambda: asyncio.run(supervised("a", Diary, file)))
+        assert await remote(diary).add() == 1
+        await lose("a")
+        await me.wait_for("a")
+        for _ in range(2):
+            with pytest.raises(NotServing, match="the event loop that made <supervised Diary"):
+                await remote(diary).add()
+
+
+async def test_a_stream_that_is_closed_while_it_waits(file: Path) -> None:
+    """It is not sent afterwards."""
+    async with world(["a"], restart=1), asyncio.timeout(LONG):
+        diary = await supervised("a", Diary, file)
+        await lose("a")
+        stream: Any = aiter(remote(diary).count(3))
+        reading = asyncio.create_task(wait(anext(stream, "closed")))
+        await asyncio.sleep(0)
+        with pytest.raises(RuntimeError, match="another task waits"):
+            await anext(stream)
+        await stream.aclose()
+        assert await reading == "closed"
+        assert await remote(diary).add() == 1
+        assert told(file) == ["made", "made"]
 
 
 async def test_loops_of_other_threads(file: Path) -> None:
