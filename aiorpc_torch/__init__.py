@@ -9,6 +9,7 @@
 Worlds: `worker` under a launcher, `local_world` in a program, `run_local` for a whole program,
 `attach` beside `rpc.init_rpc`.
 Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `exclusive`, `wrap_future`.
+Objects that are made again: `supervised`, `supervised_all`, `Supervised`.
 Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`.
 Batches: `batched` with `Fill` or `Round`, `Broadcast`.
 Counters: `stats`, `pending`.
@@ -51,9 +52,16 @@ from ._client.api import (
     fetch as fetch,
     proxy as proxy,
     remote as remote,
+    supervised as supervised,
 )
-from ._client.group import Group as Group, create_all as create_all, each as each
+from ._client.group import (
+    Group as Group,
+    create_all as create_all,
+    each as each,
+    supervised_all as supervised_all,
+)
 from ._client.lookup import lookup as lookup
+from ._client.supervised import Supervised as Supervised
 from ._protocol.names import register as register, unregister as unregister
 from ._server.exclusive import exclusive as exclusive
 from ._server.torch_clients import async_execution as async_execution

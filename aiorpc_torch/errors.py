@@ -45,7 +45,7 @@ class WorkerLost(RpcError, ConnectionError):
     """Loss of a worker: it has died or is unreachable. A call that was sent may have run.
 
     Continue without it; or restart it (`restart=`), `await me.wait_for(name)`, and create its
-    objects again.
+    objects again, which `supervised` does.
 
     Attributes:
         worker: name of the worker.

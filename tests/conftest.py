@@ -50,11 +50,13 @@ UVLOOP = {  # files that run on both event loops
     "loopback/test_groups.py",
     "loopback/test_lone_calls.py",
     "loopback/test_streams.py",
+    "loopback/test_supervised.py",
     "integration/test_connections.py",
     "integration/test_failure_detection.py",
     "integration/test_groups.py",
     "integration/test_shared_memory.py",
     "integration/test_streams.py",
+    "integration/test_supervised.py",
 }
 
 

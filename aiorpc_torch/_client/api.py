@@ -7,20 +7,21 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout
 from .._torch.compat import RRefBase, WorkerInfo
-from .._torch.rrefs import known_class, note_class
+from .._torch.rrefs import known_class
 from .._wire.targets import (
     BoundTarget,
-    CreateTarget,
     FetchTarget,
     FunctionTarget,
     MethodTarget,
     check_public_name,
     public_methods,
 )
-from .call import RemoteCall
+from .call import RemoteCall, create_object
 from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
 from .group_call import GroupCall
-from .pool import WorkerRef
+from .pool import WorkerRef, current
+from .supervised import Supervised, check_restarts
+from .supervised_calls import SupervisedCall, SupervisedProxy
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -65,6 +66,10 @@ def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]: ..
 
 
 @overload
+def remote(rref: Supervised[T], *, timeout: float | None = None) -> SupervisedProxy[T]: ...
+
+
+@overload
 def remote(rref: Group[T], *, timeout: float | None = None) -> GroupProxy[T]: ...
 
 
@@ -85,8 +90,9 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
     busy member.
 
     Args:
-        rref: RRef of any object, `Group` or `group.any()`. The classes of arguments and results
-            must be importable on both sides, or else `cloudpickle` installed there.
+        rref: RRef of any object, `supervised` object, `Group` or `group.any()`. The classes of
+            arguments and results must be importable on both sides, or else `cloudpickle` installed
+            there.
         timeout: seconds for each call, from its await (default: no bound but `aiorpc.timeout`'s).
             The earlier of both applies.
 
@@ -112,6 +118,8 @@ def _remote_members(
             return GroupProxy(members, timeout)
         if isinstance(members, AnyMember):
             return AnyProxy(members, timeout)
+        if isinstance(members, Supervised):
+            return SupervisedProxy(members, timeout)
     _refuse_arguments(members, more, others)
 
 
@@ -127,7 +135,7 @@ def _refuse_arguments(rref: Any, more: tuple[Any, ...], others: dict[str, Any]) 
     raise TypeError(_NOT_TORCH)
 
 
-def proxy(rref: RRef[T], *, timeout: float | None = None) -> T:
+def proxy(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) -> T:
     """Return `remote(rref)` under the type of the object: `await proxy(rref).method(...)`.
 
     Type checkers then see the parameters and results of `async def` methods, and the items of async
@@ -135,7 +143,7 @@ def proxy(rref: RRef[T], *, timeout: float | None = None) -> T:
     method use `call(rref, PS.method, ...)`.
 
     Args:
-        rref: RRef of any object.
+        rref: RRef of any object, or supervised object.
         timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
             both applies.
 
@@ -148,7 +156,7 @@ def proxy(rref: RRef[T], *, timeout: float | None = None) -> T:
     return remote(rref, timeout=timeout)  # type: ignore[return-value]
 
 
-_Object = RRef[T] | AnyMember[T]
+_Object = RRef[T] | Supervised[T] | AnyMember[T]
 _Method = Callable[Concatenate[T, P], R]
 _Items = AsyncIterator[R] | Iterator[R]
 
@@ -225,6 +233,8 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         return call_group(to, function, args, kwargs)
     if isinstance(to, AnyMember):
         return call_any(to, function, args, kwargs)
+    if isinstance(to, Supervised):
+        return SupervisedCall(to, BoundTarget(to.rref, function), args, kwargs)
     return RemoteCall(to, FunctionTarget(function), args, kwargs)
 
 
@@ -255,17 +265,70 @@ async def create(to: WorkerRef, factory: Callable[..., Any], /, *args: Any, **kw
     """
     if not callable(factory):
         raise TypeError(f"the factory of create() must be callable, got {factory!r}")
-    rref = await RemoteCall(to, CreateTarget(factory), args, kwargs)
-    if isinstance(factory, type):
-        note_class(rref, factory)
-    return rref
+    return await create_object(to, factory, args, kwargs)
 
 
-async def fetch(rref: RRef[T], *, timeout: float | None = None) -> T:
+@overload
+async def supervised(
+    to: WorkerRef,
+    factory: Callable[..., Awaitable[T]],
+    /,
+    *args: Any,
+    restarts: int = 3,
+    **kwargs: Any,
+) -> Supervised[T]: ...
+
+
+@overload
+async def supervised(
+    to: WorkerRef, factory: Callable[..., T], /, *args: Any, restarts: int = 3, **kwargs: Any
+) -> Supervised[T]: ...
+
+
+async def supervised(
+    to: WorkerRef, factory: Callable[..., Any], /, *args: Any, restarts: int = 3, **kwargs: Any
+) -> Any:
+    """Make an object on a worker, and again when the worker's process is replaced.
+
+        env = await supervised("env0", Env, seed, restarts=3)
+        state = await remote(env).step(action)
+
+    Calls wait from the loss until the object is made again on the replacement process, within their
+    deadlines. A call that was sent raises `WorkerLost`, and is not repeated. One process makes the
+    object again once, however many of its calls wait. All calls of `env` then reach the new object,
+    whose state is that of a new one.
+
+    A replacement process comes with `restart=` of `local_world` or `run_local`, or from your own
+    supervisor. An exception of the factory is raised from the calls that wait; the next call tries
+    again. If the worker was silent only, the object is still there. A worker that has left in order
+    raises `NotServing`. `.incarnation` counts from 0, `.rref` is the RRef of the last one.
+
+    Args:
+        to: worker by name, rank or WorkerInfo.
+        factory: class or function that makes the object. Let it register the object's name.
+        args: its arguments, and `kwargs`: kept, and sent again with what they hold then.
+        restarts: number of times that the object may be made again. After the next replacement,
+            calls raise `WorkerLost` at once.
+
+    Raises:
+        ValueError: if there is no such worker, or if `restarts` is negative.
+        TypeError: if `factory` cannot be called.
+        NotServing: outside a world.
+        WorkerLost: if the worker is lost before the first object is made.
+    """
+    if not callable(factory):
+        raise TypeError(f"the factory of supervised() must be callable, got {factory!r}")
+    check_restarts(restarts)
+    worker = current().find(to)
+    rref = await create_object(worker, factory, args, kwargs)
+    return Supervised(rref, worker, factory, args, kwargs, restarts)
+
+
+async def fetch(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) -> T:
     """Return a copy of the object behind `rref`, or on its owner the object: `to_here`, awaited.
 
     Args:
-        rref: RRef of any object.
+        rref: RRef of any object, or supervised object.
         timeout: seconds for the copy (default: no bound but `aiorpc.timeout`'s). The earlier of
             both applies.
 
@@ -274,8 +337,10 @@ async def fetch(rref: RRef[T], *, timeout: float | None = None) -> T:
             a number.
         CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
     """
-    _check_rref(rref)
     bound = checked_timeout(timeout)
+    if isinstance(rref, Supervised):
+        return await SupervisedCall(rref, FetchTarget(rref.rref), (), {}, bound)  # type: ignore[no-any-return]
+    _check_rref(rref)
     if rref.is_owner():
         return rref.local_value()  # type: ignore[no-any-return]
     return await RemoteCall(rref, FetchTarget(rref), (), {}, bound)  # type: ignore[no-any-return]

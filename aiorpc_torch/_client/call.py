@@ -7,15 +7,16 @@ coroutine; `async for` sends it as a stream.
 import asyncio
 import time
 import warnings
-from collections.abc import AsyncIterator, Coroutine, Generator
+from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from typing import Any, NoReturn, TypeVar
 
 from .._aio.deadlines import deadline_in, earlier
 from .._aio.scopes import anyio_scope_deadline, is_unbounded
 from .._torch.compat import RRefBase
+from .._torch.rrefs import note_class
 from .._wire.exceptions import RemoteFailure
 from .._wire.pickling import CallAborted
-from .._wire.targets import Target, call_name, target_name
+from .._wire.targets import CreateTarget, Target, call_name, target_name
 from ..errors import CallTimeout, WorkerLost
 from .answers import raise_aborted
 from .connection import Connection
@@ -158,6 +159,16 @@ class RemoteCall(LazyCall[Any]):
         left = due - time.monotonic()
         loop = asyncio.get_running_loop()
         return loop.call_later(left, connection.expire, number, left, self._target)
+
+
+async def create_object(
+    to: WorkerRef, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Make an object on a worker; return its RRef."""
+    rref = await RemoteCall(to, CreateTarget(factory), args, kwargs)
+    if isinstance(factory, type):
+        note_class(rref, factory)
+    return rref
 
 
 _FAILURES = frozenset((RemoteFailure, CallAborted))

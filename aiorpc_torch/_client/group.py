@@ -8,14 +8,16 @@ from torch.distributed.rpc import RRef
 
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class
-from .._wire.shared_arguments import EachValue
+from .._wire.shared_arguments import EachValue, arguments_of
 from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
 from ..errors import WorkerLost
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
 from .group_map import MapResults
 from .group_schedule import LeastBusy
-from .pool import WorkerRef, current
+from .pool import ConnectionPool, WorkerRef, current
+from .supervised import Supervised, check_restarts
+from .supervised_calls import SupervisedCall, SupervisedStream, target_on
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -53,30 +55,31 @@ class Group(Sequence[RRef[T]]):
 
     A slice is a Group. Groups with equal members are equal. A member that is in it twice is called
     twice. As an argument or a result a Group travels as its RRefs. A member whose process was
-    replaced stays lost: create it again.
+    replaced stays lost, unless it is supervised: create it again.
 
     Args:
-        members: RRefs of the objects, of one class or of several.
+        members: RRefs of the objects, of one class or of several. Supervised objects too.
 
     Raises:
-        TypeError: if a member is not an RRef.
+        TypeError: if a member is neither an RRef nor supervised.
     """
 
-    __slots__ = ("__weakref__", "_key", "_least_busy", "_members")
+    __slots__ = ("__weakref__", "_has_supervised", "_key", "_least_busy", "_members")
 
     @overload
-    def __init__(self, members: Iterable[RRef[T]]) -> None: ...
+    def __init__(self, members: Iterable[RRef[T] | Supervised[T]]) -> None: ...
 
     @overload
-    def __init__(self, members: Iterable[RRef[Any]]) -> None: ...
+    def __init__(self, members: Iterable[RRef[Any] | Supervised[Any]]) -> None: ...
 
-    def __init__(self, members: Iterable[RRef[Any]]) -> None:
-        self._members = tuple(members)
+    def __init__(self, members: Iterable[Any]) -> None:
+        self._members: tuple[Any, ...] = tuple(members)
         for member in self._members:
-            if not isinstance(member, RRefBase):
+            if not isinstance(member, RRefBase | Supervised):
                 raise TypeError(f"members of a Group must be RRefs, got {member!r}")
+        self._has_supervised = any(isinstance(each, Supervised) for each in self._members)
         self._least_busy = LeastBusy()
-        self._key = tuple(map(identity, self._members))
+        self._key = tuple(map(_identity, self._members))
 
     def __repr__(self) -> str:
         owners = "workers of an earlier world"
@@ -228,6 +231,10 @@ class Group(Sequence[RRef[T]]):
             raise ValueError(f"{what} needs a member; the Group is empty")
 
 
+def _identity(member: Any) -> Any:
+    return member if isinstance(member, Supervised) else identity(member)
+
+
 @overload
 async def create_all(
     workers: Iterable[WorkerRef],
@@ -260,17 +267,88 @@ async def create_all(
         TypeError: if `factory` cannot be called, or `workers` is a single worker.
         NotServing: outside a world.
     """
+    names = _checked_workers("create_all", workers, factory)
+    return Group(await _create_on(names, factory, args, kwargs))
+
+
+def _checked_workers(what: str, workers: Any, factory: Any) -> list[str]:
+    """Return the names of the workers."""
     if isinstance(workers, str | bytes) or not isinstance(workers, Iterable):
-        raise TypeError(f"create_all() takes several workers, got {workers!r}; write [{workers!r}]")
+        raise TypeError(f"{what}() takes several workers, got {workers!r}; write [{workers!r}]")
     if not callable(factory):
-        raise TypeError(f"the factory of create_all() must be callable, got {factory!r}")
-    pool, target = current(), CreateTarget(factory)
-    members = [(pool.find(worker), target) for worker in workers]
-    rrefs = await GroupCall[Any, Any](members, args, kwargs)
+        raise TypeError(f"the factory of {what}() must be callable, got {factory!r}")
+    pool = current()
+    return [pool.find(worker) for worker in workers]
+
+
+async def _create_on(
+    workers: Sequence[str],
+    factory: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> list[RRef[Any]]:
+    target = CreateTarget(factory)
+    rrefs = await GroupCall[Any, Any]([(worker, target) for worker in workers], args, kwargs)
     if isinstance(factory, type):
         for rref in rrefs:
             note_class(rref, factory)
-    return Group(rrefs)
+    return rrefs
+
+
+@overload
+async def supervised_all(
+    workers: Iterable[WorkerRef],
+    factory: Callable[..., Awaitable[T]],
+    /,
+    *args: Any,
+    restarts: int = 3,
+    **kwargs: Any,
+) -> Group[T]: ...
+
+
+@overload
+async def supervised_all(
+    workers: Iterable[WorkerRef],
+    factory: Callable[..., T],
+    /,
+    *args: Any,
+    restarts: int = 3,
+    **kwargs: Any,
+) -> Group[T]: ...
+
+
+async def supervised_all(
+    workers: Iterable[WorkerRef],
+    factory: Callable[..., Any],
+    /,
+    *args: Any,
+    restarts: int = 3,
+    **kwargs: Any,
+) -> Group[Any]:
+    """Make a supervised object on each of these workers, concurrently; return their Group.
+
+        envs = await supervised_all(["env0", "env1"], Env, each(seeds), restarts=3)
+
+    As `create_all`, with objects as of `supervised`. Each is made again on its own, with its own
+    values of `each`.
+
+    Args:
+        workers: workers by name, rank or WorkerInfo.
+        factory: class or function that makes an object.
+        args: its arguments, and `kwargs`.
+        restarts: number of times that each object may be made again.
+
+    Raises:
+        GroupError, ValueError, TypeError, NotServing: as `create_all`.
+    """
+    check_restarts(restarts)
+    names = _checked_workers("supervised_all", workers, factory)
+    rrefs = await _create_on(names, factory, args, kwargs)
+    rows = [arguments_of(member, (args, kwargs)) for member in range(len(names))]
+    return Group(
+        Supervised(rref, name, factory, *row, restarts)
+        for rref, name, row in zip(rrefs, names, rows, strict=True)
+    )
 
 
 # ── calls of all members ────────────────────────────────────────────────────────────────────────
@@ -319,22 +397,40 @@ class AnyMember(Generic[T]):
     def __repr__(self) -> str:
         return f"<any member of {self._group!r}>"
 
-    def choose(self) -> RRef[T]:
+    def choose(self) -> Any:
         """Return the member for a call that starts now.
+
+        If all are lost, it is a supervised one, for which the call waits.
 
         Raises:
             WorkerLost: if no member is left.
             NotServing: outside a world.
         """
         pool, group = current(), self._group
-        owners = [member.owner_name() for member in group]
-        chosen = group._least_busy.choose([*map(pool.load, owners)])
+        if group._has_supervised:
+            loads = [_load(pool, member) for member in group]
+        else:
+            loads = [*map(pool.load, [member.owner_name() for member in group])]
+        chosen = group._least_busy.choose(loads)
+        if chosen is None and group._has_supervised:
+            chosen = group._least_busy.choose([0 if _may_return(each) else None for each in group])
         if chosen is None:
-            raise WorkerLost(pool.worker_of(owners[0]), "no member of the group is left")
+            owner = pool.worker_of(group[0].owner_name())
+            raise WorkerLost(owner, "no member of the group is left")
         return group[chosen]
 
 
-class AnyCall(RemoteCall):
+def _load(pool: ConnectionPool, member: Any) -> int | None:
+    if isinstance(member, Supervised):
+        return member.load()
+    return pool.load(member.owner_name())
+
+
+def _may_return(member: Any) -> bool:
+    return isinstance(member, Supervised) and member.may_return()
+
+
+class AnyCall(SupervisedCall):
     """A call of the least busy member of a group, which it chooses when it starts."""
 
     __slots__ = ("_any",)
@@ -348,21 +444,25 @@ class AnyCall(RemoteCall):
         timeout: float | None = None,
     ) -> None:
         self._any = any_member
-        super().__init__("", target, args, kwargs, timeout)
+        RemoteCall.__init__(self, "", target, args, kwargs, timeout)
 
     def _run(self) -> Generator[Any, Any, Any]:
-        self._choose()
-        return (yield from super()._run())
+        if self._choose():
+            return (yield from super()._run())
+        return (yield from RemoteCall._run(self))
 
-    def __aiter__(self) -> RemoteStream:
-        if self._steps is None:
-            self._choose()
-        return super().__aiter__()
+    def __aiter__(self) -> RemoteStream | SupervisedStream:  # type: ignore[override]
+        is_supervised = self._steps is None and self._choose()
+        return super().__aiter__() if is_supervised else RemoteCall.__aiter__(self)
 
-    def _choose(self) -> None:
-        self._worker = member = self._any.choose()
-        target: Any = self._target
-        self._target = target._replace(on=member)
+    def _choose(self) -> bool:
+        """Choose the member; return whether it is supervised."""
+        member = self._any.choose()
+        if isinstance(member, Supervised):
+            self._supervised = member
+            return True
+        self._worker, self._target = member, target_on(self._target, member)
+        return False
 
 
 class AnyProxy(Generic[T]):

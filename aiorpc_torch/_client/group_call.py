@@ -24,17 +24,20 @@ from .._wire.exceptions import try_add_note
 from .._wire.messages import Arguments
 from .._wire.shared_arguments import MemberArguments, encode_for_members
 from .._wire.targets import GENERATOR_HINT, Target, call_name
+from .._wire.wire_targets import EncodedTarget
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerLost
 from .answers import exception_of
 from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
 from .connection import Connection
 from .pool import connection_to, find_current
+from .supervised import Supervised, Waiter, late_wait
+from .supervised_calls import may_wait, target_on
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 Member = tuple[Any, Target]
-"""The worker, or the RRef, of a member, and what to call there."""
+"""The worker, the RRef or the supervised object of a member, and what to call there."""
 
 
 class GroupCall(LazyCall[list[R]], Generic[T, R]):
@@ -115,6 +118,10 @@ class _Running:
         self.members = members
         self._context = contextvars.Context()  # of callbacks; they run no user code
         self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
+        self._waits: dict[int, Waiter] = {}  # of supervised members that are lost
+        self._supervised: dict[int, tuple[RRef[Any], MemberArguments]] = {}  # RRefs that are called
+        self._is_cancelled = False
+        self._tried: dict[int, RRef[Any]] = {}  # for which an unsent call has waited
         self._timer: asyncio.TimerHandle | None = None
         self.left = len(members)
         self.results: list[Any] = [None] * self.left
@@ -133,21 +140,80 @@ class _Running:
         rows = self._encode(arguments)
         prepared = []
         for position, ((worker, target), row) in enumerate(zip(self.members, rows, strict=True)):
+            if isinstance(worker, Supervised):
+                if (rref := worker.start()) is None:
+                    self._wait(position, worker, row)
+                    continue
+                worker, target = self._choose_rref(position, rref, row)
             try:
                 connection = connection_to(worker)
             except WorkerLost as exc:  # its process was replaced
-                self._loop.call_soon(self._set_outcome, position, None, exc)
+                self._loop.call_soon(self._on_failure, position, exc)
             else:
                 encoded = connection.encoder.member_target(target, row)
                 prepared.append((position, connection, target, encoded, row))
-        for position, connection, target, encoded, row in prepared:
-            number, future = connection.call_prepared(target, encoded, row, self.bound)
-            self._calls[position] = connection, number
-            on_answer = functools.partial(self._on_answer, position)
-            future.add_done_callback(on_answer, context=self._context)
-        if due is not None and self._calls:
+        for each in prepared:
+            self._send(*each)
+        if due is not None and (self._calls or self._waits):
             left = due - time.monotonic()
             self._timer = self._loop.call_later(left, self._expire, left)
+
+    def _send(
+        self,
+        position: int,
+        connection: Connection,
+        target: Target,
+        encoded: EncodedTarget,
+        row: MemberArguments,
+    ) -> None:
+        number, future = connection.call_prepared(target, encoded, row, self.bound)
+        self._calls[position] = connection, number
+        on_answer = functools.partial(self._on_answer, position)
+        future.add_done_callback(on_answer, context=self._context)
+
+    # ── supervised members ──────────────────────────────────────────────────────────────────────
+
+    def _wait(self, position: int, member: Supervised[Any], row: MemberArguments) -> None:
+        self._waits[position] = waiter = member.wait()
+        on_alive = functools.partial(self._on_alive, position, row)
+        waiter.add_done_callback(on_alive, context=self._context)
+
+    def _on_alive(self, position: int, row: MemberArguments, waiter: Waiter) -> None:
+        """Send a call that has waited for its object."""
+        if self._waits.pop(position, None) is None:  # it was cancelled, or is late
+            return
+        found = waiter.result()
+        if (failure := exception_of(found, self.members[position][1])) is not None:
+            self._set_outcome(position, None, failure)
+            return
+        rref, target = self._choose_rref(position, found, row)
+        try:
+            connection = connection_to(rref)
+            encoded = connection.encoder.member_target(target, row)
+            self._send(position, connection, target, encoded, row)
+        except Exception as exc:
+            self._on_failure(position, exc)
+
+    def _choose_rref(
+        self, position: int, rref: RRef[Any], row: MemberArguments
+    ) -> tuple[RRef[Any], Target]:
+        """Note the RRef that a member's call uses; return it and what to call."""
+        self._supervised[position] = rref, row
+        return rref, target_on(self.members[position][1], rref)
+
+    def _waits_again(self, position: int, failure: BaseException | None) -> bool:
+        """Let the call of a supervised member wait if it was not sent; return whether it does."""
+        member = self.members[position][0]
+        if not isinstance(member, Supervised) or not isinstance(failure, WorkerLost):
+            return False
+        if self._is_cancelled:
+            return False
+        rref, row = self._supervised[position]
+        if not may_wait(member, failure, rref) or self._tried.get(position) is rref:
+            return False
+        self._tried[position] = rref
+        self._wait(position, member, row)
+        return True
 
     def _encode(self, arguments: Arguments) -> Sequence[MemberArguments]:
         try:
@@ -167,12 +233,22 @@ class _Running:
     def _expire(self, seconds: float) -> None:
         for position, (connection, number) in [*self._calls.items()]:
             connection.expire(number, seconds, self.members[position][1])
+        waits, self._waits = self._waits, {}
+        for position, waiter in waits.items():
+            waiter.cancel()
+            member, target = self.members[position]
+            late = exception_of(late_wait(target, member.owner_name(), seconds), target)
+            self._set_outcome(position, None, late)
 
     def cancel(self) -> None:
         """Cancel the calls of members without an outcome."""
+        self._is_cancelled = True
         for connection, number in self._calls.values():
             connection.cancel(number)
         self._calls.clear()
+        for waiter in self._waits.values():
+            waiter.cancel()
+        self._waits.clear()
         self._stop_timer()
 
     def _stop_timer(self) -> None:
@@ -183,6 +259,13 @@ class _Running:
         if self._calls.pop(position, None) is not None:
             answer = future.result()
             failure = exception_of(answer, self.members[position][1])
+            if failure is None:
+                self._set_outcome(position, answer, None)
+            else:
+                self._on_failure(position, failure, answer)
+
+    def _on_failure(self, position: int, failure: BaseException, answer: Any = None) -> None:
+        if not self._waits_again(position, failure):
             self._set_outcome(position, answer, failure)
 
     def _set_outcome(self, position: int, answer: Any, failure: BaseException | None) -> None:
@@ -196,7 +279,7 @@ class _Running:
 
     def _noted(self, position: int, failure: BaseException) -> Exception:
         worker = self.members[position][0]
-        if isinstance(worker, RRefBase):
+        if isinstance(worker, RRefBase | Supervised):
             with contextlib.suppress(RuntimeError):  # torch has stopped
                 worker = worker.owner_name()
         if self._pool is not None and isinstance(worker, str):

@@ -26,6 +26,8 @@ from .connection import Connection
 from .group_call import late_call
 from .group_schedule import MapSchedule, Outcome
 from .pool import connection_to, current
+from .supervised import Supervised, Waiter
+from .supervised_calls import may_wait
 
 R = TypeVar("R")
 
@@ -37,7 +39,7 @@ class MapResults(AsyncIterator[R]):
 
     def __init__(
         self,
-        members: Sequence[RRef[Any]],
+        members: Sequence[Any],
         method: Callable[..., Any],
         iterables: Sequence[Iterable[Any] | AsyncIterable[Any]],
         in_flight: int,
@@ -107,7 +109,7 @@ class _MapRun:
     def __init__(
         self,
         name: str,
-        members: Sequence[RRef[Any]],
+        members: Sequence[Any],
         method: Callable[..., Any],
         sources: Sequence[Source],
         schedule: MapSchedule,
@@ -122,6 +124,7 @@ class _MapRun:
         self._context = contextvars.copy_context()  # of the calls
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
         self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
+        self._waits: dict[int, Waiter] = {}  # for supervised members that are lost
         due = deadline_in(None)
         self.bound = earlier(due, anyio_scope_deadline())
         self._timer = None
@@ -150,6 +153,12 @@ class _MapRun:
         for connection, number, _ in self._calls.values():
             connection.cancel(number)
         self._calls.clear()
+        self._stop_waiting()
+
+    def _stop_waiting(self) -> None:
+        for waiter in self._waits.values():
+            waiter.cancel()
+        self._waits.clear()
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────
 
@@ -175,14 +184,13 @@ class _MapRun:
             self._send(*assigned)
 
     def _send(self, index: int, member: int) -> None:
-        target = BoundTarget(rref := self._members[member], self._method)
         try:
-            if self._pool.load(owner := rref.owner_name()) is None:
-                worker = self._pool.worker_of(owner)
-                raise WorkerLost(worker, "no member of the group is left")
+            rref = self._live(self._members[member])
+            target = BoundTarget(rref, self._method)
             connection = connection_to(rref)
             call, future = connection.call(target, (self._items[index], {}), self.bound)
         except WorkerLost as exc:  # nothing was sent
+            self._expect(member)
             self._schedule.withdraw(index, member, exc)
             self.results.set()
             return
@@ -193,6 +201,45 @@ class _MapRun:
         on_answer = functools.partial(self._on_answer, index, member)
         future.add_done_callback(on_answer, context=self._context)
 
+    def _live(self, member: Any) -> RRef[Any]:
+        """Return the RRef to call.
+
+        Raises:
+            WorkerLost: if the member is lost.
+        """
+        is_supervised = isinstance(member, Supervised)
+        rref: RRef[Any] | None = member.start() if is_supervised else member
+        owner = member.owner_name() if rref is None else rref.owner_name()
+        if rref is None or self._pool.load(owner) is None:
+            if is_supervised:
+                member.lose(member.rref)
+            raise WorkerLost(self._pool.worker_of(owner), "no member of the group is left")
+        return rref
+
+    def _expect(self, position: int) -> None:
+        """Let items wait for a lost member that is made again."""
+        member = self._members[position]
+        if isinstance(member, Supervised) and position not in self._waits:
+            self._schedule.expect(position)
+            self._waits[position] = waiter = member.wait()
+            waiter.add_done_callback(
+                functools.partial(self._on_alive, position), context=self._context
+            )
+
+    def _on_alive(self, position: int, waiter: Waiter) -> None:
+        if self._waits.pop(position, None) is None:  # the map has ended
+            return
+        found = waiter.result()
+        target = BoundTarget(self._members[position].rref, self._method)
+        failure = exception_of(found, target)
+        if failure is None:
+            self._schedule.restore(position)
+            self._send_assigned()
+            self._slots.set()
+        else:
+            self._schedule.give_up(position, failure)
+        self.results.set()
+
     # ── answers ─────────────────────────────────────────────────────────────────────────────────
 
     def _on_answer(self, index: int, member: int, future: InlineFuture) -> None:
@@ -201,6 +248,10 @@ class _MapRun:
         answer = future.result()
         failure = exception_of(answer, call[2])
         if type(answer) is CallAborted and isinstance(failure, WorkerLost):
+            supervised = self._members[member]
+            if isinstance(supervised, Supervised):
+                may_wait(supervised, failure, call[2].on)  # type: ignore[arg-type]
+                self._expect(member)
             self._schedule.lose(index, member, failure)
             self.results.set()
         else:
@@ -220,6 +271,7 @@ class _MapRun:
         self._schedule.fail_unassigned(late)
         self._schedule.exhaust(late)
         self._taking.cancel()
+        self._stop_waiting()
         for connection, number, target in [*self._calls.values()]:
             connection.expire(number, seconds, target)
         self.results.set()

@@ -51,6 +51,7 @@ class MapSchedule:
         self._retries = retries
         self._capacity = 4 * in_flight * members
         self._loads: list[int | None] = [0] * members
+        self._returning: set[int] = set()  # lost members that are made again
         self._least_busy = LeastBusy()
         self._taken = self._yielded = 0
         self._unassigned: deque[int] = deque()
@@ -102,22 +103,38 @@ class MapSchedule:
 
     def withdraw(self, index: int, member: int, failure: BaseException) -> None:
         """Take back an item that was not sent, because `member` is lost: another gets it."""
-        self._loads[member] = None
         self._unassigned.appendleft(index)
-        if not self._has_members():
-            self.fail_unassigned(failure)
+        self._remove(member, failure)
 
     def lose(self, index: int, member: int, failure: BaseException) -> None:
         """Note that `member` was lost with an item: another gets it, or it has failed."""
         attempts = self._attempts.pop(index, 0)
         if attempts < self._retries:
             self._attempts[index] = attempts + 1
-            self.withdraw(index, member, failure)
+            self._unassigned.appendleft(index)
         else:
-            self._loads[member] = None
             self._outcomes[index] = Outcome(None, failure)
-            if not self._has_members():
-                self.fail_unassigned(failure)
+        self._remove(member, failure)
+
+    def expect(self, member: int) -> None:
+        """Note that a lost member is made again: items wait until `restore` or `give_up`."""
+        self._loads[member] = None
+        self._returning.add(member)
+
+    def restore(self, member: int) -> None:
+        """Note that `member` was made again: it gets items."""
+        self._returning.discard(member)
+        self._loads[member] = 0
+
+    def give_up(self, member: int, failure: BaseException) -> None:
+        """Note that an expected member was not made again."""
+        self._returning.discard(member)
+        self._remove(member, failure)
+
+    def _remove(self, member: int, failure: BaseException) -> None:
+        self._loads[member] = None
+        if not self._has_members():
+            self.fail_unassigned(failure)
 
     def fail_unassigned(self, failure: BaseException) -> None:
         """Fail the items that no member has: none is left, or the time is over."""
@@ -133,7 +150,7 @@ class MapSchedule:
         return outcome
 
     def _has_members(self) -> bool:
-        return any(load is not None for load in self._loads)
+        return bool(self._returning) or any(load is not None for load in self._loads)
 
     def _has_slot(self) -> bool:
         return any(self._load_with_slot(load) is not None for load in self._loads)
@@ -144,4 +161,4 @@ class MapSchedule:
     def _add_load(self, member: int, change: int) -> None:
         load = self._loads[member]
         if load is not None:  # else it was lost meanwhile
-            self._loads[member] = load + change
+            self._loads[member] = max(0, load + change)  # a call from before it was made again

@@ -112,7 +112,7 @@ class ConnectionPool:
     def _peer(self, worker: str) -> WorkerInfo:
         if (name := self._replaced.get(worker)) is not None:
             reason = "it was restarted, and this RRef belongs to its old process. create() it again"
-            raise WorkerLost(name, reason)
+            raise WorkerLost(name, reason, may_have_run=False)
         return self._members.workers[worker].info
 
     def _connections_of(self, loop: asyncio.AbstractEventLoop) -> _ByPeer:
@@ -197,8 +197,29 @@ class ConnectionPool:
         """Return the name of the worker that owns or, before a replacement, owned an RRef."""
         return self._replaced.get(owner, owner)
 
+    def is_replaced(self, rref: "RRefBase[Any]") -> bool:
+        """Return whether the process that owned an RRef was replaced."""
+        try:
+            return _owner_name(rref) in self._replaced
+        except RuntimeError:  # torch has stopped
+            return False
+
+    def has_left(self, worker: str) -> bool:
+        """Return whether a worker has told that it leaves in order."""
+        return self._members.leave_messages.get(worker) == ""
+
+    @property
+    def lost_peers(self) -> Collection[str]:
+        """The lost peers, as they are now: a view that follows."""
+        return self._observer.lost_peers
+
     async def wait_until_alive(self, peer: str) -> None:
-        """Wait until a lost peer has rejoined; raise WorkerLost if it will not."""
+        """Wait until a lost peer has rejoined.
+
+        Raises:
+            WorkerLost: if it will not.
+            NotServing: once this worker leaves its world.
+        """
         await self._observer.wait_until_alive(peer)
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────

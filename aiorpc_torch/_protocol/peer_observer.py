@@ -33,4 +33,9 @@ class PeerObserver(Protocol):
         """Return 0 for a live peer, None for a lost one; in between, a load to add."""
 
     async def wait_until_alive(self, peer: str) -> None:
-        """Wait until a lost peer has rejoined. From any loop."""
+        """Wait until a lost peer has rejoined. From any loop.
+
+        Raises:
+            WorkerLost: if it will not.
+            NotServing: once this worker leaves its world.
+        """

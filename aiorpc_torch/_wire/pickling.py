@@ -19,7 +19,6 @@ from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
-from ..errors import RpcError
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
@@ -57,7 +56,7 @@ class CallAborted:
 
     __slots__ = ("error", "was_sent")
 
-    def __init__(self, error: RpcError, *, was_sent: bool = True) -> None:
+    def __init__(self, error: BaseException, *, was_sent: bool = True) -> None:
         self.error = error
         self.was_sent = was_sent
 

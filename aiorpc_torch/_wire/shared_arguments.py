@@ -88,6 +88,13 @@ def encode_for_members(arguments: Arguments, count: int) -> Sequence[MemberArgum
     return _as_cells(arguments, values, count) or _pickled(arguments, count)
 
 
+def arguments_of(member: int, arguments: Arguments) -> Arguments:
+    """Return the arguments of one member, as they are without `each`."""
+    args, kwargs = arguments
+    values = _values_of([*kwargs.values()], member)
+    return _values_of(args, member), dict(zip(kwargs, values, strict=True))
+
+
 def _as_cells(
     arguments: Arguments, values: Sequence[Any], count: int
 ) -> Sequence[MemberArguments] | None:

@@ -84,8 +84,10 @@ class FailureDetector:
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
 
     def close(self) -> None:
-        """Stop watching."""
+        """Stop watching: `wait_until_alive` raises NotServing."""
         self._open = False
+        for event in [*self._rejoined.values(), *self._probed.values()]:
+            event.set()
         if self._timer is not None:
             self._timer.cancel()
         for task in self._tasks:
@@ -96,14 +98,17 @@ class FailureDetector:
 
         Raises:
             WorkerLost: if it will not rejoin.
+            NotServing: once this worker leaves its world.
         """
         await await_on(self._loop, self._wait_until_alive(peer))
 
     async def _wait_until_alive(self, peer: str) -> None:
         if peer in self._probed:  # a probe may be under way
             await self._probed[peer].wait()
-        if peer in self.lost_peers:
+        if peer in self.lost_peers and self._open:
             await self._rejoined[peer].wait()
+        if not self._open:
+            raise NotServing(f"this worker has left its world; it waited for worker {peer!r}")
         if (error := self._given_up.get(peer)) is not None:
             raise error
 

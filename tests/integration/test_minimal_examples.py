@@ -22,6 +22,12 @@ OUTPUT = {
     "parameter_server": ["trained: True"],
     "pipeline": ["learned: True"],
     "stream": ["all: a0 a1 a2 a3", "closed: both", "left at: b2", "sum: 4950"],
+    "supervised": [
+        "<supervised Env on env0, incarnation 1>",
+        "<supervised Env on env1, incarnation 1>",
+        "processes: 4",
+        "rollouts: 100",
+    ],
     "torchrun_server_client": [
         "client1: 'never', three times or more: True",
         "client2: 'never', three times or more: True",

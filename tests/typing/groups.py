@@ -9,14 +9,18 @@ from aiorpc_torch import (
     Group,
     GroupError,
     RRef,
+    Supervised,
     batched,
     call,
     create_all,
     each,
     fetch,
     lookup,
+    proxy,
     register,
     remote,
+    supervised,
+    supervised_all,
     unregister,
 )
 
@@ -119,3 +123,16 @@ async def names() -> None:
 def errors(error: GroupError) -> None:
     assert_type(error.exceptions, tuple[Exception | ExceptionGroup[Exception], ...])
     assert_type(error.results, list[Any])
+
+
+async def supervision() -> None:
+    env = await supervised("env0", Env, restarts=1)
+    assert_type(env, Supervised[Env])
+    assert_type(await supervised("env0", make_env), Supervised[Env])
+    assert_type(env.rref, RRef[Env])
+    assert_type(await call(env, Env.train, 3), float)
+    assert_type(proxy(env), Env)
+    assert_type(await fetch(env), Env)
+    assert_type(Group([env]), Group[Env])
+    assert_type(await supervised_all([0, 1], Env, restarts=0), Group[Env])
+    remote(env, timeout=3)

@@ -238,3 +238,46 @@ def test_retries_are_counted_per_item(retries: int) -> None:
     assert outcome is not None
     assert isinstance(outcome.failure, ConnectionError)
     assert outcome.failure.args == (retries,)
+
+
+def test_items_wait_for_a_member_that_is_made_again() -> None:
+    """It gets them when it is restored, also those that other members have lost since."""
+    schedule = MapSchedule(2, 1, 1)
+    assert [schedule.take(), schedule.take()] == [0, 1]
+    assert [schedule.assign(), schedule.assign()] == [(0, 0), (1, 1)]
+    schedule.expect(0)
+    schedule.lose(0, 0, ConnectionError("first"))
+    schedule.lose(1, 1, ConnectionError("second"))
+    assert schedule.assign() is None
+    assert schedule.next_outcome() is None
+    schedule.restore(0)
+    assert schedule.assign() == (1, 0)
+    schedule.answer(1, 0, Outcome("one"))
+    assert schedule.assign() == (0, 0)
+    schedule.answer(0, 0, Outcome("zero"))
+    assert [schedule.next_outcome(), schedule.next_outcome()] == [Outcome("zero"), Outcome("one")]
+
+
+def test_items_fail_when_the_last_expected_member_is_given_up() -> None:
+    schedule = MapSchedule(1, 1, 1)
+    schedule.take()
+    assert schedule.assign() == (0, 0)
+    schedule.expect(0)
+    schedule.lose(0, 0, ConnectionError("first"))
+    refused = LookupError("refused")
+    schedule.give_up(0, refused)
+    assert schedule.next_outcome() == Outcome(None, refused)
+
+
+def test_a_late_answer_leaves_a_restored_member_its_slots() -> None:
+    """A call of the process before may end afterwards: the load is never negative."""
+    schedule = MapSchedule(1, 1, 0)
+    schedule.take()
+    assert schedule.assign() == (0, 0)
+    schedule.expect(0)
+    schedule.restore(0)
+    schedule.answer(0, 0, Outcome(None))
+    schedule.take()
+    schedule.take()
+    assert schedule.assign() == (1, 0)
+    assert schedule.assign() is None

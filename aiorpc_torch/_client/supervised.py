@@ -1,0 +1,276 @@
+"""Supervised objects: made again, from the same arguments, when their process is replaced.
+
+`Supervision` decides. `Supervised` acts: a task waits for the process and makes the object, and a
+future stands for each waiting call. Calls: `supervised_calls`, groups: `group_call`, `group_map`.
+"""
+
+import asyncio
+import contextvars
+import logging
+import threading
+from collections.abc import Callable
+from typing import Any, Generic, NoReturn, TypeVar
+
+from torch.distributed.rpc import RRef
+
+from .._aio.loops import run_on_loop
+from .._torch.compat import RRefBase
+from .._wire.pickling import CallAborted
+from .._wire.targets import Target, call_name, function_name
+from ..errors import CallTimeout, NotServing, RemoteTraceback, WorkerLost
+from .call import create_object
+from .pool import ConnectionPool, current
+from .supervision import Supervision
+
+T = TypeVar("T")
+
+log = logging.getLogger("aiorpc_torch")
+
+Waiter = asyncio.Future[Any]
+"""A waiting call: its result is the RRef to call, or a `CallAborted`."""
+
+
+class Supervised(Generic[T]):
+    """An object that is made again when its process is replaced. Made by `supervised`.
+
+    `remote`, `call`, `proxy`, `fetch` and `Group` take it where they take an RRef. It belongs to
+    this process, and cannot be an argument: pass `rref`, or supervise an object there. The object
+    lives as long as this does.
+    """
+
+    def __init__(
+        self,
+        rref: RRef[T],
+        worker: str,
+        factory: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        restarts: int,
+    ) -> None:
+        self._rref = rref
+        self._worker = worker
+        self._making = factory, args, kwargs
+        self._restarts = restarts
+        self._pool: ConnectionPool = current()
+        self._lost_peers = self._pool.lost_peers
+        self._loop = asyncio.get_running_loop()  # of the recoveries
+        self._lock = threading.Lock()  # calls come from all loops of this process
+        self._supervision: Supervision[Waiter] = Supervision(restarts)
+        self._open_rref: RRef[T] | None = rref  # None: calls have to wait
+        self._error: BaseException | None = None  # of an object that has ended
+        self._recovery: asyncio.Task[None] | None = None
+
+    def __repr__(self) -> str:
+        name = function_name(self._making[0])
+        return f"<supervised {name} on {self._worker}, incarnation {self.incarnation}>"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(
+            f"{self!r} belongs to this process: send its .rref, or supervise an object there"
+        )
+
+    @property
+    def incarnation(self) -> int:
+        """Return how often the object was made again: 0 for the first one."""
+        return self._supervision.incarnation
+
+    @property
+    def rref(self) -> RRef[T]:
+        """Return the RRef of the last incarnation, which other workers can be sent."""
+        return self._rref
+
+    def owner_name(self) -> str:
+        """Return the name of the worker."""
+        return self._worker
+
+    # ── for calls ───────────────────────────────────────────────────────────────────────────────
+
+    def start(self) -> RRef[T] | None:
+        """Return the RRef for a call that starts now, None if the call has to `wait`."""
+        if self._lost_peers and self._worker in self._lost_peers:
+            self.lose(self._rref)
+        return self._open_rref
+
+    def load(self) -> int | None:
+        """Return the unanswered calls to its worker, None if a call would have to wait.
+
+        If an attempt to make it again has failed, another one begins.
+        """
+        rref = self.start()
+        load = None if rref is None else self._pool.load(rref.owner_name())
+        if load is None:
+            self.lose(rref or self._rref)
+            self._recover_soon()
+        return load
+
+    def may_return(self) -> bool:
+        """Return whether calls may wait for the object: it has not ended."""
+        return self._supervision.state != "ended"
+
+    def lose(self, rref: "RRefBase[Any]") -> bool:
+        """Note that the worker of an RRef is lost; return whether an unsent call may `wait`."""
+        with self._lock:
+            if rref is not self._rref:
+                return True
+            is_replaced = self._pool.is_replaced(rref)
+            incarnation = self._supervision.incarnation
+            may_wait = self._supervision.lose(incarnation, is_replaced=is_replaced)
+            if self._supervision.state == "ended" and self._error is None:
+                self._error = self._used_up()
+            self._update()
+        self._recover_soon()
+        return may_wait
+
+    def wait(self) -> Waiter:
+        """Return a future of the RRef, or of the `CallAborted`, for a call on the running loop.
+
+        Cancel it if the call ends before.
+        """
+        waiter: Waiter = asyncio.get_running_loop().create_future()
+        waiter.add_done_callback(self._leave, context=contextvars.Context())
+        with self._lock:
+            self._supervision.wait(waiter)
+            if self._supervision.state == "ended":
+                assert self._error is not None
+                _resolve(self._supervision.end(), CallAborted(self._error, was_sent=False))
+            self._release()
+        self._recover_soon()
+        return waiter
+
+    def _leave(self, waiter: Waiter) -> None:
+        """Note that a call starts or ends. asyncio calls this just before the call goes on."""
+        with self._lock:
+            self._supervision.leave(waiter)
+            self._update()
+
+    def _release(self) -> None:
+        _resolve(self._supervision.release(), self._rref)
+        self._update()
+
+    def _update(self) -> None:
+        self._open_rref = self._rref if self._supervision.is_open else None
+
+    # ── recovery ────────────────────────────────────────────────────────────────────────────────
+
+    def _recover_soon(self) -> None:
+        with self._lock:
+            if not self._supervision.begin_recovery():
+                return
+            if self._loop.is_closed():
+                self._fail(self._loop_ended())
+                return
+        run_on_loop(self._loop, self._start_recovery)
+
+    def _start_recovery(self) -> None:
+        # Without the deadline and the context variables of the call that has found the loss.
+        context = contextvars.Context()
+        self._recovery = self._loop.create_task(
+            self._recover(), name="aiorpc-supervise", context=context
+        )
+
+    async def _recover(self) -> None:
+        try:
+            await self._renew()
+        except asyncio.CancelledError:
+            self._end_with(self._loop_ended())
+            raise
+        except BaseException as exc:  # of the factory, which may raise anything
+            self._end_with(exc)
+
+    async def _renew(self) -> None:
+        """Wait for the process, and make the object if it was replaced."""
+        while True:
+            if self._pool.has_left(self._worker):
+                raise NotServing(f"worker {self._worker!r} has left its world")
+            await self._wait_until_alive()
+            with self._lock:
+                if not self._pool.is_replaced(self._rref):
+                    self._supervision.resume()
+                    self._release()
+                    return
+                if not self._supervision.make():
+                    raise self._used_up()
+            if await self._make():
+                return
+
+    async def _wait_until_alive(self) -> None:
+        try:
+            await self._pool.wait_until_alive(self._worker)
+        except WorkerLost as exc:  # it is not started again
+            self._error = exc
+            raise
+
+    async def _make(self) -> bool:
+        """Make the object; return False if its process was lost meanwhile."""
+        factory, args, kwargs = self._making
+        try:
+            rref = await create_object(self._worker, factory, args, kwargs)
+        except WorkerLost as exc:
+            if not is_own_loss(exc):
+                raise
+            with self._lock:
+                self._supervision.lose_again()
+            return False
+        with self._lock:
+            self._rref = rref
+            self._supervision.made()
+            self._release()
+        log.info("%r was made again", self)
+        return True
+
+    def _used_up(self) -> WorkerLost:
+        self._error = WorkerLost(
+            self._worker, f"its process was replaced, and restarts={self._restarts} are used up"
+        )
+        return self._error
+
+    def _loop_ended(self) -> NotServing:
+        return NotServing(f"the event loop that made {self!r} has ended: supervise it again")
+
+    def _end_with(self, exc: BaseException) -> None:
+        if not isinstance(exc, NotServing | WorkerLost):
+            log.warning("%r could not be made again: %r", self, exc)
+        with self._lock:
+            self._fail(exc)
+
+    def _fail(self, exc: BaseException) -> None:
+        """End the recovery: the waiting calls raise `exc`. The next call begins another one."""
+        ends = exc is self._error
+        waiting = self._supervision.end() if ends else self._supervision.fail()
+        _resolve(waiting, CallAborted(exc, was_sent=False))
+        self._update()
+
+
+def check_restarts(restarts: Any) -> None:
+    """Raise ValueError unless this is a number of restarts."""
+    if not isinstance(restarts, int) or restarts < 0:
+        raise ValueError(f"restarts must be an int of at least 0, got {restarts!r}")
+
+
+def _resolve(waiters: list[Waiter], outcome: Any) -> None:
+    for each in waiters:
+        run_on_loop(each.get_loop(), _set_result, each, outcome)
+
+
+def _set_result(waiter: Waiter, outcome: Any) -> None:
+    if not waiter.done():
+        waiter.set_result(outcome)
+
+
+def is_own_loss(exc: BaseException | None) -> bool:
+    """Return whether the call's own worker was lost; False for WorkerLost that its method raised.
+
+    That one has a RemoteTraceback as its cause.
+    """
+    return isinstance(exc, WorkerLost) and not isinstance(exc.__cause__, RemoteTraceback)
+
+
+def late_wait(target: Target, worker: str, seconds: float) -> CallAborted:
+    """Return the outcome of a call whose deadline passed while it waited for the object."""
+    method = call_name(target)
+    text = (
+        f"{method} on worker {worker!r} timed out after {max(seconds, 0.0):.3g} s, while the "
+        "supervised object was awaited; it was not sent"
+    )
+    error = CallTimeout(text, worker=worker, method=method, may_have_run=False)
+    return CallAborted(error, was_sent=False)

@@ -1,0 +1,227 @@
+"""Calls and streams of a supervised object. One that was not sent waits for the next incarnation.
+
+The calls of groups do the same in `group_call` and `group_map`.
+"""
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Generator
+from typing import Any, Generic, TypeVar
+
+from torch.distributed.rpc import RRef
+
+from .._aio.deadlines import deadline_in, time_left
+from .._torch.compat import RRefBase
+from .._torch.rrefs import known_class
+from .._wire.pickling import CallAborted
+from .._wire.targets import (
+    BoundTarget,
+    FetchTarget,
+    MethodTarget,
+    Target,
+    call_name,
+    check_public_name,
+    public_methods,
+)
+from ..errors import WorkerLost
+from .answers import raise_aborted
+from .call import ALREADY_AWAITED, USED, RemoteCall, RemoteStream
+from .supervised import Supervised, Waiter, is_own_loss, late_wait
+
+T = TypeVar("T")
+
+ObjectTarget = MethodTarget | BoundTarget | FetchTarget
+
+
+def target_on(target: Any, rref: "RRefBase[Any]") -> Any:
+    """Return the target of a call on another object."""
+    return type(target)(rref, *target[1:])  # `_replace` takes four times as long
+
+
+def expire(waiter: Waiter, target: Target, worker: str, seconds: float) -> None:
+    """End the wait of a call with CallTimeout."""
+    if not waiter.done():
+        waiter.set_result(late_wait(target, worker, seconds))
+
+
+class SupervisedCall(RemoteCall):
+    """A call of a supervised object, which waits until the object is there."""
+
+    __slots__ = ("_supervised",)
+
+    _target: ObjectTarget
+
+    def __init__(
+        self,
+        supervised: Supervised[Any],
+        target: ObjectTarget,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        timeout: float | None = None,
+    ) -> None:
+        self._supervised = supervised
+        super().__init__(supervised.owner_name(), target, args, kwargs, timeout)
+
+    def _run(self) -> Generator[Any, Any, Any]:
+        steps, due = self._steps, None if self._timeout is None else deadline_in(self._timeout)
+        tried: RRefBase[Any] | None = None
+        while True:
+            rref = self._supervised.start()
+            if rref is None:
+                rref = yield from self._wait(due).__await__()
+                self._timeout = time_left(due)
+            self._worker = rref
+            if self._target.on is not rref:
+                self._target = target_on(self._target, rref)
+            try:
+                return (yield from super()._run())
+            except WorkerLost as exc:
+                if not may_wait(self._supervised, exc, rref) or rref is tried:
+                    raise
+            tried = rref
+            self._steps = steps  # it is not over
+
+    async def _wait(self, due: float | None) -> RRef[Any]:
+        return await wait_for(self._supervised, self._target, due)
+
+    def __aiter__(self) -> "SupervisedStream":  # type: ignore[override]
+        if self._steps is not None:
+            raise RuntimeError(ALREADY_AWAITED)
+        self._steps = USED
+        due = deadline_in(self._timeout)
+        return SupervisedStream(self._supervised, self._target, self._args, self._kwargs, due)
+
+
+def may_wait(supervised: Supervised[Any], exc: WorkerLost, rref: "RRefBase[Any]") -> bool:
+    """Note the failure of a call; return whether it was not sent and may wait."""
+    return is_own_loss(exc) and supervised.lose(rref) and not exc.may_have_run
+
+
+async def wait_for(supervised: Supervised[T], target: Target, due: float | None) -> RRef[T]:
+    """Wait until a call may start; return the RRef to call.
+
+    Raises:
+        CallTimeout: if it may not by `due`, or by the deadline of `aiorpc.timeout`.
+        WorkerLost: if the object is not made again.
+        Exception: of the factory.
+    """
+    waiter, timer = supervised.wait(), None
+    loop = asyncio.get_running_loop()
+    bound = due if due is not None else deadline_in(None)
+    if bound is not None and not waiter.done():
+        left = bound - time.monotonic()
+        timer = loop.call_later(left, expire, waiter, target, supervised.owner_name(), left)
+    try:
+        found = await waiter
+    finally:
+        waiter.cancel()
+        if timer is not None:
+            timer.cancel()
+    if type(found) is CallAborted:
+        raise_aborted(found, call_name(target))
+    return found  # type: ignore[no-any-return]
+
+
+class SupervisedStream(AsyncIterator[Any]):
+    """The items of a remote generator of a supervised object.
+
+    Until the first item, it is begun again if it was not sent.
+    """
+
+    def __init__(
+        self,
+        supervised: Supervised[Any],
+        target: ObjectTarget,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        due: float | None,
+    ) -> None:
+        self._supervised = supervised
+        self._target = target
+        self._arguments = args, kwargs
+        self._due = due
+        self._stream: RemoteStream | None = None
+        self._is_begun = False  # from the first item or the end on
+        self._waits = False
+        if (rref := supervised.start()) is not None:
+            self._try_to_open(rref)
+
+    def __repr__(self) -> str:
+        return f"<stream of {call_name(self._target)} of {self._supervised!r}>"
+
+    def _try_to_open(self, rref: RRef[Any]) -> bool:
+        """Send the call; return False if it was not sent and has to wait."""
+        target = target_on(self._target, rref)
+        call = RemoteCall(rref, target, *self._arguments, time_left(self._due))
+        try:
+            self._stream = aiter(call)
+        except WorkerLost as exc:
+            if not may_wait(self._supervised, exc, rref):
+                raise
+            return False
+        self._target = target
+        return True
+
+    def __anext__(self) -> Awaitable[Any]:
+        if self._stream is not None and self._is_begun:
+            return self._stream.__anext__()
+        return self._first()
+
+    async def _first(self) -> Any:
+        if self._is_begun:  # closed before it was sent
+            raise StopAsyncIteration
+        if self._waits:  # as for an async generator
+            raise RuntimeError("another task waits for the next item of this stream")
+        self._waits = True
+        try:
+            return await self._retried()
+        finally:
+            self._waits, self._is_begun = False, True
+
+    async def _retried(self) -> Any:
+        tried: RRefBase[Any] | None = None
+        while True:
+            while self._stream is None:
+                rref = await wait_for(self._supervised, self._target, self._due)
+                if self._is_begun:  # closed by another task
+                    raise StopAsyncIteration
+                self._try_to_open(rref)
+            try:
+                return await self._stream.__anext__()
+            except WorkerLost as exc:
+                called: Any = self._target.on
+                if not may_wait(self._supervised, exc, called) or called is tried:
+                    raise
+                tried, self._stream = called, None
+
+    async def aclose(self) -> None:
+        """Close the remote generator: its `finally` runs. `break` does the same."""
+        self._is_begun = True
+        if self._stream is not None:
+            await self._stream.aclose()
+
+
+class SupervisedProxy(Generic[T]):
+    """A proxy of a supervised object: its methods return awaitables. Made by `remote`."""
+
+    __slots__ = ("_supervised", "_timeout")
+
+    def __init__(self, supervised: Supervised[T], timeout: float | None) -> None:
+        self._supervised = supervised
+        self._timeout = timeout
+
+    def __repr__(self) -> str:
+        return f"<remote object: {self._supervised!r}>"
+
+    def __dir__(self) -> list[str]:
+        cls = known_class(self._supervised.rref)
+        return [] if cls is None else public_methods(cls)
+
+    def __getattr__(self, name: str) -> Callable[..., SupervisedCall]:
+        supervised, timeout = self._supervised, self._timeout
+        target = MethodTarget(supervised.rref, check_public_name(name))
+
+        def method(*args: Any, **kwargs: Any) -> SupervisedCall:
+            return SupervisedCall(supervised, target, args, kwargs, timeout)
+
+        return method

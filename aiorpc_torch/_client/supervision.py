@@ -1,0 +1,127 @@
+"""The state machine of a supervised object: which calls may start, which wait, when it is made.
+
+It has no event loop, no clock and no torch. `Supervised` acts for it: it waits for the process,
+makes the object, and resolves the tokens of the waiting calls.
+(tests/unit/client/test_supervision.py)
+"""
+
+from collections.abc import Hashable
+from typing import Generic, Literal, TypeVar
+
+Token = TypeVar("Token", bound=Hashable)
+
+State = Literal["alive", "lost", "making", "ended"]
+
+
+class Supervision(Generic[Token]):
+    """The state of one supervised object, and the calls that wait for it.
+
+    Calls start in the order in which they came. So a call also waits while calls that came before
+    it have been released and have not started.
+
+    Args:
+        restarts: number of times that the object may be made again.
+
+    Attributes:
+        state: "alive"; "lost" until its process is replaced or alive again; "making"; "ended" if
+            it is not made again.
+        incarnation: number of times that it was made again.
+    """
+
+    def __init__(self, restarts: int) -> None:
+        self.state: State = "alive"
+        self.incarnation = 0
+        self._left = restarts
+        self._recovers = False
+        self._waiting: dict[Token, None] = {}
+        self._released: dict[Token, None] = {}  # have not started yet
+
+    @property
+    def is_open(self) -> bool:
+        """Return whether a call may start at once."""
+        return self.state == "alive" and not self._released
+
+    # ── calls ───────────────────────────────────────────────────────────────────────────────────
+
+    def wait(self, token: Token) -> None:
+        """Add a call that waits, behind those that do."""
+        self._waiting[token] = None
+
+    def leave(self, token: Token) -> None:
+        """Remove a call: it has started, or does not wait any more."""
+        self._waiting.pop(token, None)
+        self._released.pop(token, None)
+
+    def release(self) -> list[Token]:
+        """Return the waiting calls that start now, in order: all if the object is alive."""
+        return self._take(self._released) if self.state == "alive" else []
+
+    def _take(self, into: dict[Token, None] | None = None) -> list[Token]:
+        taken, self._waiting = self._waiting, {}
+        if into is not None:
+            into.update(taken)
+        return [*taken]
+
+    # ── losses ──────────────────────────────────────────────────────────────────────────────────
+
+    def lose(self, incarnation: int, *, is_replaced: bool) -> bool:
+        """Note that a call has found an incarnation lost; return whether such a call may wait.
+
+        Without restarts left it may not, as for an RRef: the process may be silent only.
+        """
+        if self.state != "alive" or incarnation != self.incarnation:
+            return True
+        if self._left:
+            self.state = "lost"
+        elif is_replaced:
+            self.state = "ended"
+        return self.state != "alive"
+
+    def begin_recovery(self) -> bool:
+        """Return whether a recovery is to begin: the object is lost, and none is under way."""
+        begins = self.state == "lost" and not self._recovers
+        self._recovers = self._recovers or begins
+        return begins
+
+    # ── the recovery that is under way ──────────────────────────────────────────────────────────
+
+    def resume(self) -> None:
+        """Note that its process is alive and was not replaced: it was silent only."""
+        self._end_recovery("alive")
+
+    def make(self) -> bool:
+        """Note that its process was replaced; return whether the object is to be made again."""
+        if not self._left:
+            self._end_recovery("ended")
+            return False
+        self._left -= 1
+        self.state = "making"
+        return True
+
+    def made(self) -> None:
+        """Note that the object was made again."""
+        self.incarnation += 1
+        self._end_recovery("alive")
+
+    def lose_again(self) -> None:
+        """Note that the process was lost in which the object was being made."""
+        self.state = "lost"
+
+    def fail(self) -> list[Token]:
+        """End the recovery with an exception; return the calls that get it.
+
+        The next call begins another recovery. A factory that raises has used no restart.
+        """
+        if self.state == "making":
+            self._left += 1
+        self._end_recovery("lost")
+        return self._take()
+
+    def end(self) -> list[Token]:
+        """End the object: its process is not started again. Return the calls that waited."""
+        self._end_recovery("ended")
+        return self._take()
+
+    def _end_recovery(self, state: State) -> None:
+        self.state = state
+        self._recovers = False

@@ -1,0 +1,135 @@
+"""Supervised objects that are alive: they are called as an RRef is."""
+
+import asyncio
+import gc
+import pickle
+import weakref
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import (
+    Group,
+    RemoteTraceback,
+    Worker,
+    WorkerLost,
+    call,
+    create,
+    each,
+    fetch,
+    proxy,
+    remote,
+    supervised,
+    supervised_all,
+)
+from tests.support.actors import Counter
+from tests.support.supervised_objects import Diary
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+async def test_it_is_called_as_an_rref() -> None:
+    """Awaited, streamed, as a group's member, in order."""
+    counter = await supervised(0, Counter, start=5)
+    assert await remote(counter).add(1) == 6
+    assert await call(counter, Counter.aadd, 1) == 7
+    assert await proxy(counter).aadd(1) == 8
+    assert (await fetch(counter)).value == 8
+    assert (counter.incarnation, await remote(counter.rref).add(0)) == (0, 8)
+    found = await asyncio.gather(*(remote(counter).aadd(1) for _ in range(20)))
+    assert found == [*range(9, 29)]
+    assert {"add", "scale"} <= {*dir(remote(counter))}
+    with pytest.raises(AttributeError, match="'_secret' is private"):
+        await remote(counter)._secret()
+    with pytest.raises(TypeError, match="'begin'") as raised:
+        await supervised(0, Counter, start=1, begin=2)
+    assert isinstance(raised.value.__cause__, RemoteTraceback)
+
+
+async def test_streams(tmp_path: Path) -> None:
+    diary = await supervised(0, Diary, tmp_path / "diary", 10)
+    assert [item async for item in remote(diary).count(3)] == [10, 11, 12]
+    stream: Any = aiter(call(diary, Diary.count, 3))
+    assert await anext(stream) == 10
+    await stream.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(stream)
+    unread: Any = aiter(remote(diary).count(3))
+    await unread.aclose()
+    with pytest.raises(StopAsyncIteration):
+        await anext(unread)
+
+
+async def test_a_call_is_used_once() -> None:
+    counter = await supervised(0, Counter)
+    adding = remote(counter).aadd(1)
+    assert await adding == 1
+    with pytest.raises(RuntimeError, match="awaited already"):
+        await adding
+    with pytest.raises(RuntimeError, match="awaited already"):
+        aiter(adding)
+
+
+async def test_groups() -> None:
+    """Also beside an RRef; `each` gives each member its own arguments."""
+    group = await supervised_all([0, 0], Counter, each([1, 2]), restarts=1)
+    assert await remote(group).add(each([10, 20])) == [11, 22]
+    mixed = Group([*group, await create(0, Counter, 3)])
+    assert await call(mixed, Counter.add, 0) == [11, 22, 3]
+    assert sorted([result async for _, result in remote(mixed).add(0)]) == [3, 11, 22]
+    assert [found async for found in mixed.map(Counter.aadd, [0] * 3)] == [11, 22, 3]
+    turns = [await remote(mixed.any()).aadd(0) for _ in range(3)]
+    assert sorted(turns) == [3, 11, 22]
+    assert Group([*group]) == group != mixed
+    assert repr(group).startswith("<Group of 2 on ")
+
+
+async def test_it_stays_in_its_process() -> None:
+    counter = await supervised(0, Counter)
+    with pytest.raises(TypeError, match=r"<supervised Counter on .*> belongs to this process"):
+        pickle.dumps(counter)
+    with pytest.raises(TypeError, match=r"send its \.rref"):
+        await call(0, str, counter)
+
+
+async def test_what_is_refused() -> None:
+    untyped: Any = supervised
+    with pytest.raises(ValueError, match="restarts must be an int of at least 0, got -1"):
+        await supervised(0, Counter, restarts=-1)
+    with pytest.raises(TypeError, match="the factory of supervised"):
+        await untyped(0, 3)
+    with pytest.raises(ValueError, match="no worker 'b' in this world"):
+        await supervised("b", Counter)
+    with pytest.raises(TypeError, match="takes several workers"):
+        await supervised_all("b", Counter)
+
+
+@pytest.mark.promise("supervised.once")
+async def test_a_loss_that_a_method_reports_is_no_loss_of_the_object(
+    world: Worker, tmp_path: Path
+) -> None:
+    """The method's own WorkerLost, even of the same worker, is an exception like any other."""
+    diary = await supervised(0, Diary, tmp_path / "diary")
+    for calling in (
+        lambda: remote(diary).lose(world.name),
+        lambda: remote(Group([diary]).any()).lose(world.name),
+    ):
+        with pytest.raises(WorkerLost) as raised:
+            await calling()
+        assert not raised.value.may_have_run
+    with pytest.raises(aiorpc.GroupError):
+        await remote(Group([diary])).lose(world.name)
+    assert (tmp_path / "diary").read_text().split() == ["made", *["lose"] * 3]
+
+
+async def test_nothing_else_keeps_it() -> None:
+    """Also after calls. So its object ends with it, as with an RRef."""
+    counter = await supervised(0, Counter)
+    await asyncio.gather(*(remote(counter).aadd() for _ in range(3)))
+    found = weakref.ref(counter)
+    await call(0, int)  # the last call of a connection is kept until the next
+    del counter
+    gc.collect()
+    assert found() is None
