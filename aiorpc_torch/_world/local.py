@@ -58,7 +58,8 @@ class LocalWorker(Worker):
     async def _stop(self, name: str) -> None:
         process = self._node.members.processes.get(name, -1)
         await self._supervisor.remove(name)
-        self._node.detector.on_leave_message(name, process, "left", "")  # it may be on its way
+        if name not in self._node.members.lost_peers:  # the child's own message may be on its way
+            self._node.detector.on_leave_message(name, process, "left", "")
 
     async def _has_joined(self, name: str) -> None:
         async for change in self.changes():
@@ -88,7 +89,7 @@ async def local_world(
     start: Start = "forkserver",
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
-) -> AsyncIterator["LocalWorker"]:
+) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
         async with local_world(["ps", "trainer0"]) as me:

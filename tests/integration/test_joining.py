@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -258,7 +259,11 @@ async def test_a_joiner_that_is_killed_is_lost(tmp_path: Path) -> None:
 @pytest.mark.promise("joining.join")
 async def test_joining_at_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """By MASTER_ADDR alone, beside a launcher that keeps the store."""
-    agent = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    listening = socket.create_server(("127.0.0.1", 0))  # torch's own looks up names of addresses
+    port = listening.getsockname()[1]
+    agent = torch.distributed.TCPStore(
+        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(agent.port),
