@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from aiorpc_torch import Worker
+    from aiorpc_torch import LocalWorker
     from aiorpc_torch.testing import Workers
 
 
@@ -30,7 +30,7 @@ def no_leaks(request: pytest.FixtureRequest) -> Iterator[None]:
 
 
 @pytest.fixture
-async def world(request: pytest.FixtureRequest) -> "AsyncIterator[Worker]":
+async def world(request: pytest.FixtureRequest) -> "AsyncIterator[LocalWorker]":
     """Enter a world of this process alone, with real pickling and threads, in milliseconds."""
     from aiorpc_torch import testing
 
@@ -47,7 +47,7 @@ async def workers(request: pytest.FixtureRequest) -> "AsyncIterator[Workers]":
     here = asyncio.get_running_loop()
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(workers: Any, **options: Any) -> "Worker":
+        async def start(workers: Any, **options: Any) -> "LocalWorker":
             if asyncio.get_running_loop() is not here:
                 raise RuntimeError(
                     "the test and its fixtures run on different event loops: pytest-asyncio's "

@@ -74,7 +74,11 @@ from ._world.attach import (
     attach_in_thread as attach_in_thread,
 )
 from ._world.changes import Change as Change
-from ._world.local import local_world as local_world, run_local as run_local
+from ._world.local import (
+    LocalWorker as LocalWorker,
+    local_world as local_world,
+    run_local as run_local,
+)
 from ._world.pending import PendingCall as PendingCall, pending as pending
 from ._world.worker import Worker as Worker, worker as worker
 from .errors import (

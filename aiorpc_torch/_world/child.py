@@ -31,10 +31,11 @@ from .worker import run_worker
 
 Main = Callable[..., Awaitable[Any]]
 
-ParentCommand = Literal["leave", "cancel"]
+ParentCommand = Literal["leave", "stop", "cancel"]
 """A command from a parent to its child.
 
-"leave": all workers leave, and a child that only serves leaves too. "cancel": a worker failed, or
+"leave": all workers leave, and a child that only serves leaves too. "stop": a child that only
+serves leaves, and the others go on. "cancel": a worker failed, or
 Ctrl-C was pressed; stop now.
 """
 
@@ -219,10 +220,16 @@ def child_main(
 async def _run(
     pipe: Connection, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
 ) -> None:
-    loop, task, leave = asyncio.get_running_loop(), asyncio.current_task(), asyncio.Event()
+    loop, task = asyncio.get_running_loop(), asyncio.current_task()
+    leave, leaves_alone = asyncio.Event(), asyncio.Event()
     assert task is not None
+
+    def stop() -> None:
+        leaves_alone.set()
+        leave.set()
+
     actions: dict[ParentCommand, Callable[[], object]]
-    actions = {"leave": leave.set, "cancel": task.cancel}
+    actions = {"leave": leave.set, "stop": stop, "cancel": task.cancel}
 
     def obey() -> None:
         """Obey the commands of the parent; end this process when the parent dies."""
@@ -235,3 +242,4 @@ async def _run(
     threading.Thread(target=obey, name="aiorpc-parent", daemon=True).start()
     async with run_worker(config) as me:
         await (leave.wait() if main is None else main(me, *args))
+        me._node.leaves_alone |= leaves_alone.is_set()

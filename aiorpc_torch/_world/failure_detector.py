@@ -121,6 +121,7 @@ class FailureDetector:
 
     def on_replaced(self, peer: str) -> None:
         """Watch the replacement process of a peer from now on."""
+        self._given_up.pop(peer, None)
         self.on_message(peer)
         self._mark_alive(peer)
 

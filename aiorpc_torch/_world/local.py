@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
-from .._aio.loops import LoopFactory, new_event_loop
+from .._aio.loops import LoopFactory, await_on, new_event_loop
 from .._aio.signals import graceful_signals
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
@@ -19,6 +19,55 @@ from .supervisor import Supervisor
 from .worker import Worker, run_worker
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class LocalWorker(Worker):
+    """The first process of a local world: what `local_world()` yields."""
+
+    _supervisor: Supervisor = field(compare=False, kw_only=True)
+    _config: WorkerConfig = field(compare=False, kw_only=True)  # the options of all processes
+
+    async def start(self, name: str) -> None:
+        """Start one more child, and return when it has joined the world.
+
+        It serves as the others do, and `restart=` applies to it. A child is added in milliseconds,
+        unless it is the first, or `start="spawn"`.
+
+        Raises:
+            ValueError: If a living worker has the name.
+            WorkerLost, WorldTimeout: If the child dies, or does not join within `start_timeout`.
+            TypeError: If `exports` or `loop_factory` cannot be imported by children.
+        """
+        if name in self.peers and name not in self._node.members.lost_peers:
+            raise ValueError(f"two workers are called {name!r}: the first one is alive")
+        _check_for_children(self._config.exports, self._config.loop_factory)
+        config = replace(self._config, name=name, rank=-1, world_size=-1, join=True)
+        await self._on_loop(self._supervisor.add(config, self._has_joined(name)))
+
+    async def stop(self, name: str) -> None:
+        """Let a child leave in order, and return when its process has ended; the others go on.
+
+        The calls that run there get the `stop_timeout` of the world to end.
+
+        Raises:
+            ValueError: If no such child is alive.
+        """
+        await self._on_loop(self._stop(name))
+
+    async def _stop(self, name: str) -> None:
+        process = self._node.members.processes.get(name, -1)
+        await self._supervisor.remove(name)
+        if name not in self._node.members.lost_peers:  # the child's own message may be on its way
+            self._node.detector.on_leave_message(name, process, "left", "")
+
+    async def _has_joined(self, name: str) -> None:
+        async for change in self.changes():
+            if change.name == name and change.kind in ("joined", "returned"):
+                return
+
+    async def _on_loop(self, step: Coroutine[Any, Any, None]) -> None:
+        await await_on(self._node.loop, step)
 
 
 @contextlib.asynccontextmanager
@@ -40,7 +89,7 @@ async def local_world(
     start: Start = "forkserver",
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
-) -> AsyncIterator[Worker]:
+) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
         async with local_world(["ps", "trainer0"]) as me:
@@ -108,7 +157,7 @@ async def local_world(
                         me = await stack.enter_async_context(run_worker(mine, supervisor))
                     supervisor.watch_children(me)
                     with supervisor.notifying_on_exit():
-                        yield me
+                        yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
 
 
 def run_local(
@@ -221,29 +270,29 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     if len(set(names)) < len(names):
         raise ValueError(f"two workers have one name: {', '.join(names)}")
     exports, factory = options["exports"], options["loop_factory"]
-    if exports is not None:
-        options["exports"] = checked_exports(exports)
-        for each in options["exports"]:
-            _check_importable("exports must hold", each, names)
-    if factory is None:
-        options["loop_factory"] = new_event_loop
-    elif not callable(factory):
+    options["exports"] = None if exports is None else checked_exports(exports)
+    options["loop_factory"] = new_event_loop if factory is None else factory
+    if not callable(options["loop_factory"]):
         raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
-    else:
-        _check_importable("loop_factory must be", factory, names, is_pickled=True)
+    if len(names) > 1:
+        _check_for_children(options["exports"], options["loop_factory"])
     options |= {"world_size": len(names), "interface": loopback_only(), "is_local": True}
     return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
 
 
-def _check_importable(
-    rule: str, value: Any, names: Sequence[str], *, is_pickled: bool = False
-) -> None:
-    """Raise TypeError for a function or class that children, if there are any, cannot import.
+def _check_for_children(exports: Sequence[Export] | None, factory: LoopFactory) -> None:
+    for each in exports or ():
+        _check_importable("exports must hold", each)
+    _check_importable("loop_factory must be", factory, is_pickled=True)
+
+
+def _check_importable(rule: str, value: Any, *, is_pickled: bool = False) -> None:
+    """Raise TypeError for a function or class that children cannot import.
 
     With `is_pickled` also for another object that cannot be pickled. `main` may hold locks and
     queues of multiprocessing, which are pickled as a process starts only.
     """
-    if len(names) == 1 or isinstance(value, str):
+    if isinstance(value, str):
         return
     try:
         is_importable = not (hasattr(value, "__qualname__") and is_by_value(value))
@@ -260,7 +309,8 @@ def _check_importable(
 def _check_run(main: Callable[..., Any], names: Sequence[str]) -> None:
     if not names:
         raise ValueError("run_local needs at least one worker")
-    _check_importable("main must be", main, names)
+    if len(names) > 1:
+        _check_importable("main must be", main)
     if asyncio._get_running_loop() is not None:
         raise RuntimeError(
             "run_local() makes an event loop, and one runs in this thread: use `async with "

@@ -68,12 +68,14 @@ class Node:
         self.departures = Departures(
             members, self.pool, self.linked, self._told, self._probe, not is_attached
         )
+        self.leaves_alone = False
+        """Whether this worker's exit does not wait for its peers, which go on."""
         self.entries = EntryHandler(members, self._add, self._announce)
         self._changes = ChangeLog()
         if not is_attached:
             self._changes.admit(members.peers)
         self._changed = asyncio.Event()  # set and replaced at each change
-        self._loop = asyncio.get_running_loop()
+        self.loop = asyncio.get_running_loop()
         self._agent: Agent | None = None
         self._held: list[Callable[[], None]] | None = []  # until `start`
 
@@ -182,7 +184,7 @@ class Node:
     async def next_change(self, entry: Entry) -> Entry | None:
         """Wait for the entry after that one; None if this worker leaves before. On any loop."""
         if entry.next is None and not self._changes.is_closed:
-            await await_on(self._loop, self._wait_for_change(entry))
+            await await_on(self.loop, self._wait_for_change(entry))
         return entry.next
 
     async def _wait_for_change(self, entry: Entry) -> None:

@@ -31,6 +31,8 @@ _COMPLETE = "complete"  # all were registered; the highest worker id
 _REJOINS = "rejoins"
 _JOINS = "joins"  # ranks that were given to workers that join, of which some did not enter
 _ENTRIES = "entries"  # rejoins and joins
+_DEPARTURES = "departures"  # workers that have left while the others went on
+_DEPARTED = "departed"  # the entry of the process of that rank that has
 _NAME = "name"  # followed by a name: the rank of the worker that joins under it, or has joined
 _NOTICE = "notice"  # the failure notice
 _NOTICE_READ = "notice_read"
@@ -144,7 +146,7 @@ class Rendezvous:
         return WorkerAddress(*json.loads(self._store.get(_key(_ADDRESS, rank))))
 
     def withdraw(self) -> None:
-        """Withdraw the registration of a worker that does not enter, or that joined and leaves.
+        """Withdraw the registration of a worker that does not enter.
 
         If it was to replace another one, that is restored: its process is alive.
         """
@@ -179,11 +181,13 @@ class Rendezvous:
         """Close the store; another may open at its address."""
         self._store.close()
 
-    def withdraw_joined(self) -> None:
-        """Withdraw a worker that has joined, and let no other wait for it: it leaves now."""
-        self.withdraw()
-        for key in (_EXITING, _EXITED):
-            self._store.set(_key(key, self._rank), "")
+    def depart(self) -> None:
+        """Note that this worker leaves and the others go on: none that enters later meets it."""
+        self._store.set(_key(_DEPARTED, self._rank), str(self.registration.entry))
+        self._store.add(_DEPARTURES, 1)
+
+    def _has_departed(self, found: Registration) -> bool:
+        return self._store.read(_key(_DEPARTED, found.rank)) == str(found.entry)
 
     # ── exit ────────────────────────────────────────────────────────────────────────────────────
 
@@ -191,6 +195,8 @@ class Rendezvous:
         """Wait until `others` are here too, for at most `seconds`."""
         end = time.monotonic() + seconds
         self._store.set(_key(_EXITING, self._rank), "")
+        if self._store.read(_DEPARTURES):
+            others = [rank for rank in others if not self._store.has(_key(_DEPARTED, rank))]
         self._wait_for_keys(_keys(_EXITING, others), end)
         if self._store.is_server:
             # The store ends with this process, so the others must have read all of it.
@@ -279,11 +285,11 @@ class Rendezvous:
         seen: dict[int, Registration] = {}
         for rank in self._ranks():
             self._check(seen, rank)
-        for other in self._joined():
-            if other.name == self.registration.name:
+        for other in (found := self._published()):
+            if other.name == self.registration.name and other.joined:
                 self.withdraw()
                 raise ValueError(f"{self.registration} cannot rejoin: {other} has joined")
-        return [*seen.values(), *self._joined()]
+        return found
 
     def _join(self) -> list[Registration]:
         """Take the next rank, and the name if no worker that joins now has it."""
@@ -342,11 +348,15 @@ class Rendezvous:
         return sorted(found.values(), key=lambda each: each.rank)
 
     def _published(self) -> list[Registration]:
+        """Return the registrations of those that have not departed."""
         keys = _keys(_REGISTRATION, self._ranks())
-        return [*(Registration.load(self._store.get(key)) for key in keys), *self._joined()]
+        found = [*(Registration.load(self._store.get(key)) for key in keys), *self._joined()]
+        if self._store.read(_DEPARTURES):
+            found = [each for each in found if not self._has_departed(each)]
+        return found
 
     def _joined(self) -> list[Registration]:
-        """Return the registrations of those that have joined, and have not left in order."""
+        """Return the registrations of those that have joined."""
         size, number = self.registration.world_size, int(self._store.read(_JOINS) or 0)
         keys = _keys(_REGISTRATION, range(size, size + number))
         return [Registration.load(text) for key in keys if (text := self._store.read(key))]

@@ -27,7 +27,7 @@ RELEASE_TIMEOUT = 1.0  # for owners to learn that their objects are released
 DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
 BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
-WITHDRAW_TIMEOUT = 1.0  # for the store, when a worker leaves that has joined
+DEPART_TIMEOUT = 1.0  # for the store, when a worker leaves alone
 CALLS_TIMEOUT = 10.0  # for the calls that run on such a worker, if no limit is given
 STOP_TIMEOUT = 5.0  # for torch's threads to end
 OBJECTS_TIMEOUT = 10.0  # for the ends of created objects, if the wait for peers has no limit
@@ -63,7 +63,7 @@ class Shutdown:
     async def _wait_for_peers(self) -> None:
         if self.failure:  # peers with a connection see its end
             await self.node.departures.tell(self._not_connected(), self.failure)
-        elif self.rendezvous.registration.joined:
+        elif self.node.leaves_alone:
             self.node.departures.begin_to_leave()
             self.node.server.retire()
             await self.node.server.drain(CALLS_TIMEOUT if self.timeout is None else self.timeout)
@@ -84,8 +84,8 @@ class Shutdown:
 
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
-        if self.rendezvous.registration.joined:
-            await self._in_thread(WITHDRAW_TIMEOUT, self.rendezvous.withdraw_joined)
+        if self.node.leaves_alone:
+            await self._in_thread(DEPART_TIMEOUT, self.rendezvous.depart)
         if not self.failure:
             await self.node.departures.refresh()  # the wait was cut: which peers have left?
             await self._tell_others()
@@ -137,12 +137,14 @@ class Shutdown:
 
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""
+        if self.node.leaves_alone:  # the store would say that the world ends
+            return []
         members = self.node.members
         lost, messages = members.lost_peers, members.leave_messages
         left = {peer for peer in self.node.departures.left() if not messages.get(peer)}
         leaving = [peer for peer in members.peers if peer in left and peer not in lost]
         rest = [f"{peer} ({self._state_of(peer)})" for peer in members.peers if peer not in leaving]
-        if rest and not (self.failure or self.rendezvous.registration.joined):
+        if rest and not self.failure:
             log.warning("%s did not wait for %s", members.name, ", ".join(rest))
         return [members.peers[peer].rank for peer in leaving]
 

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,6 +42,7 @@ class Supervisor:
     processes: ProcessOptions
     failures: list[BaseException] = field(default_factory=list)
     _children: list[ChildProcess] = field(default_factory=list)
+    _stopping: set[ChildProcess] = field(default_factory=set)
     _make_process: ProcessFactory | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Set once the world is complete: before, no child can rejoin.
@@ -105,10 +106,61 @@ class Supervisor:
                 interrupt(failure)
             yield
 
+    async def add(self, config: WorkerConfig, has_joined: Coroutine[Any, Any, None]) -> None:
+        """Start one more child, and supervise it once it has joined.
+
+        Raises:
+            Exception: as it has raised it, if it does not join.
+        """
+        joining = asyncio.ensure_future(has_joined)
+        child: ChildProcess | None = None
+        try:
+            if self._make_process is None:
+                self._make_process = await self.processes.factory(config.start_timeout)
+            child = self._begin(config)
+            await asyncio.wait((joining, child.ended), return_when=asyncio.FIRST_COMPLETED)
+            if child.ended.done():
+                raise child.ended.result() or WorkerLost(config.name, "its process has ended")
+        except BaseException:
+            if child is not None:
+                child.kill()
+                self._release(child)
+            raise
+        finally:
+            joining.cancel()
+        self._supervise(child, config)
+
+    async def remove(self, name: str) -> None:
+        """Let a child leave while the others go on, and wait for its end.
+
+        Raises:
+            ValueError: if no such child is alive.
+        """
+        child = self._child(name)
+        if child is None or child.ended.done():
+            alive = ", ".join(each.name for each in self._children if not each.ended.done())
+            raise ValueError(f"{name!r} is not a child of this world; there are: {alive or 'none'}")
+        self._stopping.add(child)
+        child.send("stop")
+        await asyncio.wait((child.ended,))
+        self._release(child)
+
+    def _release(self, child: ChildProcess) -> None:
+        """Free what belongs to a child if it has ended; otherwise the end of the world does."""
+        if child.release() and child in self._children:
+            self._children.remove(child)
+            self._stopping.discard(child)
+
     def _start(self, config: WorkerConfig) -> None:
+        self._supervise(self._begin(config), config)
+
+    def _begin(self, config: WorkerConfig) -> ChildProcess:
         assert self._make_process is not None
         child = ChildProcess(self._make_process, config, self.main, self.args)
         self._children.append(child)
+        return child
+
+    def _supervise(self, child: ChildProcess, config: WorkerConfig) -> None:
         child.ended.add_done_callback(lambda ended: self._on_end(child, config, ended.result()))
 
     def _on_end(
@@ -121,6 +173,8 @@ class Supervisor:
             death = failure
         if self._detector is not None and death is not None:
             self._detector.lose(config.name, death)
+        if child in self._stopping:
+            return
         if self._detector is not None and self.restarts and self._command is None:
             error = self._restart(child, config, failure)
             if error is None:
@@ -138,8 +192,7 @@ class Supervisor:
         reason = _reason(config.name, failure)
         raised = failure if failure.__cause__ else None  # the traceback of the child
         log.warning("worker %r is restarted: %s", config.name, reason, exc_info=raised)
-        if child.release():
-            self._children.remove(child)
+        self._release(child)
         try:
             self._start(config)
         except Exception as exc:  # too many processes or open files

@@ -298,7 +298,7 @@ async def _running(
     """Serve and call peers, from the start of torch's RPC to its end."""
     comeback = rendezvous.registration.comeback
     [own] = (each for each in workers if each.name == config.name)
-    failure = ""
+    failure, node.leaves_alone = "", config.join
     try:
         node.start(_host_for_others(own, workers), workers, agent)
         if comeback:

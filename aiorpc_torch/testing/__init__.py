@@ -23,9 +23,8 @@ from torch.futures import Future
 from .._aio.loops import LoopFactory
 from .._server.exports import Export
 from .._torch.devices import DeviceMaps
-from .._world.local import local_world
+from .._world.local import LocalWorker, local_world
 from .._world.processes import Start
-from .._world.worker import Worker
 from .gate import Gate as Gate
 from .leaks import no_leaks as no_leaks
 
@@ -71,14 +70,16 @@ class Options(TypedDict, total=False):
 class Workers(Protocol):
     """The type of the fixture `workers`: `me = await workers(["ps", "trainer0"])`."""
 
-    async def __call__(self, workers: int | Sequence[str], **options: Unpack[Options]) -> Worker:
+    async def __call__(
+        self, workers: int | Sequence[str], **options: Unpack[Options]
+    ) -> LocalWorker:
         """Start a world of these workers and this process; it ends with the test."""
 
 
 @contextlib.asynccontextmanager
 async def world(
     workers: int | Sequence[str] = 0, **options: Unpack[Options]
-) -> AsyncIterator[Worker]:
+) -> AsyncIterator[LocalWorker]:
     """Enter a `local_world`, by default of this process alone.
 
     The process from which children are forked starts with the first world that has some, and ends

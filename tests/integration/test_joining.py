@@ -1,7 +1,9 @@
 """Worlds whose membership changes: workers join, leave, are lost and return."""
 
 import asyncio
+import contextlib
 import os
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +44,64 @@ async def test_changes_of_a_child_that_is_killed() -> None:
     assert lost.reason == "its process was killed by SIGKILL"
     assert returned == Change("returned", "a", 1)
     assert {each.kind for each in changes[2:]} <= {"left"}
+
+
+# ── a local world ───────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("joining.local", "rejoin.changes")
+async def test_children_are_started_and_stopped() -> None:
+    """Also one of the start. The others go on, and a name is free when its worker has left."""
+    async with asyncio.timeout(2 * SOON), world(["a"]) as me:
+        following = asyncio.create_task(follow(me))
+        await asyncio.gather(me.start("b"), me.start("c"))
+        assert sorted(me.peers) == ["a", "b", "c"]
+        assert await call("b", actors.ask_back, "c") == "c"
+        assert await call("a", actors.ask_back, "b") == "b"
+        with pytest.raises(ValueError, match="two workers are called 'b'"):
+            await me.start("b")
+        ending = asyncio.create_task(call("b", asyncio.sleep, 0.2, "ended"))
+        await call("b", actors.pid)
+        await me.stop("b")
+        assert await ending == "ended"
+        await me.stop("a")
+        assert me.peers == ("c",)
+        with pytest.raises(ValueError, match="'a' is not a child of this world; there are: c"):
+            await me.stop("a")
+        for name in ("a", "b"):
+            await me.start(name)
+            assert await call("c", actors.ask_back, name) == name
+        assert me.peers == ("c", "a", "b")
+    changes = [(change.kind, change.name) for change in await following]
+    assert changes[2:6] == [("left", "b"), ("left", "a"), ("joined", "a"), ("joined", "b")]
+
+
+@pytest.mark.promise("joining.local")
+async def test_a_child_of_a_world_of_one_is_restarted() -> None:
+    """It joins anew, and may be stopped; once it may not be restarted, it may be started."""
+    async with asyncio.timeout(2 * SOON), world(restart=1) as me:
+        await me.start("a")
+        for _ in range(2):
+            pending = asyncio.create_task(call("a", asyncio.sleep, 600))
+            kill("a")
+            with pytest.raises(WorkerLost):
+                await pending
+            with contextlib.suppress(WorkerLost):
+                await me.wait_for("a")
+        await me.start("a")
+        await me.wait_for("a")
+        assert await call("a", actors.ask_back, "main") == "main"
+        await me.stop("a")
+
+
+@pytest.mark.promise("joining.local")
+async def test_a_child_that_does_not_start() -> None:
+    """Its error is raised where it is started, and the world goes on."""
+    async with asyncio.timeout(2 * SOON), world() as me:
+        with pytest.raises(ValueError, match="a worker's name must be"):
+            await me.start("no name")
+        await me.start("a")
+        assert await call("a", actors.ask_back, "main") == "main"
 
 
 # ── joining ─────────────────────────────────────────────────────────────────────────────────────
@@ -199,7 +259,11 @@ async def test_a_joiner_that_is_killed_is_lost(tmp_path: Path) -> None:
 @pytest.mark.promise("joining.join")
 async def test_joining_at_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     """By MASTER_ADDR alone, beside a launcher that keeps the store."""
-    agent = torch.distributed.TCPStore("127.0.0.1", 0, None, True, wait_for_workers=False)
+    listening = socket.create_server(("127.0.0.1", 0))  # torch's own looks up names of addresses
+    port = listening.getsockname()[1]
+    agent = torch.distributed.TCPStore(
+        "127.0.0.1", port, None, True, wait_for_workers=False, master_listen_fd=listening.detach()
+    )
     environment = {
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(agent.port),

@@ -1,6 +1,6 @@
 """The typed API as a user writes it: checked by mypy and pyright, never run."""
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable
 from typing import assert_type
 
 import torch
@@ -113,7 +113,10 @@ async def served(a: int, b: int = 0) -> str:
 async def main(me: aiorpc.Worker, label: str) -> int:
     assert_type(await served(1, b=2), str)
     async with local_world(["ps"], name="x") as worker:
-        assert_type(worker, aiorpc.Worker)
+        assert_type(worker, aiorpc.LocalWorker)
+        await worker.start("w0")
+        await worker.stop("w0")
+        assert_type(anext(worker.changes()), Awaitable[aiorpc.Change])
         assert_type(worker.peers, tuple[str, ...])
     return len(label)
 

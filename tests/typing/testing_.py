@@ -4,14 +4,14 @@ from typing import Any, assert_type
 
 from torch.futures import Future
 
-from aiorpc_torch import RRef, Worker, call, create, testing
+from aiorpc_torch import LocalWorker, RRef, call, create, testing
 from aiorpc_torch.testing import Gate, Workers
 
 
 async def test_of_workers(workers: Workers) -> None:
     """The fixture takes what `local_world` takes, and nothing else."""
-    assert_type(await workers(["a", "b"], heartbeat=2.0, transports=["uv"]), Worker)
-    assert_type(await workers(2), Worker)
+    assert_type(await workers(["a", "b"], heartbeat=2.0, transports=["uv"]), LocalWorker)
+    assert_type(await workers(2), LocalWorker)
     await workers(2, heartbeat="2")  # type: ignore[arg-type]  # pyright: ignore
     await workers(2, stop=1.0)  # type: ignore[call-arg]  # pyright: ignore
 
@@ -19,7 +19,7 @@ async def test_of_workers(workers: Workers) -> None:
 async def worlds() -> None:
     """As a block."""
     async with testing.world() as me:
-        assert_type(me, Worker)
+        assert_type(me, LocalWorker)
     async with testing.world(["a"], name="test", stop_timeout=1.0):
         gate = await create("a", Gate)
         assert_type(gate, RRef[Gate])

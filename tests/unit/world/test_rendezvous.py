@@ -5,7 +5,6 @@ import json
 import logging
 import socket
 import threading
-import time
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
@@ -420,7 +419,7 @@ def test_a_name_is_free_again(group: Group) -> None:
     assert known is not None
     assert (known[0].rank, known[1]) == (2, WorkerAddress(2, "at a"))
     second.withdraw()  # refused
-    first.withdraw_joined()
+    first.depart()
     third = joiner(group, "a")
     third.register()
     assert third.predecessor() is None
@@ -471,8 +470,12 @@ def test_an_ended_world_is_not_joined(group: Group) -> None:
     """A worker that joins then waits for the next; one that has left is not awaited."""
     first = running(group)
     left = enter(group, "a")
-    left.withdraw_joined()
-    first[1]._wait_for_keys(["exiting/2", "exited/2"], time.monotonic() + 20.0)
+    left.depart()
+    leaving = [
+        group.pool.submit(each.exit_barrier, [1 - rank, 2], 20.0) for rank, each in enumerate(first)
+    ]
+    for each in leaving:
+        each.result(10.0)
     for each in first:
         each.mark_world_dead()
     with pytest.raises(WorldTimeout, match="none is complete"):
