@@ -220,6 +220,43 @@ async def test_a_supervised_object_of_a_worker_that_has_left(tmp_path: Path) -> 
         left.close()
 
 
+@pytest.mark.promise("rejoin.wait_ends", "supervised.waits")
+async def test_waits_for_a_dead_peer_end_with_the_world(tmp_path: Path) -> None:
+    """Nothing starts that peer again. `wait_for` and supervised objects raise NotServing."""
+    options: Any = {"world_size": 2, "init_method": f"file://{tmp_path}/store", "interface": "lo"}
+    peer = Process(leavers.client, "a", 1, options)
+    try:
+        async with aiorpc.worker("main", rank=0, **options) as me, asyncio.timeout(PATIENCE):
+            counter = await aiorpc.supervised("a", Counter)
+            group = aiorpc.Group([counter])
+            pending = asyncio.create_task(aiorpc.call("a", asyncio.sleep, 600))
+            assert await aiorpc.remote(counter).add() == 1
+            peer.tell("die")
+            with pytest.raises(aiorpc.WorkerLost):
+                await pending
+            waits: list[Any] = [
+                me.wait_for("a"),
+                aiorpc.remote(counter).add(),
+                aiorpc.remote(group.any()).add(),
+                anext(group.map(Counter.add, [1])),
+            ]
+            waiting = [asyncio.ensure_future(waited(each)) for each in waits]
+            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE):
+            assert [type(await each) for each in waiting] == [aiorpc.NotServing] * 4
+            assert isinstance(await waited(aiorpc.remote(counter).add()), aiorpc.NotServing)
+    finally:
+        peer.close()
+
+
+async def waited(awaitable: Any) -> BaseException | None:
+    try:
+        await awaitable
+    except Exception as exc:
+        return exc
+    return None
+
+
 def test_leaving_without_the_store(started: Callable[..., list[Process]]) -> None:
     """Rank 0 dies with the store: the others tell each other by torch that they leave."""
     server, first, second = started("serve", store=f"tcp://127.0.0.1:{free_port()}")
