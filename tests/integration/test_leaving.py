@@ -1,5 +1,6 @@
 """Leaving a world: a worker serves as long as live peers are inside, and says for whom."""
 
+import asyncio
 import contextlib
 import inspect
 import multiprocessing
@@ -17,6 +18,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch._world.departures import Departures
 from aiorpc_torch.testing import world
 from tests.support import leavers
+from tests.support.actors import Counter
 from tests.support.example_programs import free_port
 from tests.support.raw_connections import read
 
@@ -188,6 +190,71 @@ async def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
     async with world(["a", "b", "c"]):
         assert names == []
     assert sorted(names) == ["a", "b", "c"]
+
+
+@pytest.mark.promise("supervised.left")
+async def test_a_supervised_object_of_a_worker_that_has_left(tmp_path: Path) -> None:
+    """Its calls raise NotServing. Nothing is made again, since no loss has ended its worker."""
+    options: Any = {"world_size": 2, "init_method": f"file://{tmp_path}/store", "interface": "lo"}
+    left = Process(leavers.client, "a", 1, options | {"stop_timeout": 0.1})
+    try:
+        async with aiorpc.worker("main", rank=0, **options), asyncio.timeout(PATIENCE):
+            counter = await aiorpc.supervised("a", Counter)
+            assert await aiorpc.remote(counter).add() == 1
+            left.tell("leave")
+            await asyncio.to_thread(left.hear, "left")
+            for calling in (
+                lambda: aiorpc.remote(counter).add(),
+                lambda: aiorpc.fetch(counter),
+                lambda: aiorpc.remote(counter).aadd(),
+            ):
+                with pytest.raises(aiorpc.NotServing):
+                    await calling()
+            with pytest.raises(aiorpc.GroupError) as raised:
+                await aiorpc.remote(aiorpc.Group([counter])).add()
+            assert isinstance(raised.value.exceptions[0], aiorpc.NotServing)
+            with pytest.raises((aiorpc.NotServing, aiorpc.WorkerLost)):
+                await aiorpc.remote(aiorpc.Group([counter]).any()).add()
+            assert counter.incarnation == 0
+    finally:
+        left.close()
+
+
+@pytest.mark.promise("rejoin.wait_ends", "supervised.waits")
+async def test_waits_for_a_dead_peer_end_with_the_world(tmp_path: Path) -> None:
+    """Nothing starts that peer again. `wait_for` and supervised objects raise NotServing."""
+    options: Any = {"world_size": 2, "init_method": f"file://{tmp_path}/store", "interface": "lo"}
+    peer = Process(leavers.client, "a", 1, options)
+    try:
+        async with aiorpc.worker("main", rank=0, **options) as me, asyncio.timeout(PATIENCE):
+            counter = await aiorpc.supervised("a", Counter)
+            group = aiorpc.Group([counter])
+            pending = asyncio.create_task(aiorpc.call("a", asyncio.sleep, 600))
+            assert await aiorpc.remote(counter).add() == 1
+            peer.tell("die")
+            with pytest.raises(aiorpc.WorkerLost):
+                await pending
+            waits: list[Any] = [
+                me.wait_for("a"),
+                aiorpc.remote(counter).add(),
+                aiorpc.remote(group.any()).add(),
+                anext(group.map(Counter.add, [1])),
+            ]
+            waiting = [asyncio.ensure_future(waited(each)) for each in waits]
+            await asyncio.sleep(0)
+        async with asyncio.timeout(PATIENCE):
+            assert [type(await each) for each in waiting] == [aiorpc.NotServing] * 4
+            assert isinstance(await waited(aiorpc.remote(counter).add()), aiorpc.NotServing)
+    finally:
+        peer.close()
+
+
+async def waited(awaitable: Any) -> BaseException | None:
+    try:
+        await awaitable
+    except Exception as exc:
+        return exc
+    return None
 
 
 def test_leaving_without_the_store(started: Callable[..., list[Process]]) -> None:

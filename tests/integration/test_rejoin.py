@@ -125,21 +125,6 @@ async def test_waiting_for_an_unreachable_worker() -> None:
             assert await asking == 8
 
 
-@pytest.mark.promise("rejoin.wait_ends")
-async def test_waiting_ends_with_the_world() -> None:
-    """A task that waits for a lost peer while its own worker leaves gets NotServing."""
-    async with asyncio.timeout(60.0):
-        async with world(["a"], restart=1) as me:
-            pending = asyncio.create_task(call("a", asyncio.sleep, 600))
-            await call("a", actors.pid)
-            kill("a")
-            await lost(pending)
-            waiting = asyncio.create_task(me.wait_for("a"))
-            await asyncio.sleep(0)
-        with pytest.raises(aiorpc.NotServing, match="it waited for worker 'a'"):
-            await waiting
-
-
 @pytest.mark.promise("rejoin.undisturbed")
 async def test_a_rejoin_while_others_work() -> None:
     """Calls between the other workers go on, each answered once."""

@@ -322,26 +322,3 @@ async def test_loops_of_other_threads(file: Path) -> None:
         found = await asyncio.to_thread(lambda: asyncio.run(wait(remote(diary).add())))
         assert found == 1
         assert await remote(diary).add() == 2
-
-
-@pytest.mark.promise("supervised.waits")
-async def test_waiting_ends_with_the_world(file: Path) -> None:
-    """Of this worker: calls of supervised objects and `wait_for` raise NotServing."""
-    async with asyncio.timeout(LONG):
-        async with world(["a"], restart=1) as me:
-            diary = await supervised("a", Diary, file)
-            await lose("a")
-            waiting = [
-                asyncio.create_task(each)
-                for each in (
-                    wait(remote(diary).add()),
-                    read(Group([diary]).map(Diary.twice, [1])),
-                    me.wait_for("a"),
-                )
-            ]
-            await asyncio.sleep(0)
-        for each in waiting:
-            with pytest.raises(NotServing):
-                await each
-        with pytest.raises(NotServing):
-            await remote(diary).add()
