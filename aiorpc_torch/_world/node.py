@@ -164,8 +164,12 @@ class Node:
     # ── changes of peers ────────────────────────────────────────────────────────────────────────
 
     def note(self, kind: Kind, peer: str, reason: str = "") -> None:
-        """Tell the readers of the changes of a peer, unless they know already. On the loop."""
-        if self._changes.record(Change(kind, peer, self.members.peers[peer].rank, reason)):
+        """Tell the readers of the changes of a peer, unless they know already. On the loop.
+
+        Nothing is told of this worker itself, whose connections to itself end too.
+        """
+        known = self.members.peers.get(peer)
+        if known is not None and self._changes.record(Change(kind, peer, known.rank, reason)):
             self._wake_readers()
 
     def end_changes(self) -> None:
