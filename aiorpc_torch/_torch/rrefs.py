@@ -59,6 +59,7 @@ class RRefTable:
             weakref.WeakKeyDictionary()
         )
         self._is_closed = False
+        self.gone: dict[int, str] = {}  # names of workers that are lost or have left, by worker id
 
     @property
     def is_open(self) -> bool:
@@ -187,13 +188,37 @@ def leaving_world() -> Iterator[None]:
         _table = RRefTable(NO_WORLD, counted=True)
 
 
+def note_gone(worker_id: int, name: str) -> None:
+    """Refuse to send or receive RRefs of a process that is lost or has left.
+
+    torch asks the owner for a reference five times, and then aborts the process that has received
+    the RRef. (2.15; tests/integration/test_rrefs.py)
+    """
+    _table.gone[worker_id] = name
+
+
+def note_back(worker_id: int) -> None:
+    """Send and receive RRefs of that process again: it was silent only."""
+    _table.gone.pop(worker_id, None)
+
+
+def _check_owner(worker_id: int) -> None:
+    if (name := _table.gone.get(worker_id)) is not None:
+        raise ReferenceError(
+            f"this RRef is of an object of worker {name!r}, which is lost or has left: create() "
+            "the object again"
+        )
+
+
 def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
     """Return the arguments of `deserialize_rref` at the receiver.
 
     Raises:
-        ReferenceError: if the RRef is of a world that this process has left.
+        ReferenceError: if the RRef is of a world that this process has left, or its owner is lost.
     """
     rref = _in_this_world(rref)
+    if _table.gone and not rref.is_owner():
+        _check_owner(rref.owner().id)
     received = _received.get(rref)
     if received is not None and received.mode == PINNED:
         return received.data, received.mode
@@ -208,8 +233,9 @@ def deserialize_rref(data: Any, mode: SharingMode) -> "RRefBase[Any]":
     """Return the RRef of `serialize_rref`, at a worker that may be its owner.
 
     Raises:
-        ReferenceError: if it is of an object of this worker that was freed.
+        ReferenceError: if it is of an object of this worker that was freed, or its owner is lost.
     """
+    _check_owner(data[0])
     if mode == PINNED and data[0] == _table.worker_id:
         return _table.own_rref(_id_in(data))
     rref: RRefBase[Any] = RRefBase._deserialize(data)

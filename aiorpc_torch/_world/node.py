@@ -15,6 +15,7 @@ from .._protocol.endpoints import completed_future
 from .._protocol.members import Members
 from .._server.exports import ExportPolicy
 from .._server.server import Server
+from .._torch import rrefs
 from .._torch.agent import Agent, PeerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
@@ -169,7 +170,13 @@ class Node:
         Nothing is told of this worker itself, whose connections to itself end too.
         """
         known = self.members.peers.get(peer)
-        if known is not None and self._changes.record(Change(kind, peer, known.rank, reason)):
+        if known is None:
+            return
+        if kind == "lost" or (kind == "left" and self.attachments is None):
+            rrefs.note_gone(known.number, peer)
+        else:
+            rrefs.note_back(known.number)
+        if self._changes.record(Change(kind, peer, known.rank, reason)):
             self._wake_readers()
 
     def end_changes(self) -> None:

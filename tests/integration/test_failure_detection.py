@@ -20,7 +20,7 @@ from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import child, forkserver, supervisor
 from aiorpc_torch.testing import Gate, Workers, frozen, kill, world
 from tests.support import actors
-from tests.support.actors import Batching, Counter, Sleeper, Streams
+from tests.support.actors import Batching, Counter, Holder, Sleeper, Streams
 from tests.support.slack import SLACK
 
 
@@ -350,3 +350,23 @@ async def test_losses_say_whether_the_call_was_sent() -> None:
                     await make()
                 error = raised.value
                 assert (error.worker, error.method, error.may_have_run) == ("b", name, False)
+
+
+# ── RRefs of its objects ────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("lost.rrefs")
+async def test_an_rref_of_a_lost_worker_is_not_passed_on() -> None:
+    """Neither to another worker nor back: torch would abort the process that receives it."""
+    async with world(["a", "b", "c"]):
+        counter, holder = await create("a", Counter), await create("b", Holder)
+        other = await create("c", Holder)
+        await remote(holder).take(counter)
+        kill("a")
+        with pytest.raises(WorkerLost):
+            await remote(counter).add(1)
+        with pytest.raises(ReferenceError, match="worker 'a', which is lost"):
+            await remote(other).take(counter)
+        with pytest.raises(ReferenceError, match="worker 'a', which is lost"):
+            await remote(holder).given()
+        assert await call("b", actors.pid) != await call("c", actors.pid), "both live"
