@@ -217,9 +217,10 @@ def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
         ReferenceError: if the RRef is of a world that this process has left, or its owner is lost.
     """
     rref = _in_this_world(rref)
-    if _table.gone and not rref.is_owner():
-        _check_owner(rref.owner().id)
     received = _received.get(rref)
+    if _table.gone and not rref.is_owner():
+        with contextlib.suppress(RuntimeError):  # in later worlds torch may not find the owner
+            _check_owner(rref.owner().id if received is None else received.data[0])
     if received is not None and received.mode == PINNED:
         return received.data, received.mode
     data = rref._serialize()
