@@ -561,6 +561,7 @@ async def test_blocking_rpc_on_a_loop_that_is_called_back() -> None:
 
 
 async def check_blocking_rpc() -> None:
+    assert await call("a", actors.pid)  # torch would not wait until it may make calls
     with pytest.raises(RuntimeError, match="RPCErr:1:"):
         rpc.rpc_sync("a", actors.call_back_on_a_new_loop, args=("main",), timeout=1.0)
     assert await call("a", actors.pid)
