@@ -68,7 +68,7 @@ class SupervisedCall(RemoteCall):
         while True:
             rref = self._supervised.start()
             if rref is None:
-                rref = yield from self._wait(due).__await__()
+                rref = yield from wait_for(self._supervised, self._target, due).__await__()
                 self._timeout = time_left(due)
             self._worker = rref
             if self._target.on is not rref:
@@ -80,9 +80,6 @@ class SupervisedCall(RemoteCall):
                     raise
             tried = rref
             self._steps = steps  # it is not over
-
-    async def _wait(self, due: float | None) -> RRef[Any]:
-        return await wait_for(self._supervised, self._target, due)
 
     def __aiter__(self) -> "SupervisedStream":  # type: ignore[override]
         if self._steps is not None:

@@ -80,6 +80,11 @@ class PeerInfo:
         return WorkerInfo(self.name, self.number)
 
 
+def past_name(name: str, worker_id: int) -> str:
+    """Return the name in torch's table of a process that another one has replaced."""
+    return f"{name[:100]}:was:{worker_id}"
+
+
 class Agent:
     """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 
@@ -141,7 +146,7 @@ class Agent:
         kept = {name: each for name, each in self.routes.answers.items() if name != old.name}
         self._agent._update_group_membership(old.info, self.routes.used, kept, False)
         # Without an entry for the old process, RRefs to its objects would have no owner.
-        past = f"{old.name[:100]}:was:{old.number}"
+        past = past_name(old.name, old.number)
         self._update(old, past, kept)
         self.add_peer(peer)
         return past

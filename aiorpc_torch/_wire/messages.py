@@ -213,7 +213,7 @@ def encode_lone(
 ) -> bytes | None:
     """Return the frame of a call that is sent at once; None if `encode_call` has to encode it.
 
-    It is what `encode_calls` makes of it, without a call to queue: a fifth of a lone call's time.
+    It is what `encode_calls` makes of it, without a call to queue: some 3 µs less.
     """
     if len(args) != 1:
         return None

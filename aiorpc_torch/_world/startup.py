@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._protocol import endpoints
-from .._torch.agent import Agent, PeerInfo
+from .._torch.agent import Agent, PeerInfo, past_name
 from .._torch.devices import DeviceRoutes
 from .._torch.transport import send, wrap_future
 from ..errors import WorldTimeout
@@ -180,8 +180,8 @@ class Startup:
         if known is None:
             return []
         former, address = known
-        alias = f"{former.name[:100]}:was:{address.worker_id}"
-        found = PeerInfo(alias, former.rank, *address, {}, former.namespace)
+        name = past_name(former.name, address.worker_id)
+        found = PeerInfo(name, former.rank, *address, {}, former.namespace)
         agent.add_peer(found)
         return [found]
 
