@@ -7,7 +7,15 @@ import asyncio
 import contextvars
 import functools
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
@@ -17,6 +25,7 @@ from .._aio.inline_future import InlineFuture
 from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
+from .._torch.rrefs import identity
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
 from ..errors import CallTimeout, WorkerLost
@@ -34,24 +43,33 @@ R = TypeVar("R")
 Source = Iterator[Any] | AsyncIterator[Any]
 
 
+Follow = Callable[[Callable[[Exception | None], None]], Callable[[], None]]
+"""Calls back on the running loop after each change of the members, and with an error at their end.
+
+Returns a function that ends it.
+"""
+
+
 class MapResults(AsyncIterator[R]):
     """The results of a map, in the order of the items. An early end cancels the running calls."""
 
     def __init__(
         self,
-        members: Sequence[Any],
+        members: Collection[Any],
         method: Callable[..., Any],
         iterables: Sequence[Iterable[Any] | AsyncIterable[Any]],
         in_flight: int,
         retries: int,
+        follow: Follow | None = None,
     ) -> None:
         _check(method, iterables, in_flight, retries)
         self._name = call_name(BoundTarget((0, 0), method))
         sources = [
             aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
         ]
-        schedule = MapSchedule(len(members), in_flight, retries)
-        self._make = functools.partial(_MapRun, self._name, members, method, sources, schedule)
+        self._make = functools.partial(
+            _MapRun, self._name, members, method, sources, in_flight, retries, follow
+        )
         self._run: _MapRun | None = None  # from the first step on
         self._is_over = False
 
@@ -109,17 +127,21 @@ class _MapRun:
     def __init__(
         self,
         name: str,
-        members: Sequence[Any],
+        members: Collection[Any],
         method: Callable[..., Any],
         sources: Sequence[Source],
-        schedule: MapSchedule,
+        in_flight: int,
+        retries: int,
+        follow: Follow | None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.results = Wakeup()
         self._name = name
-        self._members = members
+        self._now = members
+        self._members = dict(enumerate(members))
         self._method = method
-        self._schedule = schedule
+        changes = follow is not None
+        self._schedule = MapSchedule(len(self._members), in_flight, retries, changes=changes)
         self._pool = current()
         self._context = contextvars.copy_context()  # of the calls
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
@@ -133,6 +155,7 @@ class _MapRun:
             self._timer = self.loop.call_later(left, self._expire, left)
         self._slots = Wakeup()  # is set when an item may be taken
         self._taking = self.loop.create_task(self._take_items(sources), name="aiorpc-map")
+        self._follow_no_more = None if follow is None else follow(self._on_change)
 
     async def next(self) -> Any:
         """Return the next result in order, or raise the exception in its place."""
@@ -147,6 +170,9 @@ class _MapRun:
 
     def stop(self) -> None:
         """Cancel the running calls, and take no further items."""
+        if self._follow_no_more is not None:
+            self._follow_no_more()
+            self._follow_no_more = None
         if self._timer is not None:
             self._timer.cancel()
         self._taking.cancel()
@@ -159,6 +185,25 @@ class _MapRun:
         for waiter in self._waits.values():
             waiter.cancel()
         self._waits.clear()
+
+    # ── members that change ─────────────────────────────────────────────────────────────────────
+
+    def _on_change(self, end: Exception | None) -> None:
+        """Give items to members that have come, and no more to those that have gone."""
+        if end is not None:
+            self._end(end)
+            return
+        now = {identity(each): each for each in self._now}
+        for number, member in [*self._members.items()]:
+            if now.pop(identity(member), None) is None:
+                del self._members[number]
+                self._schedule.dismiss(number)
+            elif self._schedule.is_lost(number):  # it answers again
+                self._schedule.restore(number)
+        for member in now.values():
+            self._members[self._schedule.admit()] = member
+        self._send_assigned()
+        self._slots.set()
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────
 
@@ -248,7 +293,7 @@ class _MapRun:
         answer = future.result()
         failure = exception_of(answer, call[2])
         if type(answer) is CallAborted and isinstance(failure, WorkerLost):
-            supervised = self._members[member]
+            supervised = self._members.get(member)
             if isinstance(supervised, Supervised):
                 may_wait(supervised, failure, call[2].on)  # type: ignore[arg-type]
                 self._expect(member)
@@ -267,13 +312,16 @@ class _MapRun:
     def _expire(self, seconds: float) -> None:
         """End the map with CallTimeout: at the items that run, and at those not taken."""
         text = f"the map of {self._name} timed out after {seconds:.3g} s"
-        late = CallTimeout(text, method=self._name)
-        self._schedule.fail_unassigned(late)
-        self._schedule.exhaust(late)
-        self._taking.cancel()
-        self._stop_waiting()
+        self._end(CallTimeout(text, method=self._name))
         for connection, number, target in [*self._calls.values()]:
             connection.expire(number, seconds, target)
+
+    def _end(self, failure: Exception) -> None:
+        """Give up the items that no member has, and those not taken."""
+        self._schedule.fail_unassigned(failure)
+        self._schedule.exhaust(failure)
+        self._taking.cancel()
+        self._stop_waiting()
         self.results.set()
 
 
