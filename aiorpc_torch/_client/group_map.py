@@ -4,6 +4,7 @@
 """
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import time
@@ -28,7 +29,7 @@ from .._aio.wakeup import Wakeup
 from .._torch.rrefs import identity
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
-from ..errors import CallTimeout, WorkerLost
+from ..errors import CallTimeout, RpcError, WorkerLost
 from .answers import exception_of
 from .call import has_passed
 from .connection import Connection
@@ -153,6 +154,7 @@ class _MapRun:
         if due is not None:
             left = due - time.monotonic()
             self._timer = self.loop.call_later(left, self._expire, left)
+        self._returning: dict[int, asyncio.Task[None]] = {}  # for members that may be alive
         self._slots = Wakeup()  # is set when an item may be taken
         self._taking = self.loop.create_task(self._take_items(sources), name="aiorpc-map")
         self._follow_no_more = None if follow is None else follow(self._on_change)
@@ -182,9 +184,10 @@ class _MapRun:
         self._stop_waiting()
 
     def _stop_waiting(self) -> None:
-        for waiter in self._waits.values():
+        for waiter in [*self._waits.values(), *self._returning.values()]:
             waiter.cancel()
         self._waits.clear()
+        self._returning.clear()
 
     # ── members that change ─────────────────────────────────────────────────────────────────────
 
@@ -198,12 +201,19 @@ class _MapRun:
             if now.pop(identity(member), None) is None:
                 del self._members[number]
                 self._schedule.dismiss(number)
-            elif self._schedule.is_lost(number):  # it answers again
-                self._schedule.restore(number)
+                if (waiting := self._returning.pop(number, None)) is not None:
+                    waiting.cancel()
         for member in now.values():
             self._members[self._schedule.admit()] = member
-        self._send_assigned()
-        self._slots.set()
+        self._go_on()
+
+    async def _await_return(self, number: int, owner: str) -> None:
+        """Let a member have items again if it is alive: only its connection had ended."""
+        with contextlib.suppress(RpcError):  # it is lost: it goes
+            await self._pool.wait_until_alive(owner)
+            del self._returning[number]
+            self._schedule.restore(number)
+            self._go_on()
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────
 
@@ -223,6 +233,11 @@ class _MapRun:
             failure = exc
         schedule.exhaust(failure)
         self.results.set()
+
+    def _go_on(self) -> None:
+        """Send what can be sent, and take further items."""
+        self._send_assigned()
+        self._slots.set()
 
     def _send_assigned(self) -> None:
         while (assigned := self._schedule.assign()) is not None:
@@ -262,9 +277,13 @@ class _MapRun:
         return rref
 
     def _expect(self, position: int) -> None:
-        """Let items wait for a lost member that is made again."""
-        member = self._members[position]
-        if isinstance(member, Supervised) and position not in self._waits:
+        """Let items wait for a lost member that is made again, or may be alive."""
+        member = self._members.get(position)
+        if self._follow_no_more is not None:
+            if member is not None and position not in self._returning:
+                waiting = self._await_return(position, member.owner_name())
+                self._returning[position] = self.loop.create_task(waiting, name="aiorpc-map")
+        elif isinstance(member, Supervised) and position not in self._waits:
             self._schedule.expect(position)
             self._waits[position] = waiter = member.wait()
             waiter.add_done_callback(
@@ -279,8 +298,7 @@ class _MapRun:
         failure = exception_of(found, target)
         if failure is None:
             self._schedule.restore(position)
-            self._send_assigned()
-            self._slots.set()
+            self._go_on()
         else:
             self._schedule.give_up(position, failure)
         self.results.set()
@@ -296,13 +314,12 @@ class _MapRun:
             supervised = self._members.get(member)
             if isinstance(supervised, Supervised):
                 may_wait(supervised, failure, call[2].on)  # type: ignore[arg-type]
-                self._expect(member)
+            self._expect(member)
             self._schedule.lose(index, member, failure)
             self.results.set()
         else:
             self._end_item(index, member, Outcome(None if failure else answer, failure))
-        self._send_assigned()
-        self._slots.set()
+        self._go_on()
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
         self._items.pop(index, None)

@@ -149,10 +149,6 @@ class MapSchedule:
         """Note that `member` is none any more: it gets no further items, and may answer those."""
         self._loads.pop(member, None)
 
-    def is_lost(self, member: int) -> bool:
-        """Return whether `member` was lost and gets no items."""
-        return self._loads[member] is None
-
     def _remove(self, member: int, failure: BaseException) -> None:
         if member in self._loads:
             self._loads[member] = None

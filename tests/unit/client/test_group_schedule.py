@@ -304,7 +304,7 @@ class Changing(Simulation):
         if not here or self.random.random() < 0.5:
             assert self.schedule.admit() == self.members
             self.members += 1
-        elif self.schedule.is_lost(member := self.random.choice(here)):
+        elif (member := self.random.choice(here)) in self.lost:
             self.schedule.restore(member)
             self.lost.discard(member)
             for had in self.had.values():  # it may get an item again that it was lost with
