@@ -30,7 +30,6 @@ from .._wire.frames import (
     RETIRE,
     SEGMENTS,
     SHARED,
-    ProtocolError,
     frame,
 )
 from .._wire.handshake import Party
@@ -299,10 +298,10 @@ class Connection(Channel):
             self._still_woken = self._state.woken  # this frame wakes none; the next call is alone
             self._on_segments(data)
             return 0
-        if kind != RETIRE:
-            raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
-        self._retire()
-        return 0
+        if kind == RETIRE:
+            self._retire()
+            return 0
+        return super().on_frame(kind, data)
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
         ended = self._pending.resolve(

@@ -30,7 +30,6 @@ from .._wire.frames import (
     SEGMENTS,
     SHARED,
     SLOT,
-    ProtocolError,
     frame,
 )
 from .._wire.handshake import Party
@@ -164,7 +163,7 @@ class Session(Channel):
         if kind == RETIRE:
             self.retired.set()
             return 0
-        raise ProtocolError(f"a callee must not get frames of kind {kind}")
+        return super().on_frame(kind, data)
 
     def on_read(self) -> None:
         handler, caller = self._handler, self.caller
