@@ -42,7 +42,7 @@ class InlineFuture:
         self._loop = loop
         self._state = "waiting"
         self._step: Step | None = None
-        self._asyncio_future_blocking = False
+        self._asyncio_future_blocking = True  # a task that is given it may wait
 
     def __repr__(self) -> str:
         return f"<InlineFuture {self._state}>"

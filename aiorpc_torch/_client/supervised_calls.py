@@ -86,7 +86,7 @@ class SupervisedCall(RemoteCall):
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
         due = deadline_in(self._timeout)
-        return SupervisedStream(self._supervised, self._target, self._args, self._kwargs, due)
+        return SupervisedStream(self._supervised, self._target, *self._arguments, due)
 
 
 def may_wait(supervised: Supervised[Any], exc: WorkerLost, rref: "RRefBase[Any]") -> bool:

@@ -41,6 +41,7 @@ from .wire_targets import EncodedTarget, NamedTarget
 
 CALL_OVERHEAD = 64  # approximate bytes of a call without arguments
 MAX_HEADS = 1024  # that one end of a connection remembers
+MAX_LONE_HEADS = 128  # of lone calls of one method
 MAX_KNOWN_HEAD = 4096  # bytes of a head that is remembered
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -208,23 +209,30 @@ def _has_repeated_tensor(values: Sequence[Any], kinds: Sequence[CellKind]) -> bo
     return len(set(tensors)) < len(tensors)
 
 
-def encode_lone(
-    heads: HeadCache, number: int, target: EncodedTarget, args: tuple[Any, ...]
-) -> bytes | None:
+class LoneHeads(dict[CellKind, bytes]):
+    """The heads of calls of one target with one argument, by its kind."""
+
+    def __init__(self, target: EncodedTarget) -> None:
+        super().__init__()
+        self._target = target
+
+    def __missing__(self, kind: CellKind) -> bytes:
+        if len(self) >= MAX_LONE_HEADS:
+            self.clear()
+        data = self[kind] = EncodedHead(self._target, False, (), (kind,)).data
+        return data
+
+
+def encode_lone(heads: LoneHeads, number: int, value: Any) -> bytes | None:
     """Return the frame of a call that is sent at once; None if `encode_call` has to encode it.
 
     It is what `encode_calls` makes of it, without a call to queue: some 3 µs less.
     """
-    if len(args) != 1:
-        return None
-    found = small_cell(args[0])
+    found = small_cell(value)
     if found is None:
         return None
     kind, cell = found
-    if (type(cell) is bytes or type(cell) is str) and len(cell) > INLINE_BYTES - CALL_OVERHEAD:
-        return None
-    head = heads.head(target, False, (), (kind,))
-    return dump(((head.data, (number,), (cell if type(kind) is tuple else found[1:],)),))
+    return dump(((heads[kind], (number,), (cell if type(kind) is tuple else (cell,),)),))
 
 
 def _encode_pickled(

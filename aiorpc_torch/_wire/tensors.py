@@ -24,11 +24,12 @@ TensorKind = tuple[torch.dtype, tuple[int, ...]]
 _copy = ctypes.string_at
 
 
-def small_bytes(tensor: Tensor) -> bytes | None:
-    """Return a copy of the elements of a small, plain, dense CPU tensor outside autograd.
+def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
+    """Return kind and elements of a small, plain, dense CPU tensor outside autograd.
 
-    Return None for any other tensor. Not a view of the memory: on Python 3.12 a transport keeps
-    views that it cannot write at once, and a change after its `write` arrived at the peer.
+    Return None for any other tensor. The bytes are no view of the memory: on Python 3.12 a
+    transport keeps views that it cannot write at once, and a change after its `write` arrived at
+    the peer.
     """
     if dispatch_keys(tensor).raw_repr() not in PLAIN_KEYS or tensor.requires_grad:
         return None
@@ -38,7 +39,8 @@ def small_bytes(tensor: Tensor) -> bytes | None:
     # Not numpy(): it has no bfloat16 and may not be installed.
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    return _copy(tensor.data_ptr(), size) if size else b""
+    data = _copy(tensor.data_ptr(), size) if size else b""
+    return (tensor.dtype, tensor.shape), data
 
 
 def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
@@ -80,7 +82,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def wire_dtype(dtype: torch.dtype) -> str:
-    """Return the name of a dtype that `small_bytes` takes."""
+    """Return the name of a dtype that `small_tensor` takes."""
     return _NAMES[dtype]
 
 
