@@ -1,6 +1,7 @@
 """The public functions that make calls: `remote(rref).method(...)`, `call`, `create`, `fetch`."""
 
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from functools import partial
 from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
@@ -46,13 +47,8 @@ class RemoteProxy(Generic[T]):
 
     # Type checkers cannot see T's methods here: `proxy` and `call` are the typed forms.
     def __getattr__(self, name: str) -> Callable[..., RemoteCall]:
-        name = check_public_name(name)
-        rref, timeout = self._rref, self._timeout
-
-        def method(*args: Any, **kwargs: Any) -> RemoteCall:
-            return RemoteCall(rref, MethodTarget(rref, name), args, kwargs, timeout)
-
-        return method
+        rref = self._rref
+        return partial(RemoteCall, rref, MethodTarget(rref, check_public_name(name)), self._timeout)
 
 
 _NOT_TORCH = (
@@ -228,14 +224,14 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     if not callable(function):
         raise TypeError(f"the function of call() must be callable, got {function!r}")
     if isinstance(to, RRefBase):
-        return RemoteCall(to, BoundTarget(_check_rref(to), function), args, kwargs)
+        return RemoteCall(to, BoundTarget(_check_rref(to), function), None, *args, **kwargs)
     if isinstance(to, Group):
         return call_group(to, function, args, kwargs)
     if isinstance(to, AnyMember):
         return call_any(to, function, args, kwargs)
     if isinstance(to, Supervised):
         return SupervisedCall(to, BoundTarget(to.rref, function), args, kwargs)
-    return RemoteCall(to, FunctionTarget(function), args, kwargs)
+    return RemoteCall(to, FunctionTarget(function), None, *args, **kwargs)
 
 
 @overload
@@ -343,7 +339,7 @@ async def fetch(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) 
     _check_rref(rref)
     if rref.is_owner():
         return rref.local_value()  # type: ignore[no-any-return]
-    return await RemoteCall(rref, FetchTarget(rref), (), {}, bound)  # type: ignore[no-any-return]
+    return await RemoteCall(rref, FetchTarget(rref), bound)  # type: ignore[no-any-return]
 
 
 def _check_rref(rref: Any) -> RRef[Any]:

@@ -85,9 +85,10 @@ class RemoteCall(LazyCall[Any]):
         self,
         worker: "WorkerRef | RRefBase[Any]",
         target: Target,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float | None = None,
+        timeout: float | None,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         self._steps = None
         self._worker = worker
@@ -109,8 +110,8 @@ class RemoteCall(LazyCall[Any]):
         number, future = connection.call(self._target, self._arguments, bound)
         timer = None if due is None else self._start_timer(connection, number, due)
         try:
-            yield future
-            answer = future.result()
+            yield future  # raises CancelledError if the wait is cancelled
+            answer = future.answer
             if type(answer) in _FAILURES:
                 if has_passed(bound) and type(answer) is RemoteFailure:
                     yield  # if a scope's deadline has passed as well, the scope reports it
@@ -165,7 +166,7 @@ async def create_object(
     to: WorkerRef, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Make an object on a worker; return its RRef."""
-    rref = await RemoteCall(to, CreateTarget(factory), args, kwargs)
+    rref = await RemoteCall(to, CreateTarget(factory), None, *args, **kwargs)
     if isinstance(factory, type):
         note_class(rref, factory)
     return rref

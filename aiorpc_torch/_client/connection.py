@@ -88,7 +88,6 @@ class Connection(Channel):
         )
         self._state = self._sender.state
         self._wake: list[InlineFuture] = []  # resolved by the current read
-        self._still_woken = 0  # callers that the read before woke, if this one brings no reply
         self._opening: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
         self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
@@ -287,7 +286,6 @@ class Connection(Channel):
             self._deliver(decode_reply(*self._segments.read(data)))
             return 1
         if kind == SEGMENTS:
-            self._still_woken = self._state.woken  # this frame wakes none; the next call is alone
             self._on_segments(data)
             return 0
         if kind == RETIRE:
@@ -315,15 +313,15 @@ class Connection(Channel):
 
     def on_read(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""
-        observer, name = self._observer, self._peer_name
-        observer.last_heard[name] = time.monotonic()
+        observer = self._observer
+        observer.last_heard[self._peer_name] = time.monotonic()
         if observer.lost_peers:
-            observer.on_message(name)
-        wake, self._wake = self._wake, []
-        self._state.woken = len(wake) or self._still_woken
-        self._still_woken = 0
+            observer.on_message(self._peer_name)
         if self._state.queue:
             self.flush()
+        if not (wake := self._wake):
+            return
+        self._wake, self._state.woken = [], len(wake)
         if len(wake) == 1:
             wake[0].resume()
         else:

@@ -62,7 +62,7 @@ class SendState(Generic[C]):
         object_of: Callable[[C], Hashable],
     ) -> None:
         self.window = window
-        self.woken = 0  # callers that the last read woke
+        self.woken = 0  # callers that the last read with a result woke
         self.must_admit = False
         self.is_paused = True  # before the connection opens, and while its socket is full
         self.cancels: list[int] = []

@@ -63,6 +63,7 @@ class FrameReader:
     def buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes: at least one byte, at most what one frame needs."""
         if not self.end:  # the common case
+            self._view = self._initial
             return self._view
         needed = self._needed()
         if self.end == len(self._view) or needed > len(self._view) - self._start:
@@ -73,21 +74,20 @@ class FrameReader:
         """Return the kind and the data of the next frame, None if it is incomplete.
 
         Raises:
-            ProtocolError: if the frame is longer than MAX_FRAME or of an unknown kind.
+            ProtocolError: if it is incomplete, and longer than MAX_FRAME or of an unknown kind.
         """
         start, end = self._start, self.end
         begin = start + HEADER_BYTES
         if begin > end:
             return None
         length, kind = _read_header(self._view, start)
-        if length > MAX_FRAME or kind not in _KINDS:
-            raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
         stop = begin + length
         if stop > end:
+            if length > MAX_FRAME or kind not in _KINDS:
+                raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
             return None
         data = bytes(self._view[begin:stop])
         if stop == end:
-            self._view = self._initial
             self._start = self.end = 0
         else:
             self._start = stop

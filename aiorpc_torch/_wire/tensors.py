@@ -21,7 +21,8 @@ TensorKind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of the tensors of one column."""
 
 
-_copy = ctypes.string_at
+_copy = ctypes.pythonapi["PyBytes_FromStringAndSize"]  # as ctypes.string_at, without its wrapper
+_copy.restype, _copy.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
 
 
 def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
