@@ -46,9 +46,25 @@ class RemoteProxy(Generic[T]):
         return [] if cls is None else public_methods(cls)
 
     # Type checkers cannot see T's methods here: `proxy` and `call` are the typed forms.
-    def __getattr__(self, name: str) -> Callable[..., RemoteCall]:
-        rref = self._rref
-        return partial(RemoteCall, rref, MethodTarget(rref, check_public_name(name)), self._timeout)
+    # Not `__getattr__`: the search before it makes an AttributeError, which costs 0.3 µs a call.
+    def __getattribute__(self, name: str) -> Callable[..., RemoteCall]:
+        if name.startswith("_"):
+            return _own_attribute(self, name)  # type: ignore[no-any-return]
+        rref = _rref_of(self)
+        target = MethodTarget(rref, check_public_name(name))
+        return partial(RemoteCall, rref, target, _timeout_of(self))
+
+
+_slots: Any = vars(RemoteProxy)
+_rref_of, _timeout_of = _slots["_rref"].__get__, _slots["_timeout"].__get__
+
+
+def _own_attribute(proxy: RemoteProxy[Any], name: str) -> Any:
+    try:
+        return object.__getattribute__(proxy, name)
+    except AttributeError:
+        check_public_name(name)
+        raise
 
 
 _NOT_TORCH = (

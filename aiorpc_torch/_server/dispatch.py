@@ -30,10 +30,11 @@ def calls_of(
 
     `reply` answers calls that came by torch RPC. If it is None, the session answers.
     """
-    rest, calls = iter(tensors), []
-    for group in groups:
-        calls += _calls_in(group, rest, session, reply, worker, exports)
+    rest = iter(tensors)
+    calls = _calls_in(groups[0], rest, session, reply, worker, exports)
     if len(groups) > 1:
+        for group in groups[1:]:
+            calls += _calls_in(group, rest, session, reply, worker, exports)
         calls.sort(key=attrgetter("number"))
     return calls
 
@@ -55,7 +56,7 @@ def _calls_in(
         head.wire.skip(group, tensors)
         return failing_calls(numbers, session, reply, worker, exc, stream=head.wire.stream)
     calls, key = [], head.key
-    for number, row in zip(numbers, head.wire.rows(group, tensors), strict=True):
+    for number, row in zip(numbers, head.wire.rows(group, tensors)):  # noqa: B905 - slow
         if type(row) is RemoteFailure:
             failing = _failing_kind(stream=head.wire.stream)
             call = failing(session, reply, number, row.raise_, _NOTHING, worker, on_loop)

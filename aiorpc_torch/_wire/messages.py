@@ -390,7 +390,7 @@ class CallHead:
         ValueError: if it is malformed.
     """
 
-    __slots__ = ("kinds", "names", "stream", "target", "target_tensors")
+    __slots__ = ("_only_kind", "kinds", "names", "stream", "target", "target_tensors")
 
     def __init__(self, data: bytes) -> None:
         try:
@@ -401,6 +401,7 @@ class CallHead:
         given = len(self.names or ())
         if given > len(kinds) or (self.names is None and self.kinds != [PACKED]):
             raise ValueError(f"malformed head of calls: {given} names for {len(kinds)} arguments")
+        self._only_kind = self.kinds[0] if len(kinds) == 1 and self.names == [] else None
 
     def rows(self, group: Group, tensors: Iterator[Tensor]) -> list[Any]:
         """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled.
@@ -411,23 +412,21 @@ class CallHead:
         count, names, columns = len(group.numbers), self.names, group.columns
         if len(columns) != len(self.kinds):
             raise ValueError(f"{len(columns)} columns for {len(self.kinds)} arguments")
-        if len(columns) == 1 and not names:
-            values = read_cells(self.kinds[0], columns[0], tensors, count)
-            if names is None:
-                return values
-            if count == 1:  # without a function for each call
-                return [((values[0],), {})]
-            return [((value,), {}) for value in values]
+        if (kind := self._only_kind) is not None:  # the common case
+            values = read_cells(kind, columns[0], tensors, count)
+            return [((values[0],), {})] if count == 1 else [((value,), {}) for value in values]
         if not columns:
             return [_NO_ARGUMENTS] * count
-        values = [
+        found: list[list[Any]] = [
             read_cells(kind, cells, tensors, count)
             for kind, cells in zip(self.kinds, columns, strict=True)
         ]
-        rows = zip(*values, strict=True)
+        if names is None:
+            return found[0]
+        rows = zip(*found, strict=True)
         if not names:
             return [(row, {}) for row in rows]
-        split = len(values) - len(names)
+        split = len(found) - len(names)
         return [(row[:split], dict(zip(names, row[split:], strict=True))) for row in rows]
 
     def skip(self, group: Group, tensors: Iterator[Tensor]) -> None:
@@ -498,5 +497,5 @@ def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[Resu
     rest = iter(tensors)
     found: list[tuple[ResultKey, Any]] = []
     for kind, keys, cells in _read_reply(data):
-        found += zip(keys, read_cells(read_kind(kind), cells, rest, len(keys)), strict=True)
+        found += zip(keys, read_cells(read_kind(kind), cells, rest, len(keys)))  # noqa: B905 - slow
     return found
