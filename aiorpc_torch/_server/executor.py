@@ -126,10 +126,11 @@ class Executor:
 
     def _must_defer(self) -> bool:
         """Return whether a start is scheduled, or a cancelled coroutine's step: they come first."""
-        if self._deferring or self._scheduled is None:
-            return self._deferring > 0
-        last = self._scheduled()
-        return last is not None and not last.has_started
+        if self._scheduled is not None:
+            last = self._scheduled()
+            if last is None or last.has_started:
+                self._scheduled = None
+        return self._scheduled is not None or self._deferring > 0
 
     def _defer_starts(self) -> None:
         """Let later calls start after the steps that are scheduled now."""
