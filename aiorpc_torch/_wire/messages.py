@@ -232,7 +232,8 @@ def encode_lone(heads: LoneHeads, number: int, value: Any) -> bytes | None:
     if found is None:
         return None
     kind, cell = found
-    return dump(((heads[kind], (number,), (cell if type(kind) is tuple else (cell,),)),))
+    data = dump(((heads[kind], (number,), (cell if type(kind) is tuple else (cell,),)),))
+    return data if len(data) <= INLINE_BYTES else None
 
 
 def _encode_pickled(

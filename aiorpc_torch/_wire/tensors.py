@@ -51,25 +51,27 @@ def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
         ValueError: if the number of bytes is wrong.
     """
     dtype, shape = kind
-    if dtype in _NAMES and count == len(shape) == 1 and len(data) == shape[0] * dtype.itemsize > 0:
-        return [torch.frombuffer(bytearray(data), dtype=dtype)]  # the common case
     length = math.prod(shape)
     if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
     if not length:
         return [torch.empty(shape, dtype=dtype) for _ in range(count)]
+    buffer = bytearray(data)
+    flat = [torch.frombuffer(buffer, dtype=dtype)] if count == 1 else _rows(buffer, dtype, count)
+    return flat if len(shape) == 1 else [row.view(shape) for row in flat]
+
+
+def _rows(buffer: bytearray, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """Return `count` tensors of one length."""
     # Not unbind(): its rows are views. Autograd forbids to change them in place, and saving one row
     # would save the whole column.
-    buffer, size = bytearray(data), len(data) // count
-    if len(data) <= SHARED_BUFFER_BYTES:
-        flat = [
-            torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
-            for offset in range(0, count * size, size)
-        ]
-    else:  # separate buffers: one kept tensor must not keep the memory of all
-        starts = range(0, count * size, size)
-        flat = [torch.frombuffer(buffer[at : at + size], dtype=dtype) for at in starts]
-    return flat if len(shape) == 1 else [row.reshape(shape) for row in flat]
+    size = len(buffer) // count
+    starts = range(0, len(buffer), size)
+    if len(buffer) <= SHARED_BUFFER_BYTES:
+        length = size // dtype.itemsize
+        return [torch.frombuffer(buffer, dtype=dtype, count=length, offset=at) for at in starts]
+    # Separate buffers: one kept tensor must not keep the memory of all.
+    return [torch.frombuffer(buffer[at : at + size], dtype=dtype) for at in starts]
 
 
 _DTYPES = {
