@@ -78,7 +78,7 @@ class Channel:
         elif kind == PING:
             self._on_ping(data)
         else:
-            raise ProtocolError(f"{self!r} must not get frames of kind {kind}")
+            raise ProtocolError(f"a {type(self).__name__} must not get frames of kind {kind}")
         return 0
 
     def on_read(self) -> None:

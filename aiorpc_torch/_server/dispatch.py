@@ -56,10 +56,11 @@ def _calls_in(
         head.wire.skip(group, tensors)
         return failing_calls(numbers, session, reply, worker, exc, stream=head.wire.stream)
     calls, key = [], head.key
-    for number, row in zip(numbers, head.wire.rows(group, tensors)):  # noqa: B905 - slow
+    for number, row in zip(numbers, head.wire.rows(group, tensors)):  # noqa: B905 - 0.2 µs
         if type(row) is RemoteFailure:
             failing = _failing_kind(stream=head.wire.stream)
-            call = failing(session, reply, number, row.raise_, _NOTHING, worker, on_loop)
+            work = row.raise_, _NOTHING
+            call = failing(session, reply, number, *work, worker, on_loop, None, key)
         else:
             call = kind(session, reply, number, function, row, worker, on_loop, joiner, key)
         calls.append(call)

@@ -498,5 +498,5 @@ def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[Resu
     rest = iter(tensors)
     found: list[tuple[ResultKey, Any]] = []
     for kind, keys, cells in _read_reply(data):
-        found += zip(keys, read_cells(read_kind(kind), cells, rest, len(keys)))  # noqa: B905 - slow
+        found += zip(keys, read_cells(read_kind(kind), cells, rest, len(keys)))  # noqa: B905 - 0.2 µs
     return found
