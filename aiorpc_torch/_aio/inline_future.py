@@ -24,15 +24,16 @@ class InlineFuture:
         "_asyncio_future_blocking",
         "_context",
         "_loop",
-        "_result",
         "_state",
         "_step",
+        "answer",  # the result, once it is set
         "event",  # of a profiler that records the call, until its result; else not set
         "source",  # the target of the call as the caller named it
         "started",  # `time.monotonic()` of the call
         "target",  # as encoded
     )
 
+    answer: Any
     event: Any
     source: Any
     started: float
@@ -42,7 +43,7 @@ class InlineFuture:
         self._loop = loop
         self._state = "waiting"
         self._step: Step | None = None
-        self._asyncio_future_blocking = False
+        self._asyncio_future_blocking = True  # a task that is given it may wait
 
     def __repr__(self) -> str:
         return f"<InlineFuture {self._state}>"
@@ -52,7 +53,7 @@ class InlineFuture:
         if self._state != "waiting":
             return False
         self._state = "done"
-        self._result = result
+        self.answer = result
         self.event = None  # before the caller goes on, and perhaps stops the profiler
         return self._step is not None
 
@@ -66,7 +67,7 @@ class InlineFuture:
         if self._state == "waiting":
             self._asyncio_future_blocking = True
             yield self
-        return self.result() if self._state == "cancelled" else self._result
+        return self.result() if self._state == "cancelled" else self.answer
 
     # ── called by asyncio.Task ──────────────────────────────────────────────────────────────────
 
@@ -86,7 +87,7 @@ class InlineFuture:
         if self._state != "waiting":
             return False
         self._state = "cancelled"
-        self._result = msg
+        self.answer = msg
         self.event = None
         self._loop.call_soon(self.resume)
         return True
@@ -95,8 +96,8 @@ class InlineFuture:
         """Return the result, or raise CancelledError."""
         if self._state == "cancelled":
             # anyio's scopes recognize their own cancellations by the message.
-            raise asyncio.CancelledError(*([] if self._result is None else [self._result]))
-        return self._result
+            raise asyncio.CancelledError(*([] if self.answer is None else [self.answer]))
+        return self.answer
 
 
 def resume_all(futures: Iterable[InlineFuture], loop: asyncio.AbstractEventLoop) -> None:

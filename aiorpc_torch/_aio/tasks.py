@@ -89,9 +89,9 @@ def start_task(
     # threads may have added to it since; uvloop's is hidden. A task cannot step inside another's.
     ready: Any = getattr(loop, "_ready", None)
     if ready and asyncio.current_task(loop) is None:
-        handle = ready.pop()
-        if getattr(handle._callback, "__self__", None) is task:
-            handle._run()
+        step = (handle := ready.pop())._callback
+        if getattr(step, "__self__", None) is task:
+            context.run(step)
         else:
             ready.append(handle)
     return task

@@ -79,21 +79,21 @@ class LazyCall(Coroutine[Any, Any, R]):
 class RemoteCall(LazyCall[Any]):
     """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef."""
 
-    __slots__ = ("_args", "_kwargs", "_target", "_timeout", "_worker")
+    __slots__ = ("_arguments", "_target", "_timeout", "_worker")
 
     def __init__(
         self,
         worker: "WorkerRef | RRefBase[Any]",
         target: Target,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        timeout: float | None = None,
+        timeout: float | None,
+        /,
+        *args: Any,
+        **kwargs: Any,
     ) -> None:
         self._steps = None
         self._worker = worker
         self._target = target
-        self._args = args
-        self._kwargs = kwargs
+        self._arguments = args, kwargs
         self._timeout = timeout
 
     def __repr__(self) -> str:
@@ -107,10 +107,11 @@ class RemoteCall(LazyCall[Any]):
         if self._timeout is not None or not is_unbounded():
             due, bound = self._bounds(connection)
         # The target keeps its RRef, so the object lives until the result is here.
-        number, future = connection.call(self._target, (self._args, self._kwargs), bound)
+        number, future = connection.call(self._target, self._arguments, bound)
         timer = None if due is None else self._start_timer(connection, number, due)
         try:
-            answer = yield from future.__await__()
+            yield future  # raises CancelledError if the wait is cancelled
+            answer = future.answer
             if type(answer) in _FAILURES:
                 if has_passed(bound) and type(answer) is RemoteFailure:
                     yield  # if a scope's deadline has passed as well, the scope reports it
@@ -132,7 +133,7 @@ class RemoteCall(LazyCall[Any]):
         self._steps = USED
         connection = self._connect()
         due, bound = self._bounds(connection)
-        number, reader = connection.stream(self._target, (self._args, self._kwargs), bound)
+        number, reader = connection.stream(self._target, self._arguments, bound)
         timer = None if due is None else self._start_timer(connection, number, due)
         return RemoteStream(connection, number, reader, bound, timer, self._target)
 
@@ -165,7 +166,7 @@ async def create_object(
     to: WorkerRef, factory: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
     """Make an object on a worker; return its RRef."""
-    rref = await RemoteCall(to, CreateTarget(factory), args, kwargs)
+    rref = await RemoteCall(to, CreateTarget(factory), None, *args, **kwargs)
     if isinstance(factory, type):
         note_class(rref, factory)
     return rref

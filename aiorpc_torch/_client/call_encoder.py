@@ -5,7 +5,7 @@ The encoded method of an RRef is remembered, since a caller mostly repeats it.
 
 import weakref
 from collections.abc import Callable, Collection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,7 @@ from .._wire.messages import (
     Arguments,
     EncodedCall,
     HeadCache,
+    LoneHeads,
     encode_call,
     encode_lone,
 )
@@ -30,6 +31,14 @@ MAX_METHODS = 256  # that an encoder remembers
 
 _PICKLED = (PACKED,)
 """Kinds of arguments that are pickled together."""
+
+
+class _Method(NamedTuple):
+    """A method of an RRef that lives while `rref` returns it."""
+
+    rref: Callable[[], Any]
+    target: EncodedTarget
+    heads: LoneHeads
 
 
 class CallEncoder:
@@ -44,28 +53,28 @@ class CallEncoder:
         self._peer = peer
         self._devices = devices
         self._heads = HeadCache()
-        # By name: a weak reference to the RRef, and the target.
-        self._methods: dict[str, tuple[Callable[[], Any], EncodedTarget]] = {}
+        self._methods: dict[str, _Method] = {}  # by name
 
     def lone(
         self, number: int, target: Target, args: tuple[Any, ...]
     ) -> tuple[EncodedTarget, bytes] | None:
         """Return target and frame of a call that is sent at once, None if `call` encodes it."""
         known = self._methods.get(target.name) if type(target) is MethodTarget else None
-        if known is None or known[0]() is not target.on:
+        if known is None or len(args) != 1 or entered_scopes() or record_for_call() is not None:
             return None
-        if entered_scopes() or record_for_call() is not None:
-            return None
-        data = encode_lone(self._heads, number, known[1], args)
-        return None if data is None else (known[1], data)
+        rref, encoded, heads = known
+        data = encode_lone(heads, number, args[0]) if rref() is target.on else None
+        return None if data is None else (encoded, data)
 
     def call(
         self, number: int, target: Target, stream: bool, args: Arguments, due: float | None
     ) -> EncodedCall:
         """Encode a call. Raises what pickling raises, and for a tensor that cannot be sent."""
         known = self._methods.get(target.name) if type(target) is MethodTarget else None
-        is_known = known is not None and known[0]() is target.on
-        encoded = known[1] if is_known else self._encode_target(target)  # type: ignore[index]
+        if known is not None and known.rref() is target.on:
+            encoded = known.target
+        else:
+            encoded = self._encode_target(target)
         batches = to_wire(self._caller) if entered_scopes() else ()
         try:
             call = encode_call(self._heads, number, encoded, stream, args, due, batches)
@@ -98,7 +107,9 @@ class CallEncoder:
         if rref_id is not None and not isinstance(target.on, tuple):
             if len(self._methods) >= MAX_METHODS:
                 self._methods.clear()
-            self._methods[target.name] = weakref.ref(target.on), encoded
+            self._methods[target.name] = _Method(
+                weakref.ref(target.on), encoded, LoneHeads(encoded)
+            )
         return encoded
 
 

@@ -30,7 +30,6 @@ from .._wire.frames import (
     RETIRE,
     SEGMENTS,
     SHARED,
-    ProtocolError,
     frame,
 )
 from .._wire.handshake import Party
@@ -75,6 +74,7 @@ class Connection(Channel):
     ) -> None:
         super().__init__()
         self.peer = peer
+        self._peer_name: str = peer.name  # torch makes a new str each time
         self._me = me
         self._key = (me.name, me.number, connection_number)
         self._observer = observer
@@ -88,7 +88,6 @@ class Connection(Channel):
         )
         self._state = self._sender.state
         self._wake: list[InlineFuture] = []  # resolved by the current read
-        self._still_woken = 0  # callers that the read before woke, if this one brings no reply
         self._opening: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
         self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
@@ -134,27 +133,27 @@ class Connection(Channel):
     def call(self, target: Target, args: Arguments, due: float | None) -> tuple[int, InlineFuture]:
         """Send a call; return its number and the future of its value, or of its failure."""
         future = InlineFuture(self._loop)
-        if due is None and not (args[1] or self._pending) and self._state.may_send_alone():
-            lone = self.encoder.lone(self._calls, target, args[0])
+        number = self._calls
+        if due is None and not args[1] and self._state.may_send_alone():
+            lone = self.encoder.lone(number, target, args[0])
             large = self._transfers.large_results
             if lone is not None and not (large and lone[0] in large):
-                return self._send_alone(*lone, future, target), future
-        call = self.encoder.call(self._calls, target, False, args, due)
-        self._submit(call, future, target)
-        return call.number, future
+                self._register(number, future, target, lone[0])
+                self._sender.send_alone(number, lone[1])
+                return number, future
+        self._submit(self.encoder.call(number, target, False, args, due), future, target)
+        return number, future
 
-    def _send_alone(
-        self, encoded: EncodedTarget, data: bytes, future: InlineFuture, target: Target
-    ) -> int:
-        """Send a call without the queue; return its number."""
-        number = self._calls
+    def _register(
+        self, number: int, receiver: ReplyReceiver, target: Target, encoded: EncodedTarget
+    ) -> None:
+        """Let a call wait for its reply."""
         self._calls = number + 1
-        future.target, future.source, future.started = encoded, target, time.monotonic()
-        self._pending[number] = future
-        if profiler_enabled():
-            self._record(future, target)
-        self._sender.send_alone(number, data)
-        return number
+        receiver.target, receiver.source, receiver.started = encoded, target, time.monotonic()
+        self._pending[number] = receiver
+        if profiler_enabled():  # until its result
+            name = target_name(target)
+            receiver.event = call_event("call", name, self._me.name, self._peer_name)
 
     def call_prepared(
         self, target: Target, encoded: EncodedTarget, args: MemberArguments, due: float | None
@@ -199,7 +198,6 @@ class Connection(Channel):
         self.flush_soon()
 
     def _submit(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> None:
-        self._calls += 1
         if (recording := record_for_call()) is not None:  # in an autograd context
             name = target_name(target)
             call.recorded = recording.begin(name, self.peer.name, self._recorded_calls)
@@ -207,11 +205,7 @@ class Connection(Channel):
         if call.recorded is not None or (large_results and call.head.target in large_results):
             call.by_torch = call.is_large = True
         is_idle = not self._pending
-        receiver.target, receiver.source = call.head.target, target
-        receiver.started = time.monotonic()
-        self._pending[call.number] = receiver
-        if profiler_enabled():
-            self._record(receiver, target)
+        self._register(call.number, receiver, target, call.head.target)
         if self._holding is not None:
             seconds = self._holding.timeout
             timer = self._loop.call_later(seconds, self._give_up, call.number, seconds)
@@ -220,10 +214,6 @@ class Connection(Channel):
             self.flush()
         else:
             self.flush_soon()
-
-    def _record(self, receiver: ReplyReceiver, target: Target) -> None:
-        """Record a call in the trace of a profiler, until its result."""
-        receiver.event = call_event("call", target_name(target), self._me.name, self.peer.name)
 
     def _give_up(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""
@@ -296,13 +286,12 @@ class Connection(Channel):
             self._deliver(decode_reply(*self._segments.read(data)))
             return 1
         if kind == SEGMENTS:
-            self._still_woken = self._state.woken  # this frame wakes none; the next call is alone
             self._on_segments(data)
             return 0
-        if kind != RETIRE:
-            raise ProtocolError(f"a frame from a callee must hold results, got kind {kind}")
-        self._retire()
-        return 0
+        if kind == RETIRE:
+            self._retire()
+            return 0
+        return super().on_frame(kind, data)
 
     def _deliver(self, outcomes: Sequence[Any]) -> None:
         ended = self._pending.resolve(
@@ -324,15 +313,15 @@ class Connection(Channel):
 
     def on_read(self) -> None:
         """Resume the callers that have their results; the calls they make are sent together."""
-        observer, name = self._observer, self.peer.name
-        observer.last_heard[name] = time.monotonic()
+        observer = self._observer
+        observer.last_heard[self._peer_name] = time.monotonic()
         if observer.lost_peers:
-            observer.on_message(name)
-        wake, self._wake = self._wake, []
-        self._state.woken = len(wake) or self._still_woken
-        self._still_woken = 0
+            observer.on_message(self._peer_name)
         if self._state.queue:
             self.flush()
+        if not (wake := self._wake):
+            return
+        self._wake, self._state.woken = [], len(wake)
         if len(wake) == 1:
             wake[0].resume()
         else:

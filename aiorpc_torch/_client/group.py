@@ -463,7 +463,7 @@ class AnyCall(SupervisedCall):
         timeout: float | None = None,
     ) -> None:
         self._any = any_member
-        RemoteCall.__init__(self, "", target, args, kwargs, timeout)
+        RemoteCall.__init__(self, "", target, timeout, *args, **kwargs)
 
     def _run(self) -> Generator[Any, Any, Any]:
         if self._choose():

@@ -38,7 +38,7 @@ async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> R
     worker, due = pool.find(on), deadline_in(checked_timeout(timeout))
     names: list[str] | None = None
     while True:
-        watch = RemoteCall(worker, FunctionTarget(watch_name), (name,), {}, time_left(due))
+        watch = RemoteCall(worker, FunctionTarget(watch_name), time_left(due), name)
         try:
             async for found in watch:
                 if isinstance(found, RRefBase):

@@ -5,6 +5,7 @@ import contextlib
 import functools
 import itertools
 import weakref
+from asyncio import get_running_loop
 from collections import Counter
 from collections.abc import AsyncGenerator, Callable, Collection, Iterator, Mapping
 from typing import Any
@@ -89,12 +90,13 @@ class ConnectionPool:
 
     def connection(self, worker: str) -> Connection:
         """Return the connection of the running loop to `worker`, a new one if there is none."""
-        loop = asyncio.get_running_loop()
+        loop = get_running_loop()
         last, by_peer = self._last
         if last() is not loop:
             by_peer = self._connections_of(loop)
-        if (known := by_peer.get(worker)) and not known[-1].is_finished:
-            return known[-1]
+        known = by_peer.get(worker)
+        if known and not (connection := known[-1]).is_finished:
+            return connection
         return self._connect(by_peer, worker)
 
     def _connect(self, by_peer: _ByPeer, worker: str) -> Connection:
@@ -308,10 +310,10 @@ def current() -> ConnectionPool:
     Raises:
         NotServing: if this process is in no world.
     """
-    if (pool := find_current()) is not None:
-        return pool
     node = endpoints.current()
-    raise NotServing(endpoints.NO_WORLD if node is None else node.pool.refusal)
+    if node is None or (pool := node.pool).refusal:
+        raise NotServing(endpoints.NO_WORLD if node is None else node.pool.refusal)
+    return pool  # type: ignore[no-any-return]
 
 
 def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
@@ -321,8 +323,7 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         NotServing: if this process is in no world.
         ValueError: if there is no such worker.
     """
-    node = endpoints.current()
-    pool = current() if node is None or node.pool.refusal else node.pool
+    pool = current()
     if not isinstance(worker, RRefBase):
         return pool.connection(pool.find(worker))
     try:

@@ -60,7 +60,7 @@ class SupervisedCall(RemoteCall):
         timeout: float | None = None,
     ) -> None:
         self._supervised = supervised
-        super().__init__(supervised.owner_name(), target, args, kwargs, timeout)
+        super().__init__(supervised.owner_name(), target, timeout, *args, **kwargs)
 
     def _run(self) -> Generator[Any, Any, Any]:
         steps, due = self._steps, None if self._timeout is None else deadline_in(self._timeout)
@@ -86,7 +86,7 @@ class SupervisedCall(RemoteCall):
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
         due = deadline_in(self._timeout)
-        return SupervisedStream(self._supervised, self._target, self._args, self._kwargs, due)
+        return SupervisedStream(self._supervised, self._target, *self._arguments, due)
 
 
 def may_wait(supervised: Supervised[Any], exc: WorkerLost, rref: "RRefBase[Any]") -> bool:
@@ -149,7 +149,8 @@ class SupervisedStream(AsyncIterator[Any]):
     def _try_to_open(self, rref: RRef[Any]) -> bool:
         """Send the call; return False if it was not sent and has to wait."""
         target = target_on(self._target, rref)
-        call = RemoteCall(rref, target, *self._arguments, time_left(self._due))
+        args, kwargs = self._arguments
+        call = RemoteCall(rref, target, time_left(self._due), *args, **kwargs)
         try:
             self._stream = aiter(call)
         except WorkerLost as exc:

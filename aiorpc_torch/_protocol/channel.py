@@ -15,7 +15,7 @@ from typing import Any
 from .._aio.fork import close_on_fork
 from .._aio.segments import SegmentLost
 from .._wire.connection_state import MAX_CALLS
-from .._wire.frames import CLOSE, PING, FrameReader, frame
+from .._wire.frames import CLOSE, PING, FrameReader, ProtocolError, frame
 from .._wire.plain import dump, reader, wire_text
 
 log = logging.getLogger("aiorpc_torch")
@@ -68,8 +68,18 @@ class Channel:
     # ── for subclasses ────────────────────────────────────────────────────────────────────────
 
     def on_frame(self, kind: int, data: bytes) -> int:
-        """Handle a frame; return the number of its calls or results."""
-        raise NotImplementedError
+        """Handle a frame; return the number of its calls or results.
+
+        Raises:
+            ProtocolError: if this end must not get frames of this kind.
+        """
+        if kind == CLOSE:
+            self._on_close_frame(data)
+        elif kind == PING:
+            self._on_ping(data)
+        else:
+            raise ProtocolError(f"a {type(self).__name__} must not get frames of kind {kind}")
+        return 0
 
     def on_read(self) -> None:
         """Handle the end of one read, after its frames."""
@@ -158,17 +168,11 @@ class Channel:
         if self._discards_input:
             return
         reader, handled = self._reader, 0
-        reader.received(nbytes)
+        reader.end += nbytes
         try:
             while (found := reader.next()) is not None:
-                kind, data = found
-                if kind == CLOSE:
-                    self._on_close_frame(data)
-                elif kind == PING:
-                    self._on_ping(data)
-                else:
-                    handled += self.on_frame(kind, data)
-                if not reader.unread or self._discards_input:  # the common case: it was one frame
+                handled += self.on_frame(*found)
+                if not reader.end or self._discards_input:  # the common case: it was one frame
                     break
                 if handled >= MAX_CALLS:
                     self._defer()

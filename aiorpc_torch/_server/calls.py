@@ -133,7 +133,7 @@ class ServerCall:
 class RpcCall(ServerCall):
     """Call `number` of a session. `reply` is set if the call came by torch RPC."""
 
-    order_key: Any = None  # of its object, whose calls stay in order
+    sends_value = True  # its result is what the function returns
 
     def __init__(
         self,
@@ -145,8 +145,9 @@ class RpcCall(ServerCall):
         worker: str,
         on_loop: bool,
         joiner: Joiner | None = None,
+        order_key: Any = None,  # of its object, whose calls stay in order
     ) -> None:
-        self.function, self.arguments = function, arguments
+        self.function, self.arguments, self.order_key = function, arguments, order_key
         self.session, self.reply, self.number = session, reply, number
         self.worker, self.on_loop, self.started = worker, on_loop, session.read_at
         if joiner is not None:
@@ -168,8 +169,8 @@ class RpcCall(ServerCall):
         """Add stream credit. Ignored unless the call is a stream."""
 
     def succeed(self, value: Any) -> None:
-        is_plain = self.reply is None and type(self)._encode is RpcCall._encode
-        if is_plain and not self.is_cancelled and self.session.send_lone_result(self.number, value):
+        is_plain = self.reply is None and self.sends_value and not self.is_cancelled
+        if is_plain and self.session.send_lone_result(self.number, value):
             self.leave_batch = None
             return
         try:
@@ -208,6 +209,8 @@ def _stream_hint(value: Any) -> str:
 
 class CreateCall(RpcCall):
     """A call whose result stays on this worker. The caller gets an RRef to it."""
+
+    sends_value = False
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
         created = value.value if type(value) is SharedValue else value

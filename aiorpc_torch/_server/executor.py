@@ -48,7 +48,7 @@ class Executor:
         settings()
         self._threads = DaemonThreadPool(threads, settings)
         self._deferring = 0  # scheduled steps that no later call may overtake
-        self._scheduled: Callable[[], ServerCall | None] = _no_call  # the last scheduled start
+        self._scheduled: weakref.ref[ServerCall] | None = None  # the last scheduled start
 
     def call_on_loop(self, step: Callable[[], None]) -> None:
         """Run `step` on the loop, in the order of the calls to this method. In any thread."""
@@ -126,8 +126,11 @@ class Executor:
 
     def _must_defer(self) -> bool:
         """Return whether a start is scheduled, or a cancelled coroutine's step: they come first."""
-        last = self._scheduled()
-        return self._deferring > 0 or (last is not None and not last.has_started)
+        if self._scheduled is not None:
+            last = self._scheduled()
+            if last is None or last.has_started:
+                self._scheduled = None
+        return self._scheduled is not None or self._deferring > 0
 
     def _defer_starts(self) -> None:
         """Let later calls start after the steps that are scheduled now."""
@@ -196,10 +199,6 @@ class Executor:
         """Stop the threads, and log how many still run user code after `timeout` seconds."""
         if stuck := self._threads.close(timeout):
             log.warning("%d plain `def` calls still run on worker %s", stuck, name)
-
-
-def _no_call() -> None:
-    """Return no call: none is scheduled."""
 
 
 def _fail_if_expired(call: ServerCall) -> bool:

@@ -54,6 +54,7 @@ class ResultSender:
 
     Attributes:
         held: the results that wait to be collected, with their sizes in bytes.
+        replies: the results that wait for their frame.
     """
 
     def __init__(self, wire: Wire, caller: str, link: SegmentLink, calls: Sized) -> None:
@@ -62,17 +63,12 @@ class ResultSender:
         self._caller = caller
         self._link = link
         self._calls = calls
-        self._replies = ReplyState()
+        self.replies = ReplyState()
         self._copies: Slots[Any] = Slots()  # results that are copied to shared memory
         self._copy_numbers = itertools.count()
 
     def __repr__(self) -> str:
-        return f"<ResultSender {len(self.held)} held, {self._replies!r}>"
-
-    @property
-    def unsent(self) -> Sequence[Any]:
-        """Return the results that wait for their frame."""
-        return self._replies.results
+        return f"<ResultSender {len(self.held)} held, {self.replies!r}>"
 
     @property
     def held_bytes(self) -> int:
@@ -92,7 +88,7 @@ class ResultSender:
 
     def flush(self) -> None:
         """Send the queued results."""
-        for results in self._replies.take():
+        for results in self.replies.take():
             frames = self._frames(results) if self._wire.is_open else ()
             if frames:
                 self._wire.write(frames[0] if len(frames) == 1 else b"".join(frames))
@@ -119,7 +115,7 @@ class ResultSender:
 
     def _queue(self, result: EncodedResult, size: int) -> None:
         """Queue a result for its frame; send it now if no other call is running."""
-        if self._replies.add(result, size, is_last=not self._calls):
+        if self.replies.add(result, size, is_last=not self._calls):
             self._wire.flush()
         else:
             self._wire.flush_soon()

@@ -30,7 +30,6 @@ from .._wire.frames import (
     SEGMENTS,
     SHARED,
     SLOT,
-    ProtocolError,
     frame,
 )
 from .._wire.handshake import Party
@@ -164,13 +163,13 @@ class Session(Channel):
         if kind == RETIRE:
             self.retired.set()
             return 0
-        raise ProtocolError(f"a callee must not get frames of kind {kind}")
+        return super().on_frame(kind, data)
 
     def on_read(self) -> None:
-        handler, caller = self._handler, self.caller
-        handler.last_heard[caller] = monotonic()
+        handler = self._handler
+        handler.last_heard[self.caller] = monotonic()
         if handler.lost_peers:
-            handler.on_message(caller)
+            handler.on_message(self.caller)
 
     def admit(self, call: Any) -> bool:
         """Return whether a call may start now. Otherwise it starts after the payload before it."""
@@ -230,10 +229,12 @@ class Session(Channel):
 
     def send_lone_result(self, number: int, value: Any) -> bool:
         """Send the result of the only running call at once; return whether this was possible."""
-        if len(self.calls) != 1 or self._results.unsent or get_ident() != self._loop_thread:
+        if len(self.calls) != 1 or self._results.replies.results:
+            return False
+        if get_ident() != self._loop_thread or not self.is_open:
             return False
         try:
-            data = encode_lone_result(number, value) if self.is_open else None
+            data = encode_lone_result(number, value)
         except Exception:  # out of memory, for one: the queue answers with a failure
             return False
         if data is None:

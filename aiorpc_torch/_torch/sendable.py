@@ -9,7 +9,7 @@ since its storage may have been freed in between. A check takes 0.3 to 2 µs.
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -75,7 +75,8 @@ def has_memory(tensor: Tensor, size: int) -> bool:
         return True
     if not tensor.is_contiguous():
         size = last_element(tensor.shape, tensor.stride()) * tensor.itemsize
-    if offset := int(tensor.storage_offset()):
+    offset: Any = tensor.storage_offset()
+    if offset:
         size += offset * tensor.itemsize
     # A freed storage has 0 bytes, or no address.
     return size <= tensor.untyped_storage().nbytes() and bool(tensor.data_ptr())

@@ -25,7 +25,7 @@ from .tensors import (
     dtype_named,
     from_bytes,
     size_of,
-    small_bytes,
+    small_tensor,
     wire_dtype,
 )
 
@@ -64,8 +64,7 @@ def small_cell(value: Any) -> tuple[CellKind, Any] | None:
     """Return the kind and the cell of a value that has a place in a frame, None for any other."""
     cls = type(value)
     if cls is Tensor:
-        data = small_bytes(value)
-        return None if data is None else ((value.dtype, value.shape), data)
+        return small_tensor(value)
     if cls in _ATOMS or (cls is int and MIN_INT <= value <= MAX_INT):
         return PLAIN, value
     if cls is bytes or cls is str:

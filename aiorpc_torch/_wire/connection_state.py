@@ -62,7 +62,7 @@ class SendState(Generic[C]):
         object_of: Callable[[C], Hashable],
     ) -> None:
         self.window = window
-        self.woken = 0  # callers that the last read woke
+        self.woken = 0  # callers that the last read with a result woke
         self.must_admit = False
         self.is_paused = True  # before the connection opens, and while its socket is full
         self.cancels: list[int] = []
@@ -84,9 +84,9 @@ class SendState(Generic[C]):
         return len(self.queue) + len(self._next) + len(self._copies)
 
     def may_send_alone(self) -> bool:
-        """Return whether a call on an idle connection may skip the queue."""
+        """Return whether a call may skip the queue: all others are answered, none will follow."""
         is_free = self.woken == 1 and not self.is_paused
-        return is_free and not (self.queue or self.cancels or self.credits or self.window)
+        return is_free and not (self.window or self.queue or self.cancels or self.credits)
 
     def submit(self, call: C, *, is_idle: bool) -> bool:
         """Queue a call; return whether to send now instead of at the end of the iteration.

@@ -17,7 +17,12 @@ one; from a callee, a request for no further calls, and from its caller the answ
 follows; offers and releases of shared memory; a call or a result whose tensors are in shared
 memory."""
 
+_KINDS = frozenset(range(CALLS, SHARED + 1))
+
 HEADER = struct.Struct("<IB")
+HEADER_BYTES = HEADER.size
+
+_header, _read_header = HEADER.pack, HEADER.unpack_from
 
 _INITIAL = 1 << 16  # bytes of the buffer; a larger frame enlarges it
 
@@ -34,73 +39,72 @@ def frame(kind: int, data: bytes) -> bytes:
     """
     if len(data) > MAX_FRAME:
         raise ValueError(f"a frame must have at most {MAX_FRAME} bytes, got {len(data)}")
-    return HEADER.pack(len(data), kind) + data
+    return _header(len(data), kind) + data
 
 
 class FrameReader:
     """Splits received bytes into frames.
 
-    Write the next bytes into `buffer()`, count them with `received()`, take frames with `next()`.
+    Write the next bytes into `buffer()`, add their number to `end`, take frames with `next()`.
 
     Attributes:
-        unread: number of received bytes that were not taken.
+        end: where the next bytes are written; 0 once all received bytes were taken.
     """
 
-    __slots__ = ("_end", "_start", "_view", "unread")
+    __slots__ = ("_initial", "_start", "_view", "end")
 
     def __init__(self) -> None:
-        self._view = memoryview(bytearray(_INITIAL))
-        self._start = self._end = self.unread = 0  # of the unread bytes
+        self._initial = self._view = memoryview(bytearray(_INITIAL))
+        self._start = self.end = 0
 
     def __repr__(self) -> str:
-        return f"<FrameReader {self.unread} bytes unread>"
+        return f"<FrameReader {self.end - self._start} bytes unread>"
 
     def buffer(self, sizehint: int = -1) -> memoryview:
         """Return memory for the next bytes: at least one byte, at most what one frame needs."""
-        if not self.unread:
-            self._start = self._end = 0
-            if len(self._view) > _INITIAL:
-                self._view = memoryview(bytearray(_INITIAL))
-        elif self._end == len(self._view) or self._needed() > len(self._view) - self._start:
-            self._reserve(self._needed())
-        return self._view[self._end :] if self._end else self._view
-
-    def received(self, count: int) -> None:
-        """Count `count` bytes that were written into the buffer."""
-        self._end += count
-        self.unread += count
+        if not self.end:  # the common case
+            self._view = self._initial
+            return self._view
+        needed = self._needed()
+        if self.end == len(self._view) or needed > len(self._view) - self._start:
+            self._reserve(needed)
+        return self._view[self.end :]
 
     def next(self) -> tuple[int, bytes] | None:
         """Return the kind and the data of the next frame, None if it is incomplete.
 
         Raises:
-            ProtocolError: if the frame is longer than MAX_FRAME or of an unknown kind.
+            ProtocolError: if it is incomplete, and longer than MAX_FRAME or of an unknown kind.
         """
-        start, unread = self._start, self.unread - HEADER.size
-        if unread < 0:
+        start, end = self._start, self.end
+        begin = start + HEADER_BYTES
+        if begin > end:
             return None
-        length, kind = HEADER.unpack_from(self._view, start)
-        if length > MAX_FRAME or not CALLS <= kind <= SHARED:
-            raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
-        if unread < length:
+        length, kind = _read_header(self._view, start)
+        stop = begin + length
+        if stop > end:
+            if length > MAX_FRAME or kind not in _KINDS:
+                raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
             return None
-        begin = start + HEADER.size
-        self._start = end = begin + length
-        self.unread = unread - length
-        return kind, bytes(self._view[begin:end])
+        data = bytes(self._view[begin:stop])
+        if stop == end:
+            self._start = self.end = 0
+        else:
+            self._start = stop
+        return kind, data
 
     def _needed(self) -> int:
         """Return the bytes of the incomplete frame, as far as its length is known."""
-        if self.unread < HEADER.size:
-            return HEADER.size
-        length: int = HEADER.unpack_from(self._view, self._start)[0]
-        return HEADER.size + min(length, MAX_FRAME)  # `next` rejects longer frames
+        if self.end - self._start < HEADER_BYTES:
+            return HEADER_BYTES
+        length: int = _read_header(self._view, self._start)[0]
+        return HEADER_BYTES + min(length, MAX_FRAME)  # `next` rejects longer frames
 
     def _reserve(self, needed: int) -> None:
-        size = self.unread
-        unread = self._view[self._start : self._end]
+        unread = self._view[self._start : self.end]
+        size = len(unread)
         target = self._view
         if max(needed, size + 1) > len(target):
             target = memoryview(bytearray(max(needed, size + 1)))
         target[:size] = unread
-        self._view, self._start, self._end = target, 0, size
+        self._view, self._start, self.end = target, 0, size

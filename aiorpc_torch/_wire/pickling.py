@@ -22,7 +22,7 @@ from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
-from .tensors import TensorKind, compact_at_call, from_bytes, size_of, small_bytes
+from .tensors import TensorKind, compact_at_call, from_bytes, size_of, small_tensor
 
 
 class PickledValue:
@@ -164,8 +164,9 @@ class _ValuePickler(pickle.Pickler):
         if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
             check_subclass(tensor)
             return NotImplemented
-        if (data := small_bytes(tensor)) is not None:
-            return read_small, ((tensor.dtype, tuple(tensor.shape)), data)
+        if (found := small_tensor(tensor)) is not None:
+            (dtype, shape), data = found
+            return read_small, ((dtype, tuple(shape)), data)
         if tensor.layout in COMPRESSED:
             return _read_compressed, (*compressed_parts(tensor), tuple(tensor.shape), tensor.layout)
         self.tensors.append(compact_at_call(tensor))

@@ -21,14 +21,16 @@ TensorKind = tuple[torch.dtype, tuple[int, ...]]
 """Dtype and shape of the tensors of one column."""
 
 
-_copy = ctypes.string_at
+_copy = ctypes.pythonapi["PyBytes_FromStringAndSize"]  # as ctypes.string_at, without its wrapper
+_copy.restype, _copy.argtypes = ctypes.py_object, (ctypes.c_void_p, ctypes.c_ssize_t)
 
 
-def small_bytes(tensor: Tensor) -> bytes | None:
-    """Return a copy of the elements of a small, plain, dense CPU tensor outside autograd.
+def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
+    """Return kind and elements of a small, plain, dense CPU tensor outside autograd.
 
-    Return None for any other tensor. Not a view of the memory: on Python 3.12 a transport keeps
-    views that it cannot write at once, and a change after its `write` arrived at the peer.
+    Return None for any other tensor. The bytes are no view of the memory: on Python 3.12 a
+    transport keeps views that it cannot write at once, and a change after its `write` arrived at
+    the peer.
     """
     if dispatch_keys(tensor).raw_repr() not in PLAIN_KEYS or tensor.requires_grad:
         return None
@@ -38,7 +40,8 @@ def small_bytes(tensor: Tensor) -> bytes | None:
     # Not numpy(): it has no bfloat16 and may not be installed.
     if not tensor.is_contiguous():
         tensor = tensor.contiguous()
-    return _copy(tensor.data_ptr(), size) if size else b""
+    data = _copy(tensor.data_ptr(), size) if size else b""
+    return (tensor.dtype, tensor.shape), data
 
 
 def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
@@ -48,25 +51,27 @@ def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
         ValueError: if the number of bytes is wrong.
     """
     dtype, shape = kind
-    if dtype in _NAMES and count == len(shape) == 1 and len(data) == shape[0] * dtype.itemsize > 0:
-        return [torch.frombuffer(bytearray(data), dtype=dtype)]  # the common case
     length = math.prod(shape)
     if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
     if not length:
         return [torch.empty(shape, dtype=dtype) for _ in range(count)]
+    buffer = bytearray(data)
+    flat = [torch.frombuffer(buffer, dtype=dtype)] if count == 1 else _rows(buffer, dtype, count)
+    return flat if len(shape) == 1 else [row.view(shape) for row in flat]
+
+
+def _rows(buffer: bytearray, dtype: torch.dtype, count: int) -> list[Tensor]:
+    """Return `count` tensors of one length."""
     # Not unbind(): its rows are views. Autograd forbids to change them in place, and saving one row
     # would save the whole column.
-    buffer, size = bytearray(data), len(data) // count
-    if len(data) <= SHARED_BUFFER_BYTES:
-        flat = [
-            torch.frombuffer(buffer, dtype=dtype, count=length, offset=offset)
-            for offset in range(0, count * size, size)
-        ]
-    else:  # separate buffers: one kept tensor must not keep the memory of all
-        starts = range(0, count * size, size)
-        flat = [torch.frombuffer(buffer[at : at + size], dtype=dtype) for at in starts]
-    return flat if len(shape) == 1 else [row.reshape(shape) for row in flat]
+    size = len(buffer) // count
+    starts = range(0, len(buffer), size)
+    if len(buffer) <= SHARED_BUFFER_BYTES:
+        length = size // dtype.itemsize
+        return [torch.frombuffer(buffer, dtype=dtype, count=length, offset=at) for at in starts]
+    # Separate buffers: one kept tensor must not keep the memory of all.
+    return [torch.frombuffer(buffer[at : at + size], dtype=dtype) for at in starts]
 
 
 _DTYPES = {
@@ -80,7 +85,7 @@ _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 
 
 def wire_dtype(dtype: torch.dtype) -> str:
-    """Return the name of a dtype that `small_bytes` takes."""
+    """Return the name of a dtype that `small_tensor` takes."""
     return _NAMES[dtype]
 
 

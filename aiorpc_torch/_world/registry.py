@@ -133,7 +133,7 @@ class Registry:
         me, process = self._members.me, self._members.processes[peer]
         target = FunctionTarget(watch_state)
         try:
-            state = await RemoteCall(peer, target, (name, me.name, me.number), {})
+            state = await RemoteCall(peer, target, None, name, me.name, me.number)
         except RpcError as exc:  # it is asked again when it returns
             log.debug("%s: no answer from worker %r on %r: %r", me.name, peer, name, exc)
         else:
@@ -188,9 +188,11 @@ class Registry:
     async def _tell_once(self, name: str, watcher: Party) -> bool:
         """Tell the present state; return whether the watcher then knows the last one."""
         me, state = self._members.me, self._table.state(name)
-        arguments = name, me.name, me.number, state
+        call = RemoteCall(
+            watcher.name, FunctionTarget(take_state), None, name, me.name, me.number, state
+        )
         try:
-            is_watched = await RemoteCall(watcher.name, FunctionTarget(take_state), arguments, {})
+            is_watched = await call
         except WorkerLost:
             await self._wait_until_alive(watcher.name)
             return False

@@ -37,7 +37,7 @@ def frames(data: bytes) -> None:
         buffer = reader.buffer()
         size = min(len(buffer), max(1, data[0]))
         buffer[:size] = data[:size].ljust(size, b"\0")
-        reader.received(size)
+        reader.end += size
         data = data[size:]
         while reader.next() is not None:
             pass

@@ -248,7 +248,7 @@ async def test_a_copy_is_taken_between_calls() -> None:
 
 async def _fetched(rref: Any) -> Any:
     """What `fetch` does elsewhere; on the owner it returns the object itself."""
-    return await RemoteCall(rref, FetchTarget(rref), (), {})
+    return await RemoteCall(rref, FetchTarget(rref), None)
 
 
 async def test_a_batch_is_one_call() -> None:

@@ -98,7 +98,7 @@ DATA = {
 
 def past_the_caller(rref: Any, name: Any) -> Any:
     """A call as it would be without the caller's own checks."""
-    return RemoteCall(rref, MethodTarget(rref, name), (), {})
+    return RemoteCall(rref, MethodTarget(rref, name), None)
 
 
 @pytest.fixture(autouse=True)
@@ -172,7 +172,7 @@ async def test_typed_calls_of_private_names(world: aiorpc.Worker) -> None:
     with pytest.raises(TypeError, match="must be callable"):
         call(guarded, Guarded.value)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callable"):
-        await RemoteCall(guarded, BoundTarget(guarded, 5), (), {})  # type: ignore[arg-type]
+        await RemoteCall(guarded, BoundTarget(guarded, 5), None)  # type: ignore[arg-type]
 
 
 async def test_a_name_of_a_subclass_of_str() -> None:

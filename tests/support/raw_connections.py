@@ -133,7 +133,7 @@ class Tap:
             while view:
                 count = min(len(view), len(buffer := reader.buffer()))
                 buffer[:count] = view[:count]
-                reader.received(count)
+                reader.end += count
                 view = view[count:]
                 while (found := reader.next()) is not None:
                     self.frames.append((type(end).__name__, *found))

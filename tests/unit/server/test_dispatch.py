@@ -180,6 +180,21 @@ async def test_a_head_is_known_after_its_first_call(opened: TwoEnds) -> None:
     assert [each.number for each in together] == sorted(each.number for each in together)
 
 
+class Unreadable:
+    """Raises where it is unpickled."""
+
+    def __reduce__(self) -> Any:
+        return int, ("unreadable",)
+
+
+async def test_a_call_with_unreadable_arguments_keeps_its_place(opened: TwoEnds) -> None:
+    """It belongs to the object or function that it names, as the calls before it do."""
+    (found,) = resolved(opened, (ADD, Unreadable()))
+    assert found.order_key == "_operator.add"
+    with pytest.raises(ValueError, match="unreadable"):
+        found.function()
+
+
 async def test_calls_of_several_groups_are_in_order(opened: TwoEnds) -> None:
     """By their numbers, whatever the order of their groups."""
     text = NamedTarget("function", None, "concat", "_operator")

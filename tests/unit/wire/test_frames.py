@@ -39,7 +39,7 @@ def put(reader: FrameReader, data: bytes) -> int:
     assert len(buffer) > 0, "asyncio refuses an empty buffer"
     count = min(len(buffer), len(data))
     buffer[:count] = data[:count]
-    reader.received(count)
+    reader.end += count
     return count
 
 

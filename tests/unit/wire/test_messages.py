@@ -31,10 +31,12 @@ from aiorpc_torch._wire.frames import MAX_FRAME
 from aiorpc_torch._wire.messages import (
     CALL_OVERHEAD,
     MAX_HEADS,
+    MAX_LONE_HEADS,
     CallHead,
     EncodedCall,
     Group,
     HeadCache,
+    LoneHeads,
     decode_reply,
     dump_payload,
     encode_call,
@@ -385,6 +387,18 @@ def test_a_head_is_made_once() -> None:
         )
     ]
     assert len({each.data for each in (first, *others)}) == 1 + len(others)
+
+
+@pytest.mark.parametrize("kind", ["plain", (torch.float32, (2, 1))])
+def test_the_head_of_a_lone_call_is_that_of_any_call(kind: Any) -> None:
+    """It is made once, and their number has a limit."""
+    target = HEAD_FIELDS["target"]
+    heads = LoneHeads(target)
+    assert heads[kind] == HeadCache().head(target, False, (), (kind,)).data
+    assert heads[kind] is heads[kind]
+    for size in range(MAX_LONE_HEADS):
+        assert heads[torch.int32, (size,)]
+    assert 0 < len(heads) <= MAX_LONE_HEADS
 
 
 @given(
