@@ -191,7 +191,7 @@ class _Unproven(asyncio.BufferedProtocol):
         if peer.family != socket.AF_UNIX:
             address = opened.get_extra_info("peername")
             self.host = address[0] if address else "?"  # closed already
-        elif not _is_same_user(peer):
+        elif not is_same_user(peer):
             opened.abort()
             return
         close_on_fork(opened)
@@ -236,7 +236,7 @@ class _Unproven(asyncio.BufferedProtocol):
         self._listener.remove_unproven(self)
 
 
-def _is_same_user(peer: socket.socket) -> bool:
+def is_same_user(peer: socket.socket) -> bool:
     """Return whether the other end of a Unix socket is a process of this process's user.
 
     A user that this user namespace does not map has the overflow id, 65534 mostly, which is also

@@ -58,7 +58,7 @@ class Connections(Protocol):
     def send(self, connections: Iterable[int], message: ToWorker) -> None:
         """Send a message to each of them that is open."""
 
-    def close(self, connection: int) -> None:
+    def close_connection(self, connection: int) -> None:
         """Close a connection; `gone` is not called for it."""
 
     def expire_later(self, connection: int) -> None:
@@ -191,7 +191,7 @@ class Directory:
         return [rank for rank in range(size) if rank not in here]
 
     def _advance(self) -> None:
-        """Begin the next step of the start if nobody is awaited in this one."""
+        """Begin the next step of the start if no rank is awaited in this one."""
         while self._step < _RUNNING and not self._missing():
             self._step += 1
             self._send_to(self._members.values(), self._result_of_step())
@@ -349,7 +349,7 @@ class Directory:
         replaced = self._members.get(process.name)
         self._members[process.name] = process
         if replaced is not None and self._open.pop(replaced.connection, None) is not None:
-            self._connections.close(replaced.connection)
+            self._connections.close_connection(replaced.connection)
         others = [each for each in self._members.values() if each.is_open and each is not process]
         process.unaware = {each.connection for each in others}
         self._send_to(others, Add(process.member))

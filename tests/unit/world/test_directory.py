@@ -118,7 +118,7 @@ class Network:
             return self.early
         return self.processes[connection].inbox
 
-    def close(self, connection: int) -> None:
+    def close_connection(self, connection: int) -> None:
         self.processes[connection].is_alive = False
 
     def expire_later(self, connection: int) -> None:
