@@ -18,32 +18,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from .directory_messages import (
-    Add,
-    Announce,
-    Ask,
-    AskMissing,
-    Complete,
-    Confirm,
-    Ended,
-    Entering,
-    Exit,
-    Exited,
-    Failed,
-    FromWorker,
-    GiveUp,
-    Gone,
-    Know,
-    Leave,
-    Member,
-    Members,
-    Missing,
-    Publish,
-    Register,
-    Registered,
-    ToWorker,
-    Verdict,
-)
+from . import directory_messages as wire
+from .directory_messages import FromWorker, ToWorker
 from .registration import Registration, assign_worker_ids
 
 MAX_SIZE = 1 << 17  # workers of a start: what a stranger declares costs as much as a real world
@@ -75,7 +51,7 @@ class _Process:
     """torch's worker id."""
     step: int = _START
     """The step of the start that it is in."""
-    member: Member | None = None
+    member: wire.Member | None = None
     """As others reach it, once it has an address."""
     unaware: set[int] = field(default_factory=set)
     """Connections of the members that have not added it yet."""
@@ -104,34 +80,34 @@ class Directory:
         self._waiting: list[_Process] = []  # to enter the running world
         self._entering: dict[str, _Process] = {}  # by the name that is claimed, until announced
         self._entries = self._comebacks = self._joins = self._highest_number = 0
-        self._failure: Failed | None = None
+        self._failure: wire.Failed | None = None
         self._known_ranks: set[int] = set()  # those that know of the failure
         self._is_ending = False
 
     def receive(self, connection: int, message: FromWorker) -> None:
         """Handle a message of a worker."""
-        if isinstance(message, Register):
+        if isinstance(message, wire.Register):
             self._register(connection, message.registration)
             return
         process = self._open.get(connection)
         if process is None:
             raise ValueError("a connection must register first")
         match message:
-            case Publish():
+            case wire.Publish():
                 self._publish(process, message)
-            case Confirm(unreachable, text):
+            case wire.Confirm(unreachable, text):
                 self._confirm(process, unreachable, text)
-            case GiveUp(when):
+            case wire.GiveUp(when):
                 self._give_up(process, when)
-            case AskMissing():
+            case wire.AskMissing():
                 self._send_missing(process)
-            case Know(number):
+            case wire.Know(number):
                 self._know(connection, number)
-            case Verdict(name, number, is_alive):
+            case wire.Verdict(name, number, is_alive):
                 self._judge(process, name, number, is_alive)
-            case Leave(departs):
+            case wire.Leave(departs):
                 self._leave(process, departs)
-            case Exit(ranks):
+            case wire.Exit(ranks):
                 self._exit(process, ranks)
 
     def gone(self, connection: int) -> None:
@@ -169,7 +145,7 @@ class Directory:
             self._waiting.append(process)
             self._admit()
         elif conflict := self._conflict(registration):
-            self._fail(Failed(conflict))
+            self._fail(wire.Failed(conflict))
         else:
             self._members[registration.name] = process
             self._advance()
@@ -199,22 +175,22 @@ class Directory:
 
     def _result_of_step(self) -> ToWorker:
         if self._step == _REACH:
-            return Members(self._listed())
+            return wire.Members(self._listed())
         if self._step == _RUNNING:
-            return Complete()
+            return wire.Complete()
         registrations = [each.registration for each in self._by_rank()]
         numbers = assign_worker_ids(registrations)
         for each, number in zip(self._by_rank(), numbers, strict=True):
             each.number = number
         self._highest_number = max(numbers)
-        return Registered(registrations)
+        return wire.Registered(registrations)
 
-    def _publish(self, process: _Process, message: Publish) -> None:
+    def _publish(self, process: _Process, message: wire.Publish) -> None:
         is_entering = self._entering.get(process.name) is process
         if process.number < 0 or process.member is not None:
             raise ValueError("not the time for an address")
         where, maps, space = message.address, message.device_maps, process.registration.namespace
-        process.member = Member(process.name, process.rank, process.number, where, maps, space)
+        process.member = wire.Member(process.name, process.rank, process.number, where, maps, space)
         if is_entering:
             self._add(process)
         else:
@@ -227,33 +203,33 @@ class Directory:
         if self._step != _REACH:
             return  # the start has failed meanwhile
         if unreachable:
-            told = Failed(f"{process.registration}: {text}", unreachable)
-            self._fail(told, process, Failed(text, unreachable))
+            told = wire.Failed(f"{process.registration}: {text}", unreachable)
+            self._fail(told, process, wire.Failed(text, unreachable))
         else:
             process.step = _ENDED
             self._advance()
 
     def _send_missing(self, process: _Process) -> None:
         if self._step < _RUNNING:
-            self._send_to((process,), Missing(self._missing(), _ACTIONS[self._step]))
+            self._send_to((process,), wire.Missing(self._missing(), _ACTIONS[self._step]))
 
     def _give_up(self, process: _Process, when: str) -> None:
         own = process.registration
         if process in self._waiting and self._step < _RUNNING:
             text = f"{own.name!r} joins a running world, and none is complete {when}. "
-            self._refuse(process, Failed(f"{text}Start its first workers without join=", []))
+            self._refuse(process, wire.Failed(f"{text}Start its first workers without join=", []))
         elif self._members.get(process.name) is not process:
-            self._refuse(process, Failed(f"{own} was not let in {when}", []))
+            self._refuse(process, wire.Failed(f"{own} was not let in {when}", []))
         elif self._step < _RUNNING:
             missing, action = self._missing(), _ACTIONS[self._step]
             listed = ", ".join(map(str, missing))
             count = f"{len(missing)} of {own.world_size} workers"
             text = f"{count} did not {action} {when}: rank {listed}"
-            told = Failed(f"{own} has given up: {text}", missing)
-            self._fail(told, process, Failed(text, missing))
+            told = wire.Failed(f"{own} has given up: {text}", missing)
+            self._fail(told, process, wire.Failed(text, missing))
 
     def _fail(
-        self, failure: Failed, process: _Process | None = None, own: Failed | None = None
+        self, failure: wire.Failed, process: _Process | None = None, own: wire.Failed | None = None
     ) -> None:
         """End the start: all workers fail, `process` with a text of its own."""
         self._step, self._failure = _ENDED, failure
@@ -268,7 +244,7 @@ class Directory:
         """Send a process to the next world; one that is late to a conflict learns of it, once."""
         failure = self._failure
         if failure is None or failure.missing is not None or process.rank in self._known_ranks:
-            self._send_to((process,), Ended())
+            self._send_to((process,), wire.Ended())
         else:
             self._known_ranks.add(process.rank)
             self._send_to((process,), failure)
@@ -283,7 +259,7 @@ class Directory:
             if process.name in self._entering:
                 continue
             if refusal := self._refusal(process.registration):
-                self._refuse(process, Failed(refusal))
+                self._refuse(process, wire.Failed(refusal))
                 continue
             self._waiting.remove(process)
             self._entering[process.name] = process
@@ -291,7 +267,7 @@ class Directory:
             if holder is None:
                 self._enter(process)
             else:  # also if its connection has ended: the process may be alive
-                self._send_to((self._first(),), Ask(holder.name, holder.number))
+                self._send_to((self._first(),), wire.Ask(holder.name, holder.number))
 
     def _refusal(self, registration: Registration) -> str:
         """Return why a process cannot enter, "" if it can as far as the names tell."""
@@ -318,11 +294,11 @@ class Directory:
         if process is None or process.number >= 0 or (holder and holder.number != number):
             return  # a late answer
         if is_alive:
-            self._refuse(process, Failed(_taken(name)))
+            self._refuse(process, wire.Failed(_taken(name)))
         else:
             self._enter(process)
 
-    def _refuse(self, process: _Process, failure: Failed) -> None:
+    def _refuse(self, process: _Process, failure: wire.Failed) -> None:
         self._forget_entry(process)
         self._send_to((process,), failure)
         self._admit()
@@ -341,7 +317,7 @@ class Directory:
         process.number = self._highest_number + self._entries
         others = [each.registration for each in self._by_rank() if each.name != own.name]
         every = sorted([*others, own], key=lambda each: each.rank)
-        self._send_to((process,), Entering(own, process.number, every))
+        self._send_to((process,), wire.Entering(own, process.number, every))
 
     def _add(self, process: _Process) -> None:
         """Let every living member add a process that has an address."""
@@ -352,11 +328,11 @@ class Directory:
             self._connections.close_connection(replaced.connection)
         others = [each for each in self._members.values() if each.is_open and each is not process]
         process.unaware = {each.connection for each in others}
-        self._send_to(others, Add(process.member))
-        self._send_to((process,), Members(self._listed()))
+        self._send_to(others, wire.Add(process.member))
+        self._send_to((process,), wire.Members(self._listed()))
         for each in self._members.values():
             if not (each.is_open or each.has_left):
-                self._send_to((process,), Gone(each.name, each.number))
+                self._send_to((process,), wire.Gone(each.name, each.number))
         self._connections.expire_later(process.connection)
         if not others:
             self._announce(process)
@@ -371,7 +347,7 @@ class Directory:
     def _announce(self, process: _Process) -> None:
         del self._entering[process.name]
         silent = [each.name for each in self._by_rank() if each.connection in process.unaware]
-        self._send_to(self._members.values(), Announce(process.name, process.number, silent))
+        self._send_to(self._members.values(), wire.Announce(process.name, process.number, silent))
         self._admit()
 
     def _forget_entry(self, process: _Process) -> None:
@@ -387,9 +363,9 @@ class Directory:
             del self._members[process.name]
         elif self._step < _RUNNING:
             text = f"{process.registration} has ended while the world started"
-            self._fail(Failed(text, [process.rank]))
+            self._fail(wire.Failed(text, [process.rank]))
         elif self._step == _RUNNING and not process.has_left:
-            self._send_to(self._members.values(), Gone(process.name, process.number))
+            self._send_to(self._members.values(), wire.Gone(process.name, process.number))
 
     def _leave(self, process: _Process, departs: bool) -> None:
         process.has_left = True
@@ -402,7 +378,7 @@ class Directory:
         here = {each.rank for each in self._members.values() if each.is_open}
         process.awaited = {rank for rank in ranks if rank in here} - ready - {process.rank}
         if not process.awaited:
-            self._send_to((process,), Exited())
+            self._send_to((process,), wire.Exited())
         self._no_longer_await(process.rank)
 
     def _no_longer_await(self, rank: int) -> None:
@@ -410,14 +386,14 @@ class Directory:
             if each.awaited and rank in each.awaited:
                 each.awaited.remove(rank)
                 if not each.awaited:
-                    self._send_to((each,), Exited())
+                    self._send_to((each,), wire.Exited())
 
     # ── members ─────────────────────────────────────────────────────────────────────────────────
 
     def _by_rank(self) -> list[_Process]:
         return sorted(self._members.values(), key=lambda each: each.rank)
 
-    def _listed(self) -> list[Member]:
+    def _listed(self) -> list[wire.Member]:
         return [each.member for each in self._by_rank() if each.member is not None]
 
     def _first(self) -> _Process:

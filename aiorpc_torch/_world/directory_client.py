@@ -19,31 +19,8 @@ from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
 from .._torch.transport import send, wrap_future
 from ..errors import WorkerLost, WorldTimeout
-from .directory_messages import (
-    Add,
-    Announce,
-    Ask,
-    AskMissing,
-    Complete,
-    Confirm,
-    Ended,
-    Entering,
-    Exit,
-    Exited,
-    Failed,
-    GiveUp,
-    Gone,
-    Know,
-    Leave,
-    Members,
-    Missing,
-    Publish,
-    Register,
-    Registered,
-    ToWorker,
-    Verdict,
-    read_to_worker,
-)
+from . import directory_messages as wire
+from .directory_messages import ToWorker, read_to_worker
 from .directory_server import DirectoryServer
 from .directory_stream import GREETING, NoDirectoryError, Stream, open_stream
 from .meeting import RETRY_INTERVAL, Meeting
@@ -56,6 +33,9 @@ log = logging.getLogger("aiorpc_torch")
 
 M = TypeVar("M", bound=ToWorker)
 _Sockets = tuple[str, list[socket.socket]]
+
+WORLD_TASK = "aiorpc-directory"
+"""Name of the task that follows the changes of a world until it is left."""
 
 MAX_ANSWER = 1 << 30  # bytes of a message of the directory: it lists all members
 LOG_INTERVAL = 10.0  # seconds between two log lines about missing ranks
@@ -93,7 +73,7 @@ class DirectoryClient:
 
     # ── start ───────────────────────────────────────────────────────────────────────────────────
 
-    async def register(self) -> Registered | Entering:
+    async def register(self) -> wire.Registered | wire.Entering:
         """Register this worker; return all workers once they are there.
 
         Raises:
@@ -103,7 +83,7 @@ class DirectoryClient:
         """
         while True:
             stream = self._stream = await self._connect()
-            stream.send(Register(self.registration))
+            stream.send(wire.Register(self.registration))
             # In worlds in a row a worker may be quicker than rank 0: it meets the directory of the
             # last world. A rank 0 that dies while it waits may be started again.
             try:
@@ -111,7 +91,7 @@ class DirectoryClient:
             except _DirectoryEndedError as exc:
                 await self._pause(exc)
             else:
-                assert isinstance(answer, Registered | Entering), answer
+                assert isinstance(answer, wire.Registered | wire.Entering), answer
                 return answer
 
     async def publish(self, address: str, maps: NamedDeviceMaps, reaches: bool) -> list[PeerInfo]:
@@ -120,8 +100,8 @@ class DirectoryClient:
         Raises:
             WorldTimeout: if registered ranks did not start in time; it names them.
         """
-        self._send(Publish(address, maps, reaches))
-        members = (await self._await(Members)).members
+        self._send(wire.Publish(address, maps, reaches))
+        members = (await self._await(wire.Members)).members
         return [PeerInfo(*each) for each in members]
 
     async def confirm(self, unreachable: Sequence[int], text: str) -> None:
@@ -130,12 +110,12 @@ class DirectoryClient:
         Raises:
             WorldTimeout: with `text` if ranks are unreachable; if a worker does not confirm.
         """
-        self._send(Confirm(unreachable, text))
-        await self._await(Complete)
+        self._send(wire.Confirm(unreachable, text))
+        await self._await(wire.Complete)
 
     def give_up(self) -> None:
         """Tell the others that this worker was stopped while it waited."""
-        self._send(GiveUp("before it was stopped"))
+        self._send(wire.GiveUp("before it was stopped"))
 
     async def _connect(self) -> Stream[ToWorker]:
         """Connect to the directory; rank 0 makes it."""
@@ -208,13 +188,13 @@ class DirectoryClient:
         """Return the next message that is no failure, and log which ranks are missing."""
         while True:
             message = await self._next()
-            if isinstance(message, Failed):
+            if isinstance(message, wire.Failed):
                 if message.missing is None:
                     raise ValueError(message.text)
                 raise WorldTimeout(message.text, message.missing)
-            if isinstance(message, Ended):
+            if isinstance(message, wire.Ended):
                 raise _DirectoryEndedError("the last world there is ending")
-            if not isinstance(message, Missing):
+            if not isinstance(message, wire.Missing):
                 return message
             listed = ", ".join(map(str, message.ranks))
             log.warning("%s waits for rank %s to %s", self.registration, listed, message.action)
@@ -226,9 +206,9 @@ class DirectoryClient:
             while self.remaining() and not reading.done():
                 await asyncio.wait((reading,), timeout=min(LOG_INTERVAL, self.remaining()))
                 if not reading.done() and self.remaining():
-                    self._send(AskMissing())
+                    self._send(wire.AskMissing())
             if not reading.done():
-                self._send(GiveUp(f"within {self._timeout:g} s"))
+                self._send(wire.GiveUp(f"within {self._timeout:g} s"))
                 await asyncio.wait((reading,), timeout=ANSWER_GRACE)
             if not reading.done():
                 raise WorldTimeout(f"rank 0 at {self._meeting} no longer answers", [0])
@@ -242,7 +222,7 @@ class DirectoryClient:
 
     def follow(self, node: "Node") -> None:
         """Let a node follow the changes of its world: it has started."""
-        self._following = self._loop.create_task(self._follow(node), name="aiorpc-directory")
+        self._following = self._loop.create_task(self._follow(node), name=WORLD_TASK)
 
     async def entered(self) -> Sequence[str]:
         """Wait until all members have added this worker; return those that do not answer.
@@ -272,38 +252,38 @@ class DirectoryClient:
 
     def _handle(self, node: "Node", message: ToWorker) -> None:
         match message:
-            case Add(member):
+            case wire.Add(member):
                 node.add(PeerInfo(*member))
-                self._send(Know(member.number))
-            case Announce(name, _, silent) if name == node.members.name:
+                self._send(wire.Know(member.number))
+            case wire.Announce(name, _, silent) if name == node.members.name:
                 self._entered.set_result(silent)
-            case Announce(name, number):
+            case wire.Announce(name, number):
                 if node.members.is_current(name, number):
                     node.announce(name)
-            case Gone(name, number):
+            case wire.Gone(name, number):
                 error = WorkerLost(name, "its connection to rank 0 has ended")
                 node.detector.on_disconnect(name, number, error)
-            case Ask(name, number):
+            case wire.Ask(name, number):
                 task = self._loop.create_task(self._judge(node, name, number))
                 self._tasks.add(task)
                 task.add_done_callback(self._tasks.discard)
-            case Exited():
+            case wire.Exited():
                 self._exited.set()
 
     async def _judge(self, node: "Node", name: str, number: int) -> None:
         """Tell the directory whether a process is alive, whose name another one wants."""
         is_alive = node.members.is_current(name, number) and await _is_alive(node, name)
-        self._send(Verdict(name, number, is_alive))
+        self._send(wire.Verdict(name, number, is_alive))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
     def leave(self, *, departs: bool) -> None:
         """Tell the directory that this worker leaves, and with `departs` that the others go on."""
-        self._send(Leave(departs))
+        self._send(wire.Leave(departs))
 
     async def exit_barrier(self, ranks: Sequence[int], seconds: float) -> None:
         """Wait until those ranks are here too, or gone, for at most `seconds`."""
-        self._send(Exit(ranks))
+        self._send(wire.Exit(ranks))
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 await self._exited.wait()

@@ -14,7 +14,8 @@ from collections.abc import Iterable, Sequence
 
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
-from .._server.listener import ACCEPT_RETRY, is_same_user
+from .._aio.unix_sockets import is_same_user
+from .._server.listener import ACCEPT_RETRY
 from .directory import Directory
 from .directory_messages import FromWorker, Register, ToWorker, read_from_worker
 from .directory_stream import GREETING, Stream, encode, open_stream
@@ -118,6 +119,7 @@ class DirectoryServer:
                 raise ValueError("a connection must register first")
             self._unregistered.pop(number, None)
             self._streams[number] = stream
+            log.info("%s has registered", message.registration)
             while True:
                 self._directory.receive(number, message)
                 message = await stream.receive()

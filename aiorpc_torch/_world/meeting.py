@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import NamedTuple
 from urllib.parse import urlparse
 
-from .._server.listener import BACKLOG, is_same_user
+from .._aio.unix_sockets import connect_unix, is_same_user, listen_unix
 from .._torch.compat import TCPStore
 from .._wire.handshake import network_namespace
 from .._wire.plain import dump, reader
@@ -59,7 +59,8 @@ class Meeting:
         self._interface = interface
         self._store: TCPStore | None = None
         self._world = ""  # that this process has published
-        host, port = self._url.hostname, self._url.port if self._url.scheme == "tcp" else None
+        is_fixed = self._url.scheme == "tcp"
+        host, port = (self._url.hostname, self._url.port) if is_fixed else (None, None)
         self._is_in_environment = self._url.scheme not in ("file", "unix") and port is None
         if self._is_in_environment:
             host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
@@ -197,26 +198,12 @@ def _retry(listen: Callable[[], socket.socket]) -> socket.socket:
 
 
 def _listen_unix(name: str) -> socket.socket:
-    # An abstract socket leaves no file behind after `kill -9`, and is reached in one network
-    # namespace only.
-    bare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        bare.bind(f"\0aiorpc-{name}")
-        bare.listen(BACKLOG)
-    except BaseException:
-        bare.close()
-        raise
-    return bare
+    return listen_unix(f"aiorpc-{name}")
 
 
 def _connect_unix(name: str) -> socket.socket:
-    bare = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        bare.setblocking(False)  # if the backlog is full, `connect` fails
-        bare.connect(f"\0aiorpc-{name}")
-        if not is_same_user(bare):
-            raise OSError("a process of another user listens there")
-    except BaseException:
-        bare.close()
-        raise
-    return bare
+    found = connect_unix(f"aiorpc-{name}")
+    if not is_same_user(found):
+        found.close()
+        raise OSError("a process of another user listens there")
+    return found

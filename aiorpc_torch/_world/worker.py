@@ -173,7 +173,7 @@ async def worker(
             process that was in no world before. The worker needs a name and gets the next rank. Its
             exit does not wait for its peers to leave. It gives the calls that run here
             `stop_timeout` seconds, by default 10.
-        init_method: URL of the rendezvous, `tcp://host:port` or `file:///path` (default:
+        init_method: URL of rank 0, `tcp://host:port` or `file:///path` (default:
             MASTER_ADDR and MASTER_PORT in the environment, else the first host of Slurm's step).
             A world of one needs none, unless others shall join it.
         threads: Number of threads of torch's RPC, and as many again for plain `def` methods.

@@ -256,8 +256,8 @@ async def test_a_joiner_that_is_killed_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("joining.join")
-async def test_joining_at_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By MASTER_ADDR alone, beside a launcher that keeps the store."""
+async def test_joining_beside_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By MASTER_ADDR alone, beside a launcher that keeps a store."""
     listening = socket.create_server(("127.0.0.1", 0))  # torch's own looks up names of addresses
     port = listening.getsockname()[1]
     agent = torch.distributed.TCPStore(
