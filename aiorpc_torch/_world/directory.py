@@ -14,6 +14,7 @@ A connection that ends is no verdict on a worker: the members are told, and each
 link that is cut between a worker and rank 0 alone does not exclude the worker.
 """
 
+import hmac
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
@@ -47,6 +48,7 @@ class _Process:
 
     connection: int
     registration: Registration
+    key: str
     number: int = -1
     """torch's worker id."""
     step: int = _START
@@ -87,7 +89,10 @@ class Directory:
     def receive(self, connection: int, message: FromWorker) -> None:
         """Handle a message of a worker."""
         if isinstance(message, wire.Register):
-            self._register(connection, message.registration)
+            self._register(connection, message.registration, message.key)
+            return
+        if isinstance(message, wire.Resume):
+            self._resume(connection, message)
             return
         process = self._open.get(connection)
         if process is None:
@@ -132,13 +137,13 @@ class Directory:
 
     # ── start ───────────────────────────────────────────────────────────────────────────────────
 
-    def _register(self, connection: int, registration: Registration) -> None:
+    def _register(self, connection: int, registration: Registration, key: str) -> None:
         size, rank = registration.world_size, registration.rank
         if connection in self._open or size > MAX_SIZE:
             raise ValueError("a connection registers once, for a world that is not too large")
         if not (registration.joined or 0 <= rank < size):
             raise ValueError(f"no rank of {size} workers: {rank}")
-        process = self._open[connection] = _Process(connection, registration)
+        process = self._open[connection] = _Process(connection, registration, key)
         if self._step == _ENDED or self._is_ending:
             self._turn_away(process)
         elif registration.joined or self._step == _RUNNING:
@@ -249,6 +254,30 @@ class Directory:
             self._known_ranks.add(process.rank)
             self._send_to((process,), failure)
 
+    def _resume(self, connection: int, message: wire.Resume) -> None:
+        """Take a member's new connection in place of one that has ended, or will."""
+        process = self._members.get(message.name)
+        if (
+            self._step != _RUNNING
+            or process is None
+            or process.number != message.number
+            or process.name in self._entering
+            or not message.key
+            or not hmac.compare_digest(process.key, message.key)
+        ):
+            raise ValueError(f"no process of the world connects again as {message.name!r}")
+        if self._open.pop(process.connection, None) is not None:
+            self._connections.close_connection(process.connection)
+        process.connection, process.is_open = connection, True
+        self._open[connection] = process
+        entering = [
+            each for each in self._entering.values() if self._members.get(each.name) is each
+        ]
+        self._send_members(process, but=entering)
+        for each in entering:
+            if each.member is not None:
+                self._send_to((process,), wire.Add(each.member))
+
     # ── entering the running world ──────────────────────────────────────────────────────────────
 
     def _admit(self) -> None:
@@ -329,13 +358,17 @@ class Directory:
         others = [each for each in self._members.values() if each.is_open and each is not process]
         process.unaware = {each.connection for each in others}
         self._send_to(others, wire.Add(process.member))
-        self._send_to((process,), wire.Members(self._listed()))
-        for each in self._members.values():
-            if not (each.is_open or each.has_left):
-                self._send_to((process,), wire.Gone(each.name, each.number))
+        self._send_members(process)
         self._connections.expire_later(process.connection)
         if not others:
             self._announce(process)
+
+    def _send_members(self, process: _Process, but: Sequence[_Process] = ()) -> None:
+        """Send the members to a process, and which of them are in doubt."""
+        self._send_to((process,), wire.Members(self._listed(but)))
+        for each in self._members.values():
+            if not (each.is_open or each.has_left):
+                self._send_to((process,), wire.Gone(each.name, each.number))
 
     def _know(self, connection: int, number: int) -> None:
         for process in [*self._entering.values()]:
@@ -393,8 +426,9 @@ class Directory:
     def _by_rank(self) -> list[_Process]:
         return sorted(self._members.values(), key=lambda each: each.rank)
 
-    def _listed(self) -> list[wire.Member]:
-        return [each.member for each in self._by_rank() if each.member is not None]
+    def _listed(self, but: Sequence[_Process] = ()) -> list[wire.Member]:
+        listed = [each for each in self._by_rank() if each not in but]
+        return [each.member for each in listed if each.member is not None]
 
     def _first(self) -> _Process:
         return next(each for each in self._members.values() if each.rank == 0)

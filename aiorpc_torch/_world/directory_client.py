@@ -2,12 +2,14 @@
 
 Rank 0's process has the directory too. Its own worker is connected to it like any other.
 
-When the directory ends, its rank 0 has ended. The others go on without it: none can enter then.
+A connection that ends although rank 0 lives is opened again: its link was cut. When the directory
+ends, its rank 0 has ended. The others go on without it: none can enter then.
 """
 
 import asyncio
 import contextlib
 import logging
+import secrets
 import socket
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -41,6 +43,7 @@ MAX_ANSWER = 1 << 30  # bytes of a message of the directory: it lists all member
 LOG_INTERVAL = 10.0  # seconds between two log lines about missing ranks
 ANSWER_GRACE = 0.5  # seconds beyond the timeout for the directory to say which ranks are missing
 GREETING_TIMEOUT = 5.0  # seconds
+MAX_PAUSE = 30.0  # seconds between two attempts to connect again
 CANCEL_TIMEOUT = 1.0  # seconds for an attempt to connect to end
 PING_TIMEOUT = 3.0  # seconds for a process to prove that it is alive
 
@@ -64,6 +67,8 @@ class DirectoryClient:
         self._stream: Stream[ToWorker] | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._key, self._world = secrets.token_hex(16), ""
+        self._pause_of_resume = RETRY_INTERVAL
         self._entered: asyncio.Future[Sequence[str]] = self._loop.create_future()
         self._exited = asyncio.Event()
 
@@ -83,7 +88,7 @@ class DirectoryClient:
         """
         while True:
             stream = self._stream = await self._connect()
-            stream.send(wire.Register(self.registration))
+            stream.send(wire.Register(self.registration, self._key))
             # In worlds in a row a worker may be quicker than rank 0: it meets the directory of the
             # last world. A rank 0 that dies while it waits may be started again.
             try:
@@ -147,6 +152,7 @@ class DirectoryClient:
                 found = await stream.read_world()
             if world not in ("", found):
                 raise OSError("rank 0 of an earlier run wrote the address of what is another world")
+            self._world = found
         except BaseException as exc:
             await stream.close()
             if isinstance(exc, NoDirectoryError):
@@ -165,7 +171,8 @@ class DirectoryClient:
         if not self.remaining():
             raise WorldTimeout(
                 f"no rank 0 at {self._meeting} within {self._timeout:g} s ({exc}). Check that "
-                "rank 0 runs and that its address is reachable",
+                "rank 0 runs and that its address is reachable. If rank 0 of a world has ended, no "
+                "process can enter that world any more",
                 [0],
             ) from exc
         await asyncio.sleep(RETRY_INTERVAL)
@@ -236,25 +243,59 @@ class DirectoryClient:
         return self._entered.result()
 
     async def _follow(self, node: "Node") -> None:
-        assert self._stream is not None
+        name = self.registration.name
         try:
             while True:
-                message = await self._stream.receive()
                 try:
-                    self._handle(node, message)
-                except Exception:
-                    log.exception("%s could not follow a change", self.registration.name)
-        except (EOFError, OSError) as exc:
-            log.info("%s: the directory of rank 0 has ended: %r", self.registration.name, exc)
+                    await self._handle_all(node)
+                except (EOFError, OSError) as exc:
+                    log.info("%s: the connection to rank 0 has ended: %r", name, exc)
+                is_member = not self.registration.entry or self._entered.done()
+                if self._server is not None or not is_member or not await self._resume(node):
+                    return
         finally:
             self._entered.cancel()
             self._exited.set()
+
+    async def _handle_all(self, node: "Node") -> None:
+        assert self._stream is not None
+        while True:
+            message = await self._stream.receive()
+            try:
+                self._handle(node, message)
+            except Exception:
+                log.exception("%s could not follow a change", self.registration.name)
+
+    async def _resume(self, node: "Node") -> bool:
+        """Connect again: a link was cut. Return False if rank 0 has ended."""
+        while True:
+            await asyncio.sleep(self._pause_of_resume)
+            self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
+            try:
+                _, [connected] = await self._in_thread(self._meeting.connect)
+                stream = await self._greet(self._world, connected)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return False
+            except (OSError, EOFError) as exc:
+                log.debug("%s does not reach rank 0: %r", self.registration.name, exc)
+            else:
+                await self._close_stream()
+                self._stream = stream
+                me = node.members.me
+                stream.send(wire.Resume(me.name, me.number, self._key))
+                return True
 
     def _handle(self, node: "Node", message: ToWorker) -> None:
         match message:
             case wire.Add(member):
                 node.add(PeerInfo(*member))
                 self._send(wire.Know(member.number))
+            case wire.Members(members):  # once connected again
+                self._pause_of_resume = RETRY_INTERVAL
+                for each in members:
+                    if not node.members.is_current(each.name, each.number):
+                        node.add(PeerInfo(*each))
+                        node.announce(each.name)
             case wire.Announce(name, _, silent) if name == node.members.name:
                 self._entered.set_result(silent)
             case wire.Announce(name, number):
@@ -305,6 +346,9 @@ class DirectoryClient:
             self._server.close()
             self._meeting.withdraw()
             self._server = None
+        await self._close_stream()
+
+    async def _close_stream(self) -> None:
         if self._stream is not None:
             stream, self._stream = self._stream, None
             await stream.close()

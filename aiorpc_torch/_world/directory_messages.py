@@ -31,6 +31,16 @@ class Register(_Message):
     """The first message of a process: it wants to be in the world."""
 
     registration: Registration
+    key: str = ""
+    """A secret of the process, with which it may connect again."""
+
+
+class Resume(_Message):
+    """The first message of a process that connects again: its connection has ended."""
+
+    name: str
+    number: int
+    key: str
 
 
 class Publish(_Message):
@@ -86,7 +96,9 @@ class Exit(_Message):
     ranks: Sequence[int]
 
 
-FromWorker = Register | Publish | Confirm | GiveUp | AskMissing | Know | Verdict | Leave | Exit
+FromWorker = (
+    Register | Resume | Publish | Confirm | GiveUp | AskMissing | Know | Verdict | Leave | Exit
+)
 
 
 # ── of the directory ────────────────────────────────────────────────────────────────────────────

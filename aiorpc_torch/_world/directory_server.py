@@ -17,7 +17,7 @@ from .._aio.loops import call_soon
 from .._aio.unix_sockets import is_same_user
 from .._server.listener import ACCEPT_RETRY
 from .directory import Directory
-from .directory_messages import FromWorker, Register, ToWorker, read_from_worker
+from .directory_messages import FromWorker, Register, Resume, ToWorker, read_from_worker
 from .directory_stream import GREETING, Stream, encode, open_stream
 
 log = logging.getLogger("aiorpc_torch")
@@ -115,11 +115,12 @@ class DirectoryServer:
                 stream.write(self._greeting)
                 await stream.read_greeting()
                 message = await stream.receive()
-            if not isinstance(message, Register):
+            if not isinstance(message, Register | Resume):
                 raise ValueError("a connection must register first")
             self._unregistered.pop(number, None)
             self._streams[number] = stream
-            log.info("%s has registered", message.registration)
+            if isinstance(message, Register):
+                log.info("%s has registered", message.registration)
             while True:
                 self._directory.receive(number, message)
                 message = await stream.receive()

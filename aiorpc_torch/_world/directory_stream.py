@@ -20,6 +20,8 @@ _NAME, _PROTOCOL = b"aiorpc:", b"1"
 GREETING = _NAME + _PROTOCOL
 WORLD = 32  # bytes of the directory's greeting that follow: the id of its world
 _LENGTH = struct.Struct("<I")
+KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+"""Seconds until an idle connection is probed, between two probes, and their number."""
 LINGER = 0.5  # seconds for the last messages to be sent
 
 
@@ -105,6 +107,7 @@ async def open_stream(
     """Return the stream of a connected socket; `limit` is in bytes of a message received."""
     connected.setblocking(False)
     try:
+        _keep_alive(connected)
         if connected.family == socket.AF_UNIX:
             reader, writer = await asyncio.open_unix_connection(sock=connected)
         else:
@@ -113,3 +116,11 @@ async def open_stream(
         connected.close()
         raise
     return Stream(reader, writer, read, limit)
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Let the system notice a machine that is off, and routers remember an idle connection."""
+    if connected.family != socket.AF_UNIX:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in KEEPALIVE.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -30,6 +30,7 @@ from aiorpc_torch._world.directory_messages import (
     Publish,
     Register,
     Registered,
+    Resume,
     ToWorker,
     Verdict,
 )
@@ -44,18 +45,21 @@ def registration(rank: int, size: int = 3, **changes: Any) -> Registration:
 class Process:
     """A worker as the directory sees it: it answers each message when the test delivers it."""
 
-    def __init__(self, network: "Network", connection: int, own: Registration) -> None:
-        self.network, self.connection, self.own = network, connection, own
+    def __init__(self, network: "Network", own: Registration) -> None:
+        self.network, self.own = network, own
+        self.connection, self.key = -1, ""
         self.inbox: list[ToWorker] = []
         self.number = -1
-        self.is_alive = True
+        self.is_alive, self.is_cut = True, False
         self.has_entered = self.has_left = False
         self.view: dict[str, int] = {}
+        self.told: set[int] = set()
         self.gone: set[int] = set()
         self.heard: list[ToWorker] = []
-        self.say(Register(own))
 
     def say(self, message: FromWorker) -> None:
+        if self.is_cut:
+            return
         self.network.directory.receive(self.connection, message)
 
     def deliver(self) -> None:
@@ -71,7 +75,7 @@ class Process:
                 self.say(Publish(f"at {own.name}", {}, False))
             case Members(members):
                 self.view = {each.name: each.number for each in members}
-                if not self.own.entry:
+                if not (self.own.entry or self.has_entered):
                     self.say(Confirm([], ""))
             case Complete():
                 self.has_entered = True
@@ -81,14 +85,29 @@ class Process:
             case Announce(_, number):
                 self.has_entered |= number == self.number
             case Gone(_, number):
-                self.gone.add(number)
+                self.told.add(number)
+                if not self.network.is_alive(number):  # as its ping finds
+                    self.gone.add(number)
             case Ask(name, number):
                 self.say(Verdict(name, number, self.network.is_alive(number)))
 
     def end(self) -> None:
         """Let the process die."""
         self.is_alive = False
+        if not self.is_cut:
+            self.network.directory.gone(self.connection)
+
+    def cut(self) -> None:
+        """End the connection, with what is on its way."""
+        self.is_cut = True
+        self.inbox.clear()
         self.network.directory.gone(self.connection)
+
+    def resume(self) -> None:
+        """Connect again."""
+        self.is_cut = False
+        self.connection = self.network.next_connection(self)
+        self.say(Resume(self.own.name, self.number, self.key))
 
     def depart(self) -> None:
         """Leave while the others go on."""
@@ -107,28 +126,29 @@ class Network:
     def __init__(self) -> None:
         self.directory = Directory(self)
         self.processes: list[Process] = []
+        self.owners: list[Process] = []  # of the connections, by number
         self.expiring: list[int] = []
 
     def send(self, connections: Iterable[int], message: ToWorker) -> None:
         for each in connections:
-            self.waiting(each).append(message)
-
-    def waiting(self, connection: int) -> list[ToWorker]:
-        if connection == len(self.processes):  # it registers right now
-            return self.early
-        return self.processes[connection].inbox
+            self.owners[each].inbox.append(message)
 
     def close_connection(self, connection: int) -> None:
-        self.processes[connection].is_alive = False
+        self.owners[connection].is_alive = False
+
+    def next_connection(self, process: Process) -> int:
+        self.owners.append(process)
+        return len(self.owners) - 1
 
     def expire_later(self, connection: int) -> None:
         self.expiring.append(connection)
 
     def register(self, own: Registration) -> Process:
-        self.early: list[ToWorker] = []
-        process = Process(self, len(self.processes), own)
-        process.inbox = self.early + process.inbox
+        process = Process(self, own)
         self.processes.append(process)
+        process.connection = self.next_connection(process)
+        process.key = f"key {process.connection}"
+        process.say(Register(own, process.key))
         return process
 
     def is_alive(self, number: int) -> bool:
@@ -438,6 +458,45 @@ def test_the_end_of_a_connection_is_told_unless_its_worker_has_left() -> None:
     assert first.gone == joining.gone == {1}
 
 
+def test_a_connection_that_is_opened_again() -> None:
+    """Its process learns of all that has happened meanwhile, and then of what happens."""
+    network, [first, second, third] = start()
+    second.cut()
+    third.end()
+    network.join("a")
+    network.settle()
+    adding = network.join("b")
+    adding.deliver()
+    second.resume()
+    second.deliver()
+    assert second.view == {"w0": 0, "w1": 1, "w2": 2, "a": 3}
+    network.settle()
+    assert second.view == first.view
+    assert second.gone == {2}
+    assert [each for each in second.heard if isinstance(each, Announce)] == [Announce("b", 4, [])]
+    assert (first.told, first.gone) == ({1, 2}, {2})
+
+
+def test_a_connection_that_is_still_open() -> None:
+    """The directory closes it: the process itself knows better."""
+    network, [_, second, _] = start()
+    old = second.connection
+    second.resume()
+    network.directory.gone(old)
+    network.settle()
+    assert second.view == {"w0": 0, "w1": 1, "w2": 2}
+
+
+@pytest.mark.parametrize(
+    "wrong", [("w1", 1, "another key"), ("w1", 2, "key 1"), ("w9", 1, "key 1"), ("w1", 1, "")]
+)
+def test_a_stranger_that_connects_again(wrong: tuple[str, int, str]) -> None:
+    """It does not know the key of the process."""
+    network, _ = start()
+    with pytest.raises(ValueError, match="no process of the world"):
+        network.directory.receive(9, Resume(*wrong))
+
+
 # ── exit ────────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -457,9 +516,10 @@ def test_the_barrier_of_the_exit() -> None:
 
 # ── any order ───────────────────────────────────────────────────────────────────────────────────
 
+EVENTS = ["join", "back", "end", "depart", "expire", "stop", "cut", "resume"]
 STEPS = st.lists(
     st.tuples(
-        st.sampled_from(["deliver"] * 4 + ["join", "back", "end", "depart", "expire", "stop"]),
+        st.sampled_from(["deliver"] * 4 + EVENTS),
         st.integers(0, 30),
     ),
     max_size=80,
@@ -485,8 +545,20 @@ def take(network: Network, step: str, number: int) -> None:
             chosen.depart()
         case "expire" if network.expiring:
             network.directory.expire(network.expiring[number % len(network.expiring)])
+        case "cut" if chosen is not None and chosen.has_entered and not chosen.is_cut:
+            chosen.cut()
+        case "resume" if chosen is not None and chosen.is_cut:
+            resume(chosen)
         case "stop" if chosen is not None and not chosen.has_entered:
             chosen.say(GiveUp("before it was stopped"))
+
+
+def resume(process: Process) -> None:
+    """Let a process connect again. If it was replaced meanwhile, it is refused."""
+    try:
+        process.resume()
+    except ValueError:
+        process.is_alive, process.is_cut = False, True
 
 
 @given(STEPS)
@@ -495,6 +567,10 @@ def test_all_living_members_end_with_one_view(steps: list[tuple[str, int]]) -> N
     network, _ = start()
     for step, number in steps:
         take(network, step, number)
+    network.settle()
+    for each in network.processes:
+        if each.is_cut and each.is_alive:
+            resume(each)
     network.settle()
     departed = {each.number for each in network.processes if each.has_left}
     living = [each for each in network.processes if each.is_alive and each.has_entered]
@@ -507,7 +583,7 @@ def test_all_living_members_end_with_one_view(steps: list[tuple[str, int]]) -> N
     for each in living:
         assert numbers.isdisjoint(each.gone)
         dead = {n for _, n in views[0]} - numbers - departed
-        assert dead <= each.gone, "it probes them"
+        assert dead <= each.told, "it pings them"
     for each in network.processes:  # none waits without end
         assert each.has_entered or not each.is_alive or isinstance(each.last, Failed | Ended)
 
