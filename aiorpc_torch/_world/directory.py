@@ -255,7 +255,10 @@ class Directory:
             self._send_to((process,), failure)
 
     def _resume(self, connection: int, message: wire.Resume) -> None:
-        """Take a member's new connection in place of one that has ended, or will."""
+        """Take a member's new connection in place of one that has ended, or will.
+
+        A process that was replaced learns that its world is over.
+        """
         process = self._members.get(message.name)
         if (
             self._step != _RUNNING
@@ -265,18 +268,17 @@ class Directory:
             or not message.key
             or not hmac.compare_digest(process.key, message.key)
         ):
-            raise ValueError(f"no process of the world connects again as {message.name!r}")
+            self._connections.send([connection], wire.Ended())
+            return
         if self._open.pop(process.connection, None) is not None:
             self._connections.close_connection(process.connection)
         process.connection, process.is_open = connection, True
         self._open[connection] = process
-        entering = [
-            each for each in self._entering.values() if self._members.get(each.name) is each
-        ]
-        self._send_members(process, but=entering)
-        for each in entering:
-            if each.member is not None:
-                self._send_to((process,), wire.Add(each.member))
+        added = [each for each in self._entering.values() if each.member is not None]
+        self._send_members(process, but=added)
+        for each in added:
+            assert each.member is not None
+            self._send_to((process,), wire.Add(each.member))
 
     # ── entering the running world ──────────────────────────────────────────────────────────────
 

@@ -248,8 +248,10 @@ class DirectoryClient:
             while True:
                 try:
                     await self._handle_all(node)
-                except (EOFError, OSError) as exc:
+                except (EOFError, OSError, ValueError) as exc:
                     log.info("%s: the connection to rank 0 has ended: %r", name, exc)
+                except _DirectoryEndedError:
+                    return
                 is_member = not self.registration.entry or self._entered.done()
                 if self._server is not None or not is_member or not await self._resume(node):
                     return
@@ -261,6 +263,8 @@ class DirectoryClient:
         assert self._stream is not None
         while True:
             message = await self._stream.receive()
+            if isinstance(message, wire.Ended):
+                raise _DirectoryEndedError("another process has replaced this one")
             try:
                 self._handle(node, message)
             except Exception:

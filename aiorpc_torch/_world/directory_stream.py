@@ -20,8 +20,8 @@ _NAME, _PROTOCOL = b"aiorpc:", b"1"
 GREETING = _NAME + _PROTOCOL
 WORLD = 32  # bytes of the directory's greeting that follow: the id of its world
 _LENGTH = struct.Struct("<I")
-KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
-"""Seconds until an idle connection is probed, between two probes, and their number."""
+KEEPALIVE = 60  # seconds until TCP probes an idle connection
+_PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 LINGER = 0.5  # seconds for the last messages to be sent
 
 
@@ -122,5 +122,5 @@ def _keep_alive(connected: socket.socket) -> None:
     """Let the system notice a machine that is off, and routers remember an idle connection."""
     if connected.family != socket.AF_UNIX:
         connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in KEEPALIVE.items():
+        for option, value in _PROBES.items():
             connected.setsockopt(socket.IPPROTO_TCP, option, value)

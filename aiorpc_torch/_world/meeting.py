@@ -96,9 +96,9 @@ class Meeting:
         """
         self._world = secrets.token_hex(16)
         if self._url.scheme == "unix":
-            return self._world, [_retry(lambda: _listen_unix(self._url.netloc))]
+            return self._world, [self._retry(lambda: _listen_unix(self._url.netloc))]
         if self._url.scheme != "file" and not self._has_agent:
-            return self._world, [_retry(lambda: network.listen(self.host, self._address[1]))]
+            return self._world, [self._retry(lambda: network.listen(self.host, self._address[1]))]
         listening = [_listen_unix(self._world)]
         host, port = "", 0
         interface = self._interface or network.interface_towards(self.host)
@@ -107,6 +107,20 @@ class Meeting:
             host, port = listening[-1].getsockname()[:2]
         self._publish(dump(Published(self._world, network_namespace(), host, port)))
         return self._world, listening
+
+    def _retry(self, listen: Callable[[], socket.socket]) -> socket.socket:
+        """Listen, as soon as the directory of the last world has closed."""
+        end = time.monotonic() + _BIND_TIMEOUT
+        while True:
+            try:
+                return listen()
+            except OSError as exc:
+                if exc.errno != errno.EADDRINUSE:
+                    raise
+                if time.monotonic() > end:
+                    text = f"another process listens at {self}, the address of rank 0"
+                    raise OSError(exc.errno, text) from exc
+            time.sleep(RETRY_INTERVAL)
 
     def _publish(self, data: bytes) -> None:
         if self._has_agent:
@@ -184,17 +198,6 @@ class Meeting:
 def _key() -> str:
     # A restarted torchrun keeps its store, with the address of the last attempt.
     return f"aiorpc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/rank0"
-
-
-def _retry(listen: Callable[[], socket.socket]) -> socket.socket:
-    end = time.monotonic() + _BIND_TIMEOUT
-    while True:
-        try:
-            return listen()
-        except OSError as exc:
-            if exc.errno != errno.EADDRINUSE or time.monotonic() > end:
-                raise
-            time.sleep(RETRY_INTERVAL)
 
 
 def _listen_unix(name: str) -> socket.socket:

@@ -69,7 +69,7 @@ def test_an_address_that_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(meeting, "_BIND_TIMEOUT", 0.01)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(OSError, match="in use"):
+        with pytest.raises(OSError, match=f"another process listens at 127.0.0.1:{port}"):
             Meeting(f"tcp://127.0.0.1:{port}").listen()
     _, listening = Meeting(f"tcp://127.0.0.1:{port}").listen()
     close(listening)
