@@ -24,7 +24,7 @@ from ..errors import WorkerLost, WorldTimeout
 from . import directory_messages as wire
 from .directory_messages import ToWorker, read_to_worker
 from .directory_server import DirectoryServer
-from .directory_stream import GREETING, NoDirectoryError, Stream, open_stream
+from .directory_stream import ANY_WORLD, NoDirectoryError, Stream, encode, greeting, open_stream
 from .meeting import RETRY_INTERVAL, Meeting
 from .registration import Registration
 
@@ -67,7 +67,7 @@ class DirectoryClient:
         self._stream: Stream[ToWorker] | None = None
         self._following: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
-        self._key, self._world = secrets.token_hex(16), ""
+        self._key = self._world = ""
         self._pause_of_resume = RETRY_INTERVAL
         self._entered: asyncio.Future[Sequence[str]] = self._loop.create_future()
         self._exited = asyncio.Event()
@@ -87,8 +87,7 @@ class DirectoryClient:
                 another program listens at the address of rank 0.
         """
         while True:
-            stream = self._stream = await self._connect()
-            stream.send(wire.Register(self.registration, self._key))
+            self._stream = await self._connect()
             # In worlds in a row a worker may be quicker than rank 0: it meets the directory of the
             # last world. A rank 0 that dies while it waits may be started again.
             try:
@@ -128,11 +127,11 @@ class DirectoryClient:
         if self.registration.rank == 0:
             world, listening = await self._in_thread(self._meeting.listen)
             self._server = DirectoryServer(world, listening)
-            return await self._greet(world, self._server.connect())
+            return await self._greet(world, self._server.connect(), self._first_message())
         while True:
             try:
                 world, [connected] = await self._in_thread(self._meeting.connect)
-                return await self._greet(world, connected)
+                return await self._greet(world, connected, self._first_message())
             except (OSError, EOFError) as exc:
                 await self._pause(exc)
 
@@ -142,14 +141,24 @@ class DirectoryClient:
         self._attempt = None
         return found
 
-    async def _greet(self, world: str, connected: socket.socket) -> Stream[ToWorker]:
+    def _first_message(self) -> wire.Register:
+        self._key = secrets.token_hex(16)  # a new one: another program may listen there
+        return wire.Register(self.registration, self._key)
+
+    async def _greet(
+        self, world: str, connected: socket.socket, first: wire.Register | wire.Resume
+    ) -> Stream[ToWorker]:
+        """Return the stream of a connection to the directory.
+
+        The first message does not wait for the greeting of the directory, which limits the number
+        of connections that have not registered.
+        """
         close_on_fork(connected)
         stream = await open_stream(connected, read_to_worker, MAX_ANSWER)
         try:
             async with asyncio.timeout(GREETING_TIMEOUT):
-                stream.write(GREETING)
-                await stream.read_greeting()
-                found = await stream.read_world()
+                stream.write(greeting(world or ANY_WORLD) + encode(first))
+                found = await stream.read_greeting()
             if world not in ("", found):
                 raise OSError("rank 0 of an earlier run wrote the address of what is another world")
             self._world = found
@@ -277,7 +286,9 @@ class DirectoryClient:
             self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
             try:
                 _, [connected] = await self._in_thread(self._meeting.connect)
-                stream = await self._greet(self._world, connected)
+                me = node.members.me
+                resume = wire.Resume(me.name, me.number, self._key)
+                stream = await self._greet(self._world, connected, resume)
             except (ConnectionRefusedError, FileNotFoundError):
                 return False
             except (OSError, EOFError) as exc:
@@ -285,8 +296,6 @@ class DirectoryClient:
             else:
                 await self._close_stream()
                 self._stream = stream
-                me = node.members.me
-                stream.send(wire.Resume(me.name, me.number, self._key))
                 return True
 
     def _handle(self, node: "Node", message: ToWorker) -> None:

@@ -18,12 +18,12 @@ from .._aio.unix_sockets import is_same_user
 from .._server.listener import ACCEPT_RETRY
 from .directory import Directory
 from .directory_messages import FromWorker, Register, Resume, ToWorker, read_from_worker
-from .directory_stream import GREETING, Stream, encode, open_stream
+from .directory_stream import ANY_WORLD, Stream, encode, greeting, open_stream
 
 log = logging.getLogger("aiorpc_torch")
 
 MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
-MAX_UNREGISTERED = 64  # connections; beyond it the oldest is closed
+MAX_UNREGISTERED = 256  # connections; beyond it the oldest is closed
 REGISTER_TIMEOUT = 5.0  # seconds
 ADD_TIMEOUT = 6.0  # seconds for the members to add a process that enters
 
@@ -32,7 +32,7 @@ class DirectoryServer:
     """The server of a new directory, at sockets that listen, until `close`. For any thread."""
 
     def __init__(self, world: str, listening: Sequence[socket.socket]) -> None:
-        self._greeting = GREETING + world.encode()
+        self._world = world
         self._listening = listening
         self._directory = Directory(self)
         self._numbers = itertools.count()
@@ -112,8 +112,9 @@ class DirectoryServer:
         stream = await open_stream(accepted, read_from_worker, MAX_REQUEST)
         try:
             async with asyncio.timeout(REGISTER_TIMEOUT):
-                stream.write(self._greeting)
-                await stream.read_greeting()
+                stream.write(greeting(self._world))
+                if await stream.read_greeting() not in (self._world, ANY_WORLD):
+                    raise ValueError("it looks for another world")
                 message = await stream.receive()
             if not isinstance(message, Register | Resume):
                 raise ValueError("a connection must register first")

@@ -17,8 +17,8 @@ from .._wire.plain import dump
 M = TypeVar("M")
 
 _NAME, _PROTOCOL = b"aiorpc:", b"1"
-GREETING = _NAME + _PROTOCOL
-WORLD = 32  # bytes of the directory's greeting that follow: the id of its world
+ANY_WORLD = "-" * 32
+"""In place of the id of a world: a worker that does not know it meets any."""
 _LENGTH = struct.Struct("<I")
 KEEPALIVE = 60  # seconds until TCP probes an idle connection
 _PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
@@ -27,6 +27,11 @@ LINGER = 0.5  # seconds for the last messages to be sent
 
 class NoDirectoryError(ValueError):
     """Another program listens, or another version of this library."""
+
+
+def greeting(world: str = ANY_WORLD) -> bytes:
+    """Return the first bytes of either end: `world` is that of the directory, or the one wanted."""
+    return _NAME + _PROTOCOL + world.encode()
 
 
 def encode(message: Any) -> bytes:
@@ -56,8 +61,8 @@ class Stream(Generic[M]):
         """Send a message."""
         self.write(encode(message))
 
-    async def read_greeting(self) -> None:
-        """Wait for the greeting of the other end.
+    async def read_greeting(self) -> str:
+        """Wait for the greeting of the other end; return the id of its world.
 
         Raises:
             NoDirectoryError: if it is another program, or speaks another version.
@@ -66,15 +71,11 @@ class Stream(Generic[M]):
         # No more than is wrong: another program may have sent less, and wait for an answer.
         if await self._reader.readexactly(1) != _NAME[:1]:
             raise NoDirectoryError("it is no program of aiorpc_torch")
-        rest = await self._reader.readexactly(len(GREETING) - 1)
-        if rest[:-1] != _NAME[1:]:
+        if await self._reader.readexactly(len(_NAME) - 1) != _NAME[1:]:
             raise NoDirectoryError("it is no program of aiorpc_torch")
-        if rest[-1:] != _PROTOCOL:
+        if await self._reader.readexactly(1) != _PROTOCOL:
             raise NoDirectoryError("it runs another version of aiorpc_torch")
-
-    async def read_world(self) -> str:
-        """Wait for the id of the directory's world, which follows its greeting."""
-        return (await self._reader.readexactly(WORLD)).decode("ascii", "replace")
+        return (await self._reader.readexactly(len(ANY_WORLD))).decode("ascii", "replace")
 
     async def receive(self) -> M:
         """Wait for the next message.

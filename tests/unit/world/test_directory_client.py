@@ -12,11 +12,12 @@ import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from aiorpc_torch import WorldTimeout
+from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.directory_messages import Entering, Registered
 from aiorpc_torch._world.directory_server import DirectoryServer
-from aiorpc_torch._world.meeting import Meeting
+from aiorpc_torch._world.meeting import Meeting, Published
 from aiorpc_torch._world.registration import Registration
 
 SOON = 30.0
@@ -288,6 +289,22 @@ async def test_another_program_at_that_address(greeting: bytes, text: str) -> No
         await group.close()
     assert type(exc) is ValueError
     assert f"listens something that is no world of this library: {text}" in str(exc)
+
+
+async def test_an_address_at_which_another_world_listens(tmp_path: Path) -> None:
+    """A run that has died wrote it, and its port is in use again: that world is not disturbed."""
+    other = Group(f"tcp://127.0.0.1:{free_port()}")
+    waiting = other.register(registration(0, 2))
+    await other.registered(1)
+    stale = Published("0" * 32, "elsewhere", "127.0.0.1", int(other.url.rpartition(":")[2]))
+    (tmp_path / "world.rank0").write_bytes(dump(stale))
+    group = Group(f"file://{tmp_path}/world")
+    exc = await failure(group.register(registration(1, 5), timeout=0.2))
+    assert isinstance(exc, WorldTimeout)
+    assert "no rank 0 at file:///" in str(exc)
+    assert not waiting.done()
+    await group.close()
+    await other.close()
 
 
 async def test_another_program_that_hangs_up() -> None:

@@ -19,7 +19,7 @@ from aiorpc_torch._world.directory_messages import (
     read_to_worker,
 )
 from aiorpc_torch._world.directory_server import MAX_REQUEST, DirectoryServer
-from aiorpc_torch._world.directory_stream import GREETING, Stream, encode, open_stream
+from aiorpc_torch._world.directory_stream import Stream, encode, greeting, open_stream
 from aiorpc_torch._world.registration import Registration
 
 SOON = 30.0
@@ -40,14 +40,13 @@ class Place:
         connected = connected or socket.create_connection(self.address)
         stream = await open_stream(connected, read_to_worker, 1 << 20)
         self.streams.append(stream)
-        await stream.read_greeting()
-        assert await stream.read_world() == WORLD
+        assert await stream.read_greeting() == WORLD
         return stream
 
     async def register(self, rank: int) -> Stream[ToWorker]:
         """Return the stream of a worker of three, which has registered."""
         stream = await self.open()
-        stream.write(GREETING)
+        stream.write(greeting())
         stream.send(Register(Registration(f"w{rank}", rank, 3, "1.0")))
         stream.send(AskMissing())
         assert isinstance(await stream.receive(), Missing)
@@ -79,11 +78,12 @@ async def closed(stream: Stream[Any]) -> bool:
 STRANGERS: dict[str, bytes] = {
     "another program": b"GET / HTTP/1.1\r\n\r\n",
     "another version": b"aiorpc:9",
-    "another message": GREETING + encode(AskMissing()),
-    "no message": GREETING + b"\x03\0\0\0\xc1\xc1\xc1",
-    "a long message": GREETING + (MAX_REQUEST + 1).to_bytes(4, "little"),
-    "no world": GREETING + encode(Register(Registration("w9", 9, 3, "1.0"))),
-    "deep": GREETING + (100_000).to_bytes(4, "little") + b"\x91" * 100_000,
+    "another message": greeting() + encode(AskMissing()),
+    "no message": greeting() + b"\x03\0\0\0\xc1\xc1\xc1",
+    "a long message": greeting() + (MAX_REQUEST + 1).to_bytes(4, "little"),
+    "another world": greeting("1" * 32) + encode(Register(Registration("w9", 9, 10, "1.0"))),
+    "no rank": greeting() + encode(Register(Registration("w9", 9, 3, "1.0"))),
+    "deep": greeting() + (100_000).to_bytes(4, "little") + b"\x91" * 100_000,
 }
 
 
@@ -100,7 +100,7 @@ async def test_strangers(place: Place, what: str) -> None:
     )
 
 
-@pytest.mark.parametrize("start", [b"", GREETING[:3], GREETING + b"\x09\0\0\0"])
+@pytest.mark.parametrize("start", [b"", greeting()[:3], greeting() + b"\x09\0\0\0"])
 async def test_a_stranger_that_says_nothing(
     place: Place, start: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -150,7 +150,7 @@ async def test_a_blocked_loop_delays_no_other_worker(place: Place) -> None:
 async def test_the_own_worker_of_rank_0(place: Place) -> None:
     """Its connection is like the others'."""
     stream = await place.open(place.server.connect())
-    stream.write(GREETING)
+    stream.write(greeting())
     stream.send(Register(Registration("w0", 0, 3, "1.0")))
     stream.send(AskMissing())
     assert await stream.receive() == Missing([1, 2], "register")
