@@ -218,7 +218,9 @@ async def worker(
             interface. If two workers have one rank or one name, or differ in the world size; it
             names both. If a device map names an unknown worker or device, or one of the peer's
             devices twice; it names the worker. If a worker that joins has the name of a living one,
-            or is given no name, a rank or a world size.
+            or is given no name, a rank or a world size. If another program listens at the address
+            of rank 0.
+        OSError: At rank 0, if another process listens at its address.
         RuntimeError: If this process is in a world already, or joins and was in one before.
     """
     rank, world_size = rank_and_size(name, rank, world_size, join=join)

@@ -328,7 +328,7 @@ async def cut_from_rank_0() -> bool:
     return True
 
 
-@pytest.mark.promise("rejoin.changes")
+@pytest.mark.promise("rejoin.at_once")
 async def test_a_death_is_known_without_a_connection() -> None:
     """A worker that has never called another learns at once that its process has died."""
     async with asyncio.timeout(SOON), world(["a", "b"], heartbeat=600.0):
@@ -339,7 +339,7 @@ async def test_a_death_is_known_without_a_connection() -> None:
         assert (change.kind, change.name) == ("lost", "a")
 
 
-@pytest.mark.promise("joining.join")
+@pytest.mark.promise("joining.cut")
 async def test_a_link_that_is_cut_to_rank_0_alone() -> None:
     """Excludes no worker: it connects again, and knows who joins later."""
     async with asyncio.timeout(2 * SOON), world(["a", "b"], freeze_gc=False) as me:

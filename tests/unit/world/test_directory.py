@@ -458,6 +458,7 @@ def test_the_end_of_a_connection_is_told_unless_its_worker_has_left() -> None:
     assert first.gone == joining.gone == {1}
 
 
+@pytest.mark.promise("joining.cut")
 def test_a_connection_that_is_opened_again() -> None:
     """Its process learns of all that has happened meanwhile, and then of what happens."""
     network, [first, second, third] = start()
@@ -487,6 +488,7 @@ def test_a_connection_that_is_still_open() -> None:
     assert second.view == {"w0": 0, "w1": 1, "w2": 2}
 
 
+@pytest.mark.promise("security.directory")
 @pytest.mark.parametrize(
     "wrong", [("w1", 1, "another key"), ("w1", 2, "key 1"), ("w9", 1, "key 1"), ("w1", 1, "")]
 )

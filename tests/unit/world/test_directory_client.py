@@ -267,6 +267,7 @@ async def test_a_directory_that_is_closing(group: Group) -> None:
         assert names(await quick) == ["w0", "w1"]
 
 
+@pytest.mark.promise("worlds.other_program")
 @pytest.mark.parametrize(
     ("greeting", "text"),
     [
@@ -291,6 +292,7 @@ async def test_another_program_at_that_address(greeting: bytes, text: str) -> No
     assert f"listens something that is no world of this library: {text}" in str(exc)
 
 
+@pytest.mark.promise("worlds.other_program")
 async def test_an_address_at_which_another_world_listens(tmp_path: Path) -> None:
     """A run that has died wrote it, and its port is in use again: that world is not disturbed."""
     other = Group(f"tcp://127.0.0.1:{free_port()}")

@@ -87,6 +87,7 @@ STRANGERS: dict[str, bytes] = {
 }
 
 
+@pytest.mark.promise("security.directory")
 @pytest.mark.parametrize("what", STRANGERS)
 async def test_strangers(place: Place, what: str) -> None:
     """Their connections are closed, and the world goes on."""
@@ -114,6 +115,7 @@ async def test_a_stranger_that_says_nothing(
     assert await member.receive() == Missing([0, 2], "register")
 
 
+@pytest.mark.promise("security.directory")
 async def test_many_strangers(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     """Beyond a limit the oldest connection is closed."""
     monkeypatch.setattr(directory_server, "MAX_UNREGISTERED", 2)
