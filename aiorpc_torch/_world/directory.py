@@ -124,7 +124,7 @@ class Directory:
         self._forget_entry(process)
         if self._members.get(process.name) is process:
             self._on_end_of_member(process)
-        self._no_longer_await(process.rank)
+            self._no_longer_await(process.rank)
         for each in [*self._entering.values()]:
             self._know(connection, each.number)
         self._admit()
@@ -143,16 +143,17 @@ class Directory:
             raise ValueError("a connection registers once, for a world that is not too large")
         if not (registration.joined or 0 <= rank < size):
             raise ValueError(f"no rank of {size} workers: {rank}")
-        process = self._open[connection] = _Process(connection, registration, key)
+        own = replace(registration, entry=0, comeback=0, rank=-1 if registration.joined else rank)
+        process = self._open[connection] = _Process(connection, own, key)
         if self._step == _ENDED or self._is_ending:
             self._turn_away(process)
         elif registration.joined or self._step == _RUNNING:
             self._waiting.append(process)
             self._admit()
-        elif conflict := self._conflict(registration):
+        elif conflict := self._conflict(own):
             self._fail(wire.Failed(conflict))
         else:
-            self._members[registration.name] = process
+            self._members[own.name] = process
             self._advance()
 
     def _conflict(self, registration: Registration) -> str:
@@ -320,7 +321,7 @@ class Directory:
 
     def _judge(self, judge: _Process, name: str, number: int, is_alive: bool) -> None:
         process, holder = self._entering.get(name), self._members.get(name)
-        if judge is not self._first():
+        if judge.rank != 0 or self._members.get(judge.name) is not judge:
             raise ValueError("not asked whether a process is alive")
         if process is None or process.number >= 0 or (holder and holder.number != number):
             return  # a late answer
@@ -404,7 +405,7 @@ class Directory:
 
     def _leave(self, process: _Process, departs: bool) -> None:
         process.has_left = True
-        if departs and self._members.get(process.name) is process:
+        if departs and process.rank != 0 and self._members.get(process.name) is process:
             del self._members[process.name]
 
     def _exit(self, process: _Process, ranks: Sequence[int]) -> None:

@@ -34,6 +34,7 @@ from aiorpc_torch._world.directory_messages import (
     ToWorker,
     Verdict,
 )
+from aiorpc_torch._world.directory_stream import encode
 from aiorpc_torch._world.registration import Registration
 
 
@@ -514,6 +515,8 @@ def test_the_barrier_of_the_exit() -> None:
     second.say(Exit([0]))
     assert (first.last, second.last) == (Complete(), Exited())
     assert network.register(registration(1)).last == Ended(), "of the next world"
+    network.directory.gone(len(network.owners) - 1)  # of that which was turned away
+    assert first.last == Complete()
     third.end()
     assert first.last == Exited()
     network.settle()
@@ -608,3 +611,59 @@ def test_a_start_ends_for_all(order: list[int], steps: list[tuple[str, int]]) ->
     assert len(entered) <= 1 or any(isinstance(each.last, Failed) for each in living)
     for each in living:
         assert each.has_entered or isinstance(each.last, Failed | Ended), each.heard
+
+
+NAMES = st.sampled_from(["w0", "w1", "a", ""])
+NUMBERS = st.integers(-2, 4) | st.integers(-(2**63), 2**63 - 1)
+RANKS = st.lists(NUMBERS, max_size=3)
+REGISTRATIONS = st.builds(
+    Registration,
+    NAMES,
+    NUMBERS,
+    NUMBERS,
+    st.just("1.0"),
+    worker_id=st.none() | NUMBERS,
+    joined=st.booleans(),
+    entry=NUMBERS,
+    comeback=NUMBERS,
+)
+MESSAGES = st.one_of(
+    st.builds(Register, REGISTRATIONS, NAMES),
+    st.builds(Resume, NAMES, NUMBERS, NAMES),
+    st.builds(Publish, NAMES, st.just({}), st.booleans()),
+    st.builds(Confirm, RANKS, NAMES),
+    st.builds(GiveUp, NAMES),
+    st.builds(AskMissing),
+    st.builds(Know, NUMBERS),
+    st.builds(Verdict, NAMES, NUMBERS, st.booleans()),
+    st.builds(Leave, st.booleans()),
+    st.builds(Exit, RANKS),
+)
+
+
+class Anything:
+    """Connections that take whatever the directory sends."""
+
+    def send(self, connections: Iterable[int], message: ToWorker) -> None:
+        """Encode it, as the server does."""
+        encode(message)
+
+    def close_connection(self, connection: int) -> None:
+        pass
+
+    def expire_later(self, connection: int) -> None:
+        pass
+
+
+@given(st.lists(st.tuples(st.integers(0, 4), MESSAGES | st.none()), max_size=30))
+def test_any_messages(messages: list[tuple[int, FromWorker | None]]) -> None:
+    """Raise ValueError at most, after which the server closes that connection; None is its end."""
+    directory = Directory(Anything())
+    for connection, message in messages:
+        try:
+            if message is None:
+                directory.gone(connection)
+            else:
+                directory.receive(connection, message)
+        except ValueError:
+            directory.gone(connection)
