@@ -26,7 +26,7 @@ private.
 #     __main__    the command line
 #     testing     worlds, gates and leak checks for the tests of users
 #     _stats      counters of this process
-#     _world      the node, rendezvous, failure detection, rejoin, shutdown, child processes
+#     _world      the node, directory, failure detection, shutdown, child processes
 #     autograd    contexts and optimizers of distributed autograd
 #     _batching   @batched: policies, scheduler, queue, collation, results
 #     _client     calls out: connection pool, connections, pending calls, streams in

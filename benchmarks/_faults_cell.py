@@ -91,12 +91,12 @@ class Members:
         main, b, a = running
         return main, b, a
 
-    def waits_for(self, text: bytes) -> None:
-        """Wait until the store contains `text`."""
+    def registered(self, rank: int) -> None:
+        """Wait until rank 0 has logged the registration of that rank."""
         end = time.monotonic() + processes.PATIENCE
-        while not any(text in path.read_bytes() for path in self._folder.glob("store*")):
+        while not re.search(rf"\(rank {rank}, .* has registered", self.running["main"].errors()):
             if time.monotonic() > end:
-                raise Wrong(f"{text!r} was not written to the store")
+                raise Wrong(f"rank {rank} did not register")
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -314,7 +314,7 @@ def stopping(members: Members, fault: Fault, state: str, verdict: Verdict) -> di
         fault.heal(members)
         a.tell("leave")
     for member in (main, b):
-        # With a cut link `a` still reports its leave at the store, which is a file here.
+        # With a cut link `a` has reported its leave before.
         verdict.expect(
             fault is CUT or "did not wait for a (" in member.errors(),
             f"{member.name} did not say that it did not wait for a",
@@ -329,18 +329,17 @@ def starting(members: Members, fault: Fault, state: str, verdict: Verdict) -> di
     """Inject the fault while `a` waits for the others; start again with another `a`."""
     more = {"interface": "lo"} if fault is WRONG else {}
     main, b = members.start("main"), members.start("b")
+    main.tell("enter")
     if fault is not MISSING:
         a = members.start("a", **more)
         a.tell("enter, fail" if fault is RAISE else "enter")
-        members.waits_for(b"registration/2")
-    first = [b] if fault is RAISE else [main, b]
-    if fault is not RAISE:
-        fault.strike(members)
-    for member in first:
-        member.tell("enter")
+        members.registered(2)
     if fault is RAISE:
-        members.waits_for(b"registration/1")
         a.tell("fail")
+    else:
+        fault.strike(members)
+        b.tell("enter")
+    first = [main] if fault is RAISE else [main, b]
     bound = AT_ONCE if fault is RAISE else START + SLACK
     for member in first:
         kind, text, missing, took = member.hears("failed")
@@ -377,7 +376,7 @@ def end_of_a(members: Members, fault: Fault, verdict: Verdict) -> int:
 
 
 def try_again(members: Members, others: list[Member], verdict: Verdict) -> None:
-    """Start a world with another `a` at the same store."""
+    """Start a world with another `a` at the same place."""
     another = members.start("a", "another a", start_timeout=processes.PATIENCE)
     for member in (*others, another):
         member.tell("enter", {"start_timeout": processes.PATIENCE})

@@ -3,11 +3,11 @@
 import asyncio
 import contextlib
 import functools
-import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from .._aio.deadlines import in_seconds
+from .._aio.unix_sockets import connect_unix
 from .._protocol import endpoints
 from .._protocol.members import Members
 from .._torch.compat import WorkerInfo
@@ -166,7 +166,7 @@ async def _dial(
     async with asyncio.timeout(DIAL_TIMEOUT):
         if isinstance(address, str):
             transport, protocol = await loop.create_unix_connection(
-                factory, sock=_connect_unix(address)
+                factory, sock=connect_unix(address)
             )
         else:
             transport, protocol = await loop.create_connection(factory, *address)
@@ -202,22 +202,6 @@ async def _wait_for_proof(
     if not proven.done():
         raise TimeoutError("the listener has sent no proof")
     proven.result()
-
-
-def _connect_unix(name: str) -> socket.socket:
-    """Return a socket that is connected to an abstract Unix socket.
-
-    If the backlog is full, this `connect` fails. asyncio's seems to succeed, and the first write
-    fails.
-    """
-    unix = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    try:
-        unix.setblocking(False)
-        unix.connect(f"\0{name}")
-    except BaseException:
-        unix.close()
-        raise
-    return unix
 
 
 class _Handshake(asyncio.Protocol):

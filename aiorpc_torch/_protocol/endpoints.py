@@ -82,9 +82,6 @@ class Node(Protocol):
     def registry(self) -> Any:
         """The objects that all workers have registered, by name."""
 
-    def rejoin(self, data: bytes) -> "Future[Any]":
-        """Return "" to accept a replacement process, or the reason for the rejection."""
-
     def attach_message(self, data: bytes) -> "Future[Any] | None":
         """Note that a peer is attached or has left; return None if this node is not attached."""
 
@@ -199,9 +196,3 @@ def attach_message(data: bytes) -> "Future[Any]":
     """Note that a peer is attached or has left, and answer with this process's own message."""
     answer = None if (node := _node) is None else node.attach_message(data)
     return answer or completed_future(attach_message_of(Party("", -1), _epoch, False))
-
-
-@functions.async_execution  # type: ignore[untyped-decorator]
-def rejoin(data: bytes) -> "Future[Any]":
-    """Accept or reject a replacement process."""
-    return not_serving() if (node := _node) is None else node.rejoin(data)

@@ -7,15 +7,14 @@ limited. (tests/loopback/test_connections.py)
 
 import asyncio
 import logging
-import os
 import secrets
 import socket
-import struct
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
 from .._aio.fork import close_on_fork
+from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
 from .._protocol.channel import Channel
 from .._wire.handshake import (
     HELLO,
@@ -31,9 +30,7 @@ log = logging.getLogger("aiorpc_torch")
 
 MAX_UNPROVEN = 64  # unauthenticated connections; beyond it one is closed
 PROOF_TIMEOUT = 5.0  # seconds
-BACKLOG = 128
 ACCEPT_RETRY = 1.0  # seconds, where a connection cannot be accepted for lack of descriptors
-_UCRED = struct.Struct("3i")  # pid, uid, gid of SO_PEERCRED
 
 Accept = Callable[[Party, int], Channel]
 """Makes the session of a caller's connection with that number."""
@@ -60,25 +57,20 @@ class Listener:
             raise
 
     def _listen(self, host: str | None) -> Addresses:
-        # An abstract socket leaves no file behind after `kill -9`, and is reached in one network
-        # namespace only.
         name = f"aiorpc-{secrets.token_hex(16)}"
-        self._listen_on(socket.AF_UNIX, f"\0{name}")
+        self._open(listen_unix(name))
         if host is None:
             return Addresses(network_namespace(), name)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        inet = self._listen_on(family, (host, 0))
+        inet = socket.create_server((host, 0), family=family, backlog=BACKLOG)
+        self._open(inet)
         return Addresses(network_namespace(), name, (host, int(inet.getsockname()[1])))
 
-    def _listen_on(self, family: int, address: Any) -> socket.socket:
-        listening = socket.socket(family, socket.SOCK_STREAM)
+    def _open(self, listening: socket.socket) -> None:
         self._listening.append(listening)
         close_on_fork(listening)
         listening.setblocking(False)
-        listening.bind(address)
-        listening.listen(BACKLOG)
         self._watch(listening)
-        return listening
 
     # Not asyncio's server: when it is closed, connections that it accepted a moment before have no
     # transport yet; it never closes them, and their callers wait.
@@ -191,7 +183,7 @@ class _Unproven(asyncio.BufferedProtocol):
         if peer.family != socket.AF_UNIX:
             address = opened.get_extra_info("peername")
             self.host = address[0] if address else "?"  # closed already
-        elif not _is_same_user(peer):
+        elif not is_same_user(peer):
             opened.abort()
             return
         close_on_fork(opened)
@@ -234,14 +226,3 @@ class _Unproven(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
         self._listener.remove_unproven(self)
-
-
-def _is_same_user(peer: socket.socket) -> bool:
-    """Return whether the other end of a Unix socket is a process of this process's user.
-
-    A user that this user namespace does not map has the overflow id, 65534 mostly, which is also
-    the id of a real user: it is another one, like all others.
-    """
-    data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    uid: int = _UCRED.unpack(data)[1]
-    return uid == os.geteuid()

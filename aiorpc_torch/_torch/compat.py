@@ -33,7 +33,7 @@ try:
         backward,
         get_gradients,
     )
-    from torch._C._distributed_c10d import FileStore, HashStore, Store, TCPStore
+    from torch._C._distributed_c10d import HashStore, TCPStore
 
     # The class of RRefs that torch unpickles; `rpc.RRef` is its subclass.
     from torch._C._distributed_rpc import (

@@ -1,1 +1,1 @@
-"""The life of a worker: rendezvous, start, failure detection, rejoin, shutdown, children."""
+"""The life of a worker: directory, start, failure detection, shutdown, children."""

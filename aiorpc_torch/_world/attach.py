@@ -1,6 +1,6 @@
 """Serving in a world that `rpc.init_rpc` started: on the running loop, or in a thread.
 
-torch's RPC stays the program's own. There is no rendezvous store, so a peer that died has no
+torch's RPC stays the program's own. There is no directory, so a peer that died has no
 replacement process; `Attachments` knows which peers serve.
 """
 

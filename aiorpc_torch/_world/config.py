@@ -1,9 +1,8 @@
 """The checked configuration of a worker."""
 
-import contextlib
 import re
-import tempfile
-from collections.abc import Iterator, Sequence
+import secrets
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -89,8 +88,6 @@ class WorkerConfig(NodeConfig):
         )
 
 
-@contextlib.contextmanager
-def new_rendezvous_url() -> Iterator[str]:
-    """Yield the URL of a new file store on this machine, which opens no port."""
-    with tempfile.TemporaryDirectory(prefix="aiorpc-", ignore_cleanup_errors=True) as folder:
-        yield f"file://{folder}/store"
+def new_local_url() -> str:
+    """Return the URL of a new world on this machine, which opens no port."""
+    return f"unix://{secrets.token_hex(16)}"

@@ -7,11 +7,10 @@ the ranks to Slurm. Nothing is read that an argument of `worker()` gives.
 import contextlib
 import itertools
 import os
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from .._torch.agent import process_worker_id
-from .config import new_rendezvous_url
+from .config import new_local_url
 from .hostlist import expand_hosts
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
@@ -87,19 +86,12 @@ def is_single_host(init_method: str | None, world_size: int) -> bool:
     return init_method is None and (world_size == 1 or _local_size() == str(world_size))
 
 
-@contextlib.contextmanager
-def rendezvous_url(init_method: str | None, world_size: int) -> Iterator[str]:
-    """Yield the URL of the rendezvous, valid during the block, as torch's `init_method`."""
+def meeting_url(init_method: str | None, world_size: int) -> str:
+    """Return the URL at which the workers find rank 0, as torch's `init_method`."""
     if init_method is not None:
-        yield init_method
-    elif world_size == 1:  # whatever is in the environment: none is to be met
-        with new_rendezvous_url() as url:
-            yield url
-    else:
-        yield _url_of_environment()
-
-
-def _url_of_environment() -> str:
+        return init_method
+    if world_size == 1:  # whatever is in the environment: none is to be met
+        return new_local_url()
     host, port = find_setting("MASTER_ADDR"), find_number("MASTER_PORT", None)
     if all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         return "env://"  # torchrun's own store may be there

@@ -12,7 +12,7 @@ from .._aio.signals import graceful_signals
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
-from .config import OnFailure, WorkerConfig, new_rendezvous_url
+from .config import OnFailure, WorkerConfig, new_local_url
 from .network import loopback_only
 from .processes import ProcessOptions, Start
 from .supervisor import Supervisor
@@ -97,8 +97,8 @@ async def local_world(
 
     `local_world(0)` is a world of one, without children: for tests, notebooks and programs of one
     process. Children import the file of `__main__`: a script needs its
-    `if __name__ == "__main__":`. They die with this process, however it ends. They meet through a
-    file and bind to the loopback interface only.
+    `if __name__ == "__main__":`. They die with this process, however it ends. They meet at
+    an abstract Unix socket and bind to the loopback interface only.
 
     Args:
         workers: Names of the children, or their number; then they are `worker1`, `worker2`, ...
@@ -133,31 +133,30 @@ async def local_world(
         RuntimeError: If this process is in a world already. If a module of `preload` started a
             thread or CUDA.
     """
-    with new_rendezvous_url() as url:
-        configs = _configs(
-            [name, *_names(workers, first=1)],
-            init_method=url,
-            threads=threads,
-            transports=transports,
-            channels=channels,
-            device_maps=AUTO if device_maps == AUTO else {},
-            start_timeout=start_timeout,
-            stop_timeout=stop_timeout,
-            heartbeat=heartbeat,
-            exports=exports,
-            freeze_gc=freeze_gc,
-            loop_factory=loop_factory,
-        )
-        mine = replace(configs[0], device_maps=device_maps or {})
-        supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload))
-        with graceful_signals(handle_signals):
-            async with supervisor.running():
-                async with contextlib.AsyncExitStack() as stack:
-                    async with supervisor.raising_failures("stop"):
-                        me = await stack.enter_async_context(run_worker(mine, supervisor))
-                    supervisor.watch_children(me)
-                    with supervisor.notifying_on_exit():
-                        yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
+    configs = _configs(
+        [name, *_names(workers, first=1)],
+        init_method=new_local_url(),
+        threads=threads,
+        transports=transports,
+        channels=channels,
+        device_maps=AUTO if device_maps == AUTO else {},
+        start_timeout=start_timeout,
+        stop_timeout=stop_timeout,
+        heartbeat=heartbeat,
+        exports=exports,
+        freeze_gc=freeze_gc,
+        loop_factory=loop_factory,
+    )
+    mine = replace(configs[0], device_maps=device_maps or {})
+    supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload))
+    with graceful_signals(handle_signals):
+        async with supervisor.running():
+            async with contextlib.AsyncExitStack() as stack:
+                async with supervisor.raising_failures("stop"):
+                    me = await stack.enter_async_context(run_worker(mine, supervisor))
+                supervisor.watch_children(me)
+                with supervisor.notifying_on_exit():
+                    yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
 
 
 def run_local(
@@ -215,25 +214,24 @@ def run_local(
     """
     names = _names(workers, first=0)
     _check_run(main, names)
-    with new_rendezvous_url() as url:
-        configs = _configs(
-            names,
-            init_method=url,
-            threads=threads,
-            transports=transports,
-            channels=channels,
-            device_maps=device_maps or {},
-            start_timeout=start_timeout,
-            stop_timeout=None,  # the processes are supervised: a worker waits while its peers live
-            heartbeat=heartbeat,
-            exports=exports,
-            freeze_gc=freeze_gc,
-            loop_factory=loop_factory,
-        )
-        processes = ProcessOptions(start, preload)
-        supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
-        with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
-            return runner.run(_run(main, configs[0], supervisor, on_failure, handle_signals))
+    configs = _configs(
+        names,
+        init_method=new_local_url(),
+        threads=threads,
+        transports=transports,
+        channels=channels,
+        device_maps=device_maps or {},
+        start_timeout=start_timeout,
+        stop_timeout=None,  # the processes are supervised: a worker waits while its peers live
+        heartbeat=heartbeat,
+        exports=exports,
+        freeze_gc=freeze_gc,
+        loop_factory=loop_factory,
+    )
+    processes = ProcessOptions(start, preload)
+    supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
+    with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
+        return runner.run(_run(main, configs[0], supervisor, on_failure, handle_signals))
 
 
 async def _run(

@@ -94,33 +94,35 @@ def interface_env(interface: str | None) -> Iterator[None]:
             os.environ[VARIABLES[0]] = before
 
 
-def bind_listener(host: str | None, port: int) -> int | None:
-    """Return the descriptor of a socket bound to this machine's address that `host` names.
+def listen(host: str | None, port: int) -> socket.socket:
+    """Return a socket that listens at this machine's address that `host` names, or at all of them.
 
-    Return None if `host` names no address of this machine, or one that other machines do not see.
-    The first may be a forwarded port; the second is 127.0.1.1 for this machine's own name.
+    All, if `host` names no address of this machine, or one that other machines do not see. The
+    first may be a forwarded port; the second is 127.0.1.1 for this machine's own name.
     """
-    if host is None:
-        return None
-    own = {address for each in addresses().values() for address in each}
-    for family, address in _resolve(host, port):
-        if is_loopback_host(host) if is_loopback_host(address[0]) else address[0] in own:
-            with contextlib.suppress(OSError):  # in use, maybe by this process: left to torch
-                return _bound_socket(family, address)
-    return None
+    own = _own_addresses()
+    for family, address in _resolve(host, port) if host else ():
+        if is_loopback_host(host or "") if is_loopback_host(address[0]) else address[0] in own:
+            return socket.create_server(address, family=family)
+    if socket.has_dualstack_ipv6():
+        return socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
+    return socket.create_server(("", port))
 
 
-def _bound_socket(family: int, address: _Address) -> int:
-    with socket.socket(family, socket.SOCK_STREAM) as bare:
-        bare.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bare.bind(address)
-        return bare.detach()
+def own_address(interface: str | None) -> str | None:
+    """Return an address at which other machines reach this one; None if it has none.
+
+    It is one of `interface`, or what this machine's own name resolves to.
+    """
+    own = _own_addresses()
+    names = [address[0] for _, address in _resolve(socket.gethostname())]
+    found = names if interface is None else addresses().get(interface, [])
+    usable = (each for each in found if each in own and not each.startswith("fe80:"))
+    return next((each for each in usable if not is_loopback_host(each)), None)
 
 
-def check_listener(host: str, port: int, seconds: float) -> None:
-    """Raise OSError if no process listens there. Blocks for at most about `seconds`."""
-    # A lost SYN is sent again after one second, then after three.
-    socket.create_connection((host, port), max(0.01, min(2.0, seconds))).close()
+def _own_addresses() -> set[str]:
+    return {address for each in addresses().values() for address in each}
 
 
 def is_loopback_host(host: str) -> bool:
@@ -214,12 +216,7 @@ def has_route(url: str) -> bool:
 
 
 def _resolve(host: str, port: int = 9) -> list[tuple[int, _Address]]:
-    """Return the addresses of `host`, IPv4 first.
-
-    torch's store looks up the name of each address that connects to it, in its only thread (2.15).
-    At a socket of IPv6, even 127.0.0.1 is a mapped address, which /etc/hosts does not have: it asks
-    DNS. Silent DNS delays all workers by five seconds or more for each connection.
-    """
+    """Return the addresses of `host`, IPv4 first: a machine without IPv6 must reach this one."""
     try:
         answers = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):

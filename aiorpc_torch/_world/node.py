@@ -26,7 +26,6 @@ from .config import NodeConfig
 from .departures import Departures
 from .failure_detector import Children, FailureDetector
 from .registry import Registry
-from .rejoin import EntryHandler
 
 _read_leave_message = reader(tuple[str, int, str])
 
@@ -72,7 +71,6 @@ class Node:
         )
         self.leaves_alone = False
         """Whether this worker's exit does not wait for its peers, which go on."""
-        self.entries = EntryHandler(members, self._add, self._announce)
         self._changes = ChangeLog()
         if not is_attached:
             self._changes.admit(members.peers)
@@ -123,10 +121,6 @@ class Node:
     def departure(self, data: bytes) -> "Future[Any]":
         """Answer a worker that reports what it does."""
         return self._answer(self.departures.handle, data)
-
-    def rejoin(self, data: bytes) -> "Future[Any]":
-        """Answer a worker that rejoins or joins."""
-        return self._answer(self.entries.handle, data)
 
     def attach_message(self, data: bytes) -> "Future[Any] | None":
         """Answer a worker that attaches or leaves; return None if this one is not attached."""
@@ -208,7 +202,7 @@ class Node:
         while entry.next is None and not self._changes.is_closed:
             await self._changed.wait()
 
-    def _add(self, member: PeerInfo) -> None:
+    def add(self, member: PeerInfo) -> None:
         """Add a member, or the newer process of one; the loss of the old one may be known."""
         assert self._agent is not None
         if (known := self.members.peers.get(member.name)) is None:
@@ -222,11 +216,11 @@ class Node:
             self.server.end_replaced(member.name)
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
 
-    def _announce(self, member: PeerInfo) -> None:
-        """Watch the process of a member from now on, and tell of it."""
-        self.detector.on_replaced(member.name)
-        self.note("returned", member.name)
-        self.note("joined", member.name)  # unless it has returned
+    def announce(self, peer: str) -> None:
+        """Watch the process of a peer from now on, and tell of it."""
+        self.detector.on_replaced(peer)
+        self.note("returned", peer)
+        self.note("joined", peer)  # unless it has returned
 
     def peers(self) -> tuple[str, ...]:
         """Return the peers that have not left, in rank order. In any thread."""

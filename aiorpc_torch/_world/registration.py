@@ -1,15 +1,14 @@
-"""The registration of a worker at the rendezvous, and torch's worker ids. Imports no torch."""
+"""The registration of a worker at the directory, and torch's worker ids. Imports no torch."""
 
-import json
 import os
 import socket
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True)
 class Registration:
-    """A worker's description of itself, which it stores under its rank."""
+    """A worker's description of itself, the first that it sends to the directory."""
 
     name: str
     rank: int
@@ -32,15 +31,6 @@ class Registration:
     """Number of rejoins and joins up to this worker's, 0 if it was there from the start."""
     pid: int = field(default_factory=os.getpid)
     host: str = field(default_factory=socket.gethostname)
-
-    def dump(self) -> str:
-        """Return the text that is stored."""
-        return json.dumps(asdict(self))
-
-    @classmethod
-    def load(cls, text: str) -> "Registration":
-        """Return the registration that `dump` wrote."""
-        return cls(**json.loads(text))
 
     def __str__(self) -> str:
         rank = f"rank {self.rank}, " if self.rank >= 0 else ""  # none before it has joined

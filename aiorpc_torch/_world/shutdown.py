@@ -17,8 +17,8 @@ from .._aio.threads import run_in_thread
 from .._batching.queue import close_queues
 from .._torch.agent import Agent, is_running
 from .._torch.thread_state import free_dead_thread_states
+from .directory_client import DirectoryClient
 from .node import Node
-from .rendezvous import Rendezvous
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -27,7 +27,6 @@ RELEASE_TIMEOUT = 1.0  # for owners to learn that their objects are released
 DRAIN_TIMEOUT = 1.0  # for the last answers to arrive
 BARRIER_TIMEOUT = 1.0  # for the leaving workers to be ready to close their pipes
 FULL_BARRIER_TIMEOUT = 5.0  # the same if every peer is leaving: some may be slow
-DEPART_TIMEOUT = 1.0  # for the store, when a worker leaves alone
 CALLS_TIMEOUT = 10.0  # for the calls that run on such a worker, if no limit is given
 STOP_TIMEOUT = 5.0  # for torch's threads to end
 OBJECTS_TIMEOUT = 10.0  # for the ends of created objects, if the wait for peers has no limit
@@ -47,7 +46,7 @@ class Shutdown:
 
     node: Node
     agent: Agent
-    rendezvous: Rendezvous
+    directory: DirectoryClient
     timeout: float | None
     """Seconds to wait for them, None for no limit."""
     failure: str
@@ -84,8 +83,7 @@ class Shutdown:
 
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
-        if self.node.leaves_alone:
-            await self._in_thread(DEPART_TIMEOUT, self.rendezvous.depart)
+        self.directory.leave(departs=self.node.leaves_alone)
         if not self.failure:
             await self.node.departures.refresh()  # the wait was cut: which peers have left?
             await self._tell_others()
@@ -133,11 +131,11 @@ class Shutdown:
         await self._in_thread(DRAIN_TIMEOUT, self.agent.drain)
         if ranks:
             timeout = FULL_BARRIER_TIMEOUT if is_full else BARRIER_TIMEOUT
-            await self._in_thread(2 * timeout, lambda: self.rendezvous.exit_barrier(ranks, timeout))
+            await self.directory.exit_barrier(ranks, timeout)
 
     def _ranks_leaving_too(self) -> list[int]:
         """Return the ranks with which this worker closes; log the names of the others."""
-        if self.node.leaves_alone:  # the store would say that the world ends
+        if self.node.leaves_alone:  # a barrier would say that the world ends
             return []
         members = self.node.members
         lost, messages = members.lost_peers, members.leave_messages

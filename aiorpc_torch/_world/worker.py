@@ -20,13 +20,13 @@ from .._torch.devices import DeviceMaps
 from ..errors import WorkerLost
 from .changes import Change
 from .config import OnFailure, WorkerConfig
+from .directory_client import DirectoryClient
 from .dump import dump_on_signal
 from .failure_detector import Children
-from .launch import is_single_host, rank_and_size, rendezvous_url
+from .launch import is_single_host, meeting_url, rank_and_size
+from .meeting import Meeting
 from .network import loopback_only, requested_interface
 from .node import Node
-from .rejoin import announce_join, announce_rejoin
-from .rendezvous import Rendezvous
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
 
@@ -173,7 +173,7 @@ async def worker(
             process that was in no world before. The worker needs a name and gets the next rank. Its
             exit does not wait for its peers to leave. It gives the calls that run here
             `stop_timeout` seconds, by default 10.
-        init_method: URL of the rendezvous, `tcp://host:port` or `file:///path` (default:
+        init_method: URL of rank 0, `tcp://host:port` or `file:///path` (default:
             MASTER_ADDR and MASTER_PORT in the environment, else the first host of Slurm's step).
             A world of one needs none, unless others shall join it.
         threads: Number of threads of torch's RPC, and as many again for plain `def` methods.
@@ -218,33 +218,34 @@ async def worker(
             interface. If two workers have one rank or one name, or differ in the world size; it
             names both. If a device map names an unknown worker or device, or one of the peer's
             devices twice; it names the worker. If a worker that joins has the name of a living one,
-            or is given no name, a rank or a world size.
+            or is given no name, a rank or a world size. If another program listens at the address
+            of rank 0.
+        OSError: At rank 0, if another process listens at its address.
         RuntimeError: If this process is in a world already, or joins and was in one before.
     """
     rank, world_size = rank_and_size(name, rank, world_size, join=join)
     interface = _interface(interface, is_single_host(init_method, world_size))
-    with rendezvous_url(init_method, world_size) as url:
-        config = WorkerConfig(
-            name=name or f"worker{rank}",
-            rank=rank,
-            world_size=world_size,
-            join=join,
-            init_method=url,
-            threads=threads,
-            transports=transports,
-            channels=channels,
-            device_maps=device_maps or {},
-            start_timeout=start_timeout,
-            stop_timeout=stop_timeout,
-            heartbeat=heartbeat,
-            interface=interface,
-            on_failure=on_failure,
-            exports=None if exports is None else checked_exports(exports),
-            freeze_gc=freeze_gc,
-        )
-        with graceful_signals(handle_signals):
-            async with run_worker(config) as me:
-                yield me
+    config = WorkerConfig(
+        name=name or f"worker{rank}",
+        rank=rank,
+        world_size=world_size,
+        join=join,
+        init_method=meeting_url(init_method, world_size),
+        threads=threads,
+        transports=transports,
+        channels=channels,
+        device_maps=device_maps or {},
+        start_timeout=start_timeout,
+        stop_timeout=stop_timeout,
+        heartbeat=heartbeat,
+        interface=interface,
+        on_failure=on_failure,
+        exports=None if exports is None else checked_exports(exports),
+        freeze_gc=freeze_gc,
+    )
+    with graceful_signals(handle_signals):
+        async with run_worker(config) as me:
+            yield me
 
 
 def _interface(given: str | None, is_single_host: bool) -> str | None:
@@ -260,18 +261,19 @@ async def run_worker(
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
     node = Node(Members(config.name), config, children)
-    rendezvous = Rendezvous(config.init_method, config.registration(), config.start_timeout)
+    meeting = Meeting(config.init_method, config.interface)
+    directory = DirectoryClient(meeting, config.registration(), config.start_timeout)
     endpoints.enter(node)  # before torch starts: a quicker peer may call already
     try:
         with cpp_warnings_hidden():
-            startup = Startup(config, rendezvous, node.server.set_device_routes)
+            startup = Startup(config, directory, node.server.set_device_routes)
             agent, workers = await startup.run()
             with _gc_frozen(config.freeze_gc), dump_on_signal():
-                async with _running(config, node, rendezvous, agent, workers) as me:
+                async with _running(config, node, directory, agent, workers) as me:
                     yield me
     finally:
         endpoints.leave(node)
-        rendezvous.close()
+        await directory.close()
 
 
 @contextlib.contextmanager
@@ -291,21 +293,21 @@ def _gc_frozen(wanted: bool) -> Iterator[None]:
 async def _running(
     config: WorkerConfig,
     node: Node,
-    rendezvous: Rendezvous,
+    directory: DirectoryClient,
     agent: Agent,
     workers: list[PeerInfo],
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
-    comeback = rendezvous.registration.comeback
+    registration = directory.registration
     [own] = (each for each in workers if each.name == config.name)
     failure, node.leaves_alone = "", config.join
     try:
         node.start(_host_for_others(own, workers), workers, agent)
-        if comeback:
-            await announce_rejoin(own, workers)
-        elif config.join:
-            await announce_join(own, node.members.peers.values, node.detector.probe)
-        me = Worker._of(node, comeback)
+        directory.follow(node)
+        if registration.entry:
+            for peer in await directory.entered():
+                node.detector.probe(peer)
+        me = Worker._of(node, registration.comeback)
         log.info("%r has entered its world", me)
         async with interruptible() as interrupt:
             if config.on_failure == "stop":
@@ -316,8 +318,7 @@ async def _running(
         failure = describe_failure(exc)
         raise
     finally:
-        await Shutdown(node, agent, rendezvous, config.stop_timeout, failure).run()
-        node.entries.close()
+        await Shutdown(node, agent, directory, config.stop_timeout, failure).run()
 
 
 def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:

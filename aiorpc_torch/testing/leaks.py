@@ -21,6 +21,7 @@ from .._aio.threads import join_all
 from .._protocol import endpoints
 from .._protocol.endpoints import Endpoint
 from .._stats import stats
+from .._world.directory_client import WORLD_TASK
 from .._world.forkserver import server_pid
 
 Process = tuple[int, str]  # pid and start time, since pids are reused
@@ -109,7 +110,8 @@ async def leftover_tasks(before: "set[asyncio.Task[object]]") -> list[str]:
     """Describe tasks of the running loop that are not in `before`, without the current one."""
     await run_due_callbacks()
     left = asyncio.all_tasks() - before - {asyncio.current_task()}
-    return [f"the task {task.get_name()} in {task.get_coro()!r}" for task in left]
+    told = [task for task in left if task.get_name() != WORLD_TASK]  # `leftovers` tells of a world
+    return [f"the task {task.get_name()} in {task.get_coro()!r}" for task in told]
 
 
 async def run_due_callbacks() -> None:

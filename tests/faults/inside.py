@@ -389,7 +389,7 @@ def _replaced(
 _Transport: Any = selector_events._SelectorSocketTransport  # type: ignore[attr-defined]
 _ANSWERS = (
     *((Server, name) for name in ("payload", "collect")),
-    *((Node, name) for name in ("introduce", "leave_message", "rejoin")),
+    *((Node, name) for name in ("introduce", "leave_message")),
 )
 _POOLS = (threads.DaemonThreadPool, threads.ThreadCache)
 

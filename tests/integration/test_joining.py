@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import os
 import socket
 from pathlib import Path
@@ -12,6 +13,7 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Change, Group, WorkerLost, call, create, create_all, each, remote
+from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch.testing import kill, world
 from tests.support import actors, joiners
 from tests.support.example_programs import free_port
@@ -222,7 +224,7 @@ async def test_a_joiner_leaves_and_another_has_its_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("joining.death")
-@pytest.mark.parametrize("step", ["ask", "add", "announce"])
+@pytest.mark.parametrize("step", ["register", "publish"])
 async def test_a_joiner_that_dies_while_it_joins(tmp_path: Path, step: str) -> None:
     """It is no peer; another joins under its name, and none waits for it when all leave."""
     # A second of silence: the one that died is lost by then.
@@ -240,10 +242,9 @@ async def test_a_joiner_that_dies_while_it_joins(tmp_path: Path, step: str) -> N
         dying.kill()
         await them.enter("c", heartbeat=1.0)
         assert await call("c", actors.ask_back, "b") == "b"
-        if step == "add":
-            await them.enter("a")
-            assert await call("c", actors.ask_back, "a") == "a"
-            await call("a", joiners.leave)
+        await them.enter("a")
+        assert await call("c", actors.ask_back, "a") == "a"
+        await call("a", joiners.leave)
         await call("b", joiners.leave)
         await call("c", joiners.leave)
 
@@ -283,8 +284,8 @@ async def test_a_joiner_that_is_killed_is_lost(tmp_path: Path) -> None:
 
 
 @pytest.mark.promise("joining.join")
-async def test_joining_at_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By MASTER_ADDR alone, beside a launcher that keeps the store."""
+async def test_joining_beside_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By MASTER_ADDR alone, beside a launcher that keeps a store."""
     listening = socket.create_server(("127.0.0.1", 0))  # torch's own looks up names of addresses
     port = listening.getsockname()[1]
     agent = torch.distributed.TCPStore(
@@ -329,3 +330,48 @@ async def test_a_process_joins_in_its_first_world(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match="in no world before"):
         async with aiorpc.worker("a", join=True, init_method=f"file://{tmp_path}/store"):
             pass
+
+
+# ── the connection to rank 0 ────────────────────────────────────────────────────────────────────
+
+
+async def next_change() -> Change:
+    """To be called in a child: return its next change."""
+    [me] = [each for each in gc.get_objects() if isinstance(each, aiorpc.Worker)]
+    async for change in me.changes():
+        return change
+    raise AssertionError
+
+
+async def cut_from_rank_0() -> bool:
+    """To be called in a child: end its connection to rank 0, and let it connect again or not."""
+    [client] = [each for each in gc.get_objects() if isinstance(each, DirectoryClient)]
+    first = client._stream
+    assert first is not None
+    first.abort()
+    while client._stream is first:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.01)
+    return True
+
+
+@pytest.mark.promise("rejoin.at_once")
+async def test_a_death_is_known_without_a_connection() -> None:
+    """A worker that has never called another learns at once that its process has died."""
+    async with asyncio.timeout(SOON), world(["a", "b"], heartbeat=600.0):
+        following = asyncio.create_task(call("b", next_change))
+        await call("b", actors.pid)
+        kill("a")
+        change = await following
+        assert (change.kind, change.name) == ("lost", "a")
+
+
+@pytest.mark.promise("joining.cut")
+async def test_a_link_that_is_cut_to_rank_0_alone() -> None:
+    """Excludes no worker: it connects again, and knows who joins later."""
+    async with asyncio.timeout(2 * SOON), world(["a", "b"], freeze_gc=False) as me:
+        following = asyncio.create_task(follow(me))
+        assert await call("a", cut_from_rank_0)
+        await me.start("c")
+        assert await call("a", actors.ask_back, "c") == "c"
+        assert await call("b", actors.ask_back, "a") == "a"
+    assert {change.kind for change in await following if change.name == "a"} <= {"left"}

@@ -257,8 +257,8 @@ async def waited(awaitable: Any) -> BaseException | None:
     return None
 
 
-def test_leaving_without_the_store(started: Callable[..., list[Process]]) -> None:
-    """Rank 0 dies with the store: the others tell each other by torch that they leave."""
+def test_leaving_without_rank_0(started: Callable[..., list[Process]]) -> None:
+    """Rank 0 dies with the directory: the others tell each other by torch that they leave."""
     server, first, second = started("serve", store=f"tcp://127.0.0.1:{free_port()}")
     server.hear("server is serving until t1, t2 leave")
     server.process.kill()

@@ -304,7 +304,7 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
         found[1].kill()
         assert line(found[0]) == "lost\n"
         with started(path, "1", where) as third:
-            assert line(third).split() == ["worker1", str(third.pid), "2"]
+            assert line(third).split() == ["worker1", str(third.pid), "1"]
             assert line(found[0]) == f"back {third.pid}\n"
 
 

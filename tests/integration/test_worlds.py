@@ -229,7 +229,7 @@ async def test_missing_rank_is_named(tmp_path: Path) -> None:
 
 @pytest.mark.promise("worlds.loopback")
 async def test_only_loopback_listens() -> None:
-    """A local world has no TCP rendezvous, and its sockets are on the loopback interface."""
+    """A local world has no TCP directory, and its sockets are on the loopback interface."""
     before = {c.laddr for c in psutil.Process().net_connections("tcp")}
     async with world(["a"]):
         found = psutil.Process().net_connections("tcp")

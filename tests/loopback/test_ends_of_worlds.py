@@ -16,7 +16,8 @@ from aiorpc_torch import NotServing, create, remote
 from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch._world import startup
 from aiorpc_torch._world.config import WorkerConfig
-from aiorpc_torch._world.rendezvous import Rendezvous
+from aiorpc_torch._world.directory_client import DirectoryClient
+from aiorpc_torch._world.meeting import Meeting
 from aiorpc_torch.testing import Gate, world
 
 
@@ -79,8 +80,9 @@ async def test_a_cancelled_start_leaves_no_agent(
 
     starting = asyncio.create_task(start())
     if size > 1:
-        other = Rendezvous(meeting, WorkerConfig("b", 1, size, meeting).registration(), 30.0)
-        registering = asyncio.create_task(asyncio.to_thread(other.register))
+        registration = WorkerConfig("b", 1, size, meeting).registration()
+        other = DirectoryClient(Meeting(meeting), registration, 30.0)
+        registering = asyncio.create_task(other.register())
     await asyncio.to_thread(slow_start.begun.wait)
     cancel: Callable[[], object] = scope.cancel if how == "scope" else starting.cancel
     for _ in range(3 if how == "again and again" else 1):
@@ -92,6 +94,6 @@ async def test_a_cancelled_start_leaves_no_agent(
     assert not is_running()
     if size > 1:
         await registering
-        other.close()
+        await other.close()
     async with world():
         assert is_running()

@@ -653,7 +653,7 @@ def test_bytes_of_any_dtype(dtype: torch.dtype) -> None:
 
 # ── torch endpoints ─────────────────────────────────────────────────────────────────────────────
 
-ENDPOINTS = ["payload", "collect", "introduce", "leave_message", "departure", "rejoin"]
+ENDPOINTS = ["payload", "collect", "introduce", "leave_message", "departure"]
 
 
 @pytest.mark.parametrize("endpoint", ENDPOINTS)
@@ -664,7 +664,7 @@ def test_endpoints_that_are_given_anything(victim: Victim, endpoint: str) -> Non
     junk += [
         dump(each) for each in (("main", 0), ("main", "x"), ("nobody", 0), ([], 0, ""), (0, 0))
     ]
-    junk += [b"{}", b'{"ask": true, "member": {}}', b'{"ask": 1, "member": {"name": []}}']
+    junk += [b"{}"]
     said = [by_torch(getattr(endpoints, endpoint), each) for each in junk]
     for answer in said:
         found = victim.run(outcome(answer))

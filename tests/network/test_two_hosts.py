@@ -66,7 +66,7 @@ async def check_calls(nodes: list[Node]) -> None:
 
 @pytest.mark.promise("worlds.launchers")
 async def test_a_step_of_slurm_on_two_machines(machines: tuple[Machine, Machine]) -> None:
-    """The store is on the first host of the list, and no other address is listened at."""
+    """Rank 0 is on the first host of the list, and no other address is listened at."""
     step = {"SLURM_NTASKS": "2", "SLURM_STEP_NODELIST": "10.93.7.[1-2]", "SLURM_JOB_ID": "7"}
     scenario = (str(HERE / "network_scenarios.py"), "calls", "", "{}")
     async with contextlib.AsyncExitStack() as stack:
@@ -181,7 +181,6 @@ async def test_starts_that_fail() -> None:
             await check_wrong_interface(nodes)
             for node in nodes:
                 code, errors = await node.end()
-                # torch itself prints a stack of what it was asking a store that is gone (2.15).
                 assert (code, "terminate" in errors, "Traceback" in errors) == (0, False, False), (
                     errors
                 )
@@ -192,7 +191,7 @@ async def check_unreachable(nodes: tuple[Node, Node], machines: tuple[Machine, M
         machine.unplug()
     await begin(nodes)
     await check_failed(nodes[0], "WorldTimeout", "did not register within 1.5 s: rank 1", PATIENCE)
-    text = f"no store at {ADDRESSES[0]}:29501 within 1.5 s ("
+    text = f"no rank 0 at {ADDRESSES[0]}:29501 within 1.5 s ("
     await check_failed(nodes[1], "WorldTimeout", text, PATIENCE)
     for machine in machines:
         machine.plug()
@@ -200,10 +199,10 @@ async def check_unreachable(nodes: tuple[Node, Node], machines: tuple[Machine, M
 
 async def check_cut_off(nodes: tuple[Node, Node], way: Line) -> None:
     await begin(nodes)
-    await way.carries(40)  # they poll for rank 2
+    await way.rests()  # both wait for rank 2, and send nothing
     way.loss = 1.0
     await check_failed(nodes[0], "WorldTimeout", "did not register within 1.5 s: rank", PATIENCE)
-    text = f"the store at {ADDRESSES[0]} no longer answers"
+    text = f"rank 0 at {ADDRESSES[0]}:29502 no longer answers"
     await check_failed(nodes[1], "WorldTimeout", text, PATIENCE)
     way.loss = 0.0
 
@@ -221,7 +220,7 @@ async def check_wrong_interface(nodes: tuple[Node, Node]) -> None:
     found = {"worker0": f"{LINK} ({ADDRESSES[0]}", "worker1": "lo (127.0.0.1"}
     for node in nodes:
         _, message, seconds = await node.hears("failed")
-        # The first error, which the other worker may have read at the store.
+        # The first error, which the other worker may have been told.
         used = next(way for name, way in found.items() if f"{name!r} does not reach" in message)
         assert f"This worker uses {used}" in message
         assert "Give each worker() the interface=" in message

@@ -12,7 +12,7 @@ from typing import Any
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._world import rejoin
+from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.processes import ProcessOptions
 
 PATIENCE = 60.0  # seconds for anything that a test waits for
@@ -37,13 +37,10 @@ kept: list[Any] = []
 
 def member(pipe: Connection, name: str, options: dict[str, Any], stop_at: str) -> None:
     """Be a worker until `leave` is called; with `stop_at` it stands still before that step."""
-    send_to_all = rejoin._send_to_all
 
-    async def gated(step: rejoin.Step, *args: Any) -> Any:
-        if step == stop_at:
-            pipe.send(("at", step))
-            await asyncio.Event().wait()
-        return await send_to_all(step, *args)
+    async def stand_still(*_: Any) -> None:
+        pipe.send(("at", stop_at))
+        await asyncio.Event().wait()
 
     async def live() -> None:
         async with aiorpc.worker(name, **options) as me:
@@ -54,7 +51,7 @@ def member(pipe: Connection, name: str, options: dict[str, Any], stop_at: str) -
 
     os.environ.update(options.pop("environment", {}))
     if stop_at:
-        rejoin._send_to_all = gated
+        setattr(DirectoryClient, stop_at, stand_still)
     try:
         asyncio.run(live())
     except Exception as exc:

@@ -148,6 +148,14 @@ class Line:
         async with asyncio.timeout(PATIENCE):
             await self._busy.wait()
 
+    async def rests(self) -> None:
+        """Wait until it has carried packets, and then none for a while."""
+        await self.carries(1)
+        seen = 0
+        while seen != self.carried:
+            seen = self.carried
+            await asyncio.sleep(0.3)
+
     def close(self) -> None:
         ends, self._ends = self._ends, ()
         for end in ends:

@@ -11,8 +11,8 @@ from typing import Any
 from torch.distributed import rpc
 
 from aiorpc_torch import call
+from aiorpc_torch._aio.unix_sockets import connect_unix
 from aiorpc_torch._client import pool
-from aiorpc_torch._client.introduction import _connect_unix
 from aiorpc_torch._protocol import channel, endpoints
 from aiorpc_torch._server import result_sender, session
 from aiorpc_torch._server.server import Server
@@ -62,7 +62,7 @@ class Stranger:
         """Connect, and prove nothing."""
         _, addresses = introduction()
         if kind == "unix":
-            unix = _connect_unix(addresses.unix)  # uvloop connects to no abstract address itself
+            unix = connect_unix(addresses.unix)  # uvloop connects to no abstract address itself
             return cls(*await asyncio.open_unix_connection(sock=unix))
         assert addresses.tcp is not None
         return cls(*await asyncio.open_connection(*addresses.tcp))

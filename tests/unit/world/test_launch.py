@@ -4,7 +4,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch._world import launch
-from aiorpc_torch._world.launch import find_number, find_setting, is_single_host, rendezvous_url
+from aiorpc_torch._world.launch import find_number, find_setting, is_single_host, meeting_url
 
 TASK = {
     "SLURM_JOB_ID": "1234",
@@ -33,11 +33,6 @@ def values() -> list[str]:
     return [find_setting(name).value for name in launch.NAMES]
 
 
-def url(world_size: int, init_method: str | None = None) -> str:
-    with rendezvous_url(init_method, world_size) as found:
-        return found
-
-
 # ── precedence ──────────────────────────────────────────────────────────────────────────────────
 
 
@@ -53,16 +48,16 @@ def test_arguments_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [find_number("RANK", None), find_number("RANK", 0)] == [1, 0]
 
 
-def test_the_url_of_the_rendezvous(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_url_of_rank_0(monkeypatch: pytest.MonkeyPatch) -> None:
     """The argument's, torch's own where torchrun's store may be, or of what was found."""
     set_all(monkeypatch, TASK)
-    assert url(8) == "tcp://node03:24700"
-    assert url(8, "tcp://a:1") == "tcp://a:1"
-    assert url(1).startswith("file://")
+    assert meeting_url(None, 8) == "tcp://node03:24700"
+    assert meeting_url("tcp://a:1", 8) == "tcp://a:1"
+    assert meeting_url(None, 1).startswith("unix://")
     monkeypatch.setenv("MASTER_ADDR", "fd00::1")
-    assert url(8) == "tcp://[fd00::1]:24700"
+    assert meeting_url(None, 8) == "tcp://[fd00::1]:24700"
     monkeypatch.setenv("MASTER_PORT", "29500")
-    assert url(8) == "env://"
+    assert meeting_url(None, 8) == "env://"
 
 
 @pytest.mark.promise("worlds.launchers")
@@ -137,11 +132,11 @@ def test_what_a_task_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error names it. What is not needed is not read."""
     set_all(monkeypatch, TASK, SLURM_STEP_NODELIST="node[03")
     with pytest.raises(ValueError, match=r"^SLURM_STEP_NODELIST must be .*'node\[03'; set MASTER"):
-        url(8)
+        meeting_url(None, 8)
     assert not is_single_host(None, 8)
-    assert url(8, "tcp://a:1") == "tcp://a:1"
+    assert meeting_url("tcp://a:1", 8) == "tcp://a:1"
     set_all(monkeypatch, MASTER_ADDR="10.0.0.1", MASTER_PORT="1")
-    assert url(8) == "env://"
+    assert meeting_url(None, 8) == "env://"
     monkeypatch.delenv("SLURM_NTASKS")
     with pytest.raises(ValueError, match="WORLD_SIZE in the environment, as srun sets SLURM_NTASK"):
         find_number("WORLD_SIZE", None)
@@ -157,9 +152,9 @@ def test_what_a_manifest_lacks(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match=r'manifest.*\{name: WORLD_SIZE, value: "8"\}$'):
         find_number("WORLD_SIZE", None)
     with pytest.raises(ValueError, match=r'\{name: MASTER_ADDR, value: "JOB-0.SERVICE"\}$'):
-        url(8)
+        meeting_url(None, 8)
     monkeypatch.setenv("MASTER_ADDR", "train-0.workers")
-    assert url(8) == "tcp://train-0.workers:29500"
+    assert meeting_url(None, 8) == "tcp://train-0.workers:29500"
 
 
 # ── one host ────────────────────────────────────────────────────────────────────────────────────

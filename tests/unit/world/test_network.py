@@ -152,33 +152,29 @@ def port() -> int:
         return held.getsockname()[1]
 
 
-def listener(host: str, port: int) -> tuple[str, int] | None:
-    descriptor = network.bind_listener(host, port)
-    if descriptor is None:
-        return None
-    with socket.socket(fileno=descriptor) as bound:
-        return bound.getsockname()[:2]
+def listener(host: str | None, port: int) -> tuple[str, int]:
+    with network.listen(host, port) as listening:
+        return listening.getsockname()[:2]
 
 
-def test_bind_listener(port: int) -> None:
-    """It is bound to the address that the others know, or left to torch."""
+ALL = ("::", "0.0.0.0")
+
+
+def test_listen(port: int) -> None:
+    """At the address that the others know, else at all."""
     assert listener("127.0.0.1", port) == ("127.0.0.1", port)
     assert listener("localhost", port) == ("127.0.0.1", port)
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        taken.listen()
-        assert listener("127.0.0.1", taken.getsockname()[1]) is None
-    assert listener("192.0.2.254", port) is None, "not an address of this machine"
-    assert listener("0.0.0.0", port) is None
-    assert listener("no such host.invalid", port) is None
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(OSError, match="in use"):
+        network.listen("127.0.0.1", taken.getsockname()[1])
+    for host in (None, "192.0.2.254", "0.0.0.0", "no such host.invalid"):
+        assert listener(host, port)[0] in ALL, host
 
 
-def test_check_listener(port: int) -> None:
-    """It raises where no process listens."""
-    with pytest.raises(ConnectionRefusedError):
-        network.check_listener("127.0.0.1", port, 10.0)
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        network.check_listener(*server.getsockname(), 10.0)
+def test_own_address() -> None:
+    """One at which other machines reach this one: none of the loopback interface."""
+    assert network.own_address(LOOPBACK) is None
+    for name, has in network.addresses().items():
+        assert network.own_address(name) in (None, *has)
 
 
 @pytest.mark.parametrize(
@@ -186,10 +182,10 @@ def test_check_listener(port: int) -> None:
     [
         ("tcp://127.0.0.1:{}", None, {"127.0.0.1"}),
         ("tcp://localhost:{}", None, {"127.0.0.1"}),
-        (None, "localhost", {"::", "0.0.0.0"}),  # as launchers of many machines tell rank 0
+        (None, "localhost", {*ALL}),  # as launchers of many machines tell rank 0
     ],
 )
-async def test_where_rank_0_hosts_the_store(
+async def test_where_rank_0_listens(
     init_method: str | None,
     master: str | None,
     where: set[str],

@@ -1,0 +1,378 @@
+"""A worker's connection to the directory, from its registration to its exit.
+
+Rank 0's process has the directory too. Its own worker is connected to it like any other.
+
+A connection that ends although rank 0 lives is opened again: its link was cut. When the directory
+ends, its rank 0 has ended. The others go on without it: none can enter then.
+"""
+
+import asyncio
+import contextlib
+import logging
+import secrets
+import socket
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from .._aio.fork import close_on_fork
+from .._aio.threads import run_in_thread
+from .._protocol import endpoints
+from .._torch.agent import PeerInfo
+from .._torch.devices import NamedDeviceMaps
+from .._torch.transport import send, wrap_future
+from ..errors import WorkerLost, WorldTimeout
+from . import directory_messages as wire
+from .directory_messages import ToWorker, read_to_worker
+from .directory_server import DirectoryServer
+from .directory_stream import ANY_WORLD, NoDirectoryError, Stream, encode, greeting, open_stream
+from .meeting import RETRY_INTERVAL, Meeting
+from .registration import Registration
+
+if TYPE_CHECKING:
+    from .node import Node
+
+log = logging.getLogger("aiorpc_torch")
+
+M = TypeVar("M", bound=ToWorker)
+_Sockets = tuple[str, list[socket.socket]]
+
+WORLD_TASK = "aiorpc-directory"
+"""Name of the task that follows the changes of a world until it is left."""
+
+MAX_ANSWER = 1 << 30  # bytes of a message of the directory: it lists all members
+LOG_INTERVAL = 10.0  # seconds between two log lines about missing ranks
+ANSWER_GRACE = 0.5  # seconds beyond the timeout for the directory to say which ranks are missing
+GREETING_TIMEOUT = 5.0  # seconds
+MAX_PAUSE = 30.0  # seconds between two attempts to connect again
+CANCEL_TIMEOUT = 1.0  # seconds for an attempt to connect to end
+PING_TIMEOUT = 3.0  # seconds for a process to prove that it is alive
+
+
+class _DirectoryEndedError(Exception):
+    """The connection or the world has ended: there may be another one."""
+
+
+class DirectoryClient:
+    """The connection of the worker of a registration, on the loop that it is used on."""
+
+    def __init__(self, meeting: Meeting, registration: Registration, timeout: float) -> None:
+        self.registration = registration
+        self.host = meeting.host
+        self._meeting = meeting
+        self._timeout = timeout
+        self._loop = asyncio.get_running_loop()
+        self._end = self._loop.time() + timeout
+        self._attempt: asyncio.Future[_Sockets] | None = None
+        self._server: DirectoryServer | None = None
+        self._stream: Stream[ToWorker] | None = None
+        self._following: asyncio.Task[None] | None = None
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._key = self._world = ""
+        self._pause_of_resume = RETRY_INTERVAL
+        self._entered: asyncio.Future[Sequence[str]] = self._loop.create_future()
+        self._exited = asyncio.Event()
+
+    def remaining(self) -> float:
+        """Return the seconds that are left of the timeout."""
+        return max(0.0, self._end - self._loop.time())
+
+    # ── start ───────────────────────────────────────────────────────────────────────────────────
+
+    async def register(self) -> wire.Registered | wire.Entering:
+        """Register this worker; return all workers once they are there.
+
+        Raises:
+            WorldTimeout: if ranks are missing at the timeout; it names them.
+            ValueError: if two workers have one rank or one name, or the workers disagree; if
+                another program listens at the address of rank 0.
+        """
+        while True:
+            self._stream = await self._connect()
+            # In worlds in a row a worker may be quicker than rank 0: it meets the directory of the
+            # last world. A rank 0 that dies while it waits may be started again.
+            try:
+                answer = await self._receive()
+            except _DirectoryEndedError as exc:
+                await self._pause(exc)
+            else:
+                assert isinstance(answer, wire.Registered | wire.Entering), answer
+                return answer
+
+    async def publish(self, address: str, maps: NamedDeviceMaps, reaches: bool) -> list[PeerInfo]:
+        """Publish the address of this worker's agent; return all members in rank order.
+
+        Raises:
+            WorldTimeout: if registered ranks did not start in time; it names them.
+        """
+        self._send(wire.Publish(address, maps, reaches))
+        members = (await self._await(wire.Members)).members
+        return [PeerInfo(*each) for each in members]
+
+    async def confirm(self, unreachable: Sequence[int], text: str) -> None:
+        """Confirm that this worker reaches all others, and wait until all have confirmed.
+
+        Raises:
+            WorldTimeout: with `text` if ranks are unreachable; if a worker does not confirm.
+        """
+        self._send(wire.Confirm(unreachable, text))
+        await self._await(wire.Complete)
+
+    def give_up(self) -> None:
+        """Tell the others that this worker was stopped while it waited."""
+        self._send(wire.GiveUp("before it was stopped"))
+
+    async def _connect(self) -> Stream[ToWorker]:
+        """Connect to the directory; rank 0 makes it."""
+        await self._disconnect()
+        if self.registration.rank == 0:
+            world, listening = await self._in_thread(self._meeting.listen)
+            self._server = DirectoryServer(world, listening)
+            return await self._greet(world, self._server.connect(), self._first_message())
+        while True:
+            try:
+                world, [connected] = await self._in_thread(self._meeting.connect)
+                return await self._greet(world, connected, self._first_message())
+            except (OSError, EOFError) as exc:
+                await self._pause(exc)
+
+    async def _in_thread(self, step: Callable[[], _Sockets]) -> _Sockets:
+        self._attempt = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
+        found = await asyncio.shield(self._attempt)
+        self._attempt = None
+        return found
+
+    def _first_message(self) -> wire.Register:
+        self._key = secrets.token_hex(16)  # a new one: another program may listen there
+        return wire.Register(self.registration, self._key)
+
+    async def _greet(
+        self, world: str, connected: socket.socket, first: wire.Register | wire.Resume
+    ) -> Stream[ToWorker]:
+        """Return the stream of a connection to the directory.
+
+        The first message does not wait for the greeting of the directory, which limits the number
+        of connections that have not registered.
+        """
+        close_on_fork(connected)
+        stream = await open_stream(connected, read_to_worker, MAX_ANSWER)
+        try:
+            async with asyncio.timeout(GREETING_TIMEOUT):
+                stream.write(greeting(world or ANY_WORLD) + encode(first))
+                found = await stream.read_greeting()
+            if world not in ("", found):
+                raise OSError("rank 0 of an earlier run wrote the address of what is another world")
+            self._world = found
+        except BaseException as exc:
+            await stream.close()
+            if isinstance(exc, NoDirectoryError):
+                self._reject(exc, world)
+            raise
+        return stream
+
+    def _reject(self, exc: NoDirectoryError, world: str) -> NoReturn:
+        text = f"at {self._meeting} listens something that is no world of this library: {exc}"
+        if not world:
+            raise ValueError(text) from exc
+        raise OSError(text) from exc  # the port of an earlier run
+
+    async def _pause(self, exc: Exception) -> None:
+        """Wait before the next attempt. Raises WorldTimeout if there is no time for one."""
+        if not self.remaining():
+            raise WorldTimeout(
+                f"no rank 0 at {self._meeting} within {self._timeout:g} s ({exc}). Check that "
+                "rank 0 runs and that its address is reachable. If rank 0 of a world has ended, no "
+                "process can enter that world any more",
+                [0],
+            ) from exc
+        await asyncio.sleep(RETRY_INTERVAL)
+
+    # ── messages of the start ───────────────────────────────────────────────────────────────────
+
+    def _send(self, message: object) -> None:
+        if self._stream is not None:
+            self._stream.send(message)
+
+    async def _await(self, kind: type[M]) -> M:
+        try:
+            message = await self._receive()
+        except _DirectoryEndedError as exc:
+            raise WorldTimeout(f"rank 0 at {self._meeting} has given up or died", [0]) from exc
+        assert isinstance(message, kind), message
+        return message
+
+    async def _receive(self) -> ToWorker:
+        """Return the next message that is no failure, and log which ranks are missing."""
+        while True:
+            message = await self._next()
+            if isinstance(message, wire.Failed):
+                if message.missing is None:
+                    raise ValueError(message.text)
+                raise WorldTimeout(message.text, message.missing)
+            if isinstance(message, wire.Ended):
+                raise _DirectoryEndedError("the last world there is ending")
+            if not isinstance(message, wire.Missing):
+                return message
+            listed = ", ".join(map(str, message.ranks))
+            log.warning("%s waits for rank %s to %s", self.registration, listed, message.action)
+
+    async def _next(self) -> ToWorker:
+        assert self._stream is not None
+        reading = asyncio.ensure_future(self._stream.receive())
+        try:
+            while self.remaining() and not reading.done():
+                await asyncio.wait((reading,), timeout=min(LOG_INTERVAL, self.remaining()))
+                if not reading.done() and self.remaining():
+                    self._send(wire.AskMissing())
+            if not reading.done():
+                self._send(wire.GiveUp(f"within {self._timeout:g} s"))
+                await asyncio.wait((reading,), timeout=ANSWER_GRACE)
+            if not reading.done():
+                raise WorldTimeout(f"rank 0 at {self._meeting} no longer answers", [0])
+            if isinstance(error := reading.exception(), EOFError | OSError):
+                raise _DirectoryEndedError("its directory has ended") from error
+            return reading.result()
+        finally:
+            reading.cancel()
+
+    # ── the running world ───────────────────────────────────────────────────────────────────────
+
+    def follow(self, node: "Node") -> None:
+        """Let a node follow the changes of its world: it has started."""
+        self._following = self._loop.create_task(self._follow(node), name=WORLD_TASK)
+
+    async def entered(self) -> Sequence[str]:
+        """Wait until all members have added this worker; return those that do not answer.
+
+        Raises:
+            WorldTimeout: if rank 0 has died or does not answer.
+        """
+        await asyncio.wait((self._entered,), timeout=self.remaining() + ANSWER_GRACE)
+        if not self._entered.done() or self._entered.cancelled():
+            raise WorldTimeout(f"rank 0 at {self._meeting} no longer answers", [0])
+        return self._entered.result()
+
+    async def _follow(self, node: "Node") -> None:
+        name = self.registration.name
+        try:
+            while True:
+                try:
+                    await self._handle_all(node)
+                except (EOFError, OSError, ValueError) as exc:
+                    log.info("%s: the connection to rank 0 has ended: %r", name, exc)
+                except _DirectoryEndedError:
+                    return
+                is_member = not self.registration.entry or self._entered.done()
+                if self._server is not None or not is_member or not await self._resume(node):
+                    return
+        finally:
+            self._entered.cancel()
+            self._exited.set()
+
+    async def _handle_all(self, node: "Node") -> None:
+        assert self._stream is not None
+        while True:
+            message = await self._stream.receive()
+            if isinstance(message, wire.Ended):
+                raise _DirectoryEndedError("another process has replaced this one")
+            try:
+                self._handle(node, message)
+            except Exception:
+                log.exception("%s could not follow a change", self.registration.name)
+
+    async def _resume(self, node: "Node") -> bool:
+        """Connect again: a link was cut. Return False if rank 0 has ended."""
+        while True:
+            await asyncio.sleep(self._pause_of_resume)
+            self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
+            try:
+                _, [connected] = await self._in_thread(self._meeting.connect)
+                me = node.members.me
+                resume = wire.Resume(me.name, me.number, self._key)
+                stream = await self._greet(self._world, connected, resume)
+            except (ConnectionRefusedError, FileNotFoundError):
+                return False
+            except (OSError, EOFError) as exc:
+                log.debug("%s does not reach rank 0: %r", self.registration.name, exc)
+            else:
+                await self._close_stream()
+                self._stream = stream
+                return True
+
+    def _handle(self, node: "Node", message: ToWorker) -> None:
+        match message:
+            case wire.Add(member):
+                node.add(PeerInfo(*member))
+                self._send(wire.Know(member.number))
+            case wire.Members(members):  # once connected again
+                self._pause_of_resume = RETRY_INTERVAL
+                for each in members:
+                    if not node.members.is_current(each.name, each.number):
+                        node.add(PeerInfo(*each))
+                        node.announce(each.name)
+            case wire.Announce(name, _, silent) if name == node.members.name:
+                self._entered.set_result(silent)
+            case wire.Announce(name, number):
+                if node.members.is_current(name, number):
+                    node.announce(name)
+            case wire.Gone(name, number):
+                error = WorkerLost(name, "its connection to rank 0 has ended")
+                node.detector.on_disconnect(name, number, error)
+            case wire.Ask(name, number):
+                task = self._loop.create_task(self._judge(node, name, number))
+                self._tasks.add(task)
+                task.add_done_callback(self._tasks.discard)
+            case wire.Exited():
+                self._exited.set()
+
+    async def _judge(self, node: "Node", name: str, number: int) -> None:
+        """Tell the directory whether a process is alive, whose name another one wants."""
+        is_alive = node.members.is_current(name, number) and await _is_alive(node, name)
+        self._send(wire.Verdict(name, number, is_alive))
+
+    # ── end ─────────────────────────────────────────────────────────────────────────────────────
+
+    def leave(self, *, departs: bool) -> None:
+        """Tell the directory that this worker leaves, and with `departs` that the others go on."""
+        self._send(wire.Leave(departs))
+
+    async def exit_barrier(self, ranks: Sequence[int], seconds: float) -> None:
+        """Wait until those ranks are here too, or gone, for at most `seconds`."""
+        self._send(wire.Exit(ranks))
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._exited.wait()
+
+    async def close(self) -> None:
+        """Close the connection; rank 0 ends the directory."""
+        for task in (self._following, *self._tasks):
+            if task is not None:
+                task.cancel()
+        if self._attempt is not None:  # it was cancelled
+            await asyncio.wait((self._attempt,), timeout=CANCEL_TIMEOUT)
+            if self._attempt.done() and self._attempt.exception() is None:
+                for each in self._attempt.result()[1]:
+                    each.close()
+        await self._disconnect()
+
+    async def _disconnect(self) -> None:
+        if self._server is not None:
+            self._server.close()
+            self._meeting.withdraw()
+            self._server = None
+        await self._close_stream()
+
+    async def _close_stream(self) -> None:
+        if self._stream is not None:
+            stream, self._stream = self._stream, None
+            await stream.close()
+
+
+async def _is_alive(node: "Node", name: str) -> bool:
+    if name in node.members.leave_messages:  # it ends now
+        return False
+    try:
+        async with asyncio.timeout(PING_TIMEOUT):
+            await wrap_future(send(node.members.workers[name].info, endpoints.ping, b""))
+    except Exception:
+        return False
+    return True

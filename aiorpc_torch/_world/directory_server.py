@@ -1,0 +1,151 @@
+"""The server of a directory, on an event loop of its own in a daemon thread of rank 0's process.
+
+So an event loop of a user that is blocked delays no other worker. Until a connection has registered
+it has a small buffer and a time limit, and the number of such connections is limited. From then on
+it speaks for its own worker only.
+"""
+
+import asyncio
+import itertools
+import logging
+import socket
+import threading
+from collections.abc import Iterable, Sequence
+
+from .._aio.fork import close_on_fork
+from .._aio.loops import call_soon
+from .._aio.unix_sockets import is_same_user
+from .._server.listener import ACCEPT_RETRY
+from .directory import Directory
+from .directory_messages import FromWorker, Register, Resume, ToWorker, read_from_worker
+from .directory_stream import ANY_WORLD, Stream, encode, greeting, open_stream
+
+log = logging.getLogger("aiorpc_torch")
+
+MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
+MAX_UNREGISTERED = 256  # connections; beyond it the oldest is closed
+REGISTER_TIMEOUT = 5.0  # seconds
+ADD_TIMEOUT = 6.0  # seconds for the members to add a process that enters
+
+
+class DirectoryServer:
+    """The server of a new directory, at sockets that listen, until `close`. For any thread."""
+
+    def __init__(self, world: str, listening: Sequence[socket.socket]) -> None:
+        self._world = world
+        self._listening = listening
+        self._directory = Directory(self)
+        self._numbers = itertools.count()
+        self._streams: dict[int, Stream[FromWorker]] = {}
+        self._unregistered: dict[int, asyncio.Task[None]] = {}  # oldest first
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        threading.Thread(target=self._run, name="aiorpc-directory", daemon=True).start()
+
+    def connect(self) -> socket.socket:
+        """Return a socket that is connected, for rank 0's own worker."""
+        ours, theirs = socket.socketpair()
+        call_soon(self._loop, self._start, ours)
+        return theirs
+
+    def close(self) -> None:
+        """Close all connections. The thread ends soon."""
+        call_soon(self._loop, self._closing.set)
+
+    # ── on the loop ─────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        for listening in self._listening:
+            close_on_fork(listening)
+            listening.setblocking(False)
+            self._watch(listening)
+        await self._closing.wait()
+        for listening in self._listening:
+            self._loop.remove_reader(listening)
+            listening.close()
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _watch(self, listening: socket.socket) -> None:
+        if not self._closing.is_set():
+            self._loop.add_reader(listening, self._accept, listening)
+
+    def _accept(self, listening: socket.socket) -> None:
+        try:
+            accepted, _ = listening.accept()
+        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+            return
+        except OSError as exc:  # no descriptors or memory: the connection waits in the backlog
+            log.warning("rank 0 cannot accept a connection: %s", exc)
+            self._loop.remove_reader(listening)
+            self._loop.call_later(ACCEPT_RETRY, self._watch, listening)
+        else:
+            self._start(accepted)
+
+    def _start(self, accepted: socket.socket) -> None:
+        close_on_fork(accepted)
+        if len(self._unregistered) >= MAX_UNREGISTERED:
+            self._unregistered.pop(next(iter(self._unregistered))).cancel()
+        number = next(self._numbers)
+        task = self._loop.create_task(self._talk(number, accepted))
+        self._unregistered[number] = task
+        self._tasks.add(task)
+        task.add_done_callback(lambda _: self._end(number, task, accepted))
+
+    def _end(self, number: int, task: "asyncio.Task[None]", accepted: socket.socket) -> None:
+        self._tasks.discard(task)
+        self._unregistered.pop(number, None)
+        accepted.close()  # the task may not have begun
+        if self._streams.pop(number, None) is not None:
+            self._directory.gone(number)
+
+    async def _talk(self, number: int, accepted: socket.socket) -> None:
+        """Receive from a connection until it ends, or sends what it must not."""
+        if accepted.family == socket.AF_UNIX and not is_same_user(accepted):
+            return
+        stream = await open_stream(accepted, read_from_worker, MAX_REQUEST)
+        try:
+            async with asyncio.timeout(REGISTER_TIMEOUT):
+                stream.write(greeting(self._world))
+                if await stream.read_greeting() not in (self._world, ANY_WORLD):
+                    raise ValueError("it looks for another world")
+                message = await stream.receive()
+            if not isinstance(message, Register | Resume):
+                raise ValueError("a connection must register first")
+            self._unregistered.pop(number, None)
+            self._streams[number] = stream
+            if isinstance(message, Register):
+                log.info("%s has registered", message.registration)
+            while True:
+                self._directory.receive(number, message)
+                message = await stream.receive()
+        except (EOFError, OSError) as exc:  # also a TimeoutError
+            log.debug("the directory's connection %d has ended: %r", number, exc)
+        except Exception as exc:
+            log.warning("the directory closed a connection: %r", exc)
+        finally:
+            await stream.close()
+
+    # ── for the directory ───────────────────────────────────────────────────────────────────────
+
+    def send(self, connections: Iterable[int], message: ToWorker) -> None:
+        """Send a message to each connection that is open."""
+        data = encode(message)
+        for number in connections:
+            if (stream := self._streams.get(number)) is not None:
+                stream.write(data)
+
+    def close_connection(self, connection: int) -> None:
+        """Close the connection of a process that was replaced."""
+        if (stream := self._streams.pop(connection, None)) is not None:
+            stream.abort()
+
+    def expire_later(self, connection: int) -> None:
+        """Let the entry of a process expire after `ADD_TIMEOUT`."""
+        self._loop.call_later(ADD_TIMEOUT, self._directory.expire, connection)

@@ -1,0 +1,127 @@
+"""A stream of messages between a worker and the directory, in either direction.
+
+Both ends greet at once, so another program at the other end is recognized, and its own clients get
+few bytes. A message is its length and its bytes. A reader bounds the length, and reserves nothing
+for what is only declared.
+"""
+
+import asyncio
+import contextlib
+import socket
+import struct
+from collections.abc import Callable
+from typing import Any, Generic, TypeVar
+
+from .._wire.plain import dump
+
+M = TypeVar("M")
+
+_NAME, _PROTOCOL = b"aiorpc:", b"1"
+ANY_WORLD = "-" * 32
+"""In place of the id of a world: a worker that does not know it meets any."""
+_LENGTH = struct.Struct("<I")
+KEEPALIVE = 60  # seconds until TCP probes an idle connection
+_PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+LINGER = 0.5  # seconds for the last messages to be sent
+
+
+class NoDirectoryError(ValueError):
+    """Another program listens, or another version of this library."""
+
+
+def greeting(world: str = ANY_WORLD) -> bytes:
+    """Return the first bytes of either end: `world` is that of the directory, or the one wanted."""
+    return _NAME + _PROTOCOL + world.encode()
+
+
+def encode(message: Any) -> bytes:
+    """Return the bytes of a message, with its length."""
+    data = dump(message)
+    return _LENGTH.pack(len(data)) + data
+
+
+class Stream(Generic[M]):
+    """A connected stream. Use `open_stream`."""
+
+    def __init__(
+        self,
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        read: Callable[[bytes], M],
+        limit: int,
+    ) -> None:
+        self._reader, self._writer, self._read, self._limit = reader, writer, read, limit
+
+    def write(self, data: bytes) -> None:
+        """Send bytes, after all that was sent before."""
+        if not self._writer.is_closing():
+            self._writer.write(data)
+
+    def send(self, message: Any) -> None:
+        """Send a message."""
+        self.write(encode(message))
+
+    async def read_greeting(self) -> str:
+        """Wait for the greeting of the other end; return the id of its world.
+
+        Raises:
+            NoDirectoryError: if it is another program, or speaks another version.
+            EOFError, OSError: if the connection ends.
+        """
+        # No more than is wrong: another program may have sent less, and wait for an answer.
+        if await self._reader.readexactly(1) != _NAME[:1]:
+            raise NoDirectoryError("it is no program of aiorpc_torch")
+        if await self._reader.readexactly(len(_NAME) - 1) != _NAME[1:]:
+            raise NoDirectoryError("it is no program of aiorpc_torch")
+        if await self._reader.readexactly(1) != _PROTOCOL:
+            raise NoDirectoryError("it runs another version of aiorpc_torch")
+        return (await self._reader.readexactly(len(ANY_WORLD))).decode("ascii", "replace")
+
+    async def receive(self) -> M:
+        """Wait for the next message.
+
+        Raises:
+            ValueError: if it is too long or malformed.
+            EOFError, OSError: if the connection ends.
+        """
+        [length] = _LENGTH.unpack(await self._reader.readexactly(_LENGTH.size))
+        if length > self._limit:
+            raise ValueError(f"a message of {length} bytes")
+        return self._read(await self._reader.readexactly(length))
+
+    def abort(self) -> None:
+        """Close the connection at once."""
+        self._writer.transport.abort()
+
+    async def close(self) -> None:
+        """Send what waits, for at most `LINGER` seconds, and close the connection."""
+        self._writer.close()
+        with contextlib.suppress(OSError, TimeoutError):
+            async with asyncio.timeout(LINGER):
+                await self._writer.wait_closed()
+        self.abort()
+
+
+async def open_stream(
+    connected: socket.socket, read: Callable[[bytes], M], limit: int
+) -> Stream[M]:
+    """Return the stream of a connected socket; `limit` is in bytes of a message received."""
+    connected.setblocking(False)
+    try:
+        _keep_alive(connected)
+        if connected.family == socket.AF_UNIX:
+            reader, writer = await asyncio.open_unix_connection(sock=connected)
+        else:
+            reader, writer = await asyncio.open_connection(sock=connected)
+    except BaseException:
+        connected.close()
+        raise
+    return Stream(reader, writer, read, limit)
+
+
+def _keep_alive(connected: socket.socket) -> None:
+    """Let the system notice a machine that is off, and routers remember an idle connection."""
+    if connected.family != socket.AF_UNIX:
+        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for option, value in _PROBES.items():
+            connected.setsockopt(socket.IPPROTO_TCP, option, value)
