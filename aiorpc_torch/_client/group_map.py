@@ -17,6 +17,7 @@ from .._aio.inline_future import InlineFuture
 from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
+from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
 from ..errors import CallTimeout, WorkerLost
@@ -209,7 +210,7 @@ class _MapRun:
         """
         is_supervised = isinstance(member, Supervised)
         rref: RRef[Any] | None = member.start() if is_supervised else member
-        owner = member.owner_name() if rref is None else rref.owner_name()
+        owner = owner_name(member if rref is None else rref)
         if rref is None or self._pool.load(owner) is None:
             if is_supervised:
                 member.lose(member.rref)

@@ -40,6 +40,7 @@ from .compat import (
     worker_names,
 )
 from .devices import DeviceRoutes, NamedDeviceMaps
+from .rrefs import past_name as past_name
 
 _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it
@@ -78,11 +79,6 @@ class PeerInfo:
     def info(self) -> WorkerInfo:
         """torch's reference to the worker."""
         return WorkerInfo(self.name, self.number)
-
-
-def past_name(name: str, worker_id: int) -> str:
-    """Return the name in torch's table of a process that another one has replaced."""
-    return f"{name[:100]}:was:{worker_id}"
 
 
 class Agent:
@@ -200,11 +196,16 @@ def agent_generation() -> int | None:
     return init_rpc_count() if has_agent() else None
 
 
-def adopt_agent() -> tuple[str, list[PeerInfo]]:
-    """Use the agent that `init_rpc` started, and leave it running.
+def agent_name() -> str:
+    """Return the name that this worker has in the agent that `init_rpc` started."""
+    return str(current_agent().get_worker_info().name)
 
-    Return the name of this worker, and all workers by worker id. Device maps are known of this
-    worker only. Call it again after the agent was adopted before: RRefs stay valid.
+
+def adopt_agent() -> list[PeerInfo]:
+    """Use the agent that `init_rpc` started, and leave it running; return all workers by id.
+
+    Device maps are known of this worker only. Call it again after the agent was adopted before:
+    RRefs stay valid.
     """
     global _first_id
     agent, generation = current_agent(), init_rpc_count()
@@ -214,12 +215,19 @@ def adopt_agent() -> tuple[str, list[PeerInfo]]:
         _first_id = own.id
     rrefs.adopt_world(own.id, generation, counted=is_first)
     infos = sorted(agent.get_worker_infos(), key=lambda info: info.id)
-    maps = {info.name: _names(agent._get_device_map(info)) for info in infos if info.id != own.id}
+    maps = {info.name: device_map_for(info) for info in infos if info.id != own.id}
     used = {peer: devices for peer, devices in maps.items() if devices}
-    return own.name, [
-        PeerInfo(info.name, info.id, info.id, "", used if info.id == own.id else {})
-        for info in infos
-    ]
+    return [adopted_peer(info, used if info.id == own.id else {}) for info in infos]
+
+
+def adopted_peer(info: WorkerInfo, device_maps: NamedDeviceMaps | None = None) -> PeerInfo:
+    """Return a worker of a group that `init_rpc` started: its rank is torch's worker id."""
+    return PeerInfo(info.name, info.id, info.id, "", device_maps or {})
+
+
+def device_map_for(info: WorkerInfo) -> dict[str, str]:
+    """Return the map, in the options of `init_rpc`, of this worker's devices to a peer's."""
+    return _names(current_agent()._get_device_map(info))
 
 
 def init_method() -> str:

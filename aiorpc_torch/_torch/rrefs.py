@@ -210,6 +210,34 @@ def _check_owner(worker_id: int) -> None:
         )
 
 
+def owner_name(owned: Any) -> str:
+    """Return the name of the owner of an RRef, or of what else has one.
+
+    A process that has left torch's group has no name there: its `past_name` is returned.
+    """
+    try:
+        return str(owned.owner_name())
+    except RuntimeError as exc:
+        if (found := _UNKNOWN_ID.search(str(exc))) is None:
+            raise
+        worker_id = int(found[1])
+        return past_name(_table.gone.get(worker_id, f"rank {worker_id}"), worker_id)
+
+
+def past_name(name: str, worker_id: int) -> str:
+    """Return the name of a process that another one has replaced, or that has left."""
+    return f"{name[:100]}{_WAS}{worker_id}"
+
+
+def present_name(name: str) -> str:
+    """Return the name that a process had, given its past name or that name."""
+    return name.partition(_WAS)[0]
+
+
+_WAS = ":was:"
+_UNKNOWN_ID = re.compile(r"could not find destination id (\d+)")
+
+
 def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
     """Return the arguments of `deserialize_rref` at the receiver.
 

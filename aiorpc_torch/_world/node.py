@@ -12,15 +12,16 @@ from .._aio.loops import await_on
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._protocol.endpoints import completed_future
-from .._protocol.members import Members
+from .._protocol.members import Members, replaced_text
 from .._server.exports import ExportPolicy
 from .._server.server import Server
 from .._torch import rrefs
-from .._torch.agent import Agent, PeerInfo
+from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
+from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
-from ..errors import RpcError
-from .attachments import Attachments
+from ..errors import NotServing, RpcError
+from .attachments import Attachments, left_group_text
 from .changes import Change, ChangeLog, Entry, Kind
 from .config import NodeConfig
 from .departures import Departures
@@ -91,8 +92,9 @@ class Node:
             agent: learns of replacement processes.
         """
         for worker in workers:
-            self.members.put(worker)
-            self._changes.admit([worker.name])
+            self._admit(worker)
+        if self.attachments is not None:
+            self.use_device_maps()
         self._agent = agent
         self.pool.open()
         self.detector.start()
@@ -127,6 +129,12 @@ class Node:
     def attach_message(self, data: bytes) -> "Future[Any] | None":
         """Answer a worker that attaches or leaves; return None if this one is not attached."""
         return None if self.attachments is None else self.attachments.on_message(data)
+
+    def group_change(self, worker: WorkerInfo, is_join: bool) -> None:
+        """Follow the group of torch's agent, unless this library has started it."""
+        if self.attachments is not None:
+            change = self._on_entered_group if is_join else self._on_left_group
+            self._when_started(lambda: change(worker))
 
     def _answer(self, handle: Callable[[bytes, "Future[Any]"], None], data: bytes) -> "Future[Any]":
         reply: Future[Any] = Future()
@@ -202,6 +210,37 @@ class Node:
         while entry.next is None and not self._changes.is_closed:
             await self._changed.wait()
 
+    def _admit(self, member: PeerInfo) -> None:
+        """Add a member that is there from the start, or has entered torch's group."""
+        self.members.put(member)
+        if self.attachments is None:
+            self._changes.admit([member.name])
+        else:
+            self.attachments.admit(member.name)
+
+    def _on_entered_group(self, worker: WorkerInfo) -> None:
+        if self.members.is_current(worker.name, worker.id):  # it was there from the start
+            return
+        self._admit(adopted_peer(worker))
+        if device_map := device_map_for(worker):
+            self._use_device_map(self.members.name, worker.name, device_map)
+
+    def _on_left_group(self, worker: WorkerInfo) -> None:
+        """End what waits for a peer that has left torch's group."""
+        assert self.attachments is not None
+        if not self.members.is_current(worker.name, worker.id):
+            return
+        text = left_group_text(worker.name)
+        error = NotServing(text)
+        self.attachments.dismiss(worker.name, text)
+        self.note("left", worker.name)
+        self.members.leave_messages[worker.name] = ""
+        self.fail(worker.name, error)
+        rrefs.note_gone(worker.id, worker.name)
+        self.pool.end_process(worker.name, error)
+        self.server.end_process(worker.name, text)
+        self.departures.settle()
+
     def _add(self, member: PeerInfo) -> None:
         """Add a member, or the newer process of one; the loss of the old one may be known."""
         assert self._agent is not None
@@ -213,7 +252,7 @@ class Node:
             past = self._agent.replace_peer(known, member)
             self.members.put(member)
             self.pool.end_replaced(member, past)
-            self.server.end_replaced(member.name)
+            self.server.end_process(member.name, replaced_text(member.name))
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
 
     def _announce(self, member: PeerInfo) -> None:
@@ -225,7 +264,7 @@ class Node:
     def peers(self) -> tuple[str, ...]:
         """Return the peers that have not left, in rank order. In any thread."""
         peers = sorted([*self.members.peers.values()], key=lambda peer: peer.rank)
-        is_here = self._changes.has if self.attachments is None else lambda _: True
+        is_here = self._changes.has if self.attachments is None else self.attachments.has
         return tuple(peer.name for peer in peers if is_here(peer.name))
 
     def _on_detached(self, peer: str) -> None:
@@ -235,15 +274,21 @@ class Node:
         self.note("joined", peer)
         self.detector.on_message(peer)
         if device_map:
-            maps = {self.members.name: {**device_map}}
-            self.members.put(dataclasses.replace(self.members.peers[peer], device_maps=maps))
-            self.use_device_maps()
+            self._use_device_map(peer, self.members.name, device_map)
             torch.cuda.init()  # type: ignore[no-untyped-call]
 
+    def _use_device_map(self, worker: str, peer: str, device_map: Mapping[str, str]) -> None:
+        """Use the map from the devices of one member to those of another."""
+        known = self.members.workers[worker]
+        maps = {**known.device_maps, peer: {**device_map}}
+        self.members.put(dataclasses.replace(known, device_maps=maps))
+        self.use_device_maps()
+
     def use_device_maps(self) -> None:
-        """Let the server use the device maps of the members."""
-        maps = self.members.device_maps()
-        self.server.set_device_routes(DeviceRoutes.for_worker(self.members.name, maps))
+        """Let the pool and the server use the device maps of the members."""
+        routes = DeviceRoutes.for_worker(self.members.name, self.members.device_maps())
+        self.pool.set_device_routes(routes)
+        self.server.set_device_routes(routes)
 
     def _told(self) -> Mapping[str, str]:
         return self.members.leave_messages if self.attachments is None else self.attachments.left()
