@@ -5,8 +5,9 @@ block for half an hour or for ever. Each agent has a table of peers of its own, 
 can be replaced; `_world` finds the peers and their addresses.
 
 Facts of torch 2.13 and 2.15: an agent of a group without a world size accepts and removes peers at
-any time. A replacement process needs a new worker id, since the broken pipe stays under the old
-one. After `join`, closed pipes raise no error. (tests/integration/test_rejoin.py,
+any time. A replacement process needs a new worker id, since the broken pipe and the RRefs of the
+old process stay under the old one.
+After `join`, closed pipes raise no error. (tests/integration/test_rejoin.py,
 tests/integration/test_worlds.py)
 """
 
@@ -17,7 +18,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import rpc
@@ -46,6 +46,8 @@ _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it
 
 # Shared memory polls from the agent's start: 85 % of a core in a world of one without a peer.
+_NO_ID = -1  # no worker has it
+
 DEFAULT_TRANSPORTS = ("uv",)
 
 # Seconds for a backward to end at the exit of the process, after a failure and without one.
@@ -133,25 +135,28 @@ class Agent:
             self._maps[peer.name] = peer.device_maps
             self.routes = DeviceRoutes.for_worker(self._name, self._maps)
             _init_cuda(self.routes)
-        self._update(peer, peer.name)
+        self._store.set(f"addrs/{peer.name}", peer.address)
+        maps = {**self.routes.answers}
+        self._agent._update_group_membership(peer.info, self.routes.used, maps, True)
         worker_names().add(peer.name)  # for torch's own gathering among all workers
 
-    def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> str:
-        """Replace a peer by its new process; return the new name of the old process."""
+    def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> None:
+        """Replace a peer by its new process."""
+        self.retire_peer(old)
+        self.add_peer(peer)
+
+    def retire_peer(self, old: PeerInfo) -> None:
+        """Free the name of a process that is gone: another process may get it.
+
+        Its worker id stays: torch repeats for 13 s a message that ends an RRef, and refers to the
+        entry of its owner meanwhile. If that was erased, the process aborts.
+        (2.15; tests/unit/torch/test_agent.py)
+        """
+        rrefs.note_past(old.number)
         # torch forgets the maps that are not listed. An entry that stays would not be replaced.
         kept = {name: each for name, each in self.routes.answers.items() if name != old.name}
-        self._agent._update_group_membership(old.info, self.routes.used, kept, False)
-        # Without an entry for the old process, RRefs to its objects would have no owner.
-        past = past_name(old.name, old.number)
-        self._update(old, past, kept)
-        self.add_peer(peer)
-        return past
-
-    def _update(self, peer: PeerInfo, name: str, maps: Any = None) -> None:
-        self._store.set(f"addrs/{name}", peer.address)
-        info = WorkerInfo(name, peer.number)
-        maps = {**self.routes.answers} if maps is None else maps
-        self._agent._update_group_membership(info, self.routes.used, maps, True)
+        name_only = WorkerInfo(old.name, _NO_ID)
+        self._agent._update_group_membership(name_only, self.routes.used, kept, False)
 
     def release_rrefs(self) -> None:
         """Drop the RRefs of peers' objects. Blocks until the owners, all alive, have confirmed."""

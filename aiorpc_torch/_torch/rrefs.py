@@ -162,6 +162,7 @@ def enter_world(worker_id: int, *, counted: bool) -> None:
     global _table, _adopted_generation
     _adopted_generation = None
     _table = RRefTable(worker_id, counted=counted)
+    past_ids.clear()
 
 
 def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
@@ -170,6 +171,7 @@ def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
     if _adopted_generation != generation:
         _table = RRefTable(worker_id, counted=counted, adopted=True)
         _adopted_generation = generation
+        past_ids.clear()
 
 
 def is_adopted() -> bool:
@@ -213,10 +215,13 @@ def _check_owner(worker_id: int) -> None:
 def owner_name(owned: Any) -> str:
     """Return the name of the owner of an RRef, or of what else has one.
 
-    A process that has left torch's group has no name there: its `past_name` is returned.
+    Of a process that is gone it is the `past_name`: another process may have its name, or torch may
+    have no name for it.
     """
     try:
-        return str(owned.owner_name())
+        name = str(owned.owner_name())
+        is_past = past_ids and isinstance(owned, RRefBase) and owned.owner().id in past_ids
+        return past_name(name, owned.owner().id) if is_past else name
     except RuntimeError as exc:
         if (found := _UNKNOWN_ID.search(str(exc))) is None:
             raise
@@ -224,14 +229,24 @@ def owner_name(owned: Any) -> str:
         return past_name(_table.gone.get(worker_id, f"rank {worker_id}"), worker_id)
 
 
+def note_past(worker_id: int) -> None:
+    """Note that a process is gone for good: a member with its name is another process."""
+    past_ids.add(worker_id)
+
+
+past_ids: set[int] = set()
+"""The worker ids of such processes of this world."""
+
+
 def past_name(name: str, worker_id: int) -> str:
     """Return the name of a process that another one has replaced, or that has left."""
-    return f"{name[:100]}{_WAS}{worker_id}"
+    return f"{name[:117]}{_WAS}{worker_id}"  # torch allows 128 characters, and five digits
 
 
-def present_name(name: str) -> str:
-    """Return the name that a process had, given its past name or that name."""
-    return name.partition(_WAS)[0]
+def split_past_name(name: str) -> tuple[str, int]:
+    """Return the name that a process had, and its worker id; -1 if that is no past name."""
+    before, _, worker_id = name.rpartition(_WAS)
+    return (before, int(worker_id)) if before and worker_id.isdecimal() else (name, -1)
 
 
 _WAS = ":was:"

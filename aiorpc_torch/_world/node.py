@@ -20,7 +20,7 @@ from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
 from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
-from ..errors import NotServing, RpcError
+from ..errors import NotServing, RpcError, WorkerLost
 from .attachments import Attachments, left_group_text
 from .changes import Change, ChangeLog, Entry, Kind
 from .config import NodeConfig
@@ -249,9 +249,10 @@ class Node:
             self.members.put(member)
         else:
             self.note("lost", member.name, "its process was replaced")
-            past = self._agent.replace_peer(known, member)
+            self._agent.replace_peer(known, member)
             self.members.put(member)
-            self.pool.end_replaced(member, past)
+            error = WorkerLost(member.name, "its process was replaced")
+            self.pool.end_process(member.name, error)
             self.server.end_process(member.name, replaced_text(member.name))
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
 
