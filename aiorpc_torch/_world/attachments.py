@@ -118,9 +118,14 @@ class Attachments:
         """Note that a peer has left torch's group: calls to it raise NotServing."""
         self._states[peer].dismiss(functools.partial(NotServing, text))
 
+    def forget(self, peer: str) -> None:
+        """Forget a peer that has left torch's group."""
+        self._states.pop(peer, None)
+
     def has(self, peer: str) -> bool:
-        """Return whether a peer is in torch's group."""
-        return not self._states[peer].is_over
+        """Return whether a peer is in torch's group. In any thread."""
+        state = self._states.get(peer)
+        return state is not None and not state.is_over
 
     def left(self) -> dict[str, str]:
         """Return the peers that have left or cannot attach, as leave messages."""
@@ -128,7 +133,8 @@ class Attachments:
 
     def has_answered(self, peer: str) -> bool:
         """Return whether a peer has the package and has answered."""
-        return self._states[peer].is_known and self._states[peer].refusal is None
+        state = self._states.get(peer)
+        return state is not None and state.is_known and state.refusal is None
 
     def has_agent(self) -> bool:
         """Return whether torch's RPC, as it was when this process attached, still runs."""
@@ -138,7 +144,8 @@ class Attachments:
 
     def is_held(self, peer: str) -> bool:
         """Return whether calls to a peer are held."""
-        return peer in self._states and not self._states[peer].is_attached
+        state = self._states.get(peer)
+        return state is not None and not state.is_attached
 
     async def wait_until_serving(self, peer: WorkerInfo) -> int:
         """Wait until a peer is attached; return how many times it has attached.

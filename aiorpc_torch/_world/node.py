@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,9 @@ from .failure_detector import Children, FailureDetector
 from .rejoin import EntryHandler
 
 _read_leave_message = reader(tuple[str, int, str])
+
+
+KEPT_GONE = 256  # members that came later and are gone, whose names are still known
 
 
 class Node:
@@ -73,6 +77,8 @@ class Node:
         self.leaves_alone = False
         """Whether this worker's exit does not wait for its peers, which go on."""
         self.entries = EntryHandler(members, self._add, self._announce)
+        self._first: set[str] = set()  # members that were there when this worker started
+        self._gone: deque[PeerInfo] = deque()  # later members that have left or are lost
         self._changes = ChangeLog()
         if not is_attached:
             self._changes.admit(members.peers)
@@ -93,6 +99,7 @@ class Node:
         """
         for worker in workers:
             self._admit(worker)
+            self._first.add(worker.name)
         if self.attachments is not None:
             self.use_device_maps()
         self._agent = agent
@@ -186,6 +193,37 @@ class Node:
             rrefs.note_back(known.number)
         if self._changes.record(Change(kind, peer, known.rank, reason)):
             self._wake_readers()
+            if kind in ("left", "lost") and self.attachments is None:
+                self._let_go(known)
+
+    def _let_go(self, member: PeerInfo) -> None:
+        """Forget, but for the last ones, the members that came later and are gone.
+
+        Until then calls to them say that they have left or are lost. Afterwards they are unknown,
+        so a world that changes for weeks does not grow. The first members may be replaced.
+        """
+        if member.name in self._first:
+            return
+        self._gone.append(member)
+        if len(self._gone) > KEPT_GONE:
+            oldest = self._gone.popleft()
+            if self.members.is_current(oldest.name, oldest.number) and self._is_gone(oldest.name):
+                self._forget(oldest)
+
+    def _is_gone(self, peer: str) -> bool:
+        return peer in self.members.leave_messages or peer in self.members.lost_peers
+
+    def _forget(self, member: PeerInfo) -> None:
+        text = f"worker {member.name!r} has left this world"
+        self.pool.end_process(member.name, NotServing(text))
+        self.server.end_process(member.name, text)
+        if self._agent is not None:
+            self._agent.retire_peer(member)
+        self.members.remove(member)
+        if self.attachments is not None:
+            self.attachments.forget(member.name)
+        self.detector.forget(member.name)
+        self._changes.forget(member.name)
 
     def end_changes(self) -> None:
         """End the readers' waits: this worker leaves."""
@@ -240,6 +278,7 @@ class Node:
         self.pool.end_process(worker.name, error)
         self.server.end_process(worker.name, text)
         self.departures.settle()
+        self._let_go(self.members.peers[worker.name])
 
     def _add(self, member: PeerInfo) -> None:
         """Add a member, or the newer process of one; the loss of the old one may be known."""

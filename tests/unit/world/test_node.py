@@ -10,9 +10,11 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import Change, NotServing, Worker, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.handshake import Party
 from aiorpc_torch._wire.plain import dump
+from aiorpc_torch._world import node as node_module
 from aiorpc_torch._world.attachments import PeerState
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
@@ -178,6 +180,56 @@ async def test_a_peer_that_failed_is_lost_and_has_not_left() -> None:
         await asyncio.sleep(0)
         ends.near.detector.on_leave_message("far", 1, "failed", "its block raised\nTraceback")
         assert await reading == Change("lost", "far", 1, "its block raised")
+
+
+@pytest.mark.parametrize("end", ["left", "failed"])
+async def test_members_that_came_later_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """All but the last ones that are gone: no table of a world that changes grows for ever."""
+    monkeypatch.setattr(node_module, "KEPT_GONE", 2)
+    async with two_ends() as ends:
+        node = ends.near
+        reading = Worker._of(node).changes()
+        first = asyncio.ensure_future(anext(reading))
+        await asyncio.sleep(0)
+        for number in range(2, 6):
+            guest = PeerInfo(f"guest{number}", number, number, "")
+            node.members.put(guest)
+            node._announce(guest)
+            node.detector.on_leave_message(guest.name, number, end, "odd\nTraceback")
+        members = node.members
+        assert [*members.peers] == ["far", "guest4", "guest5"]
+        assert members.workers.keys() == {0, "near", 1, "far", 4, "guest4", 5, "guest5"}
+        tables = members.processes, members.leave_messages, members.lost_peers, members.last_heard
+        assert not any(table.keys() & {"guest2", "guest3"} for table in tables)
+        with pytest.raises(ValueError, match="no worker 'guest3' in this world"):
+            node.pool.find("guest3")
+        node.detector.probe("guest3")
+        node.end_changes()
+        found = [await first, *[each async for each in reading]]
+        gone = "left" if end == "left" else "lost"
+        assert [each.kind for each in found] == ["joined", gone] * 4
+
+
+async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that has come again before is kept."""
+    monkeypatch.setattr(node_module, "KEPT_GONE", 0)
+    async with two_ends() as ends:
+        node = ends.near
+        for number in (2, 3):
+            guest = PeerInfo("guest", number, number, "")
+            node.members.put(guest)
+            node._announce(guest)
+            if number == 2:
+                monkeypatch.setattr(node_module, "KEPT_GONE", 1)
+                node.detector.on_leave_message("guest", number, "left", "")
+                monkeypatch.setattr(node_module, "KEPT_GONE", 0)
+        other = PeerInfo("other", 4, 4, "")
+        node.members.put(other)
+        node._announce(other)
+        node.detector.on_leave_message("other", 4, "left", "")
+        assert "guest" in node.peers()
 
 
 async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
