@@ -29,8 +29,8 @@ WARM_UP = 20  # joins until every table and thread has been used
 PATIENCE = 120.0  # seconds for one worker, from its start to its end
 REST = 10.0  # seconds until which the ends of calls and connections have been noticed
 LARGE = 65_536  # floats, which travel in shared memory
-ENOUGH = 200  # joins from which on growth exceeds noise
-KILOBYTES, OBJECTS = 40.0, 25.0  # that may be left of a worker: torch keeps its broken pipe
+ENOUGH = 500  # joins from which on growth exceeds noise, and the workers whose names are kept
+KILOBYTES, OBJECTS = 30.0, 20.0  # that may be left of a worker: torch keeps its broken pipe
 SPARE = 4  # descriptors and threads that may come and go
 ENDS = (NotServing, WorkerLost)  # documented errors of calls to a worker that leaves
 
