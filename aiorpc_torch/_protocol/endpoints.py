@@ -90,14 +90,6 @@ class Node(Protocol):
 
 
 _node: Node | None = None
-
-
-def _note_group_change(worker: WorkerInfo, is_join: bool) -> None:
-    if (node := _node) is not None:
-        node.group_change(worker, is_join)
-
-
-on_group_change(_note_group_change)
 _lock = threading.Lock()
 
 
@@ -207,6 +199,14 @@ def attach_message(data: bytes) -> "Future[Any]":
     """Note that a peer is attached or has left, and answer with this process's own message."""
     answer = None if (node := _node) is None else node.attach_message(data)
     return answer or completed_future(attach_message_of(Party("", -1), _epoch, False))
+
+
+def _note_group_change(worker: WorkerInfo, is_join: bool) -> None:
+    if (node := _node) is not None:
+        node.group_change(worker, is_join)
+
+
+on_group_change(_note_group_change)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]

@@ -6,9 +6,8 @@ can be replaced; `_world` finds the peers and their addresses.
 
 Facts of torch 2.13 and 2.15: an agent of a group without a world size accepts and removes peers at
 any time. A replacement process needs a new worker id, since the broken pipe and the RRefs of the
-old process stay under the old one.
-After `join`, closed pipes raise no error. (tests/integration/test_rejoin.py,
-tests/integration/test_worlds.py)
+old process stay under the old one. After `join`, closed pipes raise no error.
+(tests/integration/test_rejoin.py, tests/integration/test_worlds.py)
 """
 
 import atexit
@@ -149,7 +148,7 @@ class Agent:
         """Free the name of a process that is gone: another process may get it.
 
         Its worker id stays: torch repeats for 13 s a message that ends an RRef, and refers to the
-        entry of its owner meanwhile. If that was erased, the process aborts.
+        entry of the owner meanwhile. After its erasure torch would read freed memory.
         (2.15; tests/unit/torch/test_agent.py)
         """
         rrefs.note_past(old.number)

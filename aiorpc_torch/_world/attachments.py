@@ -108,11 +108,19 @@ class Attachments:
         self._generation = agent_generation()
         self._loop = asyncio.get_running_loop()
         self._states = {name: PeerState() for name in members.peers}
+        self._asking: set[asyncio.Task[None]] = set()
 
     def admit(self, peer: str) -> None:
         """Add a worker of torch's group: nothing is known of it yet."""
         if peer != self._members.name:
             self._states[peer] = PeerState()
+
+    def welcome(self, peer: str) -> None:
+        """Add a worker that has entered torch's group, and ask whether it has this package."""
+        self.admit(peer)
+        task = self._loop.create_task(self._ask(peer), name="aiorpc-attach")
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
 
     def dismiss(self, peer: str, text: str) -> None:
         """Note that a peer has left torch's group: calls to it raise NotServing."""
@@ -202,7 +210,8 @@ class Attachments:
             answer = await wrap_future(send(info, endpoints.attach_message, message))
             self._record(peer, read_attach_message(answer))
         except Exception as exc:
-            self._states[peer].refuse(_refusal(peer, exc))
+            if (state := self._states.get(peer)) is not None:
+                state.refuse(_refusal(peer, exc))
 
     def _message(self, peer: str) -> bytes:
         me = self._members.me
@@ -258,6 +267,8 @@ class Attachments:
     def close(self) -> None:
         """Answer no further messages: this process has left."""
         self._is_closed = True
+        for task in self._asking:
+            task.cancel()
 
     def on_close(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left, in the epoch `text`."""

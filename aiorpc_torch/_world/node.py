@@ -249,7 +249,7 @@ class Node:
             await self._changed.wait()
 
     def _admit(self, member: PeerInfo) -> None:
-        """Add a member that is there from the start, or has entered torch's group."""
+        """Add a member that is there from the start."""
         self.members.put(member)
         if self.attachments is None:
             self._changes.admit([member.name])
@@ -259,7 +259,9 @@ class Node:
     def _on_entered_group(self, worker: WorkerInfo) -> None:
         if self.members.is_current(worker.name, worker.id):  # it was there from the start
             return
-        self._admit(adopted_peer(worker))
+        assert self.attachments is not None
+        self.members.put(adopted_peer(worker))
+        self.attachments.welcome(worker.name)
         if device_map := device_map_for(worker):
             self._use_device_map(self.members.name, worker.name, device_map)
 

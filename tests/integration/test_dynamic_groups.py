@@ -215,6 +215,15 @@ def test_a_name_that_does_not_exist(group: tuple[Enter, Player]) -> None:
     assert error.startswith("ValueError: no worker 'nobody' in this world; there are: ps")
 
 
+def test_a_late_worker_without_the_package(group: tuple[Enter, Player]) -> None:
+    """The error comes at once, although calls are held for a minute."""
+    start, ps = group
+    with start("bare", "bare") as bare:
+        error = ps.run(outcome, "bare", 1)
+        assert error.startswith("NotServing: worker 'bare' does not have aiorpc_torch")
+        bare.run(rpc.shutdown)
+
+
 # ── leaving ─────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -246,10 +255,10 @@ def class_of(error: str) -> str:
 def test_calls_held_for_a_worker_that_leaves(group: tuple[Enter, Player]) -> None:
     """It never attaches: the call does not wait for its deadline."""
     start, ps = group
-    with start("bare") as bare:
-        ps.run(begin_call, "bare")
-        bare.run(shut_down)
-        assert ps.run(end).startswith("NotServing: worker 'bare' has left torch's group")
+    with start("idle") as idle:
+        ps.run(begin_call, "idle")
+        idle.run(shut_down)
+        assert ps.run(end).startswith("NotServing: worker 'idle' has left torch's group")
 
 
 def test_serving_until_a_late_worker_leaves(group: tuple[Enter, Player]) -> None:

@@ -72,7 +72,7 @@ class Player:
 
 
 Start = Callable[[str, str], Player]
-Enter = Callable[[str], contextlib.AbstractContextManager[Player]]
+Enter = Callable[..., contextlib.AbstractContextManager[Player]]
 
 
 @contextlib.contextmanager
@@ -91,8 +91,8 @@ def dynamic_group() -> Iterator[Enter]:
     with _starting(None) as start:
 
         @contextlib.contextmanager
-        def enter_group(name: str) -> Iterator[Player]:
-            player = start(name, "")
+        def enter_group(name: str, prepare: str = "") -> Iterator[Player]:
+            player = start(name, prepare)
             try:
                 player.result()
                 yield player
