@@ -164,6 +164,7 @@ def shared_counter() -> "RRef[Counter]":
 # ── joining ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("joining.group")
 def test_a_worker_that_enters_later(group: tuple[Enter, Player]) -> None:
     """Both sides reach each other in every way; the changes and the peers follow."""
     start, ps = group
@@ -227,6 +228,7 @@ def test_a_late_worker_without_the_package(group: tuple[Enter, Player]) -> None:
 # ── leaving ─────────────────────────────────────────────────────────────────────────────────────
 
 
+@pytest.mark.promise("joining.group")
 @pytest.mark.parametrize("inside", [True, False], ids=["inside attach", "after attach"])
 def test_a_worker_that_leaves(group: tuple[Enter, Player], inside: bool) -> None:
     """A call that it runs fails, a later one too, and waits for it end."""

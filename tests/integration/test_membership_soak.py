@@ -13,6 +13,7 @@ AT_REST = Sample(
 )
 
 
+@pytest.mark.promise("joining.flat")
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     """All is well: no call ends otherwise than documented, and no socket is left."""
     found = asyncio.run(soak.main(argparse.Namespace(quick=True, joins=8, at_once=4)))

@@ -5,12 +5,14 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Change, NotServing, Worker, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.handshake import Party
 from aiorpc_torch._wire.plain import dump
@@ -182,6 +184,7 @@ async def test_a_peer_that_failed_is_lost_and_has_not_left() -> None:
         assert await reading == Change("lost", "far", 1, "its block raised")
 
 
+@pytest.mark.promise("joining.flat")
 @pytest.mark.parametrize("end", ["left", "failed"])
 async def test_members_that_came_later_are_forgotten(
     monkeypatch: pytest.MonkeyPatch, end: str
@@ -275,4 +278,20 @@ async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
     assert state.has_left
     endpoints.leave(node)
     assert not tell(endpoints.attach_message(b"").value())
+    await node.server.close(SOON)
+
+
+async def test_a_device_map_for_a_worker_that_enters_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensors on its devices may be sent there, and results may come back."""
+    devices = {"cuda:0": "cuda:1"}
+    monkeypatch.setattr(node_module, "device_map_for", lambda info: devices)
+    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    node._on_entered_group(WorkerInfo("late", 2))
+    assert node.members.device_maps()["far"] == {"late": devices}
+    assert node.pool._sendable_devices["late"] == {torch.device("cuda:0")}
+    assert node.peers() == ("near", "late")
+    assert node.attachments is not None
+    node.attachments.close()
     await node.server.close(SOON)
