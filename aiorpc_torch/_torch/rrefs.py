@@ -220,13 +220,22 @@ def owner_name(owned: Any) -> str:
     """
     try:
         name = str(owned.owner_name())
-        is_past = past_ids and isinstance(owned, RRefBase) and owned.owner().id in past_ids
-        return past_name(name, owned.owner().id) if is_past else name
+        worker_id = _owner_id(owned) if past_ids and isinstance(owned, RRefBase) else None
+        return name if worker_id not in past_ids else past_name(name, worker_id)
     except RuntimeError as exc:
         if (found := _UNKNOWN_ID.search(str(exc))) is None:
             raise
         worker_id = int(found[1])
         return past_name(_table.gone.get(worker_id, f"rank {worker_id}"), worker_id)
+
+
+def _owner_id(rref: "RRefBase[Any]") -> int | None:
+    """Return the worker id of an owner, None if torch does not find it: in later worlds."""
+    if (received := _received.get(rref)) is not None:
+        return int(received.data[0])
+    with contextlib.suppress(RuntimeError):
+        return int(rref.owner().id)
+    return None
 
 
 def note_past(worker_id: int) -> None:
@@ -261,9 +270,8 @@ def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
     """
     rref = _in_this_world(rref)
     received = _received.get(rref)
-    if _table.gone and not rref.is_owner():
-        with contextlib.suppress(RuntimeError):  # in later worlds torch may not find the owner
-            _check_owner(rref.owner().id if received is None else received.data[0])
+    if _table.gone and not rref.is_owner() and (owner_id := _owner_id(rref)) is not None:
+        _check_owner(owner_id)
     if received is not None and received.mode == PINNED:
         return received.data, received.mode
     data = rref._serialize()
