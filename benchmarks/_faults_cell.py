@@ -27,7 +27,20 @@ NAMES = ("main", "b", "a")  # by rank; the fault is injected into `a`
 IDLE, STARTING, STOPPING = "idle", "starting", "stopping"
 PENDING, STREAM, BATCH = "pending call", "open stream", "waiting batch"
 ROUND, BACKWARD = "forming round", "backward in flight"
-STATES = (IDLE, PENDING, STREAM, BATCH, ROUND, BACKWARD, STARTING, STOPPING)
+SUPERVISED, JOINING, LEAVING = "supervised object", "joining", "leaving alone"
+STATES = (
+    IDLE,
+    PENDING,
+    STREAM,
+    BATCH,
+    ROUND,
+    BACKWARD,
+    SUPERVISED,
+    STARTING,
+    JOINING,
+    LEAVING,
+    STOPPING,
+)
 
 
 @dataclass
@@ -91,12 +104,12 @@ class Members:
         main, b, a = running
         return main, b, a
 
-    def registered(self, rank: int) -> None:
-        """Wait until rank 0 has logged the registration of that rank."""
+    def registered(self, name: str) -> None:
+        """Wait until rank 0 has logged the registration of that worker."""
         end = time.monotonic() + processes.PATIENCE
-        while not re.search(rf"\(rank {rank}, .* has registered", self.running["main"].errors()):
+        while not re.search(rf"'{name}' \(.* has registered", self.running["main"].errors()):
             if time.monotonic() > end:
-                raise Wrong(f"rank {rank} did not register")
+                raise Wrong(f"{name} did not register")
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -171,8 +184,12 @@ def makes_no_sense(fault: Fault, state: str) -> str:
     """Return why there is no such cell; empty if there is one."""
     if fault in (MISSING, WRONG) and state != STARTING:
         return "a worker that is missing or unreachable is in no world: it concerns starts only"
-    if fault.how and state in (IDLE, STARTING):
+    if fault.how and state in (IDLE, STARTING, JOINING):
         return "no method runs"
+    if fault.machines and state in (JOINING, LEAVING):
+        return "a world whose first workers are on one host is joined there only"
+    if fault is RAISE and state == LEAVING:
+        return "its block has ended"
     if fault is IGNORE and state == BACKWARD:
         return "torch's backward is never an `async def`"
     return ""
@@ -191,7 +208,8 @@ def play(fault: Fault, state: str, folder: Path) -> Verdict:
     with contextlib.ExitStack() as stack:
         machines = stack.enter_context(contextlib.closing(Machines())) if fault.machines else None
         members = stack.enter_context(contextlib.closing(Members(folder, machines)))
-        act = {STARTING: starting, STOPPING: stopping}.get(state, in_the_world)
+        acts = {STARTING: starting, JOINING: joining, LEAVING: leaving, STOPPING: stopping}
+        act = acts.get(state, in_the_world)
         try:
             codes = act(members, fault, state, verdict)
             for name, code in codes.items():
@@ -322,6 +340,88 @@ def stopping(members: Members, fault: Fault, state: str, verdict: Verdict) -> di
     return {"main": 0, "b": 0, "a": fault.code}
 
 
+# ── joining, and leaving alone ──────────────────────────────────────────────────────────────────
+
+JOINS: dict[str, Any] = {
+    "join": True,
+    "rank": None,
+    "world_size": None,
+    "start_timeout": processes.PATIENCE,
+}
+TWO: dict[str, Any] = {"world_size": 2, "start_timeout": processes.PATIENCE}
+
+
+def pair(members: Members) -> list[Member]:
+    """Start a world of `main` and `b`, which others may join."""
+    two = [members.start(name, **TWO) for name in ("main", "b")]
+    for member in two:
+        member.tell("enter")
+    for member in two:
+        member.hears("in")
+    return two
+
+
+def joining(members: Members, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+    """Inject the fault into `a` while it joins; the others go on, and another one joins."""
+    two = pair(members)
+    a = members.start("a", **JOINS)
+    a.tell("enter, fail" if fault is RAISE else "enter")
+    members.registered("a")
+    struck = time.monotonic()
+    if fault is RAISE:
+        a.tell("fail")
+    else:
+        fault.strike(members)
+    two[0].asks("prove")
+    verdict.took(time.monotonic() - struck, fault.bound, "a call of the others")
+    verdict.end = "the others go on"
+    if fault.heal is not None:
+        fault.heal(members)
+        a.hears("in")
+        two.append(a)
+    else:
+        another = members.start("a", "another a", **JOINS)
+        another.tell("enter")
+        another.hears("in")
+        two.append(another)
+    found = two[0].asks("again")
+    verdict.expect(found == "HELLO", f"a, called after the fault, answered: {found}")
+    part(two, verdict)
+    return {"main": 0, "b": 0, "a": fault.code} | ({} if a in two else {"another a": 0})
+
+
+def leaving(members: Members, fault: Fault, state: str, verdict: Verdict) -> dict[str, int]:
+    """Inject the fault into `a`, which has joined, while it leaves and the others stay."""
+    main, b = pair(members)
+    a = members.start("a", **JOINS)
+    a.tell("enter")
+    a.hears("in")
+    if fault.how:
+        main.asks("hang", PENDING, fault.how)
+    else:
+        main.asks("make", PENDING)
+    a.tell("leave")
+    a.hears("leaves")
+    struck = time.monotonic()
+    fault.strike(members)
+    bound = max(fault.bound, STOP) + SLACK if fault.how else fault.bound
+    ends = main.asks("ends", bound + SLACK, "until it is gone" if fault.how else "")
+    for name, end in ends.items():
+        text, when = end if end is not None else ("it waits", struck)
+        told = rf"^NotServing|{LOST}|^CallTimeout|^(None|\d+)$"
+        verdict.expect(bool(re.search(told, text)), f"{name} ended with {text!r}")
+        verdict.took(when - struck, bound, name)
+    verdict.end = "NotServing" if fault.how else "WorkerLost"
+    main.asks("prove")
+    if fault.heal is not None:
+        fault.heal(members)
+    if fault is not KILL:
+        a.hears("left")
+        a.hears("rest")
+    part([main, b], verdict)
+    return {"main": 0, "b": 0, "a": fault.code}
+
+
 # ── starting ────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -333,7 +433,7 @@ def starting(members: Members, fault: Fault, state: str, verdict: Verdict) -> di
     if fault is not MISSING:
         a = members.start("a", **more)
         a.tell("enter, fail" if fault is RAISE else "enter")
-        members.registered(2)
+        members.registered("a")
     if fault is RAISE:
         a.tell("fail")
     else:

@@ -14,7 +14,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from aiorpc_torch import Round, RoundTimeout, RRef, batched, call, create, remote
+from aiorpc_torch import (
+    CallTimeout,
+    Round,
+    RoundTimeout,
+    RRef,
+    Supervised,
+    batched,
+    call,
+    create,
+    remote,
+    supervised,
+)
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
 
@@ -302,6 +313,22 @@ async def _go_round(far: RRef[Table], mine: "asyncio.Task[int]") -> None:
     assert (end.present, end.missing) == (("main",), ("a",)), end
 
 
+async def supervised_object(scene: Scene) -> None:
+    """Start calls of a supervised object; later ones wait until it is there again."""
+    gate = await supervised("a", Gate, restarts=1)
+    scene.here("call", remote(gate).passed())
+    scene.from_b("call", end_on, gate.rref, "passed")
+    await remote(gate).entered(2)
+    scene.proofs.append(lambda: _waits(gate))
+
+
+async def _waits(gate: Supervised[Gate]) -> None:
+    """Check that a call waits within its timeout, and is not sent."""
+    end = await asyncio.gather(remote(gate, timeout=SHORT).entered(0), return_exceptions=True)
+    assert isinstance(end[0], CallTimeout), end
+    assert end[0].may_have_run is False, end
+
+
 async def backward_in_flight(scene: Scene) -> None:
     """Start backward passes of recorded calls; they block on `a`."""
     scene.here("backward", learn())
@@ -324,6 +351,7 @@ MAKE = {
     "open stream": open_stream,
     "waiting batch": waiting_batch,
     "forming round": forming_round,
+    "supervised object": supervised_object,
     "backward in flight": backward_in_flight,
 }
 
@@ -339,8 +367,9 @@ async def hang(scene: Scene, state: str, how: str) -> None:
         scene.from_b("without a timeout", end_of_items, source, how)
         return None
     what: Any = {"waiting batch": Desk, "forming round": Table}.get(state, Hangs)
-    rref = await create("a", what)
+    make: Any = supervised if state == "supervised object" else create
+    rref = await make("a", what)
     scene.here("without a timeout", getattr(remote(rref), how)([1]))
     scene.here("with a timeout", getattr(remote(rref, timeout=SHORT), how)([2]))
-    scene.from_b("without a timeout", end_on, rref, how, [3])
+    scene.from_b("without a timeout", end_on, getattr(rref, "rref", rref), how, [3])
     return None

@@ -8,7 +8,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout
 from .._torch.compat import RRefBase, WorkerInfo
-from .._torch.rrefs import known_class
+from .._torch.rrefs import known_class, owner_name
 from .._wire.targets import (
     BoundTarget,
     FetchTarget,
@@ -40,7 +40,7 @@ class RemoteProxy(Generic[T]):
         self._timeout = timeout
 
     def __repr__(self) -> str:
-        return f"<remote object on {self._rref.owner_name()}>"
+        return f"<remote object on {owner_name(self._rref)}>"
 
     def __dir__(self) -> list[str]:
         cls = known_class(self._rref)

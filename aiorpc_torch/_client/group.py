@@ -16,7 +16,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 from torch.distributed.rpc import RRef
 
 from .._torch.compat import RRefBase
-from .._torch.rrefs import identity, note_class
+from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.shared_arguments import EachValue, arguments_of
 from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
 from ..errors import NotServing, WorkerLost
@@ -93,7 +93,7 @@ class Group(Sequence[RRef[T]]):
     def __repr__(self) -> str:
         owners = "workers of an earlier world"
         with contextlib.suppress(RuntimeError):  # torch has stopped
-            owners = ", ".join(dict.fromkeys(each.owner_name() for each in self._members))
+            owners = ", ".join(dict.fromkeys(owner_name(each) for each in self._members))
         return f"<Group of {len(self)}{' on ' if self else ''}{owners if self else ''}>"
 
     def __len__(self) -> int:
@@ -429,12 +429,12 @@ class AnyMember(Generic[T]):
         if group._has_supervised:
             loads = [_load(pool, member) for member in group]
         else:
-            loads = [*map(pool.load, [member.owner_name() for member in group])]
+            loads = [*map(pool.load, [owner_name(member) for member in group])]
         chosen = group._least_busy.choose(loads)
         if chosen is None and group._has_supervised:
             chosen = group._least_busy.choose([0 if _may_return(each) else None for each in group])
         if chosen is None:
-            owner = pool.worker_of(group[0].owner_name())
+            owner = pool.worker_of(owner_name(group[0]))
             raise WorkerLost(owner, "no member of the group is left")
         return group[chosen]
 
@@ -442,7 +442,7 @@ class AnyMember(Generic[T]):
 def _load(pool: ConnectionPool, member: Any) -> int | None:
     if isinstance(member, Supervised):
         return member.load()
-    return pool.load(member.owner_name())
+    return pool.load(owner_name(member))
 
 
 def _may_return(member: Any) -> bool:

@@ -20,6 +20,7 @@ from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
 from .._torch.compat import RRefBase
+from .._torch.rrefs import owner_name
 from .._wire.exceptions import try_add_note
 from .._wire.messages import Arguments
 from .._wire.shared_arguments import MemberArguments, encode_for_members
@@ -291,7 +292,7 @@ class _Running:
         worker = self.members[position][0]
         if isinstance(worker, RRefBase | Supervised):
             with contextlib.suppress(RuntimeError):  # torch has stopped
-                worker = worker.owner_name()
+                worker = owner_name(worker)
         if self._pool is not None and isinstance(worker, str):
             worker = self._pool.worker_of(worker)
         exc = _as_member_error(failure, self.name)

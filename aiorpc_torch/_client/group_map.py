@@ -26,7 +26,7 @@ from .._aio.inline_future import InlineFuture
 from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
-from .._torch.rrefs import identity
+from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
 from ..errors import CallTimeout, RpcError, WorkerLost
@@ -269,7 +269,7 @@ class _MapRun:
         """
         is_supervised = isinstance(member, Supervised)
         rref: RRef[Any] | None = member.start() if is_supervised else member
-        owner = member.owner_name() if rref is None else rref.owner_name()
+        owner = owner_name(member if rref is None else rref)
         if rref is None or self._pool.load(owner) is None:
             if is_supervised:
                 member.lose(member.rref)
@@ -281,7 +281,7 @@ class _MapRun:
         member = self._members.get(position)
         if self._follow_no_more is not None:
             if member is not None and position not in self._returning:
-                waiting = self._await_return(position, member.owner_name())
+                waiting = self._await_return(position, self._pool.worker_of(owner_name(member)))
                 self._returning[position] = self.loop.create_task(waiting, name="aiorpc-map")
         elif isinstance(member, Supervised) and position not in self._waits:
             self._schedule.expect(position)

@@ -82,6 +82,11 @@ class Introductions:
         self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
 
+    def forget(self, peer: str) -> None:
+        """Forget the introductions to all processes of a worker."""
+        for each in [each for each in self._known if each[0] == peer]:
+            self._known.pop(each, None)
+
     async def connect(self, peer: WorkerInfo, connection: int, start: Start) -> None:
         """Open a connection to `peer`; call `start` when its handshake is done.
 

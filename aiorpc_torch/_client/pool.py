@@ -16,9 +16,9 @@ from .._aio.loops import call_soon
 from .._protocol import endpoints
 from .._protocol.members import Members
 from .._protocol.peer_observer import PeerObserver
-from .._torch.agent import PeerInfo
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
+from .._torch.rrefs import owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
 from ..errors import NotServing, RpcError, WorkerLost
 from .connection import Connection
@@ -54,7 +54,6 @@ class ConnectionPool:
         self._observer = observer
         self._introductions = introductions
         self._sendable_devices: Mapping[str, Collection[torch.device]] = {}
-        self._replaced: dict[str, str] = {}  # owners of objects of processes that were replaced
         # Each loop has its own connections, so nothing here needs a lock. The keys are ids, since
         # other threads read the counters: a WeakKeyDictionary cannot be iterated meanwhile.
         self._by_loop: dict[int, _LoopConnections] = {}
@@ -66,8 +65,13 @@ class ConnectionPool:
 
     def open(self) -> None:
         """Let calls be made: the members are known."""
-        routes = DeviceRoutes.for_worker(self._members.name, self._members.device_maps())
-        self._sendable_devices, self.refusal = routes.calls, ""
+        maps = self._members.device_maps()
+        self.set_device_routes(DeviceRoutes.for_worker(self._members.name, maps))
+        self.refusal = ""
+
+    def set_device_routes(self, routes: DeviceRoutes) -> None:
+        """Set the devices from which tensors may be sent."""
+        self._sendable_devices = routes.calls
 
     def refuse(self, reason: str) -> None:
         """Refuse further calls."""
@@ -112,10 +116,19 @@ class ConnectionPool:
         return connection
 
     def _peer(self, worker: str) -> WorkerInfo:
-        if (name := self._replaced.get(worker)) is not None:
+        if (known := self._members.workers.get(worker)) is not None:
+            return known.info
+        name, number = split_past_name(worker)
+        if self._members.processes.get(name, number) != number:
             reason = "it was restarted, and this RRef belongs to its old process. create() it again"
             raise WorkerLost(name, reason, may_have_run=False)
-        return self._members.workers[worker].info
+        raise NotServing(
+            f"the owner of this RRef, worker {name!r}, has left: create() the object again"
+        )
+
+    def _is_gone(self, owner: str) -> bool:
+        """Return whether an owner of RRefs is no member: another process may have its name."""
+        return owner not in self._members.workers
 
     def _connections_of(self, loop: asyncio.AbstractEventLoop) -> _ByPeer:
         every, key = self._by_loop, id(loop)
@@ -190,19 +203,19 @@ class ConnectionPool:
 
     def load(self, owner: str) -> int | None:
         """Return the unanswered calls of this process to an owner of RRefs, None if it is lost."""
-        if owner in self._replaced or (penalty := self._observer.penalty(owner)) is None:
+        if self._is_gone(owner) or (penalty := self._observer.penalty(owner)) is None:
             return None
         found = (each for _, by_peer in self._loops() for each in [*by_peer.get(owner, [])])
         return penalty + sum(each.waiting for each in found)
 
     def worker_of(self, owner: str) -> str:
-        """Return the name of the worker that owns or, before a replacement, owned an RRef."""
-        return self._replaced.get(owner, owner)
+        """Return the name of the worker that owns an RRef, or did while its process lived."""
+        return split_past_name(owner)[0] if self._is_gone(owner) else owner
 
     def is_replaced(self, rref: "RRefBase[Any]") -> bool:
-        """Return whether the process that owned an RRef was replaced."""
+        """Return whether the process that owned an RRef was replaced, or has left."""
         try:
-            return _owner_name(rref) in self._replaced
+            return self._is_gone(owner_name(rref))
         except RuntimeError:  # torch has stopped
             return False
 
@@ -251,15 +264,11 @@ class ConnectionPool:
         for loop, each in self._connections_to(peer):
             call_soon(loop, each.on_peer_lost, error)
 
-    def end_replaced(self, member: PeerInfo, past: str) -> None:
-        """End what waits for a member's process, which another one has replaced.
-
-        The objects of the old process have an owner called `past`.
-        """
-        self._replaced[past] = member.name
-        error = WorkerLost(member.name, "its process was replaced")
+    def end_process(self, worker: str, error: RpcError) -> None:
+        """End the connections to a member's process, which was replaced or has left."""
+        self._introductions.forget(worker)
         for loop, by_peer in self._loops():
-            call_soon(loop, self._forget, by_peer, member.name, error)
+            call_soon(loop, self._forget, by_peer, worker, error)
 
     def _forget(self, by_peer: _ByPeer, peer: str, error: RpcError) -> None:
         for each in by_peer.pop(peer, ()):
@@ -327,7 +336,9 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
     if not isinstance(worker, RRefBase):
         return pool.connection(pool.find(worker))
     try:
-        owner = _owner_name(worker)
+        owner = owner_name(worker) if past_ids else _owner_name(worker)
     except RuntimeError as exc:
-        raise (NotServing(AGENT_ENDED) if is_own_end(str(exc)) else exc) from None
+        if is_own_end(str(exc)):
+            raise NotServing(AGENT_ENDED) from None
+        owner = owner_name(worker)  # its process has left torch's group
     return pool.connection(owner)

@@ -15,6 +15,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.loops import run_on_loop
 from .._torch.compat import RRefBase
+from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import Target, call_name, function_name
 from ..errors import CallTimeout, NotServing, RemoteTraceback, WorkerLost
@@ -97,7 +98,7 @@ class Supervised(Generic[T]):
         If an attempt to make it again has failed, another one begins.
         """
         rref = self.start()
-        load = None if rref is None else self._pool.load(rref.owner_name())
+        load = None if rref is None else self._pool.load(owner_name(rref))
         if load is None:
             self.lose(rref or self._rref)
             self._recover_soon()

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
+from .._torch.compat import WorkerInfo, on_group_change
 from .._torch.thread_state import pin_thread_state
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import VERSION, Party
@@ -84,6 +85,9 @@ class Node(Protocol):
 
     def attach_message(self, data: bytes) -> "Future[Any] | None":
         """Note that a peer is attached or has left; return None if this node is not attached."""
+
+    def group_change(self, worker: WorkerInfo, is_join: bool) -> None:
+        """Note that a worker has entered or left the group of torch's agent."""
 
 
 _node: Node | None = None
@@ -196,3 +200,11 @@ def attach_message(data: bytes) -> "Future[Any]":
     """Note that a peer is attached or has left, and answer with this process's own message."""
     answer = None if (node := _node) is None else node.attach_message(data)
     return answer or completed_future(attach_message_of(Party("", -1), _epoch, False))
+
+
+def _note_group_change(worker: WorkerInfo, is_join: bool) -> None:
+    if (node := _node) is not None:
+        node.group_change(worker, is_join)
+
+
+on_group_change(_note_group_change)

@@ -60,6 +60,17 @@ class Members:
         if worker.name != self.name:
             self.peers[worker.name] = worker
 
+    def remove(self, worker: PeerInfo) -> None:
+        """Forget a member, and all that is known of it."""
+        del self.workers[worker.name]
+        if (same_rank := self.workers.get(worker.rank)) and same_rank.name == worker.name:
+            del self.workers[worker.rank]
+        self.peers.pop(worker.name, None)
+        self.processes.pop(worker.name, None)
+        self.leave_messages.pop(worker.name, None)
+        self.lost_peers.pop(worker.name, None)
+        self.last_heard.pop(worker.name, None)
+
     def is_current(self, name: str, number: int) -> bool:
         """Return whether a member's current process has that number."""
         return self.processes.get(name) == number

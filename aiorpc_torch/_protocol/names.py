@@ -9,6 +9,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.loops import call_soon
 from .._torch.compat import RRefBase
+from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
 from ..errors import NotServing
 from . import endpoints
@@ -43,7 +44,7 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     if not isinstance(rref, RRefBase):
         rref = RRef(object)
     elif not rref.is_owner():
-        owner = rref.owner_name()
+        owner = owner_name(rref)
         raise ValueError(f"the object is on worker {owner!r}; register it there, or pass its RRef")
     server.names.add(name, rref)
     return rref  # type: ignore[no-any-return]

@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from .._aio.tasks import detach_task
 from .._protocol.endpoints import completed_future
-from .._protocol.members import Members, replaced_text
+from .._protocol.members import Members
 from .._protocol.name_table import NameTable
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import record_of_torch_context
@@ -269,13 +269,13 @@ class Server:
     def _open_calls(self) -> list[ServerCall]:
         return [*self.sessions.open_calls(), *self._torch_calls]
 
-    def end_replaced(self, peer: str) -> None:
-        """End what a member's process has here, which another one has replaced."""
+    def end_process(self, peer: str, text: str) -> None:
+        """End what a member's process has here, which was replaced or has left; tell it why."""
         self.sessions.cancel_calls_of(peer)
         if self._listener is not None:
             self._listener.revoke(peer)
         for session in self.sessions.of(peer):
-            session.close("replaced", replaced_text(peer))
+            session.close("replaced", text)
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 

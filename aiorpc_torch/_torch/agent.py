@@ -5,9 +5,9 @@ block for half an hour or for ever. Each agent has a table of peers of its own, 
 can be replaced; `_world` finds the peers and their addresses.
 
 Facts of torch 2.13 and 2.15: an agent of a group without a world size accepts and removes peers at
-any time. A replacement process needs a new worker id, since the broken pipe stays under the old
-one. After `join`, closed pipes raise no error. (tests/integration/test_rejoin.py,
-tests/integration/test_worlds.py)
+any time. A replacement process needs a new worker id, since the broken pipe and the RRefs of the
+old process stay under the old one. After `join`, closed pipes raise no error.
+(tests/integration/test_rejoin.py, tests/integration/test_worlds.py)
 """
 
 import atexit
@@ -17,7 +17,6 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any
 
 import torch
 from torch.distributed import rpc
@@ -41,11 +40,14 @@ from .compat import (
 )
 from .cpp_log import cpp_errors_hidden
 from .devices import DeviceRoutes, NamedDeviceMaps
+from .rrefs import past_name as past_name
 
 _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it
 
 # Shared memory polls from the agent's start: 85 % of a core in a world of one without a peer.
+_NO_ID = -1  # no worker has it
+
 DEFAULT_TRANSPORTS = ("uv",)
 
 # Seconds for a backward to end at the exit of the process, after a failure and without one.
@@ -79,11 +81,6 @@ class PeerInfo:
     def info(self) -> WorkerInfo:
         """torch's reference to the worker."""
         return WorkerInfo(self.name, self.number)
-
-
-def past_name(name: str, worker_id: int) -> str:
-    """Return the name in torch's table of a process that another one has replaced."""
-    return f"{name[:100]}:was:{worker_id}"
 
 
 class Agent:
@@ -138,25 +135,28 @@ class Agent:
             self._maps[peer.name] = peer.device_maps
             self.routes = DeviceRoutes.for_worker(self._name, self._maps)
             _init_cuda(self.routes)
-        self._update(peer, peer.name)
+        self._store.set(f"addrs/{peer.name}", peer.address)
+        maps = {**self.routes.answers}
+        self._agent._update_group_membership(peer.info, self.routes.used, maps, True)
         worker_names().add(peer.name)  # for torch's own gathering among all workers
 
-    def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> str:
-        """Replace a peer by its new process; return the new name of the old process."""
+    def replace_peer(self, old: PeerInfo, peer: PeerInfo) -> None:
+        """Replace a peer by its new process."""
+        self.retire_peer(old)
+        self.add_peer(peer)
+
+    def retire_peer(self, old: PeerInfo) -> None:
+        """Free the name of a process that is gone: another process may get it.
+
+        Its worker id stays: torch repeats for 13 s a message that ends an RRef, and refers to the
+        entry of the owner meanwhile. After its erasure torch would read freed memory.
+        (2.15; tests/unit/torch/test_agent.py)
+        """
+        rrefs.note_past(old.number)
         # torch forgets the maps that are not listed. An entry that stays would not be replaced.
         kept = {name: each for name, each in self.routes.answers.items() if name != old.name}
-        self._agent._update_group_membership(old.info, self.routes.used, kept, False)
-        # Without an entry for the old process, RRefs to its objects would have no owner.
-        past = past_name(old.name, old.number)
-        self._update(old, past, kept)
-        self.add_peer(peer)
-        return past
-
-    def _update(self, peer: PeerInfo, name: str, maps: Any = None) -> None:
-        self._store.set(f"addrs/{name}", peer.address)
-        info = WorkerInfo(name, peer.number)
-        maps = {**self.routes.answers} if maps is None else maps
-        self._agent._update_group_membership(info, self.routes.used, maps, True)
+        name_only = WorkerInfo(old.name, _NO_ID)
+        self._agent._update_group_membership(name_only, self.routes.used, kept, False)
 
     def release_rrefs(self) -> None:
         """Drop the RRefs of peers' objects. Blocks until the owners, all alive, have confirmed."""
@@ -203,11 +203,16 @@ def agent_generation() -> int | None:
     return init_rpc_count() if has_agent() else None
 
 
-def adopt_agent() -> tuple[str, list[PeerInfo]]:
-    """Use the agent that `init_rpc` started, and leave it running.
+def agent_name() -> str:
+    """Return the name that this worker has in the agent that `init_rpc` started."""
+    return str(current_agent().get_worker_info().name)
 
-    Return the name of this worker, and all workers by worker id. Device maps are known of this
-    worker only. Call it again after the agent was adopted before: RRefs stay valid.
+
+def adopt_agent() -> list[PeerInfo]:
+    """Use the agent that `init_rpc` started, and leave it running; return all workers by id.
+
+    Device maps are known of this worker only. Call it again after the agent was adopted before:
+    RRefs stay valid.
     """
     global _first_id
     agent, generation = current_agent(), init_rpc_count()
@@ -217,12 +222,19 @@ def adopt_agent() -> tuple[str, list[PeerInfo]]:
         _first_id = own.id
     rrefs.adopt_world(own.id, generation, counted=is_first)
     infos = sorted(agent.get_worker_infos(), key=lambda info: info.id)
-    maps = {info.name: _names(agent._get_device_map(info)) for info in infos if info.id != own.id}
+    maps = {info.name: device_map_for(info) for info in infos if info.id != own.id}
     used = {peer: devices for peer, devices in maps.items() if devices}
-    return own.name, [
-        PeerInfo(info.name, info.id, info.id, "", used if info.id == own.id else {})
-        for info in infos
-    ]
+    return [adopted_peer(info, used if info.id == own.id else {}) for info in infos]
+
+
+def adopted_peer(info: WorkerInfo, device_maps: NamedDeviceMaps | None = None) -> PeerInfo:
+    """Return a worker of a group that `init_rpc` started: its rank is torch's worker id."""
+    return PeerInfo(info.name, info.id, info.id, "", device_maps or {})
+
+
+def device_map_for(info: WorkerInfo) -> dict[str, str]:
+    """Return the map, in the options of `init_rpc`, of this worker's devices to a peer's."""
+    return _names(current_agent()._get_device_map(info))
 
 
 def init_method() -> str:

@@ -56,6 +56,7 @@ try:
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
     _profiler._disable_profiler  # type: ignore[attr-defined]  # noqa: B018 - wrapped below
+    TensorPipeAgent._update_group_membership  # noqa: B018 - wrapped below
     init_rpc_states: Callable[[Any], None] = _api._init_rpc_states
     init_autograd: Callable[[int], None] = _autograd._init  # type: ignore[attr-defined]
 except (ImportError, AttributeError) as exc:
@@ -84,6 +85,21 @@ def on_profiler_stop(function: Callable[[], None]) -> None:
         return disable(*args, **kwargs)
 
     _profiler._disable_profiler = stop  # type: ignore[attr-defined]
+
+
+def on_group_change(function: Callable[[Any, bool], None]) -> None:
+    """Call `function(worker, is_join)` after each change of an agent's table, in its thread.
+
+    The workers of a group without a world size send these changes to each other. torch's table must
+    not be read to find them: it is not locked in such a group. (2.13, 2.15)
+    """
+    update = TensorPipeAgent._update_group_membership
+
+    def update_and_tell(agent: Any, worker: Any, devices: Any, maps: Any, is_join: bool) -> None:
+        update(agent, worker, devices, maps, is_join)
+        function(worker, is_join)
+
+    TensorPipeAgent._update_group_membership = update_and_tell  # type: ignore[assignment, method-assign]
 
 
 # ── the autograd context of a thread ────────────────────────────────────────────────────────────

@@ -162,6 +162,7 @@ def enter_world(worker_id: int, *, counted: bool) -> None:
     global _table, _adopted_generation
     _adopted_generation = None
     _table = RRefTable(worker_id, counted=counted)
+    past_ids.clear()
 
 
 def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
@@ -170,6 +171,7 @@ def adopt_world(worker_id: int, generation: int, *, counted: bool) -> None:
     if _adopted_generation != generation:
         _table = RRefTable(worker_id, counted=counted, adopted=True)
         _adopted_generation = generation
+        past_ids.clear()
 
 
 def is_adopted() -> bool:
@@ -210,6 +212,56 @@ def _check_owner(worker_id: int) -> None:
         )
 
 
+def owner_name(owned: Any) -> str:
+    """Return the name of the owner of an RRef, or of what else has one.
+
+    Of a process that is gone it is the `past_name`: another process may have its name, or torch may
+    have no name for it.
+    """
+    try:
+        name = str(owned.owner_name())
+        worker_id = _owner_id(owned) if past_ids and isinstance(owned, RRefBase) else None
+        return name if worker_id not in past_ids else past_name(name, worker_id)
+    except RuntimeError as exc:
+        if (found := _UNKNOWN_ID.search(str(exc))) is None:
+            raise
+        worker_id = int(found[1])
+        return past_name(_table.gone.get(worker_id, f"rank {worker_id}"), worker_id)
+
+
+def _owner_id(rref: "RRefBase[Any]") -> int | None:
+    """Return the worker id of an owner, None if torch does not find it: in later worlds."""
+    if (received := _received.get(rref)) is not None:
+        return int(received.data[0])
+    with contextlib.suppress(RuntimeError):
+        return int(rref.owner().id)
+    return None
+
+
+def note_past(worker_id: int) -> None:
+    """Note that a process is gone for good: a member with its name is another process."""
+    past_ids.add(worker_id)
+
+
+past_ids: set[int] = set()
+"""The worker ids of such processes of this world."""
+
+
+def past_name(name: str, worker_id: int) -> str:
+    """Return the name of a process that another one has replaced, or that has left."""
+    return f"{name[:117]}{_WAS}{worker_id}"  # torch allows 128 characters, and five digits
+
+
+def split_past_name(name: str) -> tuple[str, int]:
+    """Return the name that a process had, and its worker id; -1 if that is no past name."""
+    before, _, worker_id = name.rpartition(_WAS)
+    return (before, int(worker_id)) if before and worker_id.isdecimal() else (name, -1)
+
+
+_WAS = ":was:"
+_UNKNOWN_ID = re.compile(r"could not find destination id (\d+)")
+
+
 def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
     """Return the arguments of `deserialize_rref` at the receiver.
 
@@ -218,9 +270,8 @@ def serialize_rref(rref: "RRefBase[Any]") -> tuple[Any, SharingMode]:
     """
     rref = _in_this_world(rref)
     received = _received.get(rref)
-    if _table.gone and not rref.is_owner():
-        with contextlib.suppress(RuntimeError):  # in later worlds torch may not find the owner
-            _check_owner(rref.owner().id if received is None else received.data[0])
+    if _table.gone and not rref.is_owner() and (owner_id := _owner_id(rref)) is not None:
+        _check_owner(owner_id)
     if received is not None and received.mode == PINNED:
         return received.data, received.mode
     data = rref._serialize()

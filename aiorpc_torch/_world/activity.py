@@ -72,6 +72,8 @@ class ActivityTable:
         is_member = self._processes.get(name) == report.process
         if is_member and report.sequence > self.report_of(name).sequence:
             self._reports[name] = report
+            for gone in self._reports.keys() - self._processes.keys():
+                del self._reports[gone]
 
     def report_of(self, name: str) -> Report:
         """Return the last report of a member's current process."""

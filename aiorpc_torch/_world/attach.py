@@ -1,7 +1,8 @@
 """Serving in a world that `rpc.init_rpc` started: on the running loop, or in a thread.
 
 torch's RPC stays the program's own. There is no directory, so a peer that died has no
-replacement process; `Attachments` knows which peers serve.
+replacement process; `Attachments` knows which peers serve. Without a world size, torch's agents
+tell each other of the workers that enter and leave (`endpoints`).
 """
 
 import asyncio
@@ -25,7 +26,7 @@ from .._client.pool import AGENT_ENDED
 from .._protocol import endpoints
 from .._protocol.members import Members
 from .._server.exports import Export, checked_exports
-from .._torch.agent import adopt_agent, init_method, is_running
+from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_running
 from .._torch.thread_state import free_dead_thread_states
 from ..errors import NotServing
 from . import network
@@ -75,7 +76,8 @@ async def attach(
     works. `rpc_sync` and `await` may be used side by side. A call to a peer that is not attached is
     held until it attaches; after its deadline or `start_timeout` it raises `NotServing`, and has
     not run. Exit does not wait for peers: `await me.serve()` does. Signal handlers, garbage
-    collection and device maps stay as they are. A dead peer has no replacement process.
+    collection and device maps stay as they are. A dead peer has no replacement process. In a group
+    without a `world_size`, workers may enter and leave later.
 
     Args:
         threads: Number of threads for plain `def` methods.
@@ -104,10 +106,10 @@ async def attach(
     if not is_running():
         raise NotServing("attach() needs torch's RPC: call rpc.init_rpc() first")
     host = _host(interface)
-    attached = _Attached(config, Members(*adopt_agent()))
-    endpoints.enter(attached.node)
+    attached = _Attached(config, Members(agent_name()))
+    endpoints.enter(attached.node)  # before torch's table is read: no later change of it is missed
     try:
-        attached.enter(host)
+        attached.enter(host, adopt_agent())
         with forks_exit_here():
             yield Worker._of(attached.node)
     except BaseException:
@@ -136,11 +138,10 @@ class _Attached:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_closed = False
 
-    def enter(self, host: str | None) -> None:
+    def enter(self, host: str | None, workers: Sequence[PeerInfo]) -> None:
         """Serve, and tell the peers, whose answers are not waited for."""
         self._attachments.open()
-        self.node.use_device_maps()
-        self.node.start(host)
+        self.node.start(host, workers)
         loop = asyncio.get_running_loop()
         self._tasks = [
             loop.create_task(self._attachments.tell(True), name="aiorpc-attach"),

@@ -40,6 +40,8 @@ class PeerState:
     """Whether the peer has answered."""
     refusal: Callable[[], RpcError] | None = None
     """Makes the error for calls to a peer that cannot attach."""
+    is_over: bool = False
+    """Whether the peer has left torch's group."""
     changed: "Future[None]" = field(default_factory=Future)
     """Completes at the next change."""
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -52,6 +54,8 @@ class PeerState:
     def record(self, epoch: int, is_attached: bool) -> bool:
         """Record what the peer has told, and return whether that is new."""
         with self._lock:
+            if self.is_over:
+                return False
             is_new = (epoch, not is_attached) > (self.epoch, not self.is_attached)
             if is_new:
                 self.epoch, self.is_attached = epoch, is_attached
@@ -62,6 +66,13 @@ class PeerState:
     def refuse(self, refusal: Callable[[], RpcError]) -> None:
         """Record that calls to the peer fail."""
         with self._lock:
+            if not self.is_over:
+                self._change(refusal)
+
+    def dismiss(self, refusal: Callable[[], RpcError]) -> None:
+        """Record that the peer has left torch's group: nothing that it has told counts any more."""
+        with self._lock:
+            self.is_over, self.is_attached = True, False
             self._change(refusal)
 
     def _change(self, refusal: Callable[[], RpcError] | None) -> None:
@@ -97,14 +108,41 @@ class Attachments:
         self._generation = agent_generation()
         self._loop = asyncio.get_running_loop()
         self._states = {name: PeerState() for name in members.peers}
+        self._asking: set[asyncio.Task[None]] = set()
+
+    def admit(self, peer: str) -> None:
+        """Add a worker of torch's group: nothing is known of it yet."""
+        if peer != self._members.name:
+            self._states[peer] = PeerState()
+
+    def welcome(self, peer: str) -> None:
+        """Add a worker that has entered torch's group, and ask whether it has this package."""
+        self.admit(peer)
+        task = self._loop.create_task(self._ask(peer), name="aiorpc-attach")
+        self._asking.add(task)
+        task.add_done_callback(self._asking.discard)
+
+    def dismiss(self, peer: str, text: str) -> None:
+        """Note that a peer has left torch's group: calls to it raise NotServing."""
+        self._states[peer].dismiss(functools.partial(NotServing, text))
+
+    def forget(self, peer: str) -> None:
+        """Forget a peer that has left torch's group."""
+        self._states.pop(peer, None)
+
+    def has(self, peer: str) -> bool:
+        """Return whether a peer is in torch's group. In any thread."""
+        state = self._states.get(peer)
+        return state is not None and not state.is_over
 
     def left(self) -> dict[str, str]:
         """Return the peers that have left or cannot attach, as leave messages."""
-        return {peer: "" for peer, state in self._states.items() if state.has_left}
+        return {peer: "" for peer, state in [*self._states.items()] if state.has_left}
 
     def has_answered(self, peer: str) -> bool:
         """Return whether a peer has the package and has answered."""
-        return self._states[peer].is_known and self._states[peer].refusal is None
+        state = self._states.get(peer)
+        return state is not None and state.is_known and state.refusal is None
 
     def has_agent(self) -> bool:
         """Return whether torch's RPC, as it was when this process attached, still runs."""
@@ -114,7 +152,8 @@ class Attachments:
 
     def is_held(self, peer: str) -> bool:
         """Return whether calls to a peer are held."""
-        return peer in self._states and not self._states[peer].is_attached
+        state = self._states.get(peer)
+        return state is not None and not state.is_attached
 
     async def wait_until_serving(self, peer: WorkerInfo) -> int:
         """Wait until a peer is attached; return how many times it has attached.
@@ -171,7 +210,8 @@ class Attachments:
             answer = await wrap_future(send(info, endpoints.attach_message, message))
             self._record(peer, read_attach_message(answer))
         except Exception as exc:
-            self._states[peer].refuse(_refusal(peer, exc))
+            if (state := self._states.get(peer)) is not None:
+                state.refuse(_refusal(peer, exc))
 
     def _message(self, peer: str) -> bytes:
         me = self._members.me
@@ -227,11 +267,18 @@ class Attachments:
     def close(self) -> None:
         """Answer no further messages: this process has left."""
         self._is_closed = True
+        for task in self._asking:
+            task.cancel()
 
     def on_close(self, peer: str, text: str) -> None:
         """Note that a peer has closed a connection as it left, in the epoch `text`."""
         with contextlib.suppress(KeyError, ValueError):
             self._record_detached(peer, int(text))
+
+
+def left_group_text(peer: str) -> str:
+    """Return the text of the error of calls to a peer that has left torch's group."""
+    return f"worker {peer!r} has left torch's group (rpc.shutdown)"
 
 
 def _error_of(state: PeerState) -> RpcError | None:

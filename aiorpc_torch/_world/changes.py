@@ -74,6 +74,10 @@ class ChangeLog:
         """Return whether a worker is in the world: it has joined and not left; it may be lost."""
         return self._last.get(name, "left") != "left"
 
+    def forget(self, name: str) -> None:
+        """Forget a worker that is gone: if it comes again, it joins."""
+        self._last.pop(name, None)
+
     def record(self, change: Change) -> bool:
         """Append a change if it follows from that worker's last one; return whether it does."""
         if self.is_closed or self._last.get(change.name) not in _FOLLOWS[change.kind]:

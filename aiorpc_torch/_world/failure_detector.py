@@ -18,8 +18,8 @@ from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
 from .._protocol import endpoints
 from .._protocol.members import Members
-from .._torch.compat import RawFuture
-from .._torch.transport import classify_error, send, when_done
+from .._torch.compat import RawFuture, WorkerInfo
+from .._torch.transport import classify_error, send, when_done, wrap_future
 from ..errors import NotServing, RpcError, WorkerLost
 from .heartbeat import HeartbeatTracker
 
@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("aiorpc_torch")
 
+# Seconds between pings of a process that leaves: it may serve others for long.
+_SEE_OFF_DELAYS = (0.1, 0.2, 0.4, 0.8, 1.6, 3.2, 6.4, *[10.0] * 60)
 PROBED_LOAD = 1 << 30  # load of a peer whose connection has ended: any other is preferred
 
 
@@ -109,6 +111,8 @@ class FailureDetector:
             await self._rejoined[peer].wait()
         if not self._open:
             raise NotServing(f"this worker has left its world; it waited for worker {peer!r}")
+        if peer not in self._members.peers:
+            raise WorkerLost(peer, "it is lost for so long that its name is forgotten")
         if (error := self._given_up.get(peer)) is not None:
             raise error
 
@@ -132,9 +136,15 @@ class FailureDetector:
         self._rejoined[peer].set()
         self._node.departures.settle()
 
+    def forget(self, peer: str) -> None:
+        """Forget a peer that is gone; what waits for its return ends."""
+        self._given_up.pop(peer, None)
+        for events in (self._rejoined, self._probed):
+            events.pop(peer, asyncio.Event()).set()
+
     def probe(self, peer: str) -> None:
         """Ping a peer; if the ping fails, the peer is lost."""
-        self._probe(peer, self._members.processes[peer])
+        self._probe(peer, self._members.processes.get(peer, -1))
 
     # ── signs of life ───────────────────────────────────────────────────────────────────────────
 
@@ -214,7 +224,22 @@ class FailureDetector:
             self.lose(peer, error_of_close(peer, "failed", text))
         elif is_first:
             self._node.note("left", peer)
+            if self._open:
+                self._start(self._see_off(self._members.peers[peer].info))
         self._node.departures.settle()
+
+    async def _see_off(self, info: WorkerInfo) -> None:
+        """Ping a process that leaves until torch reports its end.
+
+        torch closes the sockets of a broken pipe only when a message fails. (2.15;
+        tests/integration/test_membership_soak.py)
+        """
+        for delay in _SEE_OFF_DELAYS:
+            await asyncio.sleep(delay)
+            try:
+                await wrap_future(send(info, endpoints.ping, b""))
+            except Exception:
+                return
 
     # ── pings ───────────────────────────────────────────────────────────────────────────────────
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -12,15 +13,16 @@ from .._aio.loops import await_on
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._protocol.endpoints import completed_future
-from .._protocol.members import Members
+from .._protocol.members import Members, replaced_text
 from .._server.exports import ExportPolicy
 from .._server.server import Server
 from .._torch import rrefs
-from .._torch.agent import Agent, PeerInfo
+from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
+from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
-from ..errors import RpcError
-from .attachments import Attachments
+from ..errors import NotServing, RpcError, WorkerLost
+from .attachments import Attachments, left_group_text
 from .changes import Change, ChangeLog, Entry, Kind
 from .config import NodeConfig
 from .departures import Departures
@@ -28,6 +30,9 @@ from .failure_detector import Children, FailureDetector
 from .registry import Registry
 
 _read_leave_message = reader(tuple[str, int, str])
+
+
+KEPT_GONE = 256  # members that came later and are gone, whose names are still known
 
 
 class Node:
@@ -71,6 +76,8 @@ class Node:
         )
         self.leaves_alone = False
         """Whether this worker's exit does not wait for its peers, which go on."""
+        self._first: set[str] = set()  # members that were there when this worker started
+        self._gone: deque[PeerInfo] = deque()  # later members that have left or are lost
         self._changes = ChangeLog()
         if not is_attached:
             self._changes.admit(members.peers)
@@ -93,8 +100,10 @@ class Node:
             agent: learns of replacement processes.
         """
         for worker in workers:
-            self.members.put(worker)
-            self._changes.admit([worker.name])
+            self._admit(worker)
+            self._first.add(worker.name)
+        if self.attachments is not None:
+            self.use_device_maps()
         self._agent = agent
         self.pool.open()
         self.detector.start()
@@ -125,6 +134,12 @@ class Node:
     def attach_message(self, data: bytes) -> "Future[Any] | None":
         """Answer a worker that attaches or leaves; return None if this one is not attached."""
         return None if self.attachments is None else self.attachments.on_message(data)
+
+    def group_change(self, worker: WorkerInfo, is_join: bool) -> None:
+        """Follow the group of torch's agent, unless this library has started it."""
+        if self.attachments is not None:
+            change = self._on_entered_group if is_join else self._on_left_group
+            self._when_started(lambda: change(worker))
 
     def _answer(self, handle: Callable[[bytes, "Future[Any]"], None], data: bytes) -> "Future[Any]":
         reply: Future[Any] = Future()
@@ -177,6 +192,37 @@ class Node:
         if self._changes.record(Change(kind, peer, known.rank, reason)):
             self._wake_readers()
             self.registry.on_change(peer)
+            if kind in ("left", "lost") and self.attachments is None:
+                self._let_go(known)
+
+    def _let_go(self, member: PeerInfo) -> None:
+        """Forget, but for the last ones, the members that came later and are gone.
+
+        Until then calls to them say that they have left or are lost. Afterwards they are unknown,
+        so a world that changes for weeks does not grow. The first members may be replaced.
+        """
+        if member.name in self._first:
+            return
+        self._gone.append(member)
+        if len(self._gone) > KEPT_GONE:
+            oldest = self._gone.popleft()
+            if self.members.is_current(oldest.name, oldest.number) and self._is_gone(oldest.name):
+                self._forget(oldest)
+
+    def _is_gone(self, peer: str) -> bool:
+        return peer in self.members.leave_messages or peer in self.members.lost_peers
+
+    def _forget(self, member: PeerInfo) -> None:
+        text = f"worker {member.name!r} has left this world"
+        self.pool.end_process(member.name, NotServing(text))
+        self.server.end_process(member.name, text)
+        if self._agent is not None:
+            self._agent.retire_peer(member)
+        self.members.remove(member)
+        if self.attachments is not None:
+            self.attachments.forget(member.name)
+        self.detector.forget(member.name)
+        self._changes.forget(member.name)
 
     def end_changes(self) -> None:
         """End the readers' waits, and tell peers of no more names: this worker leaves."""
@@ -202,6 +248,40 @@ class Node:
         while entry.next is None and not self._changes.is_closed:
             await self._changed.wait()
 
+    def _admit(self, member: PeerInfo) -> None:
+        """Add a member that is there from the start."""
+        self.members.put(member)
+        if self.attachments is None:
+            self._changes.admit([member.name])
+        else:
+            self.attachments.admit(member.name)
+
+    def _on_entered_group(self, worker: WorkerInfo) -> None:
+        if self.members.is_current(worker.name, worker.id):  # it was there from the start
+            return
+        assert self.attachments is not None
+        self.members.put(adopted_peer(worker))
+        self.attachments.welcome(worker.name)
+        if device_map := device_map_for(worker):
+            self._use_device_map(self.members.name, worker.name, device_map)
+
+    def _on_left_group(self, worker: WorkerInfo) -> None:
+        """End what waits for a peer that has left torch's group."""
+        assert self.attachments is not None
+        if not self.members.is_current(worker.name, worker.id):
+            return
+        text = left_group_text(worker.name)
+        error = NotServing(text)
+        self.attachments.dismiss(worker.name, text)
+        self.note("left", worker.name)
+        self.members.leave_messages[worker.name] = ""
+        self.fail(worker.name, error)
+        rrefs.note_gone(worker.id, worker.name)
+        self.pool.end_process(worker.name, error)
+        self.server.end_process(worker.name, text)
+        self.departures.settle()
+        self._let_go(self.members.peers[worker.name])
+
     def add(self, member: PeerInfo) -> None:
         """Add a member, or the newer process of one; the loss of the old one may be known."""
         assert self._agent is not None
@@ -210,10 +290,11 @@ class Node:
             self.members.put(member)
         else:
             self.note("lost", member.name, "its process was replaced")
-            past = self._agent.replace_peer(known, member)
+            self._agent.replace_peer(known, member)
             self.members.put(member)
-            self.pool.end_replaced(member, past)
-            self.server.end_replaced(member.name)
+            error = WorkerLost(member.name, "its process was replaced")
+            self.pool.end_process(member.name, error)
+            self.server.end_process(member.name, replaced_text(member.name))
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
 
     def announce(self, peer: str) -> None:
@@ -225,7 +306,7 @@ class Node:
     def peers(self) -> tuple[str, ...]:
         """Return the peers that have not left, in rank order. In any thread."""
         peers = sorted([*self.members.peers.values()], key=lambda peer: peer.rank)
-        is_here = self._changes.has if self.attachments is None else lambda _: True
+        is_here = self._changes.has if self.attachments is None else self.attachments.has
         return tuple(peer.name for peer in peers if is_here(peer.name))
 
     def _on_detached(self, peer: str) -> None:
@@ -235,15 +316,21 @@ class Node:
         self.note("joined", peer)
         self.detector.on_message(peer)
         if device_map:
-            maps = {self.members.name: {**device_map}}
-            self.members.put(dataclasses.replace(self.members.peers[peer], device_maps=maps))
-            self.use_device_maps()
+            self._use_device_map(peer, self.members.name, device_map)
             torch.cuda.init()  # type: ignore[no-untyped-call]
 
+    def _use_device_map(self, worker: str, peer: str, device_map: Mapping[str, str]) -> None:
+        """Use the map from the devices of one member to those of another."""
+        known = self.members.workers[worker]
+        maps = {**known.device_maps, peer: {**device_map}}
+        self.members.put(dataclasses.replace(known, device_maps=maps))
+        self.use_device_maps()
+
     def use_device_maps(self) -> None:
-        """Let the server use the device maps of the members."""
-        maps = self.members.device_maps()
-        self.server.set_device_routes(DeviceRoutes.for_worker(self.members.name, maps))
+        """Let the pool and the server use the device maps of the members."""
+        routes = DeviceRoutes.for_worker(self.members.name, self.members.device_maps())
+        self.pool.set_device_routes(routes)
+        self.server.set_device_routes(routes)
 
     def _told(self) -> Mapping[str, str]:
         return self.members.leave_messages if self.attachments is None else self.attachments.left()

@@ -141,7 +141,8 @@ class Shutdown:
         lost, messages = members.lost_peers, members.leave_messages
         left = {peer for peer in self.node.departures.left() if not messages.get(peer)}
         leaving = [peer for peer in members.peers if peer in left and peer not in lost]
-        rest = [f"{peer} ({self._state_of(peer)})" for peer in members.peers if peer not in leaving]
+        awaited = [peer for peer in members.peers if peer not in leaving and peer not in left]
+        rest = [f"{peer} ({self._state_of(peer)})" for peer in awaited]
         if rest and not self.failure:
             log.warning("%s did not wait for %s", members.name, ", ".join(rest))
         return [members.peers[peer].rank for peer in leaving]

@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 from .._client.api import call, create
 from .._client.pool import current as current_pool
 from .._torch.compat import RRefBase, get_gradients
+from .._torch.rrefs import owner_name
 from ..errors import safe_str
 from .context import Context, unrecorded
 
@@ -120,7 +121,7 @@ class DistributedOptimizer:
         self._name = name
 
     def __repr__(self) -> str:
-        owners = ", ".join(each.owner_name() for each in self._optimizers)
+        owners = ", ".join(owner_name(each) for each in self._optimizers)
         return f"<DistributedOptimizer {self._name} on {owners}>"
 
     @classmethod
@@ -144,7 +145,7 @@ class DistributedOptimizer:
         for rref in params:
             if not isinstance(rref, RRefBase):
                 raise TypeError(f"params must be RRefs of parameters, got {rref!r}")
-            owners.setdefault(rref.owner_name(), []).append(rref)
+            owners.setdefault(owner_name(rref), []).append(rref)
         if not owners:
             raise ValueError("params must not be empty")
         made = await _all(

@@ -40,7 +40,9 @@ class NotedAgent:
         return getattr(self.agent, name)
 
     def _update_group_membership(self, info: Any, devices: Any, maps: Any, is_join: bool) -> None:
-        log.append(("join" if is_join else "leave", info.name, plain(devices), plain(maps)))
+        log.append(
+            ("join" if is_join else "leave", info.name, info.id, plain(devices), plain(maps))
+        )
         self.agent._update_group_membership(info, devices, maps, is_join)
 
 

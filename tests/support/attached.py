@@ -7,7 +7,7 @@ import os
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -17,16 +17,14 @@ PATIENCE = 20.0  # seconds for anything that a test waits for
 TORCH_THREADS = 3
 
 
-def _play(
-    pipe: Connection, name: str, rank: int, names: Sequence[str], url: str, prepare: str
-) -> None:
+def _play(pipe: Connection, name: str, rank: int, size: int | None, url: str, prepare: str) -> None:
     if prepare == "bare":  # as where the package is not installed
         for module in [each for each in sys.modules if each.startswith("aiorpc_torch")]:
             sys.modules[module] = None  # type: ignore[assignment]
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=url, num_worker_threads=TORCH_THREADS, _transports=["uv"]
     )
-    rpc.init_rpc(name, rank=rank, world_size=len(names), rpc_backend_options=options)
+    rpc.init_rpc(name, rank=rank, world_size=size, rpc_backend_options=options)
     pipe.send((0, "ready", None))
     while (job := pipe.recv()) is not None:
         number, function, args = job
@@ -64,31 +62,68 @@ class Player:
     def run(self, function: Callable[..., Any], *args: Any) -> Any:
         return self.start(function, *args).result()
 
+    def end(self) -> None:
+        if self.pipe.closed:
+            return
+        self.process.kill()
+        self.process.join()
+        self.process.close()
+        self.pipe.close()
+
+
+Start = Callable[[str, str], Player]
+Enter = Callable[..., contextlib.AbstractContextManager[Player]]
+
 
 @contextlib.contextmanager
 def cast(*names: str, **prepare: str) -> Iterator[dict[str, Player]]:
     """Start processes in one world of torch's; `prepare` says what is special about one."""
+    with _starting(len(names)) as start:
+        players = {name: start(name, prepare.get(name, "")) for name in names}
+        for each in players.values():
+            each.result()
+        yield players
+
+
+@contextlib.contextmanager
+def dynamic_group() -> Iterator[Enter]:
+    """Yield a function that enters a process into a group without a world size, in a block."""
+    with _starting(None) as start:
+
+        @contextlib.contextmanager
+        def enter_group(name: str, prepare: str = "") -> Iterator[Player]:
+            player = start(name, prepare)
+            try:
+                player.result()
+                yield player
+            finally:
+                player.end()
+
+        yield enter_group
+
+
+@contextlib.contextmanager
+def _starting(size: int | None) -> Iterator[Start]:
+    """Yield a function that starts the process of the next rank."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["aiorpc_torch"])
-    players = {}
+    players: list[Player] = []
     with tempfile.TemporaryDirectory() as folder:
-        for rank, name in enumerate(names):
+
+        def start(name: str, prepare: str) -> Player:
             ours, theirs = context.Pipe()
-            args = (theirs, name, rank, names, f"file://{folder}/store", prepare.get(name, ""))
+            args = (theirs, name, len(players), size, f"file://{folder}/store", prepare)
             process = context.Process(target=_play, args=args, name=name, daemon=True)
             process.start()
             theirs.close()
-            players[name] = Player(name, process, ours)
+            players.append(Player(name, process, ours))
+            return players[-1]
+
         try:
-            for each in players.values():
-                each.result()
-            yield players
+            yield start
         finally:
-            for each in players.values():
-                each.process.kill()
-                each.process.join()
-                each.process.close()
-                each.pipe.close()
+            for each in players:
+                each.end()
 
 
 # ── what the players have between two steps ─────────────────────────────────────────────────────

@@ -182,3 +182,58 @@ def test_the_loss_after_the_last_restart_ends_it() -> None:
     assert not machine.begin_recovery()
     machine.wait("call")
     assert machine.end() == ["call"]
+
+
+def lost(restarts: int) -> Supervision[str]:
+    """Return the machine of an object that is lost and whose recovery has begun."""
+    machine: Supervision[str] = Supervision(restarts)
+    assert machine.lose(0, is_replaced=True)
+    assert machine.begin_recovery()
+    return machine
+
+
+def test_each_attempt_to_make_it_uses_a_restart() -> None:
+    """Also one whose process is lost meanwhile; the attempt after the last one ends it."""
+    machine = lost(2)
+    machine.wait("call")
+    for _ in range(2):
+        assert machine.make()
+        assert machine.state == "making"
+        machine.lose_again()
+        assert machine.state == "lost"
+        assert not machine.begin_recovery()
+    assert not machine.make()
+    assert machine.state == "ended"
+    assert not machine.begin_recovery()
+    assert machine.end() == ["call"]
+
+
+def test_a_factory_that_raises_uses_none() -> None:
+    """A recovery that fails before its process is there gives none back."""
+    machine = lost(2)
+    for _ in range(3):
+        machine.wait("call")
+        assert machine.make()
+        assert machine.fail() == ["call"]
+        assert machine.state == "lost"
+        assert machine.begin_recovery()
+    machine.fail()
+    assert machine.begin_recovery()
+    for _ in range(2):
+        assert machine.make()
+        machine.lose_again()
+    assert not machine.make()
+
+
+def test_incarnations_are_counted() -> None:
+    """Each has its own loss, and one recovery; a late failure of an earlier one changes nothing."""
+    machine = lost(3)
+    for incarnation in (1, 2, 3):
+        assert machine.make()
+        machine.made()
+        assert (machine.state, machine.incarnation) == ("alive", incarnation)
+        assert machine.lose(incarnation - 1, is_replaced=True)
+        assert machine.state == "alive"
+        assert machine.lose(incarnation, is_replaced=True)
+        assert machine.begin_recovery() == (incarnation < 3)
+    assert machine.state == "ended"

@@ -9,6 +9,7 @@ import pytest
 from torch.futures import Future
 
 from aiorpc_torch import NotServing, RemoteError, WorkerLost, call
+from aiorpc_torch._protocol.members import replaced_text
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.frames import CALLS, frame
 from aiorpc_torch._wire.plain import dump
@@ -102,7 +103,7 @@ async def test_who_is_introduced(ends: TwoEnds) -> None:
             introduction(ends, "stranger", 0).raise_()
         with pytest.raises(NotServing, match="a newer process has replaced this one"):
             introduction(ends, "near", 7).raise_()
-        ends.server.end_replaced("near")
+        ends.server.end_process("near", replaced_text("near"))
         assert introduction(ends, "near", 0) != found
         ends.server.retire()
         with pytest.raises(NotServing, match="'far' has stopped"):
@@ -115,7 +116,7 @@ async def test_a_replaced_process_is_told(ends: TwoEnds) -> None:
     """Its calls are cancelled, and fail with the reason."""
     running = asyncio.ensure_future(call("far", gated, 1))
     await ends.gate.wait_for()
-    ends.server.end_replaced("near")
+    ends.server.end_process("near", replaced_text("near"))
     with pytest.raises(NotServing, match="'near' was restarted") as raised:
         await running
     assert not isinstance(raised.value, WorkerLost)

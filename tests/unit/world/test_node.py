@@ -5,14 +5,18 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Change, NotServing, Worker, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.handshake import Party
 from aiorpc_torch._wire.plain import dump
+from aiorpc_torch._world import node as node_module
 from aiorpc_torch._world.attachments import PeerState
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
@@ -180,6 +184,57 @@ async def test_a_peer_that_failed_is_lost_and_has_not_left() -> None:
         assert await reading == Change("lost", "far", 1, "its block raised")
 
 
+@pytest.mark.promise("joining.flat")
+@pytest.mark.parametrize("end", ["left", "failed"])
+async def test_members_that_came_later_are_forgotten(
+    monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """All but the last ones that are gone: no table of a world that changes grows for ever."""
+    monkeypatch.setattr(node_module, "KEPT_GONE", 2)
+    async with two_ends() as ends:
+        node = ends.near
+        reading = Worker._of(node).changes()
+        first = asyncio.ensure_future(anext(reading))
+        await asyncio.sleep(0)
+        for number in range(2, 6):
+            guest = PeerInfo(f"guest{number}", number, number, "")
+            node.members.put(guest)
+            node._announce(guest)
+            node.detector.on_leave_message(guest.name, number, end, "odd\nTraceback")
+        members = node.members
+        assert [*members.peers] == ["far", "guest4", "guest5"]
+        assert members.workers.keys() == {0, "near", 1, "far", 4, "guest4", 5, "guest5"}
+        tables = members.processes, members.leave_messages, members.lost_peers, members.last_heard
+        assert not any(table.keys() & {"guest2", "guest3"} for table in tables)
+        with pytest.raises(ValueError, match="no worker 'guest3' in this world"):
+            node.pool.find("guest3")
+        node.detector.probe("guest3")
+        node.end_changes()
+        found = [await first, *[each async for each in reading]]
+        gone = "left" if end == "left" else "lost"
+        assert [each.kind for each in found] == ["joined", gone] * 4
+
+
+async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And one that has come again before is kept."""
+    monkeypatch.setattr(node_module, "KEPT_GONE", 0)
+    async with two_ends() as ends:
+        node = ends.near
+        for number in (2, 3):
+            guest = PeerInfo("guest", number, number, "")
+            node.members.put(guest)
+            node._announce(guest)
+            if number == 2:
+                monkeypatch.setattr(node_module, "KEPT_GONE", 1)
+                node.detector.on_leave_message("guest", number, "left", "")
+                monkeypatch.setattr(node_module, "KEPT_GONE", 0)
+        other = PeerInfo("other", 4, 4, "")
+        node.members.put(other)
+        node._announce(other)
+        node.detector.on_leave_message("other", 4, "left", "")
+        assert "guest" in node.peers()
+
+
 async def test_attached_peers_join_and_leave(entered: list[Node]) -> None:
     """By their epochs: a late message changes nothing."""
     node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
@@ -223,4 +278,20 @@ async def test_an_answer_while_it_attaches(entered: list[Node]) -> None:
     assert state.has_left
     endpoints.leave(node)
     assert not tell(endpoints.attach_message(b"").value())
+    await node.server.close(SOON)
+
+
+async def test_a_device_map_for_a_worker_that_enters_later(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Tensors on its devices may be sent there, and results may come back."""
+    devices = {"cuda:0": "cuda:1"}
+    monkeypatch.setattr(node_module, "device_map_for", lambda info: devices)
+    node = Node(Members("far", WORKERS), NodeConfig(), is_attached=True)
+    node._on_entered_group(WorkerInfo("late", 2))
+    assert node.members.device_maps()["far"] == {"late": devices}
+    assert node.pool._sendable_devices["late"] == {torch.device("cuda:0")}
+    assert node.peers() == ("near", "late")
+    assert node.attachments is not None
+    node.attachments.close()
     await node.server.close(SOON)

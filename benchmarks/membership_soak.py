@@ -1,0 +1,231 @@
+"""Is a world the same after a thousand workers have joined and left it, while calls run?
+
+Workers join a local world, are called by this process and by a child that stays, call that child
+themselves, and leave while calls run there. Each call must return the right value, or raise a
+documented error if it meets the end of its worker. The exit code is 1 if a call ended otherwise, or
+if this process or the child that stays holds more with each worker that has left.
+
+    python -m benchmarks.membership_soak [--quick] [--joins N] [--at-once N]
+"""
+
+import argparse
+import asyncio
+import itertools
+import sys
+from collections import Counter
+from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import NotServing, WorkerLost, call, create, remote
+
+from ._compare import lay_out
+from ._process import census_at_rest, open_descriptors, swept_memory
+
+HERE, THERE = "main", "stays"  # where counts are taken
+WARM_UP = 20  # joins until every table and thread has been used
+PATIENCE = 120.0  # seconds for one worker, from its start to its end
+REST = 10.0  # seconds until which the ends of calls and connections have been noticed
+LARGE = 65_536  # floats, which travel in shared memory
+ENOUGH = 500  # joins from which on growth exceeds noise, and the workers whose names are kept
+KILOBYTES, OBJECTS = 30.0, 20.0  # that may be left of a worker: torch keeps its broken pipe
+SPARE = 4  # descriptors and threads that may come and go
+ENDS = (NotServing, WorkerLost)  # documented errors of calls to a worker that leaves
+
+
+class Sample(NamedTuple):
+    """What a process holds while no worker joins or leaves."""
+
+    memory: int  # bytes
+    objects: int
+    descriptors: int
+    threads: int
+    tasks: int
+    in_flight: int
+
+
+async def sample() -> Sample:
+    """Return the sample of the process that runs this."""
+    found = await census_at_rest()
+    stats = found.stats
+    counts = found.threads, found.tasks, stats.in_flight + stats.running
+    return Sample(swept_memory(), found.blocks, open_descriptors() - stats.segments, *counts)
+
+
+class Guest:
+    """An object on a worker that joins."""
+
+    def __init__(self) -> None:
+        self._calls = 0
+
+    async def double(self, x: Any) -> Any:
+        self._calls += 1
+        return 2 * x
+
+    def double_in_thread(self, x: Any) -> Any:
+        return 2 * x
+
+    async def count_to(self, last: int) -> AsyncIterator[int]:
+        for number in range(last):
+            yield number
+
+    async def visit(self, host: str) -> int:
+        """Call the worker that stays, from here."""
+        return int(await call(host, answer, 20))
+
+
+async def answer(x: int) -> int:
+    return x + 1
+
+
+async def visit(name: str) -> int:
+    """Make an object on a worker that joined, and call it, from the worker that stays."""
+    return int(await remote(await create(name, Guest)).double(8))
+
+
+class Soak:
+    """Workers that join, are called and leave, several at once."""
+
+    def __init__(self, me: aiorpc.LocalWorker) -> None:
+        self.outcomes: Counter[str] = Counter()
+        self.problems: list[str] = []
+        self._me = me
+        self._numbers = itertools.count()
+
+    async def run(self, joins: int, at_once: int) -> None:
+        last = next(self._numbers) + joins
+        async with asyncio.TaskGroup() as lanes:
+            for _ in range(at_once):
+                lanes.create_task(self._lane(last))
+
+    async def _lane(self, last: int) -> None:
+        while (number := next(self._numbers)) <= last:
+            try:
+                async with asyncio.timeout(PATIENCE):
+                    await self._welcome(f"guest{number}")
+            except Exception as exc:
+                self.problems.append(f"guest{number}: {exc!r}")
+
+    async def _welcome(self, name: str) -> None:
+        """Let a worker join, call it in every way, and let it leave while calls run there."""
+        await self._me.start(name)
+        guest = await create(name, Guest)
+        await self._expect(remote(guest).double(4), 8)
+        await self._expect(remote(guest).double_in_thread(5), 10)
+        tensor = remote(guest).double(torch.ones(LARGE))
+        await self._expect(_sum(tensor), 2 * LARGE)
+        await self._expect(_last(remote(guest).count_to(50)), 49)
+        await self._expect(call(THERE, visit, name), 16)
+        await self._expect(remote(guest).visit(THERE), 21)
+        busy = [asyncio.create_task(self._keep_calling(guest)) for _ in range(2)]
+        there = asyncio.create_task(self._expect(call(THERE, end_of_calls, name), True))
+        await self._me.stop(name)
+        await asyncio.gather(*busy, there)
+
+    async def _keep_calling(self, guest: Any) -> None:
+        """Call a worker until it has left."""
+        for number in itertools.count():
+            try:
+                value = await remote(guest).double(number)
+            except ENDS as exc:
+                self.outcomes[type(exc).__name__] += 1
+                return
+            self._check(value, 2 * number)
+
+    async def _expect(self, awaited: Awaitable[Any], value: Any) -> None:
+        self._check(await awaited, value)
+
+    def _check(self, value: Any, wanted: Any) -> None:
+        self.outcomes["value"] += 1
+        if value != wanted:
+            self.problems.append(f"got {value!r} in place of {wanted!r}")
+
+
+async def _sum(tensor: Awaitable[torch.Tensor]) -> float:
+    return float((await tensor).sum())
+
+
+async def _last(numbers: AsyncIterable[int]) -> int:
+    return [number async for number in numbers][-1]
+
+
+async def end_of_calls(name: str) -> bool:
+    """Call a worker until it has left; return whether the last call raised a documented error."""
+    try:
+        while True:
+            await call(name, answer, 1)
+    except ENDS:
+        return True
+
+
+# ── checks ──────────────────────────────────────────────────────────────────────────────────────
+
+
+async def rest() -> list[Sample]:
+    """Sample both processes once nothing is in flight but the samples, or after a while."""
+    end = asyncio.get_running_loop().time() + REST
+    while True:
+        found = [await call(worker, sample) for worker in (HERE, THERE)]
+        if all(each.in_flight <= 2 for each in found) or asyncio.get_running_loop().time() > end:
+            return found
+        await asyncio.sleep(0.1)
+
+
+def left(before: list[Sample], after: list[Sample], joins: int) -> Iterator[str]:
+    """Yield what each process holds for workers that have left."""
+    for worker, was, now in zip((HERE, THERE), before, after, strict=True):
+        for name in ("descriptors", "threads", "tasks"):
+            if (more := getattr(now, name) - getattr(was, name)) > SPARE:
+                yield f"{worker}: {more} {name} are left"
+        if joins >= ENOUGH:
+            kilobytes, objects = (now.memory - was.memory) / 1e3, now.objects - was.objects
+            if kilobytes > KILOBYTES * joins:
+                yield f"{worker}: {kilobytes / joins:.1f} kB of memory are left of each worker"
+            if objects > OBJECTS * joins:
+                yield f"{worker}: {objects / joins:.1f} objects are left of each worker"
+
+
+def show(soak: Soak, before: list[Sample], after: list[Sample], joins: int) -> None:
+    said = ", ".join(f"{end} {count:,}" for end, count in sorted(soak.outcomes.items()))
+    print(f"\n{joins:,} workers have joined and left; calls: {said}\n")
+    table: list[tuple[str, ...]] = [
+        ("left of each worker", "kB", "objects", "descriptors", "threads", "tasks")
+    ]
+    for worker, was, now in zip((HERE, THERE), before, after, strict=True):
+        each = [f"{(b - a) / joins:+.2f}" for a, b in zip(was, now, strict=True)]
+        each[0] = f"{(now.memory - was.memory) / joins / 1e3:+.2f}"
+        table.append((worker, *each[:5]))
+    lay_out(table)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="A thousand workers that join and leave.")
+    parser.add_argument("--quick", action="store_true", help="20 workers")
+    parser.add_argument("--joins", type=int, metavar="N", help="number of workers (1,000)")
+    parser.add_argument("--at-once", type=int, default=4, metavar="N", help="at once (4)")
+    given = parser.parse_args()
+    if given.joins is None:
+        given.joins = 20 if given.quick else 1_000
+    return given
+
+
+async def main(given: argparse.Namespace) -> list[str]:
+    """Run the soak; return its problems."""
+    async with aiorpc.local_world([THERE]) as me:
+        soak = Soak(me)
+        await soak.run(min(WARM_UP, given.joins), given.at_once)
+        before = await rest()
+        await soak.run(given.joins, given.at_once)
+        after = await rest()
+        show(soak, before, after, given.joins)
+        return [*soak.problems, *left(before, after, given.joins)]
+
+
+if __name__ == "__main__":
+    wrong = asyncio.run(main(arguments()))
+    for problem in wrong[:20]:
+        print(f"WRONG  {problem}")
+    print(f"\n{len(wrong)} things are wrong" if wrong else "\nall is well")
+    sys.exit(bool(wrong))
