@@ -10,12 +10,13 @@ from ..errors import RpcError
 MAX_FRAME = 1 << 20
 """Maximum bytes of data in one frame. Large tensors are no part of it."""
 
-CALLS, SLOT, CONTROL, RESULTS, CLOSE, PING, RETIRE, SEGMENTS, SHARED = range(1, 10)
+CALLS, SLOT, CONTROL, RESULTS, CLOSE, PING, RETIRE = range(1, 8)
+SEGMENTS, SHARED, TRANSFERS, TRANSFERRED = range(8, 12)
 """Kinds of frames: groups of calls; a call whose payload follows by torch RPC; cancellations and
 credit for streams; columns of results; the end of the connection; a sign of life, or a request for
 one; from a callee, a request for no further calls, and from its caller the answer that none
 follows; offers and releases of shared memory; a call or a result whose tensors are in shared
-memory."""
+memory; the state of transfers on tensor sockets; a call or a result whose transfer has arrived."""
 
 HEADER = struct.Struct("<IB")
 
@@ -80,7 +81,7 @@ class FrameReader:
         if unread < 0:
             return None
         length, kind = HEADER.unpack_from(self._view, start)
-        if length > MAX_FRAME or not CALLS <= kind <= SHARED:
+        if length > MAX_FRAME or not CALLS <= kind <= TRANSFERRED:
             raise ProtocolError(f"invalid frame header: kind {kind}, {length} bytes")
         if unread < length:
             return None
