@@ -411,6 +411,7 @@ class Connection(Channel):
         self._state.cancels += sent
         self._pending.fail(sent, error)
         self._pending.fail([*self._pending], error, were_sent=False)
+        self._links.sockets.drop_cancelled()
         self.flush_soon()
         for each in [*self._recorded_calls] if recorded else ():
             each.failed(error)
