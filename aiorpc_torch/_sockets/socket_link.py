@@ -7,6 +7,7 @@ order there. Sockets and threads begin with the first transfer of a direction.
 """
 
 import asyncio
+import contextvars
 import logging
 import os
 import socket
@@ -124,6 +125,7 @@ class SocketLink:
         self._peer_limit = 0
         self._reserved = 0  # bytes of memory at the peer
         self._last = 0
+        self._is_dropping = False
         self._waiting: deque[_Job] = deque()  # for memory at the peer
         self._jobs: dict[int, _Job] = {}  # all that the peer has not confirmed
         self._sender: SocketSender | None = None
@@ -161,6 +163,8 @@ class SocketLink:
         if limit is not None:
             self.offer()
             self._set_limit(limit if is_enabled() else 0)
+        if wants_sockets and self._dial is None:
+            raise ProtocolError("a caller must not ask for sockets")
         if wants_sockets:
             self._open(RESULTS)
         for number, has_memory in confirmed:
@@ -195,13 +199,13 @@ class SocketLink:
     # ── sockets ─────────────────────────────────────────────────────────────────────────────────
 
     def _open(self, purpose: int) -> None:
-        """Open the sockets of one direction."""
+        """Open the sockets of one direction, or let the caller open them."""
         if self._dial is None:
-            if purpose == ARGUMENTS:
-                raise ProtocolError("a caller must not ask for sockets")
             self._write(wants_sockets=True)
             return
-        task = self._loop.create_task(self._dial_all(self._dial, purpose), name="aiorpc-connect")
+        dialing, context = self._dial_all(self._dial, purpose), contextvars.Context()
+        # Without the deadline of the call whose tensors are sent.
+        task = self._loop.create_task(dialing, name="aiorpc-connect", context=context)
         self._dialing.add(task)
         task.add_done_callback(self._dialing.discard)
 
@@ -210,6 +214,8 @@ class SocketLink:
             for _ in range(SOCKETS):
                 self.add_socket(purpose, await dial(purpose))
         except Exception as exc:
+            if not self._wire.is_open:
+                return
             log.warning("no tensor sockets on %r, tensors travel by torch RPC: %r", self._wire, exc)
             if purpose == ARGUMENTS:
                 self._set_limit(0)
@@ -338,7 +344,13 @@ class SocketLink:
         self._free(fields[1])
 
     def drop_cancelled(self) -> None:
-        """End the transfers of messages that are not wanted any more."""
+        """End, in the next iteration, the transfers of messages that are not wanted any more."""
+        if self._jobs and not self._is_dropping:
+            self._is_dropping = True
+            self._loop.call_soon(self._drop_cancelled)
+
+    def _drop_cancelled(self) -> None:
+        self._is_dropping = False
         for job in [*self._jobs.values()]:
             if not job.is_current():
                 self._cancel(job)
@@ -348,6 +360,7 @@ class SocketLink:
             self._waiting.remove(job)
             del self._jobs[job.transfer.number]
             job.then(None)
+            self._start_waiting()
         elif job.transfer.cancel():  # otherwise `_on_ended` follows
             self._drop(job)
 

@@ -239,6 +239,7 @@ MALFORMED: dict[str, tuple[int, Any]] = {
     "news that are none": (TRANSFERS, 5),
     "a transfer that there was not": (TRANSFERS, (None, False, ((7, True),), ())),
     "drops that are none": (TRANSFERS, (None, False, (), (7,))),
+    "a caller that asks for sockets": (TRANSFERS, (None, True, (), ())),
     "a message before its transfer": (TRANSFERRED, (7, (), b"")),
     "no message": (TRANSFERRED, 5),
 }
