@@ -32,6 +32,7 @@ private.
 #     _client     calls out: connection pool, connections, pending calls, streams in
 #     _server     calls in: sessions, dispatch, executor, streams out
 #     _protocol   names, exclusive objects, recorded calls, entry points for torch RPC
+#     _sockets    tensors between hosts, on sockets of their own
 #     _shm        segments in shared memory
 #     _wire       what travels: frames, codec, state machines of both ends, handshake
 #     _torch      the adapter to torch.distributed.rpc and to private interfaces

@@ -21,6 +21,7 @@ class Stats:
         bytes_sent: Bytes of `messages`, large tensors included.
         late: Results that arrived after their calls had been cancelled or had timed out.
         shared_messages: Those of `messages` whose tensors were sent in shared memory.
+        socket_messages: Those of `messages` whose tensors were sent on tensor sockets.
         segments: Segments of shared memory that this process has made, in use or free.
         segment_bytes: Bytes of `segments`.
         served: Calls and streams received from other workers and from this one.
@@ -37,6 +38,7 @@ class Stats:
     bytes_sent: int = 0
     late: int = 0
     shared_messages: int = 0
+    socket_messages: int = 0
     segments: int = 0
     segment_bytes: int = 0
     served: int = 0

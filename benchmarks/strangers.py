@@ -83,7 +83,7 @@ async def listen() -> Addresses:
     addresses = server._listener.addresses
     if addresses.tcp is None:
         me = Party(server.name, 0)
-        _listeners.append(Listener(me, "127.0.0.1", server.accept))
+        _listeners.append(Listener(me, "127.0.0.1", server.accept, server.accept_socket))
         addresses = Addresses(addresses.namespace, addresses.unix, _listeners[-1].addresses.tcp)
     return addresses
 

@@ -12,10 +12,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: two cores, and se
 import pytest
 from hypothesis import Phase, settings
 
-from aiorpc_torch._aio import segments
 from aiorpc_torch._world import forkserver
 from aiorpc_torch.testing import leaks
 from tests.support.gated_batches import gated as gated, skip as skip
+from tests.support.tensor_ways import set_way
 
 settings.register_profile("fast", deadline=None, max_examples=100)
 settings.register_profile("brief", deadline=None, max_examples=20)
@@ -108,5 +108,11 @@ def _no_leaks(no_leaks: None) -> None:
 
 @pytest.fixture
 def over_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Large tensors travel by torch RPC, as between hosts. Request it before the world."""
-    monkeypatch.setenv(segments.SWITCH, "0")
+    """Large tensors travel by torch RPC. Request it before the world."""
+    set_way(monkeypatch, "torch")
+
+
+@pytest.fixture
+def over_sockets(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Large tensors travel on tensor sockets, as between hosts. Request it before the world."""
+    set_way(monkeypatch, "sockets")

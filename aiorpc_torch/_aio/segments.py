@@ -56,13 +56,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
 _libc.munmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t)
+_libc.madvise.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
 _FAILED = ctypes.c_void_p(-1).value
 
 Buffer = ctypes.Array[ctypes.c_ubyte]
 
 
 class Mapping:
-    """A mapping of a file into memory, until the object and its buffers are gone.
+    """A mapping of a file or of new memory, until the object and its buffers are gone.
 
     Python's `mmap` keeps a descriptor for each mapping; a receiver would soon have none left.
 
@@ -81,6 +82,13 @@ class Mapping:
         self.address: int = address
         self.size = size
         weakref.finalize(self, _libc.munmap, address, size).atexit = False
+
+    @classmethod
+    def anonymous(cls, size: int) -> "Mapping":
+        """Return new memory of this process alone, of huge pages where the system has them."""
+        found = cls(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        _libc.madvise(found.address, size, mmap.MADV_HUGEPAGE)
+        return found
 
     def buffer(self) -> Buffer:
         """Return the memory as a new object, which weak references can refer to."""

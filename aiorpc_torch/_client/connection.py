@@ -1,7 +1,7 @@
 """A connection: the calls of one event loop to one peer.
 
 `SendState` decides when calls are sent; `PendingCalls` holds the receivers of their replies.
-Large tensors go in shared memory or by torch RPC.
+Large tensors go in shared memory, on sockets of their own or by torch RPC.
 
 A connection is one-way: two workers that connect to each other at once make two of them, and no
 rule has to choose one.
@@ -10,6 +10,7 @@ rule has to choose one.
 import asyncio
 import contextvars
 import logging
+import socket
 import time
 from collections.abc import Collection, Sequence
 from typing import Any
@@ -21,18 +22,18 @@ from .._aio.inline_future import InlineFuture, resume_all
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import RecordedCall, record_for_call
-from .._shm.segment_link import SegmentLink
+from .._protocol.tensor_links import TensorLinks
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._wire.columns import STREAM_END
 from .._wire.frames import (
     RESULTS,
     RETIRE,
-    SEGMENTS,
     SHARED,
+    TRANSFERRED,
     frame,
 )
-from .._wire.handshake import Party
+from .._wire.handshake import Party, number_for
 from .._wire.messages import Arguments, EncodedCall, decode_reply
 from .._wire.shared_arguments import MemberArguments
 from .._wire.targets import Target, call_name, target_name
@@ -81,13 +82,14 @@ class Connection(Channel):
         self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
         self._calls = 0
         self._pending = PendingCalls()
-        self._segments = SegmentLink(self, self._loop)
-        self._transfers = TorchTransfers(peer, self._key, self._pending, self._segments, self)
+        self._links = TensorLinks(self, self._loop, self._dial)
+        self._transfers = TorchTransfers(peer, self._key, self._pending, self._links, self)
         self._sender = CallSender(
-            self, peer.name, self._loop, self._pending, self._segments, self._transfers, self._fail
+            self, peer.name, self._loop, self._pending, self._links, self._transfers, self._fail
         )
         self._state = self._sender.state
         self._wake: list[InlineFuture] = []  # resolved by the current read
+        self._introductions: Introductions | None = None
         self._opening: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
         self._held: list[asyncio.TimerHandle] = []  # end the calls that are held too long
@@ -125,7 +127,8 @@ class Connection(Channel):
             "messages": self._sender.messages,
             "bytes_sent": self._sender.bytes,
             "late": self._pending.late,
-            "shared_messages": self._segments.sent,
+            "shared_messages": self._links.segments.sent,
+            "socket_messages": self._links.sockets.sent,
         }
 
     # ── calls ───────────────────────────────────────────────────────────────────────────────────
@@ -178,6 +181,7 @@ class Connection(Channel):
         """Cancel a call: its caller does not wait any more."""
         if self._pending.pop(number, None) is not None and not self._loop.is_closed():
             self._state.cancel(number)
+            self._links.sockets.drop_cancelled()
             self.flush_soon()
 
     def expire(self, number: int, seconds: float, target: Target) -> None:
@@ -191,6 +195,7 @@ class Connection(Channel):
             text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
             error = CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
             self._pending.fail((number,), error)
+            self._links.sockets.drop_cancelled()
             self.flush_soon()
 
     def _grant(self, number: int, credit: int) -> None:
@@ -236,7 +241,7 @@ class Connection(Channel):
         self._stop_holding()
         self.start(transport)
         self._state.is_paused = False
-        self._segments.offer()
+        self._links.offer()
         self.flush()
         if received:
             self.feed(received)
@@ -282,11 +287,11 @@ class Connection(Channel):
         if kind == RESULTS:
             self._deliver(outcomes := decode_reply(data))
             return len(outcomes)
-        if kind == SHARED:
-            self._deliver(decode_reply(*self._segments.read(data)))
+        if kind in (SHARED, TRANSFERRED):
+            self._deliver(decode_reply(*self._links.read(kind, data)))
             return 1
-        if kind == SEGMENTS:
-            self._on_segments(data)
+        if kind in TensorLinks.NEWS:
+            self._on_tensor_news(kind, data)
             return 0
         if kind == RETIRE:
             self._retire()
@@ -299,11 +304,11 @@ class Connection(Channel):
         )
         self._state.window.answered(ended)
 
-    def _on_segments(self, data: bytes) -> None:
-        """Handle what the peer tells of segments. Once it maps them, results come in them, too."""
-        could_send = self._segments.can_send
-        self._segments.on_frame(data)
-        if self._segments.can_send and not could_send:
+    def _on_tensor_news(self, kind: int, data: bytes) -> None:
+        """Handle what the peer tells of tensors. Once a way is open, results use it, too."""
+        could_send = self._links.can_send
+        self._links.on_frame(kind, data)
+        if self._links.can_send and not could_send:
             self._transfers.large_results.clear()
 
     def release_held(self, number: int) -> None:
@@ -342,11 +347,17 @@ class Connection(Channel):
 
     def open(self, introductions: Introductions) -> None:
         """Start to connect, in a task."""
+        self._introductions = introductions
         self._holding = introductions.holding
         opening = introductions.connect(self.peer, self._key[2], self.start_sending)
         context = contextvars.Context()  # without the deadline of the first caller
         self._opening = self._loop.create_task(opening, name="aiorpc-connect", context=context)
         self._opening.add_done_callback(self._on_opened)
+
+    async def _dial(self, purpose: int) -> socket.socket:
+        """Return a proven socket to the peer for tensors of this connection."""
+        assert self._introductions is not None
+        return await self._introductions.dial(self.peer, number_for(self._key[2], purpose))
 
     def _on_opened(self, opening: "asyncio.Task[None]") -> None:
         """Fail the pending calls if there is no connection."""
@@ -389,6 +400,7 @@ class Connection(Channel):
         self._state.cancels += sent
         self._pending.fail(sent, error)
         self._pending.fail([*self._pending], error, were_sent=False)
+        self._links.sockets.drop_cancelled()
         self.flush_soon()
         for each in [*self._recorded_calls] if recorded else ():
             each.failed(error)
@@ -417,7 +429,7 @@ class Connection(Channel):
         self._finish(RemoteError(f"{text}: {exc!r}"))
 
     def on_end(self, error: Exception | None) -> None:
-        self._segments.close()
+        self._links.close()
         if error is not None and self._error is None:
             self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         else:

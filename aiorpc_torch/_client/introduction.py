@@ -3,10 +3,12 @@
 import asyncio
 import contextlib
 import functools
+import socket
 from collections.abc import Awaitable, Callable
 from typing import Any, Protocol, cast
 
 from .._aio.deadlines import in_seconds
+from .._aio.detach import detach_socket
 from .._aio.unix_sockets import connect_unix
 from .._protocol import endpoints
 from .._protocol.members import Members
@@ -114,6 +116,20 @@ class Introductions:
             f"worker {peer.name!r} does not answer at {_format_address(address)}: {failure!r}. "
             "Open that address and port for this worker"
         ) from failure
+
+    async def dial(self, peer: WorkerInfo, number: int) -> socket.socket:
+        """Return a proven socket to `peer`, for the purpose in the number of its hello.
+
+        Raises the exceptions of `connect`.
+        """
+        found: list[socket.socket] = []
+        try:
+            await self.connect(peer, number, lambda opened, _: found.append(detach_socket(opened)))
+        except BaseException:
+            for each in found:  # cancelled at this moment
+                each.close()
+            raise
+        return found[0]
 
     async def _introduce_again(self, peer: WorkerInfo) -> None:
         self._known.pop((peer.name, peer.id), None)

@@ -1,7 +1,7 @@
 """The unsent calls of a connection, and the way that each takes.
 
-`SendState` decides when and how many. A call with large values goes in shared memory if it can,
-else by torch RPC; all others in a frame.
+`SendState` decides when and how many. The large values of a call go in shared memory or on tensor
+sockets if they can, else by torch RPC; all others in a frame.
 """
 
 import asyncio
@@ -11,11 +11,12 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-from .._shm.segment_link import SegmentLink, SharedMessage
+from .._protocol.tensor_links import TensorLinks
 from .._wire.connection_state import SendState
 from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
+from .._wire.shared_tensors import ReadyMessage
 from .._wire.tensor_table import TensorTable
 from .._wire.window import TRICKLE_INTERVAL, FlowWindow
 from ..errors import RpcError
@@ -57,7 +58,7 @@ class CallSender:
         wire: the connection.
         peer: name of the callee.
         pending: its calls that wait for a reply.
-        link: its shared memory.
+        links: its ways for large CPU tensors.
         by_torch: its transfers by torch RPC.
         fail: ends the calls of these numbers with an error.
 
@@ -73,7 +74,7 @@ class CallSender:
         peer: str,
         loop: asyncio.AbstractEventLoop,
         pending: PendingCalls,
-        link: SegmentLink,
+        links: TensorLinks,
         by_torch: ByTorch,
         fail: Callable[[Sequence[int], RpcError], None],
     ) -> None:
@@ -83,7 +84,7 @@ class CallSender:
         self._peer = peer
         self._loop = loop
         self._pending = pending
-        self._link = link
+        self._links = links
         self._by_torch = by_torch
         self._fail = fail
         self._trickle_timer: asyncio.TimerHandle | None = None
@@ -148,35 +149,35 @@ class CallSender:
     # ── large calls ─────────────────────────────────────────────────────────────────────────────
 
     def _send_large(self, call: EncodedCall) -> None:
-        """Send a call in shared memory if possible, else its slot here and the call by torch."""
+        """Send a call whose tensors were sent, or begin to send them; else send it by torch."""
         if call.shared is not None:
-            self.count(len(call.shared) + call.size)
+            self.count(call.shared.size + call.size)
             call.shared.send()
         elif call.by_torch:
             self._write(SLOT, dump((call.number, self._object_of(call))))
             self._by_torch.send_payload(call)
-        elif not (self._link.can_send and self._copy(call)):
+        elif not (self._links.can_send and self._copy(call)):
             call.by_torch = True
             if not self.state.must_wait(call):
                 self._send_large(call)
 
     def _copy(self, call: EncodedCall) -> bool:
-        """Begin to copy a call to shared memory; return False if it has to be sent otherwise."""
+        """Begin to send the tensors of a call; return False if it has to be sent otherwise."""
         self.state.begin_copy(call)
         tensors = TensorTable()
         try:
             data = dump(encode_calls((call,), time.monotonic(), tensors))
             is_pending = functools.partial(self._pending.__contains__, call.number)
             then = functools.partial(self._on_copied, call)
-            if self._link.send(data, tensors, then, is_pending):
+            if self._links.send(data, tensors, then, is_pending):
                 return True
         except Exception as exc:  # no memory, for one
-            log.debug("a call cannot be written to shared memory: %r", exc)
+            log.debug("the tensors of a call cannot be sent: %r", exc)
         self.state.stop_copy(call)
         return False
 
-    def _on_copied(self, call: EncodedCall, message: SharedMessage | None) -> None:
-        """Send a call whose tensors are in shared memory, after those before it."""
+    def _on_copied(self, call: EncodedCall, message: ReadyMessage | None) -> None:
+        """Send a call whose tensors the peer can reach, after those before it."""
         call.shared, call.by_torch = message, message is None
         if self.state.end_copy(call):
             self._wire.flush_soon()  # not at once: a small copy ends inside `flush()`

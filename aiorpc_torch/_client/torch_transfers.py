@@ -15,7 +15,7 @@ import torch
 
 from .._protocol import endpoints
 from .._protocol.recording import RecordedCall
-from .._shm.segment_link import SegmentLink
+from .._protocol.tensor_links import TensorLinks
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, enter_context_id, send, when_done
 from .._wire.messages import (
@@ -64,7 +64,7 @@ class TorchTransfers:
         peer: the process that runs the calls.
         key: the key of the connection's session at the peer.
         pending: the calls of the connection that wait for a reply.
-        link: shared memory of the connection, which may take what torch RPC has carried.
+        links: other ways of the connection, which may take what torch RPC has carried.
         owner: is told what came of each transfer.
     """
 
@@ -73,13 +73,13 @@ class TorchTransfers:
         peer: WorkerInfo,
         key: tuple[str, int, int],
         pending: PendingCalls,
-        link: SegmentLink,
+        links: TensorLinks,
         owner: Owner,
     ) -> None:
         self._peer = peer
         self._key = key
         self._pending = pending
-        self._link = link
+        self._links = links
         self._owner = owner
         self.large_results: set[EncodedTarget] = set()
         """Targets whose last result was large: the next call goes by torch both ways."""
@@ -132,7 +132,7 @@ class TorchTransfers:
 
     def _travels_otherwise(self, results: Any) -> bool:
         """Return whether the next results like these need no message of torch RPC."""
-        return is_inline(results) or (self._link.can_send and all(map(can_share, results[1])))
+        return is_inline(results) or (self._links.can_send and all(map(can_share, results[1])))
 
     # ── held results ────────────────────────────────────────────────────────────────────────────
 

@@ -117,7 +117,10 @@ class Channel:
     def start(self, transport: asyncio.Transport) -> None:
         """Begin with a transport whose handshake is done."""
         self._transport = transport
-        self.is_local = transport.get_extra_info("socket").family == socket.AF_UNIX
+        sock = transport.get_extra_info("socket")
+        self.is_local = sock.family == socket.AF_UNIX
+        if not self.is_local:  # asyncio leaves it out for sockets that were accepted
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         transport.set_write_buffer_limits(high=self.HIGH_WATER)
         close_on_fork(transport)
         transport.set_protocol(_Protocol(self))

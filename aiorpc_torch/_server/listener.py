@@ -13,10 +13,12 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
+from .._aio.detach import detach_socket
 from .._aio.fork import close_on_fork
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
 from .._protocol.channel import Channel
 from .._wire.handshake import (
+    CALLS,
     HELLO,
     Addresses,
     Credentials,
@@ -24,6 +26,7 @@ from .._wire.handshake import (
     Party,
     network_namespace,
     new_nonce,
+    read_number,
 )
 
 log = logging.getLogger("aiorpc_torch")
@@ -35,14 +38,20 @@ ACCEPT_RETRY = 1.0  # seconds, where a connection cannot be accepted for lack of
 Accept = Callable[[Party, int], Channel]
 """Makes the session of a caller's connection with that number."""
 
+AcceptSocket = Callable[[Party, int, int, socket.socket], None]
+"""Takes a socket for tensors of that connection, and its purpose."""
+
 
 class Listener:
     """The listening sockets of one worker, and the credentials that it gave to callers."""
 
-    def __init__(self, me: Party, host: str | None, accept: Accept) -> None:
+    def __init__(
+        self, me: Party, host: str | None, accept: Accept, accept_socket: AcceptSocket
+    ) -> None:
         """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given."""
         self._me = me
         self._accept = accept
+        self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
         self._listening: list[socket.socket] = []
         self._opening: dict[asyncio.Task[Any], socket.socket] = {}
@@ -156,8 +165,15 @@ class Listener:
         self, transport: asyncio.Transport, credentials: Credentials, hello: Hello, nonce: bytes
     ) -> None:
         """Answer the caller's proof, and start the session of the connection."""
-        transport.write(hello.callee_proof(credentials, nonce))
-        self._accept(credentials.caller, hello.connection).start(transport)
+        proof = hello.callee_proof(credentials, nonce)
+        connection, purpose = read_number(hello.connection)
+        if purpose == CALLS:
+            transport.write(proof)
+            self._accept(credentials.caller, connection).start(transport)
+            return
+        sock = detach_socket(transport)  # which has read no more than the hello
+        sock.send(proof)  # there is room for it in a new socket
+        self._accept_socket(credentials.caller, connection, purpose, sock)
 
 
 class _Unproven(asyncio.BufferedProtocol):

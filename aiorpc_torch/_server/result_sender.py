@@ -1,7 +1,7 @@
 """The unsent results of a session, those held for their caller, and the way that each takes.
 
-A large result goes in shared memory if it can. Else it is held here until its caller collects it by
-torch RPC. All others go in frames. The items of a stream stay in order.
+A large result goes in shared memory or on tensor sockets if it can. Else it is held here until its
+caller collects it by torch RPC. All others go in frames. The items of a stream stay in order.
 """
 
 import functools
@@ -10,12 +10,13 @@ import logging
 from collections.abc import Iterable, Sequence, Sized
 from typing import Any, Protocol
 
-from .._shm.segment_link import SegmentLink, SharedMessage
-from .._wire.columns import FAILED, HELD, cell_bytes, cell_tensors
+from .._protocol.tensor_links import TensorLinks
+from .._wire.columns import FAILED, HELD, PLAIN, cell_bytes, cell_tensors
 from .._wire.connection_state import ReplyState
 from .._wire.exceptions import RemoteFailure
 from .._wire.frames import MAX_FRAME, RESULTS, frame
 from .._wire.messages import EncodedResult, encode_reply
+from .._wire.shared_tensors import ReadyMessage
 from .._wire.slots import Slots
 from .._wire.tensors import INLINE_BYTES
 
@@ -49,7 +50,7 @@ class ResultSender:
     Args:
         wire: the session.
         caller: name of the worker that gets the results.
-        link: shared memory of the session.
+        links: its ways for large CPU tensors.
         calls: the calls that run.
 
     Attributes:
@@ -57,14 +58,15 @@ class ResultSender:
         replies: the results that wait for their frame.
     """
 
-    def __init__(self, wire: Wire, caller: str, link: SegmentLink, calls: Sized) -> None:
+    def __init__(self, wire: Wire, caller: str, links: TensorLinks, calls: Sized) -> None:
         self.held: dict[Any, tuple[EncodedResult, int]] = {}
         self._wire = wire
         self._caller = caller
-        self._link = link
+        self._links = links
         self._calls = calls
         self.replies = ReplyState()
-        self._copies: Slots[Any] = Slots()  # results that are copied to shared memory
+        self._copies: Slots[Any] = Slots()  # results whose tensors are being sent
+        self._copying: dict[int, int] = {}  # the calls of those that are wanted
         self._copy_numbers = itertools.count()
 
     def __repr__(self) -> str:
@@ -80,7 +82,7 @@ class ResultSender:
         key, kind, content = result
         size = cell_bytes(kind, content)
         if size > INLINE_BYTES or (type(kind) is str and cell_tensors(kind, content)):
-            if self._link.can_send and self._copy(result, size):
+            if self._links.can_send and self._copy(result, size):
                 return
             result, size = self._hold(result, size), 0
         if not (type(key) is tuple and self._copies and self._must_wait(key[0], result, size)):
@@ -101,13 +103,17 @@ class ResultSender:
     def release(self, number: int) -> None:
         """Release the held results of a call, or of a stream's items."""
         for key in [*self.held]:
-            if number == (key[0] if isinstance(key, tuple) else key):
+            if number == _call_of(key):
                 self.held.pop(key, None)
+        if number in self._copying.values():
+            self._copying = {copy: call for copy, call in self._copying.items() if call != number}
+            self._links.sockets.drop_cancelled()
 
     def close(self) -> None:
         """Release everything."""
         self.held.clear()
         self._copies.close()
+        self._copying.clear()
 
     def _must_wait(self, number: int, item: EncodedResult, size: int) -> bool:
         """Return whether an item of a stream waits for the copies before it."""
@@ -120,33 +126,40 @@ class ResultSender:
         else:
             self._wire.flush_soon()
 
-    # ── in shared memory ────────────────────────────────────────────────────────────────────────
+    # ── tensors apart ───────────────────────────────────────────────────────────────────────────
 
     def _copy(self, result: EncodedResult, size: int) -> bool:
-        """Begin to copy a result to shared memory; return False if it cannot be sent there."""
+        """Begin to send the tensors of a result; return False if they are sent otherwise."""
         key, copy = result[0], next(self._copy_numbers)
+        self._copying[copy] = _call_of(key)
         self._copies.open(copy, key[0] if isinstance(key, tuple) else (key,))
         try:
             then = functools.partial(self._on_copied, copy, result, size)
-            if self._link.send(*encode_reply((result,)), then):
+            if self._links.send(*encode_reply((result,)), then, lambda: copy in self._copying):
                 return True
         except Exception as exc:  # no memory, for one: torch's reply says so
-            log.debug("a result cannot be written to shared memory: %r", exc)
+            log.debug("the tensors of a result cannot be sent: %r", exc)
+        self._copying.pop(copy, None)
         self._queue_all(self._copies.drop(copy))
         return False
 
     def _on_copied(
-        self, copy: int, result: EncodedResult, size: int, message: SharedMessage | None
+        self, copy: int, result: EncodedResult, size: int, message: ReadyMessage | None
     ) -> None:
-        """Send a copied result, and the items behind it."""
+        """Send a result whose tensors were sent, or not, and the items behind it."""
+        is_wanted = self._copying.pop(copy, None) is not None
         if self._wire.is_open:
-            item = (self._hold(result, size), 0) if message is None else message
+            item: Any = message
+            if not is_wanted:  # the caller waits for an answer, without a use for it
+                item = (result[0], PLAIN, None), 0
+            elif message is None:
+                item = self._hold(result, size), 0
             self._queue_all(self._copies.fill(copy, item) or ())
 
     def _queue_all(self, items: Iterable[Any]) -> None:
-        """Queue results with their sizes; send those in shared memory after what is queued."""
+        """Queue results with their sizes. Those whose tensors were sent follow what is queued."""
         for item in items:
-            if isinstance(item, SharedMessage):
+            if isinstance(item, ReadyMessage):
                 self._wire.flush()
                 item.send()
             else:
@@ -177,3 +190,8 @@ class ResultSender:
         if len(results) == 1:
             return self._frames([self._hold(results[0], len(data))])
         return [each for result in results for each in self._frames([result])]
+
+
+def _call_of(key: Any) -> int:
+    """Return the number of the call of a result or an item."""
+    return key[0] if isinstance(key, tuple) else key  # type: ignore[no-any-return]

@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import socket
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -102,7 +103,7 @@ class Server:
 
     def open(self, host: str | None = None) -> None:
         """Listen, at the address `host` too if there are peers in other network namespaces."""
-        self._listener = Listener(self._members.me, host, self.accept)
+        self._listener = Listener(self._members.me, host, self.accept, self.accept_socket)
 
     def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""
@@ -110,6 +111,15 @@ class Server:
         session = Session(self, caller, connection, self._executor.call_on_loop, mapped)
         self.sessions.add(session)
         return session
+
+    def accept_socket(
+        self, caller: Party, connection: int, purpose: int, sock: socket.socket
+    ) -> None:
+        """Use a proven socket for tensors of an open session, or close it."""
+        if (session := self.sessions.get((caller.name, caller.number, connection))) is None:
+            sock.close()
+        else:
+            session.add_socket(purpose, sock)
 
     # ── on threads of torch ────────────────────────────────────────────────────────────────────
 

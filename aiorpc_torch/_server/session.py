@@ -8,6 +8,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import socket
 from collections.abc import Callable, Collection, Iterable, Sequence
 from threading import get_ident
 from time import monotonic
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from .._protocol.channel import Channel, channel_repr
-from .._shm.segment_link import SegmentLink
+from .._protocol.tensor_links import TensorLinks
 from .._torch import devices
 from .._torch.rrefs import RRefId
 from .._wire.columns import FAILED
@@ -27,9 +28,9 @@ from .._wire.frames import (
     CONTROL,
     RESULTS,
     RETIRE,
-    SEGMENTS,
     SHARED,
     SLOT,
+    TRANSFERRED,
     frame,
 )
 from .._wire.handshake import Party
@@ -130,8 +131,8 @@ class Session(Channel):
         self._call_on_loop = call_on_loop
         self._mapped = mapped
         self._loop_thread = get_ident()
-        self._segments = SegmentLink(self, self._loop)
-        self._results = ResultSender(self, caller.name, self._segments, self.calls)
+        self._links = TensorLinks(self, self._loop)
+        self._results = ResultSender(self, caller.name, self._links, self.calls)
 
     def __repr__(self) -> str:
         return channel_repr(
@@ -154,11 +155,11 @@ class Session(Channel):
             number, key = _read_slot(data)
             self._start_held(self.slots.open(number, key))
             return 1
-        if kind == SHARED:
-            data, tensors = self._segments.read(data)
+        if kind in (SHARED, TRANSFERRED):
+            data, tensors = self._links.read(kind, data)
             return self._handler.start_calls(self, load_calls(data), tensors)
-        if kind == SEGMENTS:
-            self._segments.on_frame(data)
+        if kind in TensorLinks.NEWS:
+            self._links.on_frame(kind, data)
             return 0
         if kind == RETIRE:
             self.retired.set()
@@ -276,7 +277,11 @@ class Session(Channel):
 
     def has_work(self) -> bool:
         """Return whether a call is running or on its way, or a result waits to be collected."""
-        return bool(self.calls or self.slots or self._results.held or self._segments.has_work())
+        return bool(self.calls or self.slots or self._results.held or self._links.has_work())
+
+    def add_socket(self, purpose: int, sock: socket.socket) -> None:
+        """Use a proven socket for tensors."""
+        self._links.sockets.add_socket(purpose, sock)
 
     def retire(self) -> None:
         """Ask the caller to send no further calls; `retired` is set when it has answered."""
@@ -294,7 +299,7 @@ class Session(Channel):
 
     def on_end(self, error: Exception | None) -> None:
         self.retired.set()
-        self._segments.close()
+        self._links.close()
         self._results.close()
         self.events.clear()
         if not self._received_close:

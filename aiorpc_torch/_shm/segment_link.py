@@ -9,6 +9,7 @@ import hmac
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -18,7 +19,15 @@ from .._aio.segments import Mapping, SegmentName, is_supported, map_segment, rea
 from .._wire.frames import SEGMENTS, SHARED, ProtocolError, frame
 from .._wire.payloads import attach_data, detach_data
 from .._wire.plain import dump, reader
-from .._wire.shared_tensors import Block, Place, check_places, place, tensors_at
+from .._wire.shared_tensors import (
+    Block,
+    Place,
+    ReadyMessage,
+    Then,
+    check_places,
+    place,
+    tensors_at,
+)
 from .segment_store import Lease, SegmentStore, store_of
 
 _read_news = reader(tuple[SegmentName | None, bytes | None, list[int], list[int], list[int]])
@@ -42,35 +51,17 @@ class Wire(Protocol):
         """Write frames."""
 
 
-class SharedMessage:
-    """A message whose tensors are in segments. One that is not sent gives them back as garbage."""
-
-    __slots__ = ("_blocks", "_data", "_link")
-
-    def __init__(self, link: "SegmentLink", blocks: Sequence[Block], data: bytes) -> None:
-        self._link = link
-        self._blocks = blocks
-        self._data = data
-
-    def __len__(self) -> int:
-        """Return the bytes of the frame."""
-        return len(self._data)
-
-    def send(self) -> None:
-        """Send the message, once."""
-        self._link.write(self._blocks, self._data)
-
-
 class SegmentLink:
     """The shared memory of one end of a connection. Confined to the event loop `loop`.
 
     Attributes:
         can_send: True if the peer has shown that it can map segments of this process.
+        is_refused: True if one end cannot map the segments of the other.
         sent: number of messages sent in segments.
     """
 
     def __init__(self, wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
-        self.can_send = False
+        self.can_send = self.is_refused = False
         self.sent = 0
         self._wire = wire
         self._loop = loop
@@ -100,6 +91,8 @@ class SegmentLink:
         """Show the peer the probe, if it is a process of this host."""
         if self._wire.is_local and is_supported() and (name := self._open()) is not None:
             self._write(offer=name)
+        else:
+            self.is_refused = True
 
     def _open(self) -> SegmentName | None:
         if self._store is None:
@@ -121,6 +114,7 @@ class SegmentLink:
             self._on_offer(offer)
         if proof is not None and self._store is not None:
             self.can_send = hmac.compare_digest(proof, self._store.probe.secret)
+            self.is_refused |= not self.can_send
         for number in opened:
             self._count_down(self._unopened, number)
         for number in released:
@@ -131,10 +125,12 @@ class SegmentLink:
             self._mappings.pop(number, None)
 
     def _on_offer(self, name: SegmentName) -> None:
-        if self._wire.is_local and is_supported():
+        if self._wire.is_local:
             self._peer = name.pid
-            mine = self._open()
-            self._write(offer=mine, proof=read_probe(name))
+            mine = self._open() if is_supported() else None
+            proof = read_probe(name)
+            self.is_refused |= not proof
+            self._write(offer=mine, proof=proof)
 
     def _count_down(self, counts: Counter[int], number: int) -> None:
         if not counts[number]:
@@ -153,7 +149,7 @@ class SegmentLink:
         self,
         data: bytes,
         tensors: Sequence[Tensor],
-        then: "Callable[[SharedMessage | None], object]",
+        then: Then,
         is_current: Callable[[], bool] = lambda: True,
     ) -> bool:
         """Send a message with its tensors in segments, if they can be.
@@ -188,7 +184,7 @@ class SegmentLink:
         self,
         blocks: Sequence[Block],
         body: tuple[Any, ...],
-        then: "Callable[[SharedMessage | None], object]",
+        then: Then,
     ) -> None:
         """Pass the message on when all blocks are written."""
         leases: list[Lease] = [block.lease for block in blocks]
@@ -199,7 +195,7 @@ class SegmentLink:
         self._copying -= 1
         is_written = self._wire.is_open and all(each.error is None for each in leases)
         data = self._encode(blocks, body) if is_written else None
-        then(None if data is None else SharedMessage(self, blocks, data))
+        then(None if data is None else ReadyMessage(partial(self.write, blocks, data), len(data)))
 
     def _encode(self, blocks: Iterable[Block], body: tuple[Any, ...]) -> bytes | None:
         """Return the frame of a message, None if a frame cannot hold it."""

@@ -22,6 +22,22 @@ _HELLO = struct.Struct(f"<8s16s{NONCE}sQ{PROOF}s")
 
 HELLO = _HELLO.size  # bytes
 
+CALLS, ARGUMENTS, RESULTS = range(3)
+"""Purposes of a connection: calls and small values, both ways; tensors of arguments, to the callee;
+tensors of results, to the caller."""
+
+_PURPOSE_SHIFT = 62  # the number of a connection for calls is its own
+
+
+def number_for(connection: int, purpose: int) -> int:
+    """Return the number in the hello of a connection that serves connection number `connection`."""
+    return purpose << _PURPOSE_SHIFT | connection
+
+
+def read_number(number: int) -> tuple[int, int]:
+    """Return the arguments of `number_for`."""
+    return number & ((1 << _PURPOSE_SHIFT) - 1), number >> _PURPOSE_SHIFT
+
 
 @dataclass(frozen=True, slots=True)
 class Party:

@@ -52,6 +52,24 @@ class Place(NamedTuple):
     requires_grad: bool
 
 
+class ReadyMessage(NamedTuple):
+    """A message whose tensors are in memory that its receiver reaches.
+
+    One that is not sent frees that memory as garbage.
+
+    Attributes:
+        send: Sends the message, once.
+        size: Bytes of its frame.
+    """
+
+    send: Callable[[], object]
+    size: int
+
+
+Then = Callable[[ReadyMessage | None], object]
+"""Is called once with the message to send, or with None if it has to be sent otherwise."""
+
+
 class Extent(NamedTuple):
     """Memory of a tensor that is written: bytes of its storage.
 
@@ -167,13 +185,20 @@ def _marked(tensor: Tensor, block: Block) -> Tensor:
     return alias
 
 
-def place(tensors: Iterable[Tensor]) -> tuple[list[Block], list[Place]] | None:
-    """Return the blocks and the places of a message's tensors, None if torch has to send them."""
+def place(
+    tensors: Iterable[Tensor], *, in_one_block: bool = False
+) -> tuple[list[Block], list[Place]] | None:
+    """Return the blocks and the places of a message's tensors, None if torch has to send them.
+
+    Args:
+        tensors: The tensors.
+        in_one_block: True if nothing is shared with other messages.
+    """
     own, blocks, places = Block(), list[Block](), list[Place]()
     for tensor in tensors:
         if not can_share(tensor):
             return None
-        block = getattr(tensor, _BLOCK_ATTRIBUTE, own)
+        block = own if in_one_block else getattr(tensor, _BLOCK_ATTRIBUTE, own)
         index, extent = -1, Extent(0, 0, 0)
         if tensor.numel():
             if not has_memory(tensor, tensor.nbytes):

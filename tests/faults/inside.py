@@ -133,7 +133,7 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         **_of_slots("caller: copies of calls", state._copies),
         "caller: calls of contexts": len(connection._recorded_calls),
         "caller: unresumed callers": len(connection._wake),
-        **_of_link("caller", connection._segments),
+        **_of_link("caller", connection._links.segments),
     }
 
 
@@ -146,7 +146,7 @@ def _of_callee(session: Session) -> dict[str, int]:
         **_of_slots("callee: copies of results", session._results._copies),
         "callee: unsent results": len(session._results.unsent),
         "callee: events of a profiler": len(session.events),
-        **_of_link("callee", session._segments),
+        **_of_link("callee", session._links.segments),
     }
 
 

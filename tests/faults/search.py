@@ -17,7 +17,7 @@ from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, remote, testing
-from aiorpc_torch._aio import segments
+from tests.support.tensor_ways import set_way
 
 from . import inside
 from .faults import DEADLINE, Fault, Injected
@@ -268,9 +268,9 @@ class Search:
 
 @contextlib.contextmanager
 def over_torch(is_on: bool) -> Iterator[None]:
-    """Send large tensors by torch RPC, as between hosts, or in shared memory."""
+    """Send large tensors by torch RPC, or in shared memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv(segments.SWITCH, "0" if is_on else "1")
+        set_way(patch, "torch" if is_on else "shared")
         yield
 
 

@@ -34,7 +34,7 @@ async def connected(worker: str) -> None:
 
     async def is_agreed() -> bool:
         await call(worker, int)
-        return pool.current().connection(worker)._segments.can_send
+        return pool.current().connection(worker)._links.segments.can_send
 
     await until(is_agreed)
 

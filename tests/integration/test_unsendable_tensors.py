@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from aiorpc_torch import call, create, fetch, remote, stats
-from aiorpc_torch._aio import segments
 from aiorpc_torch._client import pool
 from aiorpc_torch.testing import Workers
 from tests.support.tensor_kinds import UNSENDABLE, WARNINGS, make
 from tests.support.tensor_shelf import TensorShelf
+from tests.support.tensor_ways import TENSOR_WAYS, set_way
 
 pytestmark = pytest.mark.filterwarnings(WARNINGS)
 
@@ -21,13 +21,12 @@ def give(kind: str) -> Any:
 
 
 @pytest.mark.promise("transport.apart")
-@pytest.mark.parametrize("carrier", ["shared memory", "torch"])
+@pytest.mark.parametrize("way", TENSOR_WAYS)
 async def test_both_processes_live_on(
-    workers: Workers, monkeypatch: pytest.MonkeyPatch, carrier: str
+    workers: Workers, monkeypatch: pytest.MonkeyPatch, way: str
 ) -> None:
     """As an argument, as a result, and of an object that is fetched."""
-    if carrier == "torch":
-        monkeypatch.setenv(segments.SWITCH, "0")
+    set_way(monkeypatch, way)
     await workers(["a"])
     shelf = remote(await create("a", TensorShelf))
     await shelf.echo(0)

@@ -697,14 +697,24 @@ async def test_a_frame_that_is_too_long(
 
 
 async def test_calls_over_tcp(listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A peer of another network namespace is reached by its address and port."""
+    """A peer of another network namespace is reached by its address and port.
+
+    Neither end holds back a small frame for the acknowledgement of an earlier one.
+    """
     monkeypatch.setattr(introductions, "network_namespace", lambda: "elsewhere")
     found = pool.current()
     monkeypatch.setattr(found, "_introductions", introductions.Introductions(found._members))
     await work()
-    transport = own_connection()._transport
-    assert transport is not None
-    assert transport.get_extra_info("socket").family == socket.AF_INET
+    for end in (own_connection(), server().sessions[own_connection()._key]):
+        sock = end._transport.get_extra_info("socket")
+        assert sock.family == socket.AF_INET
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY) == 1
+    x = torch.rand(1 << 20)
+    assert torch.equal(await call("main", torch.clone, x), x)  # neither do tensor sockets
+    await until(lambda: own_connection()._links.can_send)
+    x += 1
+    assert torch.equal(await call("main", torch.clone, x), x)
+    assert stats().socket_messages > 0
 
 
 async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:

@@ -15,7 +15,6 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, autograd, batched, create_all, remote, stats
-from aiorpc_torch._aio import segments
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch._shm import segment_store
 from aiorpc_torch._shm.segment_store import COPY_ON_LOOP, SegmentStore
@@ -26,6 +25,7 @@ from tests.support.actors import Notes
 from tests.support.raw_connections import Stranger, Tap, server
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf
+from tests.support.tensor_ways import TENSOR_WAYS, set_way
 
 LARGE = INLINE_BYTES // 4 + 1  # elements of float32
 HUGE = COPY_ON_LOOP // 4 + 1  # those that a thread copies
@@ -84,11 +84,23 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
+def sent_apart() -> int:
+    """The messages of this process whose tensors did not travel by torch RPC."""
+    return stats().shared_messages + stats().socket_messages
+
+
 def is_given_back() -> bool:
-    """Whether neither end holds a segment of the other."""
+    """Whether neither end holds memory of the other."""
     gc.collect()
-    ends = own_connection()._segments, own_session()._segments
-    return not any(end._leased or end._buffers or end.has_work() for end in ends)
+    ends = own_connection()._links, own_session()._links
+    return not any(
+        end.segments._leased
+        or end.segments._buffers
+        or end.has_work()
+        or end.sockets._reserved
+        or len(end.sockets._incoming)
+        for end in ends
+    )
 
 
 @pytest.fixture
@@ -97,11 +109,26 @@ async def shelf(world: aiorpc.Worker) -> Shelf:
     return await new_shelf()
 
 
-async def new_shelf() -> Shelf:
-    """One in the current world."""
+@pytest.fixture(params=["shared", "sockets"])
+async def any_shelf(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+) -> Shelf:
+    """One whose tensors travel in shared memory or on sockets."""
+    set_way(monkeypatch, request.param)
+    return await new_shelf(request.param)
+
+
+async def new_shelf(way: str = "shared") -> Shelf:
+    """One in the current world, whose connection knows the way of its tensors."""
     found = Shelf()
     await remote(RRef(found)).echo(0)
-    await until(lambda: own_connection()._segments.can_send and own_session()._segments.can_send)
+    if way == "sockets":
+        await until(lambda: own_connection()._links.sockets.can_send)
+    if way != "shared":
+        return found
+    await until(
+        lambda: own_connection()._links.segments.can_send and own_session()._links.segments.can_send
+    )
     return found
 
 
@@ -128,16 +155,16 @@ async def test_many_small_arguments_are_large_together() -> None:
 
 
 @pytest.mark.promise("shared.values")
-async def test_many_copied_calls_at_once(shelf: Shelf) -> None:
+async def test_many_copied_calls_at_once(any_shelf: Shelf) -> None:
     """More than Python calls itself: each copy ends inside the loop that sends it."""
-    before, rref = stats().shared_messages, RRef(shelf)
+    before, rref = sent_apart(), RRef(any_shelf)
     async with asyncio.timeout(SOON):
         sums = await asyncio.gather(
             *(remote(rref).keep_changed(torch.full((LARGE,), float(n))) for n in range(300))
         )
     assert sums == [(n + 1.0) * LARGE for n in range(300)]
-    assert [float(tensor[0]) - 1 for tensor in shelf.kept] == [*range(300)]
-    assert stats().shared_messages - before > 250
+    assert [float(tensor[0]) - 1 for tensor in any_shelf.kept] == [*range(300)]
+    assert sent_apart() - before > 250
 
 
 @pytest.mark.promise("shared.values")
@@ -147,7 +174,7 @@ async def test_tensors_travel_in_shared_memory(shelf: Shelf, size: int) -> None:
     x, before = torch.rand(size), stats().shared_messages
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)
     assert stats().shared_messages == before + 1
-    assert own_session()._segments.sent == 1
+    assert own_session()._links.segments.sent == 1
     assert not own_connection()._transfers.large_results
     assert stats().segments == 2
     assert stats().segment_bytes >= 2 * x.nbytes
@@ -186,15 +213,14 @@ def tensors_in(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.promise("shared.values")
-@pytest.mark.parametrize("way", ["shared", "torch"])
+@pytest.mark.parametrize("way", TENSOR_WAYS)
 @pytest.mark.parametrize("name", VALUES)
 async def test_values_arrive_alike_by_either_way(
     monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker, name: str, way: str
 ) -> None:
     """With dtype, shape and gradient, whether torch carries them or not."""
-    if way == "torch":
-        monkeypatch.setenv(segments.SWITCH, "0")
-    shelf = Shelf() if way == "torch" else await new_shelf()
+    set_way(monkeypatch, way)
+    shelf = await new_shelf(way)
     value = VALUES[name]()
     for _ in range(2):
         found = await remote(RRef(shelf)).echo(value)
@@ -223,10 +249,10 @@ async def test_small_results_after_one_that_torch_carried(shelf: Shelf) -> None:
 
 
 @pytest.mark.promise("shared.values")
-async def test_views_share_their_storage_in_a_message(shelf: Shelf) -> None:
+async def test_views_share_their_storage_in_a_message(any_shelf: Shelf) -> None:
     """And one tensor that is passed twice arrives as one object."""
     x = torch.zeros(LARGE)
-    one, other, view = await remote(RRef(shelf)).echo((x, x, x.view(1, -1)))
+    one, other, view = await remote(RRef(any_shelf)).echo((x, x, x.view(1, -1)))
     assert one is other
     one.fill_(5)
     assert bool((view == 5).all())
@@ -238,18 +264,18 @@ async def test_views_share_their_storage_in_a_message(shelf: Shelf) -> None:
 
 @pytest.mark.promise("shared.own")
 @pytest.mark.parametrize("size", [LARGE, HUGE])
-async def test_a_received_tensor_is_its_own(shelf: Shelf, size: int) -> None:
+async def test_a_received_tensor_is_its_own(any_shelf: Shelf, size: int) -> None:
     """Neither the sender, nor another call, nor a later message changes it, or sees a change."""
-    proxy, x = remote(RRef(shelf)), torch.zeros(size)
+    proxy, x = remote(RRef(any_shelf)), torch.zeros(size)
     for number in range(4):
         await proxy.keep(x.fill_(number))
-    assert [float(each.max()) for each in shelf.kept] == [0, 1, 2, 3]
-    shelf.kept[1].fill_(7)
+    assert [float(each.max()) for each in any_shelf.kept] == [0, 1, 2, 3]
+    any_shelf.kept[1].fill_(7)
     assert float(x.max()) == 3
-    shelf.kept.clear()
+    any_shelf.kept.clear()
     for _ in range(4):
         await proxy.keep(x)
-    assert [float(each.max()) for each in shelf.kept] == [3] * 4
+    assert [float(each.max()) for each in any_shelf.kept] == [3] * 4
 
 
 @pytest.mark.promise("shared.reuse")
@@ -323,7 +349,7 @@ async def test_nothing_is_left_of_a_world() -> None:
     async with aiorpc.testing.world():
         proxy = remote(RRef(Shelf()))
         await proxy.echo(0)
-        await until(lambda: own_session()._segments.can_send)
+        await until(lambda: own_session()._links.segments.can_send)
         x = await proxy.echo(torch.ones(HUGE))
     assert float(x.sum()) == HUGE
     x.fill_(2)
@@ -356,7 +382,7 @@ async def test_a_group_argument_is_written_once(shelf: Shelf, size: int, nested:
 
 
 @pytest.mark.promise("shared.once")
-async def test_values_of_each_go_beside_what_is_shared(shelf: Shelf) -> None:
+async def test_values_of_each_go_beside_what_is_shared(any_shelf: Shelf) -> None:
     """A member's own tensors are in a segment of its own."""
     members = await create_all(["main"] * 3, Shelf)
     own, alike = [torch.full((LARGE,), float(n)) for n in range(3)], torch.ones(LARGE)
@@ -457,14 +483,13 @@ async def test_a_result_of_several_calls_is_copied_once(
 
 
 @pytest.mark.promise("shared.values")
-@pytest.mark.parametrize("way", ["shared", "torch"])
+@pytest.mark.parametrize("way", TENSOR_WAYS)
 async def test_a_part_is_cut_out_when_it_is_sent(
     monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker, way: str
 ) -> None:
     """Not on the event loop when the call is made; the rest of its storage does not travel."""
-    if way == "torch":
-        monkeypatch.setenv(segments.SWITCH, "0")
-    shelf = Shelf() if way == "torch" else await new_shelf()
+    set_way(monkeypatch, way)
+    shelf = await new_shelf(way)
     proxy, whole = remote(RRef(shelf)), torch.arange(6.0 * HUGE).reshape(6, HUGE)
     await proxy.keep(whole[2])
     await proxy.keep({"part": whole[4]})
@@ -473,6 +498,7 @@ async def test_a_part_is_cut_out_when_it_is_sent(
     assert torch.equal(kept[0], whole[2])
     assert torch.equal(kept[1], whole[4])
     assert stats().shared_messages == (2 if way == "shared" else 0)
+    assert stats().socket_messages == (2 if way == "sockets" else 0)
 
 
 # ── order, streams, cancellation ────────────────────────────────────────────────────────────────
@@ -582,13 +608,13 @@ async def test_a_call_that_times_out_while_it_is_copied(
 
 @pytest.mark.promise("shared.order")
 @pytest.mark.parametrize("name", ["items", "plain_items"])
-async def test_items_of_streams_stay_in_order(shelf: Shelf, name: str) -> None:
+async def test_items_of_streams_stay_in_order(any_shelf: Shelf, name: str) -> None:
     """Whatever way each of them takes."""
     sizes = [3, HUGE, LARGE, 1, HUGE, HUGE, 2, LARGE]
-    found = [item async for item in getattr(remote(RRef(shelf)), name)(sizes)]
+    found = [item async for item in getattr(remote(RRef(any_shelf)), name)(sizes)]
     assert [len(item) for item in found] == sizes
     assert [float(item.max()) for item in found] == [*range(8)]
-    assert own_session()._segments.sent >= 5
+    assert own_session()._links.segments.sent + own_session()._links.sockets.sent >= 5
     del found
     await until(is_given_back)
 
@@ -607,7 +633,7 @@ async def test_a_copy_that_fails_goes_by_torch(
         x = torch.rand(size)
         assert torch.equal(await proxy.echo(x), x)
         assert [len(item) async for item in proxy.items([size, 1, size])] == [size, 1, size]
-    assert own_connection()._segments.sent == 0
+    assert own_connection()._links.segments.sent == 0
     monkeypatch.undo()
 
 
@@ -620,20 +646,22 @@ async def test_no_thread_for_a_copy(shelf: Shelf, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(segment_store, "_copy_threads", fail)
     x = torch.rand(HUGE)
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)
-    assert own_connection()._segments.sent == 1
+    assert own_connection()._links.segments.sent == 1
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(st.sampled_from([1, LARGE, HUGE]), st.booleans()), max_size=12))
-def test_calls_of_one_object_start_as_sent(calls: list[tuple[int, bool]]) -> None:
+@pytest.mark.parametrize("way", ["shared", "sockets"])
+def test_calls_of_one_object_start_as_sent(
+    monkeypatch: pytest.MonkeyPatch, way: str, calls: list[tuple[int, bool]]
+) -> None:
     """Whatever their sizes, and whichever of them are cancelled."""
+    set_way(monkeypatch, way)
 
     async def main() -> None:
         async with aiorpc.testing.world():
-            shelf = Shelf()
+            shelf = await new_shelf(way)
             proxy = remote(RRef(shelf))
-            await proxy.echo(0)
-            await until(lambda: own_connection()._segments.can_send)
             tasks = [
                 asyncio.ensure_future(proxy.keep((number, torch.full((size,), float(number)))))
                 for number, (size, _) in enumerate(calls)
@@ -710,7 +738,7 @@ async def test_segments_that_cannot_be_made_later(
 
 async def test_nothing_is_offered_over_tcp(shelf: Shelf) -> None:
     """The peer may be on another host."""
-    link = own_connection()._segments
+    link = own_connection()._links.segments
     own_connection().is_local = False
     link._store = None
     link.offer()

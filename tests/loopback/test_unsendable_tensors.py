@@ -14,12 +14,12 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, RRef, batched, call, create, each, fetch, remote, stats
-from aiorpc_torch._aio import segments
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
 from tests.support.raw_connections import server
 from tests.support.tensor_kinds import SENDABLE, UNSENDABLE, WARNINGS, freed, is_alike, make, ramp
+from tests.support.tensor_ways import TENSOR_WAYS, set_way
 
 pytestmark = pytest.mark.filterwarnings(WARNINGS)
 
@@ -175,7 +175,9 @@ async def new_shop(*, shares: bool) -> RRef[Shop]:
     await remote(rref).echo(0)
     if shares:
         session = server().sessions[own_connection()._key]
-        await until(lambda: own_connection()._segments.can_send and session._segments.can_send)
+        await until(
+            lambda: own_connection()._links.segments.can_send and session._links.segments.can_send
+        )
     return rref
 
 
@@ -201,12 +203,11 @@ def assert_clear(error: BaseException) -> None:
     assert "cannot be sent: " in text
 
 
-@pytest.fixture(params=["shared memory", "torch"])
+@pytest.fixture(params=TENSOR_WAYS)
 def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether large tensors travel in shared memory. Request it before the world."""
-    if request.param == "torch":
-        monkeypatch.setenv(segments.SWITCH, "0")
-    return bool(request.param != "torch")
+    set_way(monkeypatch, request.param)
+    return bool(request.param == "shared")
 
 
 @pytest.mark.promise("transport.apart")

@@ -90,6 +90,7 @@ async def _call(peer: str) -> None:
         await asyncio.gather(*(remote(counter).aadd() for _ in range(20)))
     large = torch.arange(250_000.0)
     result = await remote(counter).scale(large)
+    assert aiorpc.stats().socket_messages == 1
     items = [item async for item in remote(streams).count(500)]
     tell("called", [await remote(counter).aadd(0), torch.equal(result, 420 * large), items])
 

@@ -7,6 +7,7 @@ import socket
 import struct
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,10 @@ from aiorpc_torch._wire.handshake import NONCE, Party
 def listen(host: str | None = None) -> Listener:
     """A listener on whose connections nobody proves who it is."""
 
-    def refuse_to_accept(caller: Party, connection: int) -> object:
+    def refuse_to_accept(caller: Party, *_: object) -> Any:
         raise AssertionError(f"{caller} was accepted")
 
-    return Listener(Party("w", 0), host, refuse_to_accept)  # type: ignore[arg-type]
+    return Listener(Party("w", 0), host, refuse_to_accept, refuse_to_accept)
 
 
 def dial(listening: Listener, source: str | None = None) -> socket.socket:

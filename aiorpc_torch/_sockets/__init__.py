@@ -1,0 +1,1 @@
+"""Tensors on sockets of their own, between processes that share no memory."""

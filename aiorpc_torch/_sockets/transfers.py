@@ -1,0 +1,240 @@
+"""Tensors as chunks on several sockets: what is sent next, and where received bytes go.
+
+State machines for threads, without sockets. A transfer has the tensors of one message. Each chunk
+names its transfer and its position, so it may travel on any socket. Transfers that are under way at
+once share the sockets chunk by chunk. (tests/unit/sockets/test_transfers.py)
+"""
+
+import ctypes
+import struct
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from .._wire.frames import ProtocolError
+from .._wire.shared_tensors import ALIGNMENT, Block, Source
+
+CHUNK = 1 << 20
+"""Bytes of a chunk, without the padding behind its last tensor. Chunks of 256 KiB cost 10 to 20 %,
+larger ones gain nothing."""
+
+MAX_PIECES = 256
+"""Tensors in one chunk."""
+
+HEADER = struct.Struct("<QQQQ")
+"""Number and bytes of the transfer, position and bytes of the chunk."""
+
+_PADDING = bytes(ALIGNMENT)
+
+
+class OutgoingTransfer:
+    """The tensors of one message, which several threads send chunk by chunk. For any thread.
+
+    Attributes:
+        number: Number of the transfer on its connection.
+        size: Bytes of the transfer.
+        started: Bytes of the chunks that were taken.
+        is_cancelled: True if no further chunk is taken.
+    """
+
+    def __init__(self, number: int, block: Block) -> None:
+        self.number = number
+        self.size = block.size
+        self.started = 0
+        self.is_cancelled = False
+        self._sources = block.sources
+        self._next = 0  # index of the source that the next chunk begins with
+        self._in_progress = 0  # chunks that were taken and are not sent
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<OutgoingTransfer {self.number}: {self.started:,} of {self.size:,} bytes>"
+
+    @property
+    def is_complete(self) -> bool:
+        """True if all chunks were taken."""
+        return self.started == self.size
+
+    def take(self) -> list[Any] | None:
+        """Return the buffers of the next chunk, its header first; None if there is none.
+
+        Raises:
+            ValueError: if a storage was freed or made smaller since its tensor was added.
+        """
+        with self._lock:
+            if self.is_cancelled or self.is_complete:
+                return None
+            pieces = self._cut()
+            length = sum(map(len, pieces))
+            header = HEADER.pack(self.number, self.size, self.started, length)
+            self.started += length
+            self._in_progress += 1
+        return [header, *pieces]
+
+    def _cut(self) -> list[Any]:
+        pieces: list[Any] = []
+        position, end = self.started, self.started + CHUNK
+        while position < end and len(pieces) < MAX_PIECES and self._next < len(self._sources):
+            (start, _, size), _, _ = source = self._sources[self._next]
+            done = position - start
+            part = min(size - done, end - position)
+            pieces.append(_view(source, done, part))
+            position += part
+            if done + part == size:
+                self._next += 1
+                if padding := -size % ALIGNMENT:
+                    pieces.append(_PADDING[:padding])
+                    position += padding
+        return pieces
+
+    def sent(self) -> bool:
+        """Note that a chunk was sent; return whether no thread needs the tensors any more."""
+        with self._lock:
+            self._in_progress -= 1
+            return self._is_over()
+
+    def cancel(self) -> bool:
+        """Take no further chunk; return whether no thread needs the tensors any more."""
+        with self._lock:
+            self.is_cancelled = True
+            return self._is_over()
+
+    def release(self) -> None:
+        """Let go of the tensors, once no thread needs them."""
+        self._sources = []
+
+    def _is_over(self) -> bool:
+        return not self._in_progress and (self.is_cancelled or self.is_complete)
+
+
+def _view(source: Source, offset: int, size: int) -> memoryview:
+    """Return memory of a source, which the caller keeps alive."""
+    (_, skip, whole), storage, _ = source
+    if storage.nbytes() < skip + whole:
+        raise ValueError("a storage was freed or made smaller before it was sent")
+    address = storage.data_ptr() + skip + offset
+    return memoryview((ctypes.c_ubyte * size).from_address(address)).cast("B")
+
+
+class _Arriving:
+    """A transfer that comes in; `memory` is None if its bytes are discarded."""
+
+    __slots__ = ("expected", "is_dropped", "memory", "received", "size")
+
+    def __init__(self, size: int) -> None:
+        self.size = self.expected = size
+        self.received = 0
+        self.is_dropped = False
+        self.memory: Any = None
+
+
+class IncomingTransfers:
+    """The transfers that one peer sends, until their messages are read. For any thread.
+
+    Args:
+        limit: Maximum bytes that the peer may have under way.
+        allocate: Returns memory for a transfer.
+    """
+
+    def __init__(self, limit: int, allocate: Callable[[int], Any]) -> None:
+        self._limit = limit
+        self._allocate = allocate
+        self._arriving: dict[int, _Arriving] = {}
+        self._held = 0  # bytes
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"<IncomingTransfers {len(self)}, {self._held:,} of {self._limit:,} bytes>"
+
+    def __len__(self) -> int:
+        """Return the number of transfers whose messages were not read."""
+        return len(self._arriving)
+
+    def begin(self, number: int, size: int, offset: int, length: int) -> memoryview | None:
+        """Return the memory for a chunk, None if its bytes are to be discarded.
+
+        Raises:
+            ProtocolError: if the chunk is malformed, or its transfer exceeds the limit.
+        """
+        with self._lock:
+            found = self._arriving.get(number) or self._announce(number, size)
+            if not (found.is_dropped or 0 < length <= size - offset <= size == found.size):
+                raise ProtocolError(f"malformed chunk: {length} bytes at {offset} of {size}")
+            memory = found.memory
+        return None if memory is None else memoryview(memory).cast("B")[offset : offset + length]
+
+    def _announce(self, number: int, size: int) -> _Arriving:
+        """Reserve memory for a transfer whose first chunk has come.
+
+        The peer counts its transfers until their messages are sent. Those messages may wait to be
+        read here, while it sends as many bytes again.
+        """
+        if size > self._limit or self._held + size > 2 * self._limit:
+            raise ProtocolError(
+                f"the peer sends {size:,} bytes of tensors beside {self._held:,} that are not "
+                f"read; at most {self._limit:,} may be under way"
+            )
+        found = self._arriving[number] = _Arriving(size)
+        self._held += size
+        try:
+            found.memory = self._allocate(size)
+        except (OSError, RuntimeError, MemoryError):  # torch's error is a RuntimeError
+            found.memory = None
+        return found
+
+    def end(self, number: int, length: int) -> bool | None:
+        """Note that a chunk has come.
+
+        Return True if its transfer has come whole, False if that had no memory, None otherwise.
+        """
+        with self._lock:
+            found = self._arriving.get(number)
+            if found is None:  # closed
+                return None
+            found.received += length
+            if found.received < found.expected:
+                return None
+            if found.memory is not None:
+                return True
+            self._forget(number)
+            return None if found.is_dropped else False
+
+    def drop(self, number: int, sent: int) -> None:
+        """Free a transfer that the peer has cancelled after `sent` bytes; discard what comes.
+
+        Raises:
+            ProtocolError: if more bytes have come.
+        """
+        with self._lock:
+            found = self._arriving.get(number)
+            if found is None:
+                if sent <= 0:
+                    return
+                found = self._arriving[number] = _Arriving(0)
+            if found.received > sent:
+                raise ProtocolError(f"transfer {number} has more than {sent} bytes")
+            found.expected, found.is_dropped, found.memory = sent, True, None
+            if found.received == sent:
+                self._forget(number)
+
+    def take(self, number: int) -> tuple[Any, int]:
+        """Return memory and bytes of a transfer that has come whole, and forget it.
+
+        Raises:
+            ProtocolError: if there is none.
+        """
+        with self._lock:
+            found = self._arriving.get(number)
+            if found is None or found.memory is None or found.received < found.expected:
+                raise ProtocolError(f"transfer {number} has not come")
+            self._forget(number)
+            return found.memory, found.size
+
+    def close(self) -> None:
+        """Free everything."""
+        with self._lock:
+            self._arriving.clear()
+            self._limit = 0
+
+    def _forget(self, number: int) -> None:
+        self._held -= self._arriving.pop(number).size

@@ -1,0 +1,444 @@
+"""Tensors on sockets of their own, in a world of one that may not share memory."""
+
+import asyncio
+import gc
+import socket
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import RRef, autograd, remote, stats
+from aiorpc_torch._client import connection, introduction, pool
+from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
+from aiorpc_torch._sockets.socket_threads import SOCKETS
+from aiorpc_torch._sockets.transfers import CHUNK, HEADER
+from aiorpc_torch._wire.frames import TRANSFERRED, TRANSFERS
+from aiorpc_torch._wire.handshake import ARGUMENTS, RESULTS, read_number
+from tests.support.raw_connections import Stranger, server
+from tests.support.tensor_shelf import TensorShelf
+
+pytestmark = pytest.mark.usefixtures("over_sockets")
+
+LARGE = CHUNK  # elements of float32: four chunks
+SOON = 30.0
+
+
+class Shelf(TensorShelf):
+    """Also gives tensors back."""
+
+    async def get(self, index: int) -> Any:
+        """What is kept."""
+        return self.kept[index]
+
+    async def never(self) -> None:
+        """Does not return."""
+        await asyncio.Event().wait()
+
+
+def own_connection() -> connection.Connection:
+    return pool.current().connection("main")
+
+
+def near() -> socket_link.SocketLink:
+    """The caller's end."""
+    return own_connection()._links.sockets
+
+
+def far() -> socket_link.SocketLink:
+    """The callee's end."""
+    return server().sessions[own_connection()._key]._links.sockets
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+def is_at_rest() -> bool:
+    """Whether neither end holds anything of a transfer."""
+    gc.collect()
+    return not any(
+        end._jobs or end._waiting or end._reserved or len(end._incoming) or end._incoming._held
+        for end in (near(), far())
+    )
+
+
+@pytest.fixture
+async def shelf(over_sockets: None, world: aiorpc.Worker) -> Shelf:
+    """One whose connection knows that it may use sockets."""
+    found = Shelf()
+    await remote(RRef(found)).echo(0)
+    await until(lambda: near().can_send and far().can_send)
+    return found
+
+
+class Line:
+    """Holds back chunks before they are sent."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.waiting = threading.Semaphore(0)  # counts chunks that a thread holds
+        self.may_send = threading.Event()
+        send = socket_threads._send_all
+
+        def held(sock: socket.socket, buffers: list[Any]) -> None:
+            self.waiting.release()
+            assert self.may_send.wait(SOON)
+            send(sock, buffers)
+
+        patch.setattr(socket_threads, "_send_all", held)
+
+    async def is_held(self, chunks: int = SOCKETS) -> None:
+        for _ in range(chunks):
+            assert await asyncio.to_thread(self.waiting.acquire, timeout=SOON)
+
+
+@pytest.fixture
+def line(monkeypatch: pytest.MonkeyPatch) -> Iterator[Line]:
+    found = Line(monkeypatch)
+    yield found
+    found.may_send.set()
+
+
+# ── values ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("sockets.values")
+async def test_tensors_travel_on_sockets(shelf: Shelf) -> None:
+    """There and back, and nothing of them by torch."""
+    x = torch.rand(LARGE)
+    for number in range(1, 4):
+        assert torch.equal(await remote(RRef(shelf)).echo(x), x)
+        assert (near().sent, far().sent) == (number, number)
+    assert stats().socket_messages == 3
+    assert stats().shared_messages == stats().held_bytes == 0
+    assert not own_connection()._transfers.large_results
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.values")
+async def test_recorded_tensors_travel_by_torch(shelf: Shelf) -> None:
+    """And so does what is more than its bytes."""
+    x = torch.rand(LARGE, requires_grad=True)
+    async with autograd.context() as context:
+        y = await remote(RRef(shelf)).echo(x)
+        await context.backward([y.sum()])
+    sparse = torch.eye(300).to_sparse()
+    assert torch.equal((await remote(RRef(shelf)).echo(sparse)).to_dense(), torch.eye(300))
+    assert stats().socket_messages == 0
+
+
+@pytest.mark.promise("sockets.memory")
+async def test_memory_is_used_again(shelf: Shelf) -> None:
+    """Once all tensors, views and storages in it are freed."""
+    x = await remote(RRef(shelf)).echo(torch.rand(LARGE))
+    before = x[3:5].tolist()
+    part, address = x[3:5], x.data_ptr()
+    del x
+    await until(is_at_rest)
+    other = await remote(RRef(shelf)).echo(torch.zeros(LARGE))
+    assert part.tolist() == before
+    assert other.data_ptr() != address
+    del part, other
+    memory = receive_memory.memory_of(asyncio.get_running_loop())
+    await until(lambda: not memory._used)
+    again = await remote(RRef(shelf)).echo(torch.ones(LARGE))
+    assert memory._pool.total == 3 * 4 * LARGE  # of two arguments at a time, and a result
+    assert float(again.sum()) == LARGE
+
+
+@pytest.mark.promise("sockets.memory")
+async def test_kept_tensors_exceed_the_memory(
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+) -> None:
+    """More than is used again is memory of torch."""
+    monkeypatch.setattr(receive_memory, "memory_limit", lambda: 2 * 4 * LARGE)
+    shelf = Shelf()
+    for number in range(5):
+        await remote(RRef(shelf)).keep(torch.full((LARGE,), float(number)))
+    assert [float(each.max()) for each in shelf.kept] == [0, 1, 2, 3, 4]
+    assert stats().socket_messages >= 4
+
+
+# ── fairness, order ─────────────────────────────────────────────────────────────────────────────
+
+
+async def test_transfers_share_the_sockets(shelf: Shelf, line: Line) -> None:
+    """A small one does not wait for the end of a large one."""
+    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(16 * LARGE)))
+    await line.is_held()
+    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(torch.ones(LARGE // 8)))
+    await until(lambda: len(near()._jobs) == 2)
+    (large, _) = near()._jobs.values()
+    line.may_send.set()
+    await second
+    assert large.transfer.started <= 16 * 4 * LARGE
+    assert await first == 1
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.order")
+async def test_a_transfer_delays_its_own_object_only(shelf: Shelf, line: Line) -> None:
+    """Later calls of the object wait for it; calls of others do not."""
+    mine, other = remote(RRef(shelf)), remote(RRef(Shelf()))
+    first = asyncio.ensure_future(mine.keep(torch.ones(LARGE)))
+    await line.is_held()
+    second = asyncio.ensure_future(mine.keep(2))
+    assert await other.keep(3) == 1
+    assert not second.done()
+    line.may_send.set()
+    assert await asyncio.gather(first, second) == [1, 2]
+
+
+# ── bounds ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("sockets.bounds")
+async def test_a_sender_keeps_the_limit_of_its_receiver(
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+) -> None:
+    """Transfers wait for others to end; one that is larger goes by torch."""
+    monkeypatch.setattr(socket_link, "incoming_limit", lambda: 3 * 4 * LARGE)
+    shelf = Shelf()
+    proxy = remote(RRef(shelf))
+    await proxy.echo(0)
+    await until(lambda: near().can_send and far().can_send)
+    calls = [proxy.keep(torch.full((LARGE,), float(number))) for number in range(10)]
+    await asyncio.gather(*calls)
+    assert [float(each.max()) for each in shelf.kept] == [*range(10)]
+    assert near().sent == 10
+    await proxy.keep(torch.ones(4 * LARGE))
+    assert near().sent == 10
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.bounds")
+async def test_a_peer_that_exceeds_the_limit(shelf: Shelf) -> None:
+    """Its connection ends with an error that says so; no memory is reserved."""
+    near()._open(ARGUMENTS)
+    await until(lambda: near()._sender is not None and len(near()._sender) == SOCKETS)
+    await until(lambda: far()._receiver is not None)
+    size = far()._limit + 1
+    near()._sender._sockets[0].sendall(HEADER.pack(1, size, 0, CHUNK))  # type: ignore[union-attr]
+    with pytest.raises(aiorpc.RpcError, match="may be under way"):
+        await asyncio.wait_for(remote(RRef(shelf)).never(), SOON)
+    assert not far_memory()
+
+
+def far_memory() -> int:
+    return receive_memory.memory_of(asyncio.get_running_loop())._pool.total
+
+
+MALFORMED: dict[str, tuple[int, Any]] = {
+    "news that are none": (TRANSFERS, 5),
+    "a transfer that there was not": (TRANSFERS, (None, False, ((7, True),), ())),
+    "drops that are none": (TRANSFERS, (None, False, (), (7,))),
+    "a caller that asks for sockets": (TRANSFERS, (None, True, (), ())),
+    "a message before its transfer": (TRANSFERRED, (7, (), b"")),
+    "no message": (TRANSFERRED, 5),
+}
+
+
+@pytest.mark.promise("sockets.bounds")
+@pytest.mark.parametrize("name", MALFORMED)
+async def test_a_malformed_frame_ends_its_connection(world: aiorpc.Worker, name: str) -> None:
+    """And nothing else."""
+    stranger = await Stranger.proven()
+    stranger.send(*MALFORMED[name])
+    async with asyncio.timeout(SOON):
+        await stranger.session.ended.wait()
+    await stranger.leave()
+    assert await remote(RRef(Shelf())).echo(3) == 3
+
+
+# ── failures ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("sockets.cancelled")
+@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
+async def test_a_call_that_ends_while_it_is_sent(shelf: Shelf, line: Line, is_late: bool) -> None:
+    """Its tensor and the memory for it are freed; a late one is known not to have run."""
+    x = torch.ones(4 * LARGE)
+    freed = weakref.ref(x.untyped_storage())
+    proxy = remote(RRef(shelf), timeout=0.05 if is_late else None)
+    call = asyncio.ensure_future(proxy.keep(x))
+    del x
+    await line.is_held()
+    if not is_late:
+        call.cancel()
+    outcome = (await asyncio.gather(call, return_exceptions=True))[0]
+    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
+    if isinstance(outcome, aiorpc.CallTimeout):
+        assert not outcome.may_have_run
+    del call, outcome
+    line.may_send.set()
+    await until(is_at_rest)
+    assert freed() is None
+    assert await remote(RRef(shelf)).keep(torch.ones(LARGE)) == 1
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_a_call_that_is_cancelled_before_it_is_begun(shelf: Shelf, line: Line) -> None:
+    """It waits for the memory of others."""
+    near()._peer_limit = 4 * LARGE
+    calls = [asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE))) for _ in range(2)]
+    await line.is_held()
+    await until(lambda: len(near()._waiting) == 1)
+    calls[1].cancel()
+    await asyncio.wait(calls[1:])
+    await until(lambda: not near()._waiting)
+    line.may_send.set()
+    assert await calls[0] == 1
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_a_message_that_is_cancelled_behind_another(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tensors have arrived; their memory is freed."""
+    send, held = socket_threads._send_all, threading.Event()
+
+    def slow(sock: socket.socket, buffers: list[Any]) -> None:
+        if HEADER.unpack(buffers[0])[0] == 1:
+            assert held.wait(SOON)
+        send(sock, buffers)
+
+    monkeypatch.setattr(socket_threads, "_send_all", slow)
+    monkeypatch.setattr(socket_threads, "SOCKETS", 3)
+    monkeypatch.setattr(socket_link, "SOCKETS", 3)
+    proxy = remote(RRef(shelf))
+    calls = [asyncio.ensure_future(proxy.keep(torch.ones(LARGE // 4 - each))) for each in range(2)]
+    await until(lambda: [*near()._jobs] == [1])  # of the second one, all has arrived
+    calls[1].cancel()
+    await asyncio.wait(calls[1:])
+    held.set()
+    assert await calls[0] == 1
+    await until(is_at_rest)
+    assert near().sent == 1
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_a_result_that_is_cancelled_while_it_is_sent(shelf: Shelf, line: Line) -> None:
+    """Its memory is freed, and its call leaves the window."""
+    shelf.kept.append(torch.ones(4 * LARGE))
+    call = asyncio.ensure_future(remote(RRef(shelf)).get(0))
+    await line.is_held()
+    call.cancel()
+    await asyncio.wait((call,))
+    await until(lambda: not far()._jobs or next(iter(far()._jobs.values())).transfer.is_cancelled)
+    line.may_send.set()
+    await until(is_at_rest)
+    await until(lambda: not own_connection()._state.window)
+    assert far().sent == 0
+    assert await remote(RRef(shelf)).echo(7) == 7
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_a_stream_that_is_left_while_an_item_is_sent(shelf: Shelf, line: Line) -> None:
+    """Its items are dropped."""
+    line.may_send.set()
+    async for item in remote(RRef(shelf)).items(LARGE, 20):
+        assert float(item.max()) == 0
+        break
+    del item
+    await until(is_at_rest)
+    await until(lambda: not own_connection()._state.window)
+
+
+@pytest.mark.promise("sockets.lost")
+async def test_a_socket_that_fails_ends_the_connection(shelf: Shelf, line: Line) -> None:
+    """No call waits for ever, and the next one has another connection."""
+    former = own_connection()
+    call = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(4 * LARGE)))
+    await line.is_held()
+    for sock in near()._sender._sockets:  # type: ignore[union-attr]
+        sock.shutdown(socket.SHUT_RDWR)
+    line.may_send.set()
+    with pytest.raises(aiorpc.RpcError, match="connection"):
+        await asyncio.wait_for(call, SOON)
+    assert former.is_finished
+    assert torch.equal(await remote(RRef(shelf)).echo(torch.ones(LARGE)), torch.ones(LARGE))
+
+
+@pytest.mark.promise("sockets.lost")
+async def test_the_connection_ends_while_tensors_are_sent(shelf: Shelf, line: Line) -> None:
+    """The threads end, and hold no tensor."""
+    x = torch.ones(4 * LARGE)
+    freed = weakref.ref(x.untyped_storage())
+    call = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
+    del x
+    await line.is_held()
+    own_connection().abort()
+    line.may_send.set()
+    with pytest.raises(aiorpc.RpcError):
+        await asyncio.wait_for(call, SOON)
+    del call
+    await until(lambda: gc.collect() >= 0 and freed() is None)
+
+
+@pytest.mark.promise("sockets.values")
+@pytest.mark.parametrize("what", ["arguments", "results"])
+async def test_sockets_that_cannot_be_opened(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Torch carries the tensors."""
+    dial, purpose = introduction.Introductions.dial, {"arguments": ARGUMENTS, "results": RESULTS}
+
+    async def fail(self: Any, peer: Any, number: int) -> socket.socket:
+        if read_number(number)[1] == purpose[what]:
+            raise aiorpc.RpcError("a firewall")
+        return await dial(self, peer, number)
+
+    monkeypatch.setattr(introduction.Introductions, "dial", fail)
+    shelf.kept.append(torch.ones(LARGE))
+    for _ in range(2):
+        found = await remote(RRef(shelf)).echo(torch.ones(LARGE))
+        assert torch.equal(found, torch.ones(LARGE))
+        assert torch.equal(await remote(RRef(shelf)).get(0), torch.ones(LARGE))
+    assert not (near() if what == "arguments" else far()).can_send
+
+
+@pytest.mark.promise("sockets.values")
+async def test_a_receiver_without_memory(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Torch carries the tensors, or tells why it cannot."""
+
+    def none_left(*_: Any) -> Any:
+        raise OSError(12, "cannot allocate memory")
+
+    monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
+    x = torch.rand(LARGE)
+    assert torch.equal(await remote(RRef(shelf)).echo(x), x)
+    assert near().sent == far().sent == 0
+    await until(is_at_rest)
+
+
+async def test_a_tensor_that_is_freed_before_it_is_sent(shelf: Shelf, line: Line) -> None:
+    """Its call fails; no thread reads memory that is gone."""
+    first = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
+    await line.is_held()  # all threads are busy
+    x = torch.zeros(LARGE)
+    second = asyncio.ensure_future(remote(RRef(Shelf())).keep(x))
+    await until(lambda: len(near()._jobs) == 2)
+    x.untyped_storage().resize_(0)
+    line.may_send.set()
+    with pytest.raises((aiorpc.RemoteError, ValueError), match="its storage was freed"):
+        await second
+    assert await first == 1
+    await until(is_at_rest)
+
+
+def test_nothing_is_left_of_a_world() -> None:
+    """Neither threads nor sockets; tensors that were received can be read as before."""
+
+    async def main() -> Tensor:
+        async with aiorpc.testing.world():
+            return await remote(RRef(Shelf())).echo(torch.ones(LARGE))  # type: ignore[no-any-return]
+
+    assert float(asyncio.run(main()).sum()) == LARGE

@@ -1,0 +1,226 @@
+"""Chunks of transfers: every byte arrives once, in its place, and what is cancelled is freed."""
+
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings, strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+
+from aiorpc_torch._sockets import transfers
+from aiorpc_torch._sockets.transfers import (
+    CHUNK,
+    HEADER,
+    MAX_PIECES,
+    IncomingTransfers,
+    OutgoingTransfer,
+)
+from aiorpc_torch._wire.frames import ProtocolError
+from aiorpc_torch._wire.shared_tensors import place, tensors_at
+
+LIMIT = 1 << 24
+WHICH = st.integers(0, 1000)
+
+
+def outgoing(number: int, tensors: list[torch.Tensor]) -> OutgoingTransfer:
+    found = place(tensors, in_one_block=True)
+    assert found is not None
+    return OutgoingTransfer(number, found[0][0])
+
+
+def incoming(limit: int = LIMIT) -> IncomingTransfers:
+    return IncomingTransfers(limit, bytearray)
+
+
+def chunks(transfer: OutgoingTransfer) -> list[bytes]:
+    """All that are left, as they are sent."""
+    found = []
+    while (chunk := transfer.take()) is not None:
+        found.append(b"".join(bytes(each) for each in chunk))
+        transfer.sent()
+    return found
+
+
+def receive(transfers: IncomingTransfers, chunk: bytes) -> bool | None:
+    number, size, offset, length = HEADER.unpack(chunk[: HEADER.size])
+    assert length == len(chunk) - HEADER.size
+    memory = transfers.begin(number, size, offset, length)
+    if memory is not None:
+        memory[:] = chunk[HEADER.size :]
+    return transfers.end(number, length)
+
+
+@given(
+    st.lists(
+        st.sampled_from([1, 3, 64, 1000, CHUNK // 4, CHUNK // 4 + 1, CHUNK]), min_size=1, max_size=6
+    ),
+    st.randoms(use_true_random=False),
+)
+@settings(max_examples=30)
+def test_tensors_arrive_whatever_the_order_of_their_chunks(
+    sizes: list[int], chance: random.Random
+) -> None:
+    """No chunk is much longer than it may be."""
+    tensors = [torch.rand(size) for size in sizes]
+    blocks, places = place(tensors, in_one_block=True) or ([], [])
+    sent = chunks(OutgoingTransfer(5, blocks[0]))
+    assert max(map(len, sent)) < CHUNK + HEADER.size + 64
+    chance.shuffle(sent)
+    found = incoming()
+    outcomes = [receive(found, each) for each in sent]
+    assert outcomes == [None] * (len(sent) - 1) + [True]
+    memory, size = found.take(5)
+    assert size == blocks[0].size
+    for one, other in zip(tensors, tensors_at(places, [memory]), strict=True):
+        assert torch.equal(one, other)
+    assert not len(found)
+
+
+def test_a_chunk_has_not_too_many_tensors() -> None:
+    """The system takes a thousand buffers at a time."""
+    transfer = outgoing(1, [torch.ones(3) for _ in range(1000)])
+    chunk = transfer.take()
+    assert chunk is not None
+    assert len(chunk) <= 2 * MAX_PIECES + 2
+
+
+def test_a_storage_that_is_freed_before_it_is_sent() -> None:
+    """No memory that is gone is read."""
+    x = torch.ones(CHUNK)
+    transfer = outgoing(1, [x])
+    transfer.take()
+    x.untyped_storage().resize_(0)
+    with pytest.raises(ValueError, match="freed"):
+        transfer.take()
+    assert not transfer.cancel()
+    assert transfer.sent()
+
+
+def test_two_threads_need_the_tensors() -> None:
+    """Until both have sent their chunk."""
+    transfer = outgoing(1, [torch.ones(CHUNK // 2)])
+    assert transfer.take()
+    assert transfer.take()
+    assert transfer.take() is None
+    assert transfer.is_complete
+    assert not transfer.sent()
+    assert transfer.sent()
+
+
+def test_a_transfer_without_memory_is_discarded() -> None:
+    """Its sender is told at its end."""
+
+    def none_left(_: int) -> bytearray:
+        raise MemoryError
+
+    found = IncomingTransfers(LIMIT, none_left)
+    sent = chunks(outgoing(1, [torch.ones(CHUNK // 2)]))
+    assert [receive(found, each) for each in sent] == [None, False]
+    assert not len(found)
+
+
+@pytest.mark.parametrize(
+    "chunk",
+    [(1, 100, 0, 0), (1, 100, 1, 100), (1, 100, 101, 1), (1, 1 << 63, 0, 1), (7, 100, 0, 10)],
+    ids=["empty", "too long", "behind its end", "too large", "of another size"],
+)
+def test_a_malformed_chunk(chunk: tuple[int, int, int, int]) -> None:
+    """No memory is reserved or written for it."""
+    found = incoming()
+    found.begin(7, 50, 0, 10)
+    with pytest.raises(ProtocolError):
+        found.begin(*chunk)
+
+
+def test_a_transfer_that_has_not_come_whole_cannot_be_read() -> None:
+    """Nor one that does not exist."""
+    found = incoming()
+    found.begin(1, 100, 0, 10)
+    found.end(1, 10)
+    for number in (1, 2):
+        with pytest.raises(ProtocolError, match="has not come"):
+            found.take(number)
+
+
+class Transfers(RuleBasedStateMachine):
+    """A model of both ends: chunks and cancellations cross; memory is held for what is wanted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.limit = 64 * 50
+        self.ends = IncomingTransfers(self.limit, bytearray)
+        self.out: dict[int, OutgoingTransfer] = {}
+        self.on_their_way: list[bytes] = []
+        self.drops: list[tuple[int, int]] = []
+        self.arrived: set[int] = set()
+        self.last = 0
+
+    @rule(size=st.integers(1, 20))
+    def start(self, size: int) -> None:
+        if self.reserved() + 64 * size <= self.limit:
+            self.last += 1
+            tensors = [torch.full((16,), float(self.last)) for _ in range(size)]
+            self.out[self.last] = outgoing(self.last, tensors)
+
+    def reserved(self) -> int:
+        return sum(each.size for each in self.out.values())
+
+    @rule(which=WHICH)
+    def send(self, which: int) -> None:
+        if self.out:
+            transfer = [*self.out.values()][which % len(self.out)]
+            if (chunk := transfer.take()) is not None:
+                self.on_their_way.append(b"".join(bytes(each) for each in chunk))
+                transfer.sent()
+
+    @rule(which=WHICH)
+    def receive(self, which: int) -> None:
+        if self.on_their_way:
+            chunk = self.on_their_way.pop(which % len(self.on_their_way))
+            number = HEADER.unpack(chunk[: HEADER.size])[0]
+            if receive(self.ends, chunk):
+                assert number not in self.arrived
+                self.arrived.add(number)
+
+    @rule(which=WHICH)
+    def cancel(self, which: int) -> None:
+        if self.out:
+            number = [*self.out][which % len(self.out)]
+            transfer = self.out.pop(number)
+            assert transfer.cancel()
+            self.drops.append((number, transfer.started))
+
+    @rule(which=WHICH)
+    def drop(self, which: int) -> None:
+        if self.drops:
+            number, sent = self.drops.pop(which % len(self.drops))
+            self.ends.drop(number, sent)
+            self.arrived.discard(number)
+
+    @rule(which=WHICH)
+    def read(self, which: int) -> None:
+        if wanted := sorted(self.arrived & self.out.keys()):
+            number = wanted[which % len(wanted)]
+            memory, size = self.ends.take(number)
+            assert {*memoryview(memory).cast("f")[: size // 4]} == {float(number)}
+            self.arrived.remove(number)
+            del self.out[number]
+
+    @invariant()
+    def nothing_is_held_for_nothing(self) -> None:
+        if not (self.out or self.on_their_way or self.drops):
+            assert not len(self.ends)
+            assert not self.ends._held
+
+
+Transfers.TestCase.settings = settings(max_examples=30, stateful_step_count=40)
+
+
+@pytest.fixture
+def _small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(transfers, "CHUNK", 192)
+
+
+@pytest.mark.usefixtures("_small_chunks")
+class TestTransfers(Transfers.TestCase):  # type: ignore[misc, name-defined]
+    """The model, with many chunks."""
