@@ -37,6 +37,7 @@ class Actor:
 
     def __init__(self, loop: SteppingLoop | None = None) -> None:
         self._loop = loop
+        self._lock = asyncio.Lock()
 
     def __reduce__(self) -> Any:
         raise TypeError("actors stay where they are")
@@ -75,6 +76,11 @@ class Actor:
         for _ in range(count):
             self._wait()
             yield torch.ones(size)
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[int]:
+        async with self._lock:
+            yield 1
 
     async def scaled(self, value: Tensor) -> Tensor:
         return value * 2
@@ -258,6 +264,15 @@ async def long_stream_of_a_def(scene: Scene) -> Any:
 async def stream_left_early(scene: Scene) -> Any:
     async for item in remote(scene.actor()).items(3, LARGE):
         return item.numel()
+
+
+@operation()
+async def context_managers(scene: Scene) -> Any:
+    actor = scene.actor()
+    async with remote(actor).lend() as value:
+        pass
+    async with remote(actor).lend():
+        return value
 
 
 # ── groups ──────────────────────────────────────────────────────────────────────────────────────
