@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .memory import Memory
+
 ALIGNMENT = 64
 """Bytes to which the tensors of a snapshot are aligned."""
 
@@ -87,16 +89,16 @@ class _Reader(pickle.Unpickler):
         return place.view(self._data)
 
 
-def snapshot(tree: Any) -> Snapshot:
+def snapshot(tree: Any, memory: Memory | None = None) -> Snapshot:
     """Return a snapshot of a tree."""
-    taken, copy = begin(tree)
+    taken, copy = begin(tree, memory or Memory())
     copy()
     return taken
 
 
-async def snapshot_in_thread(tree: Any) -> Snapshot:
+async def snapshot_in_thread(tree: Any, memory: Memory | None = None) -> Snapshot:
     """Return a snapshot of a tree; a thread copies large tensors meanwhile."""
-    taken, copy = begin(tree)
+    taken, copy = begin(tree, memory or Memory())
     if len(taken.data) > COPY_ON_LOOP:
         await asyncio.to_thread(copy)
     else:
@@ -104,7 +106,7 @@ async def snapshot_in_thread(tree: Any) -> Snapshot:
     return taken
 
 
-def begin(tree: Any) -> tuple[Snapshot, Callable[[], None]]:
+def begin(tree: Any, memory: Memory) -> tuple[Snapshot, Callable[[], None]]:
     """Return a snapshot without the bytes of its tensors, and what copies them.
 
     Raises:
@@ -113,7 +115,7 @@ def begin(tree: Any) -> tuple[Snapshot, Callable[[], None]]:
     file = io.BytesIO()
     writer = _Writer(file)
     writer.dump(tree)
-    data = torch.empty(writer.size, dtype=torch.uint8)
+    data = memory.take(writer.size)
 
     def copy() -> None:
         with torch.no_grad():

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from .memory import Memory
 from .snapshots import Snapshot, snapshot, snapshot_in_thread
 from .versions import Versions
 from .waiting import Changes, Line
@@ -32,7 +33,9 @@ class Weights:
     """
 
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
-        self._versions: Versions[Snapshot] = Versions(snapshot(tree), version, keep)
+        self._memory = Memory()
+        first = snapshot(tree, self._memory)
+        self._versions: Versions[Snapshot] = Versions(first, version, keep)
         self._changes = Changes()
         self._publishing = Line()
         self._is_publishing = False
@@ -58,7 +61,7 @@ class Weights:
         await self._publishing.turn(lambda: not self._is_publishing, "publish()")
         self._is_publishing = True
         try:
-            number = self._versions.add(await snapshot_in_thread(tree))
+            number = self._versions.add(await snapshot_in_thread(tree, self._memory))
         finally:
             self._is_publishing = False
             self._publishing.notify()
