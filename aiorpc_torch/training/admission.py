@@ -1,10 +1,13 @@
 """Decide which rollouts may start, and which versions may be announced, by how stale they get.
 
 A state machine without a clock, an event loop or torch. A ticket is out from the start of a rollout
-to its end. No ticket that is out is ever more than `max_staleness` versions old.
+to its end. While a rollout runs, at most `max_staleness` newer versions are announced. A rollout is
+parked while it waits for the learner: a version that waited for it would wait for itself.
 (tests/unit/training/test_admission.py)
 """
 
+from collections import Counter
+from collections.abc import Iterator
 from typing import NamedTuple
 
 
@@ -14,10 +17,12 @@ class Ticket(NamedTuple):
     Attributes:
         version: the version that was the newest when the rollout began.
         number: number of the ticket, which no other of its limit has.
+        limit: name of the limit.
     """
 
     version: int
     number: int
+    limit: str = ""
 
 
 class Admission:
@@ -44,6 +49,7 @@ class Admission:
         self._max_staleness = max_staleness
         self._max_in_flight = max_in_flight
         self._out: dict[int, int] = {}  # version of each ticket
+        self._parked: Counter[int] = Counter()  # how often each ticket is parked
         self._proposed: list[int] = []  # versions that wait to be announced
         self._last = 0
 
@@ -54,8 +60,8 @@ class Admission:
 
     @property
     def staleness(self) -> int:
-        """Return how many versions the oldest ticket that is out is behind."""
-        return self.version - min(self._out.values(), default=self.version)
+        """Return how many versions the oldest rollout that is not parked is behind."""
+        return self.version - min(self._running(), default=self.version)
 
     def may_start(self) -> bool:
         """Return whether a rollout may start.
@@ -75,6 +81,16 @@ class Admission:
         """Take a ticket back, once."""
         del self._out[ticket.number]
 
+    def park(self, ticket: Ticket) -> None:
+        """Note that a rollout waits for the learner, once for each wait."""
+        self._parked[ticket.number] += 1
+
+    def unpark(self, ticket: Ticket) -> None:
+        """Note that a wait of a rollout has ended."""
+        self._parked[ticket.number] -= 1
+        if not self._parked[ticket.number]:
+            del self._parked[ticket.number]
+
     def propose(self, version: int) -> None:
         """Note a version that waits to be announced."""
         self._proposed.append(version)
@@ -84,12 +100,16 @@ class Admission:
         self._proposed.remove(version)
 
     def may_announce(self, version: int) -> bool:
-        """Return whether no ticket that is out would be too old at this version."""
-        return all(self._allows(each, version) for each in self._out.values())
+        """Return whether no rollout that is not parked would be too old at this version."""
+        return all(self._allows(each, version) for each in self._running())
 
     def announce(self, version: int) -> None:
         """Make a version the newest, if `may_announce`."""
         self.version = max(self.version, version)
+
+    def _running(self) -> Iterator[int]:
+        """Return the versions of the tickets that are not parked."""
+        return (each for number, each in self._out.items() if number not in self._parked)
 
     def _allows(self, old: int, new: int) -> bool:
         return self._max_staleness is None or new - old <= self._max_staleness

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 from .admission import Ticket
 from .ratio import SampleLimit
+from .staleness import parked
 from .waiting import Line
 
 
@@ -103,12 +104,14 @@ class Replay:
 
         Args:
             item: anything that the storage takes.
-            ticket: ticket of the rollout that the item is from.
+            ticket: ticket of the rollout that the item is from. While the insert waits, no version
+                waits for that rollout, if the ticket's limit is in the same process.
 
         Raises:
             CallTimeout: if the deadline passes; the item was not inserted.
         """
-        await self._inserts.turn(self._may_insert, "the insert")
+        with parked(ticket):  # the learner, which samples, may wait for this rollout in `advance`
+            await self._inserts.turn(self._may_insert, "the insert")
         self.storage.extend([item])
         self._inserted += 1
         if self._limit is not None:

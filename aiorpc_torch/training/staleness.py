@@ -1,10 +1,14 @@
 """The admission of rollouts by how stale they may get: `StalenessLimit`."""
 
 import contextlib
-from collections.abc import AsyncIterator
+import secrets
+import weakref
+from collections.abc import AsyncIterator, Iterator
 
 from .admission import Admission, Ticket
 from .waiting import Changes, Line
+
+_limits: "weakref.WeakValueDictionary[str, StalenessLimit]" = weakref.WeakValueDictionary()
 
 
 class StalenessLimit:
@@ -33,6 +37,8 @@ class StalenessLimit:
 
     def __init__(self, max_staleness: int | None, max_in_flight: int, *, version: int = 0) -> None:
         self._admission = Admission(max_staleness, max_in_flight, version)
+        self._name = secrets.token_hex(8)
+        _limits[self._name] = self
         self._rollouts = Line()
         self._announcements = Changes()
 
@@ -68,7 +74,7 @@ class StalenessLimit:
             CallTimeout: if the deadline passes before the rollout may start.
         """
         await self._rollouts.turn(self._admission.may_start, "the wait for a ticket")
-        ticket = self._admission.start()
+        ticket = self._admission.start()._replace(limit=self._name)
         try:
             yield ticket
         finally:
@@ -96,6 +102,24 @@ class StalenessLimit:
             self._notify()
         return self.version
 
+    @contextlib.contextmanager
+    def _parked(self, ticket: Ticket) -> Iterator[None]:
+        self._admission.park(ticket)
+        self._announcements.notify()
+        try:
+            yield
+        finally:
+            self._admission.unpark(ticket)
+
     def _notify(self) -> None:
         self._rollouts.notify()
         self._announcements.notify()
+
+
+def parked(ticket: Ticket | None) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which no version waits for the rollout of a ticket: it waits itself.
+
+    It does nothing if the ticket's limit is in another process.
+    """
+    limit = None if ticket is None else _limits.get(ticket.limit)
+    return contextlib.nullcontext() if limit is None or ticket is None else limit._parked(ticket)

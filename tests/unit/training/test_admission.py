@@ -50,6 +50,22 @@ def test_a_version_waits_for_old_tickets_and_new_tickets_for_the_version() -> No
     assert admission.may_announce(2)
 
 
+def test_a_rollout_that_waits_for_the_learner_keeps_no_version_back() -> None:
+    admission = Admission(0, 2)
+    ticket = admission.start()
+    admission.park(ticket)
+    admission.park(ticket)
+    admission.unpark(ticket)
+    assert admission.may_announce(1)
+    assert (admission.in_flight, admission.staleness) == (1, 0)
+    admission.unpark(ticket)
+    assert not admission.may_announce(1)
+    admission.end(ticket)
+    admission.park(ticket)  # its last insert, after the rollout
+    admission.unpark(ticket)
+    assert admission.in_flight == 0
+
+
 def test_no_maximum() -> None:
     admission = Admission(None, 1)
     admission.start()

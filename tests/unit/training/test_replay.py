@@ -9,7 +9,7 @@ from hypothesis import given, settings, strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout
-from aiorpc_torch.training import Replay, SampleLimit, Ticket, Uniform
+from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit, Ticket, Uniform
 
 
 async def steps(count: int = 10) -> None:
@@ -68,6 +68,26 @@ async def test_deadlines_and_mistakes() -> None:
     with aiorpc.timeout(0.01), pytest.raises(CallTimeout, match="the insert timed out"):
         await replay.insert(3)
     assert replay.inserted == 3
+
+
+@pytest.mark.promise("training.waits")
+async def test_an_insert_that_waits_keeps_no_version_back() -> None:
+    """Else the insert would wait for the learner's sample, and the learner for the rollout."""
+    limit, replay = StalenessLimit(0, 1), Replay(limit=SampleLimit(1, min_size=1, slack=1))
+    for _ in range(2):
+        await replay.insert("before")
+
+    async def roll_out() -> None:
+        async with limit.ticket() as ticket:
+            await replay.insert("item", ticket)
+
+    rollout = asyncio.create_task(roll_out())
+    await steps()
+    assert limit.in_flight == 1
+    assert await asyncio.wait_for(limit.advance(1), 30) == 1
+    await replay.sample(1)
+    await rollout
+    assert limit.in_flight == 0
 
 
 async def test_a_storage_that_fails_fails_its_own_call() -> None:
