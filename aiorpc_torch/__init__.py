@@ -8,7 +8,8 @@
 
 Worlds: `worker` under a launcher, `local_world` in a program, `run_local` for a whole program,
 `attach` beside `rpc.init_rpc`.
-Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `exclusive`, `wrap_future`.
+Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `seconds_left`, `exclusive`,
+`wrap_future`.
 Objects that are made again: `supervised`, `supervised_all`, `Supervised`.
 Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`; `members`, `NamedMembers`.
 Batches: `batched` with `Fill` or `Round`, `Broadcast`.
@@ -16,14 +17,15 @@ Counters: `stats`, `pending`.
 Membership: `Change`, which `Worker.changes` yields.
 Plain torch clients: `async_execution`.
 Errors: `RpcError` and its subclasses, and `RemoteTraceback`, the cause of remote exceptions.
-Modules: `aiorpc_torch.autograd` and `aiorpc_torch.testing`. Names with a leading underscore are
-private.
+Modules: `aiorpc_torch.autograd`, `aiorpc_torch.training` and `aiorpc_torch.testing`.
+Names with a leading underscore are private.
 """
 
 # The packages. Imports go down this list only; `_batching`, `_client` and `_server` do not import
 # each other.
 #
 #     __main__    the command line
+#     training    versioned weights, staleness and replay, on the public names alone
 #     testing     worlds, gates and leak checks for the tests of users
 #     _stats      counters of this process
 #     _world      the node, directory, failure detection, shutdown, child processes
@@ -42,7 +44,7 @@ private.
 from torch.distributed.rpc import RRef as RRef
 
 from . import autograd as autograd
-from ._aio.deadlines import timeout as timeout
+from ._aio.deadlines import seconds_left as seconds_left, timeout as timeout
 from ._batching.decorator import batched as batched
 from ._batching.policies import Fill as Fill, Round as Round
 from ._batching.results import Broadcast as Broadcast

@@ -66,6 +66,15 @@ def deadline_after(seconds: float | None) -> float | None:
     return None if seconds is None else time.monotonic() + seconds
 
 
+def seconds_left() -> float | None:
+    """Return the seconds until the deadline of `timeout`, or of the caller; None without one.
+
+    Code that waits for something else than a remote call keeps the deadline with it:
+    `async with asyncio.timeout(aiorpc.seconds_left())`. It is negative after the deadline.
+    """
+    return time_left(_deadline.get())
+
+
 def set_deadline(deadline: float | None) -> None:
     """Set the deadline of the current context, on the callee: the caller's."""
     _deadline.set(deadline)

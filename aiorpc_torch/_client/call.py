@@ -1,7 +1,7 @@
 """Remote calls and streams: what the user awaits or iterates. Deadlines and cancellation.
 
 `remote(rref).method(x)` makes a `RemoteCall`, and sends nothing. `await` or a task sends it as a
-coroutine; `async for` sends it as a stream.
+coroutine; `async for` and `async with` send it as a stream.
 """
 
 import asyncio
@@ -14,6 +14,7 @@ from .._aio.deadlines import deadline_in, earlier
 from .._aio.scopes import anyio_scope_deadline, is_unbounded
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
+from .._wire.entered import Entered
 from .._wire.exceptions import RemoteFailure
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
@@ -79,7 +80,7 @@ class LazyCall(Coroutine[Any, Any, R]):
 class RemoteCall(LazyCall[Any]):
     """A call of `target(*args, **kwargs)` on a worker, or on the owner of an RRef."""
 
-    __slots__ = ("_arguments", "_target", "_timeout", "_worker")
+    __slots__ = ("_arguments", "_entered", "_target", "_timeout", "_worker")
 
     def __init__(
         self,
@@ -127,7 +128,10 @@ class RemoteCall(LazyCall[Any]):
 
     # ── iterated ────────────────────────────────────────────────────────────────────────────────
 
-    def __aiter__(self) -> "RemoteStream":
+    def __aiter__(self) -> AsyncIterator[Any]:
+        return self._iterate(enters=False)
+
+    def _iterate(self, *, enters: bool) -> "RemoteStream":
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
@@ -135,7 +139,16 @@ class RemoteCall(LazyCall[Any]):
         due, bound = self._bounds(connection)
         number, reader = connection.stream(self._target, self._arguments, bound)
         timer = None if due is None else self._start_timer(connection, number, due)
-        return RemoteStream(connection, number, reader, bound, timer, self._target)
+        return RemoteStream(connection, number, reader, bound, timer, self._target, enters)
+
+    # ── entered ─────────────────────────────────────────────────────────────────────────────────
+
+    async def __aenter__(self) -> Any:
+        self._entered = self._iterate(enters=True)
+        return await anext(self._entered)
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._entered.aclose()
 
     def _connect(self) -> Connection:
         try:
@@ -192,7 +205,9 @@ class RemoteStream(AsyncIterator[Any]):
         bound: float | None,
         timer: asyncio.TimerHandle | None,
         target: Target,
+        enters: bool,
     ) -> None:
+        self._enters = enters
         self._loop = asyncio.get_running_loop()
         self._connection = connection
         self._number = number
@@ -208,12 +223,24 @@ class RemoteStream(AsyncIterator[Any]):
         if self._reader.is_awaited():  # as for an async generator
             raise RuntimeError("another task waits for the next item of this stream")
         try:
-            return await self._reader.next()
+            item = await self._reader.next()
+            if self._enters or type(item) is Entered:
+                item = self._enter(item)
+            return item
         except BaseException as exc:
             self._stop()
             if isinstance(exc, Exception) and has_passed(self._bound):
                 await asyncio.sleep(0)  # as in `RemoteCall._run`: the scope reports it
             raise
+
+    def _enter(self, item: Any) -> Any:
+        """Return what a remote context manager has returned at its entry."""
+        name, is_manager = target_name(self._target), type(item) is Entered
+        if not is_manager:
+            raise TypeError(f"{name} is a generator: use `async for`, not `async with`")
+        if not self._enters:
+            raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
+        return item.value
 
     async def aclose(self) -> None:
         """Close the remote generator: its `finally` runs. `break` does the same."""

@@ -470,9 +470,10 @@ class AnyCall(SupervisedCall):
             return (yield from super()._run())
         return (yield from RemoteCall._run(self))
 
-    def __aiter__(self) -> RemoteStream | SupervisedStream:  # type: ignore[override]
+    def _iterate(self, *, enters: bool) -> RemoteStream | SupervisedStream:  # type: ignore[override]
         is_supervised = self._steps is None and self._choose()
-        return super().__aiter__() if is_supervised else RemoteCall.__aiter__(self)
+        iterate = super()._iterate if is_supervised else super(SupervisedCall, self)._iterate
+        return iterate(enters=enters)
 
     def _choose(self) -> bool:
         """Choose the member; return whether it is supervised."""

@@ -81,12 +81,12 @@ class SupervisedCall(RemoteCall):
             tried = rref
             self._steps = steps  # it is not over
 
-    def __aiter__(self) -> "SupervisedStream":  # type: ignore[override]
+    def _iterate(self, *, enters: bool) -> "SupervisedStream":  # type: ignore[override]
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
         due = deadline_in(self._timeout)
-        return SupervisedStream(self._supervised, self._target, *self._arguments, due)
+        return SupervisedStream(self._supervised, self._target, self._arguments, due, enters)
 
 
 def may_wait(supervised: Supervised[Any], exc: WorkerLost, rref: "RRefBase[Any]") -> bool:
@@ -129,14 +129,15 @@ class SupervisedStream(AsyncIterator[Any]):
         self,
         supervised: Supervised[Any],
         target: ObjectTarget,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
+        arguments: tuple[tuple[Any, ...], dict[str, Any]],
         due: float | None,
+        enters: bool,
     ) -> None:
         self._supervised = supervised
         self._target = target
-        self._arguments = args, kwargs
+        self._arguments = arguments
         self._due = due
+        self._enters = enters
         self._stream: RemoteStream | None = None
         self._is_begun = False  # from the first item or the end on
         self._waits = False
@@ -152,7 +153,7 @@ class SupervisedStream(AsyncIterator[Any]):
         args, kwargs = self._arguments
         call = RemoteCall(rref, target, time_left(self._due), *args, **kwargs)
         try:
-            self._stream = aiter(call)
+            self._stream = call._iterate(enters=self._enters)
         except WorkerLost as exc:
             if not may_wait(self._supervised, exc, rref):
                 raise

@@ -21,7 +21,14 @@ from .._wire.ancestry import enter_scopes
 from ..errors import CallTimeout, RpcError
 from .calls import Joiner, ServerCall
 from .exclusive_calls import CallInTurn
-from .stream_writer import StreamCall, check_streamable, pump_async, pump_in_thread
+from .stream_writer import (
+    StreamCall,
+    check_streamable,
+    entered,
+    is_manager,
+    pump_async,
+    pump_in_thread,
+)
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -144,6 +151,8 @@ class Executor:
         call.task = self._loop.create_task(
             _run(call, call.name, value), name=call.name, context=context
         )
+        # User code may cancel the task before its first step, at which `_run` would answer.
+        call.task.add_done_callback(functools.partial(_fail_unstarted, call))
 
     def _start_in_threads(self, calls: Sequence[ServerCall]) -> None:
         if self._must_defer():
@@ -177,7 +186,11 @@ class Executor:
         # A function in torch's own async_execution style. A stream of it fails in check_streamable.
         if isinstance(value, RawFuture) and not isinstance(call, StreamCall):
             value.add_done_callback(functools.partial(_settle_from, call))
-        elif inspect.iscoroutine(value) or hasattr(type(value), "__anext__"):
+        elif (
+            inspect.iscoroutine(value)
+            or hasattr(type(value), "__anext__")
+            or (isinstance(call, StreamCall) and is_manager(value))
+        ):
             # An `async def` behind a plain decorator. The context is copied because this thread is
             # still inside it, and two threads cannot enter one context.
             context = contextvars.copy_context()
@@ -223,6 +236,11 @@ def _join(call: ServerCall, joiner: Joiner) -> None:
         call.fail(exc)
 
 
+def _fail_unstarted(call: ServerCall, task: "asyncio.Task[None]") -> None:
+    if task.cancelled():
+        call.fail(asyncio.CancelledError())
+
+
 _NOT_CALLED = object()
 
 
@@ -247,6 +265,8 @@ async def _run(call: ServerCall, name: str, value: Any = _NOT_CALLED) -> None:
         elif inspect.isawaitable(value):
             value = await (warn_if_blocking(value, name) if inspect.iscoroutine(value) else value)
         if isinstance(call, StreamCall):
+            if is_manager(value):
+                value = entered(value)
             check_streamable(value, call.name)
             await pump_async(call, value)
     except BaseException as exc:  # a KeyboardInterrupt must not end the serving loop

@@ -13,6 +13,7 @@ from typing import Any
 
 from .._aio.tasks import warn_if_blocking
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
+from .._wire.entered import Entered
 from .._wire.exceptions import try_add_note
 from .._wire.window import INITIAL_CREDIT, credit_cost
 from .calls import RpcCall
@@ -112,6 +113,18 @@ async def pump_async(call: StreamCall, source: AsyncIterator[Any]) -> None:
 
 async def _next(source: AsyncIterator[Any]) -> Any:
     return await anext(source)
+
+
+def is_manager(value: Any) -> bool:
+    """Return whether a value is an asynchronous context manager, and no generator."""
+    return hasattr(type(value), "__aenter__") and not hasattr(type(value), "__anext__")
+
+
+async def entered(manager: Any) -> AsyncIterator[Entered]:
+    """Yield what a context manager returns; leave it when the stream is closed."""
+    async with manager as value:
+        yield Entered(value)
+        await asyncio.get_running_loop().create_future()  # until the call is cancelled
 
 
 def pump_in_thread(

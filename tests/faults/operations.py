@@ -26,6 +26,7 @@ from aiorpc_torch import (
     remote,
     testing,
 )
+from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit, Weights, follow
 
 from .loop import SteppingLoop
 
@@ -37,6 +38,7 @@ class Actor:
 
     def __init__(self, loop: SteppingLoop | None = None) -> None:
         self._loop = loop
+        self._lock = asyncio.Lock()
 
     def __reduce__(self) -> Any:
         raise TypeError("actors stay where they are")
@@ -75,6 +77,11 @@ class Actor:
         for _ in range(count):
             self._wait()
             yield torch.ones(size)
+
+    @contextlib.asynccontextmanager
+    async def lend(self) -> AsyncIterator[int]:
+        async with self._lock:
+            yield 1
 
     async def scaled(self, value: Tensor) -> Tensor:
         return value * 2
@@ -260,6 +267,15 @@ async def stream_left_early(scene: Scene) -> Any:
         return item.numel()
 
 
+@operation()
+async def context_managers(scene: Scene) -> Any:
+    actor = scene.actor()
+    async with remote(actor).lend() as value:
+        pass
+    async with remote(actor).lend():
+        return value
+
+
 # ── groups ──────────────────────────────────────────────────────────────────────────────────────
 
 
@@ -407,6 +423,56 @@ async def look_up(scene: Scene) -> Any:
     finally:
         with contextlib.suppress(ValueError):  # the world has ended
             aiorpc.unregister("actor")
+
+
+# ── training ────────────────────────────────────────────────────────────────────────────────────
+
+
+@contextlib.contextmanager
+def registered(name: str, thing: Any) -> Iterator[None]:
+    aiorpc.register(name, thing)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the world has ended
+            aiorpc.unregister(name)
+
+
+@operation()
+async def weights_followed(_: Scene) -> Any:
+    weights = Weights([torch.ones(LARGE)])
+    with registered("weights", weights):
+        async with await follow("weights", on="main") as policy:
+            await weights.publish([torch.ones(LARGE)])
+            await policy.wait(1)
+            await weights.publish([torch.ones(SMALL)])
+            async with policy.hold() as version:
+                pass
+            return version, await policy.update()
+
+
+@operation()
+async def tickets(_: Scene) -> Any:
+    limit = StalenessLimit(0, 1)
+    rref = RRef(limit)
+
+    async def roll_out() -> int:
+        async with remote(rref).ticket() as ticket:
+            return int(ticket.version)
+
+    try:
+        await asyncio.gather(roll_out(), roll_out(), remote(rref).advance(1))
+    finally:
+        async with asyncio.timeout(ENDLESS / 10):
+            while limit.in_flight:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+
+
+@operation()
+async def replay_in_and_out(_: Scene) -> Any:
+    replay = RRef(Replay(limit=SampleLimit(1, min_size=1, slack=1)))
+    calls = remote(replay).sample(1), remote(replay).insert(1), remote(replay).insert(2)
+    return await asyncio.gather(*calls, remote(replay).insert(3))
 
 
 @operation()

@@ -248,3 +248,19 @@ class TestOneThread:
         assert scope.cancelled_caught
         async with aiorpc.local_world(0) as me:
             assert await call(me.name, int, "3") == 3
+
+
+async def test_the_seconds_that_are_left(world: aiorpc.Worker) -> None:
+    """Of the nearest deadline, here and at the callee."""
+
+    async def left() -> float | None:
+        return aiorpc.seconds_left()
+
+    assert await aiorpc.call("main", aiorpc.seconds_left) is None
+    with aiorpc.timeout(100.0):
+        with aiorpc.timeout(200.0):
+            assert 0 < (await left() or 0) <= 100
+        assert 0 < (await aiorpc.call("main", aiorpc.seconds_left) or 0) <= 100
+    with aiorpc.timeout(0.0):
+        assert (await left() or 0) <= 0
+    assert aiorpc.seconds_left() is None

@@ -1,6 +1,7 @@
 """What a reader of the pages has: the classes and functions that their fragments name."""
 
 import asyncio
+import contextlib
 from collections.abc import AsyncIterator
 
 import torch
@@ -26,6 +27,10 @@ class Net(nn.Module):
 
     async def method(self, x: Tensor) -> Tensor:
         return x
+
+    @contextlib.asynccontextmanager
+    async def lock(self) -> AsyncIterator[int]:
+        yield 1
 
     async def generator(self, count: int) -> AsyncIterator[Tensor]:
         for _ in range(count):

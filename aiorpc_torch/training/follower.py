@@ -1,0 +1,199 @@
+"""The followers of published weights: `follow`, and the `Policy` that it returns."""
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import torch
+
+from .. import NotServing, RRef, lookup
+from .holds import Holds
+from .placing import ForwardHolds, Into, place
+from .receiver import Receiver
+from .weights import Weights
+
+
+async def follow(
+    name: str, *, on: str | int, into: Into = None, poll: float | None = None
+) -> "Policy":
+    """Follow the weights that worker `on` has registered as `name`; the newest are in `into` then.
+
+        policy = await follow("policy", on="learner", into=model)
+
+    It waits until the name is registered. Later versions are received as they are published, and
+    enter `into` in `update`, `wait` and `async for`. If the publisher is lost, the follower keeps
+    its version, and goes on with the publisher's replacement process.
+
+    Args:
+        name: name given to `register`.
+        on: the learner's worker, by name or rank.
+        into: a module, or a dict of tensors, that gets each version as `load_state_dict` would; or
+            a function that is called with each on the event loop. Default: `Policy.state` alone.
+        poll: seconds between two versions, which the follower then puts into `into` by itself.
+
+    Raises:
+        CallTimeout, WorkerLost, ValueError, NotServing: as `lookup`.
+        ValueError: if the names or shapes of the version and of `into` differ.
+    """
+    if poll is not None and not poll > 0:
+        raise ValueError(f"poll must be a positive number of seconds, got {poll!r}")
+    policy = Policy(name, on, await lookup(name, on=on), into, poll)
+    await policy._begin()
+    return policy
+
+
+class Policy:
+    """Weights that follow those of a learner. Made by `follow`; confined to its event loop.
+
+        async for version in policy: ...  # each time that a newer one is in; may skip versions
+
+    The iteration ends when this worker leaves the world. Following ends with `aclose`, at the end
+    of an `async with` of the policy, with the world, or when the policy is dropped. With `poll`, it
+    is not dropped.
+
+    Attributes:
+        version: number of the version that is in.
+        state: the tree of that version, whose tensors are this process's own.
+        pause: seconds for which the last change of the version held the event loop.
+    """
+
+    def __init__(
+        self, name: str, on: str | int, publisher: RRef[Weights], into: Into, poll: float | None
+    ) -> None:
+        self.version = -1
+        self.state: Any = None
+        self.pause = 0.0
+        self._into = into
+        self._holds = Holds()
+        self._hooks: ForwardHolds | None = None
+        self._loop = asyncio.get_running_loop()
+        on_version = None if poll is None else self._put_in
+        self._receiver = Receiver(name, on, publisher, poll, on_version)
+
+    def __repr__(self) -> str:
+        return f"<Policy of version {self.version}, {self._receiver!r}>"
+
+    async def update(self) -> int:
+        """Put the newest version in, if there is a newer one; return the number that is in.
+
+        If the publisher is lost, or has left, the version stays as it is.
+
+        Raises:
+            CallTimeout: if the deadline passes.
+            RuntimeError: inside of `hold()`, or after `aclose`.
+        """
+        self._check()
+        await self._receiver.update()
+        await self._put_in()
+        return self.version
+
+    async def wait(self, version: int) -> int:
+        """Wait until this version or a later one is in; return the number that is in.
+
+        Raises:
+            CallTimeout: if the deadline passes.
+            WorkerLost: if the publisher is lost, and no replacement process has come within 60 s,
+                or will come.
+            NotServing: if this worker or the publisher's has left the world.
+            RuntimeError: inside of `hold()`, or after `aclose`.
+        """
+        self._check()
+        while self.version < version:
+            await self._receiver.until(version)
+            await self._put_in()
+        return self.version
+
+    async def __aiter__(self) -> AsyncIterator[int]:
+        version = self.version
+        with contextlib.suppress(NotServing):
+            while True:
+                version = await self.wait(version + 1)
+                yield version
+
+    def hold(self) -> "Hold":
+        """Return a context in which the version does not change: for code of several steps.
+
+            async with policy.hold() as version:  # in a coroutine; `with` in a thread
+                ...
+
+        A forward of the module `into` in a thread needs none, nor does code on the event loop that
+        awaits nothing. A newer version waits until the holds that exist have ended.
+        """
+        return Hold(self, self._holds)
+
+    async def aclose(self) -> None:
+        """Stop following. The last version stays in its place."""
+        self._close()
+        await asyncio.sleep(0)  # the pending call is cancelled
+
+    async def __aenter__(self) -> "Policy":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def __del__(self) -> None:
+        if not self._loop.is_closed():  # in any thread
+            self._loop.call_soon_threadsafe(self._receiver.close)
+
+    def _close(self) -> None:
+        self._receiver.close()
+        if self._hooks is not None:
+            self._hooks.remove()
+
+    async def _begin(self) -> None:
+        """Put the newest version in, and start to receive later ones."""
+        await self._receiver.first()
+        await self._put_in()
+        if isinstance(self._into, torch.nn.Module):
+            self._hooks = ForwardHolds(self._into, self._holds)
+        self._receiver.start()
+
+    async def _put_in(self) -> None:
+        """Put the newest version in, all of it in one step of the event loop."""
+        if self._receiver.version == self.version:
+            return
+        async with self._holds.writing():
+            number, snapshot = self._receiver.newest or (self.version, None)
+            if number == self.version or snapshot is None:  # another task has put it in
+                return
+            begun = time.perf_counter()
+            tree = snapshot.load()
+            place(tree, self._into)
+            self.version, self.state = number, tree
+            self.pause = time.perf_counter() - begun
+        self._receiver.changes.notify()
+
+    def _check(self) -> None:
+        self._receiver.check_open()
+        if self._holds.is_held_here():
+            raise RuntimeError("the version cannot change inside of hold(): leave it first")
+
+
+class Hold:
+    """A context in which a policy's version does not change. Made by `Policy.hold`."""
+
+    def __init__(self, policy: Policy, holds: Holds) -> None:
+        self._policy = policy
+        self._holds = holds
+        self._inner: Any = None
+
+    def __enter__(self) -> int:
+        if asyncio._get_running_loop() is not None:
+            raise RuntimeError("`with policy.hold()` is for threads: use `async with` here")
+        self._inner = self._holds.in_thread()
+        self._inner.__enter__()
+        return self._policy.version
+
+    def __exit__(self, *exc: object) -> None:
+        self._inner.__exit__(*exc)
+
+    async def __aenter__(self) -> int:
+        self._inner = self._holds.in_task()
+        await self._inner.__aenter__()
+        return self._policy.version
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self._inner.__aexit__(*exc)

@@ -1,0 +1,125 @@
+"""Readers of a value that one writer replaces: a reader sees one value from its start to its end.
+
+Readers are coroutines and threads; the writer is a coroutine. While the writer waits, new readers
+wait too, for at most `PATIENCE`. So the writer is not kept out by readers that overlap, and readers
+that wait for each other do not deadlock. (tests/unit/training/test_holds.py)
+"""
+
+import asyncio
+import contextlib
+import threading
+from collections.abc import AsyncIterator, Iterator
+from contextvars import ContextVar
+
+from .waiting import Changes
+
+PATIENCE = 1.0
+"""Seconds for which a new reader waits for a writer that waits for earlier readers."""
+
+
+class _Reader:
+    """One reader, and the readers inside it."""
+
+    def __init__(self, holds: "Holds") -> None:
+        self.holds = holds
+        self.depth = 1
+
+
+_current: ContextVar[tuple[_Reader, ...]] = ContextVar("aiorpc_training_readers", default=())
+
+
+class Holds:
+    """A lock for many readers, or one writer. The writer runs on the event loop that made it."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._condition = threading.Condition()
+        self._readers = 0
+        self._is_writing = False
+        self._writers = asyncio.Lock()
+        self._changes = Changes()  # for coroutines
+
+    # ── readers ─────────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        """Read in a thread."""
+        if (reader := self._outer()) is None:
+            with self._condition:
+                self._condition.wait_for(lambda: not self._is_writing, PATIENCE)
+            reader = self._enter()
+        with self._inside(reader):
+            yield
+
+    @contextlib.asynccontextmanager
+    async def in_task(self) -> AsyncIterator[None]:
+        """Read in a coroutine."""
+        if (reader := self._outer()) is None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(PATIENCE):
+                    await self._changes.until(lambda: not self._is_writing, "hold()")
+            reader = self._enter()
+        with self._inside(reader):
+            yield
+
+    def is_held_here(self) -> bool:
+        """Return whether the current context reads."""
+        return self._outer(is_new=False) is not None
+
+    def _outer(self, is_new: bool = True) -> _Reader | None:
+        """Return the reader around the current code, with one more reader in it."""
+        with self._condition:
+            for reader in _current.get():
+                if reader.holds is self and reader.depth:
+                    reader.depth += is_new
+                    return reader
+        return None
+
+    def _enter(self) -> _Reader:
+        with self._condition:
+            self._readers += 1
+        return _Reader(self)
+
+    @contextlib.contextmanager
+    def _inside(self, reader: _Reader) -> Iterator[None]:
+        is_first = reader not in _current.get()
+        if is_first:
+            _current.set((*_current.get(), reader))
+        try:
+            yield
+        finally:  # maybe in another context: a generator may be closed by another task
+            if is_first:
+                _current.set(tuple(each for each in _current.get() if each is not reader))
+            self._leave(reader)
+
+    def _leave(self, reader: _Reader) -> None:
+        with self._condition:
+            reader.depth -= 1
+            self._readers -= reader.depth == 0
+            must_tell = self._is_writing and not self._readers
+        if must_tell:
+            with contextlib.suppress(RuntimeError):  # the loop is closed
+                self._loop.call_soon_threadsafe(self._changes.notify)
+
+    # ── the writer ──────────────────────────────────────────────────────────────────────────────
+
+    @contextlib.asynccontextmanager
+    async def writing(self) -> AsyncIterator[None]:
+        """Wait until no reader is left. Replace the value without an await then.
+
+        Raises:
+            CallTimeout: if the deadline passes.
+        """
+        async with self._writers:
+            self._set_writing(True)
+            try:
+                await self._changes.until(lambda: not self._readers, "the change of the version")
+                yield
+            finally:
+                self._set_writing(False)
+
+    def _set_writing(self, is_writing: bool) -> None:
+        with self._condition:
+            self._is_writing = is_writing
+            self._condition.notify_all()
+        self._changes.notify()

@@ -1,0 +1,104 @@
+"""Placing a version's tensors into a model, all of them in one step of the event loop.
+
+(tests/unit/training/test_placing.py)
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .holds import Holds
+
+Into = nn.Module | Mapping[str, Tensor] | Callable[[Any], object] | None
+"""The place of versions: a module, a dict of tensors, or a function that is called with each."""
+
+
+def place(tree: Any, into: Into) -> None:
+    """Put a version into its place. If this raises, nothing was changed.
+
+    Raises:
+        ValueError: if names or shapes differ.
+    """
+    if into is None:
+        return
+    if isinstance(into, nn.Module):
+        _place_in_module(tree, into)
+    elif isinstance(into, Mapping):
+        _assign(tree, into)
+    else:
+        into(tree)
+
+
+def _place_in_module(tree: Any, module: nn.Module) -> None:
+    state = module.state_dict(keep_vars=True)
+    if all(isinstance(each, Tensor) for each in state.values()):
+        _assign(tree, state)
+    else:
+        module.load_state_dict(tree)
+
+
+def _assign(tree: Any, targets: Mapping[str, Any]) -> None:
+    _check(tree, targets)
+    with torch.no_grad():
+        for name, target in targets.items():
+            value = tree[name]
+            # The version's own memory, where it fits: nothing is copied, and an earlier graph that
+            # refers to the old tensor stays valid.
+            if value.dtype == target.dtype and value.device == target.device:
+                target.data = value
+            else:
+                target.data.copy_(value)
+
+
+def _check(tree: Any, targets: Mapping[str, Any]) -> None:
+    if not isinstance(tree, Mapping):
+        raise ValueError(f"a version for this place must be a dict of tensors, got {type(tree)}")
+    if tree.keys() != targets.keys():
+        raise ValueError(
+            "the version and its place have different names: "
+            + ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
+        )
+    for name, target in targets.items():
+        if tree[name].shape != target.shape:
+            shapes = f"{tuple(tree[name].shape)}, got a place of {tuple(target.shape)}"
+            raise ValueError(f"{name!r} of the version has the shape {shapes}")
+
+
+class ForwardHolds:
+    """Hooks of a module: a forward in a thread sees one version from its start to its end.
+
+    On the event loop a forward is one step, in which no version changes.
+    """
+
+    def __init__(self, module: nn.Module, holds: Holds) -> None:
+        self._holds = holds
+        self._loop_thread = threading.get_ident()
+        self._local = threading.local()
+        before = module.register_forward_pre_hook(self._begin)
+        after = module.register_forward_hook(self._end, always_call=True)
+        self._hooks = before, after
+
+    def remove(self) -> None:
+        """Remove the hooks."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def _begin(self, *_: Any) -> None:
+        if threading.get_ident() != self._loop_thread:
+            stack = contextlib.ExitStack()
+            stack.enter_context(self._holds.in_thread())
+            self._stacks().append(stack)
+
+    def _end(self, *_: Any) -> None:
+        if threading.get_ident() != self._loop_thread and (stacks := self._stacks()):
+            stacks.pop().close()
+
+    def _stacks(self) -> list[contextlib.ExitStack]:
+        found: list[contextlib.ExitStack] | None = getattr(self._local, "stacks", None)
+        if found is None:
+            found = self._local.stacks = []
+        return found

@@ -1,0 +1,177 @@
+"""The receiver of a publisher's versions: it has the newest whole version of them.
+
+It goes on with the publisher's replacement process. A task of its own receives, outside of every
+deadline. (tests/unit/training/test_receiver.py)
+"""
+
+import asyncio
+import contextlib
+import contextvars
+from collections.abc import Awaitable, Callable
+
+from .. import CallTimeout, NotServing, RRef, WorkerLost, lookup, remote
+from .snapshots import Snapshot
+from .waiting import Changes
+from .weights import Weights
+
+REPLACEMENT_TIMEOUT = 60.0
+"""Seconds after a publisher's loss in which waits go on: its replacement process may register."""
+
+
+class Receiver:
+    """The receiver of the versions of one publisher. Confined to its event loop.
+
+    Args:
+        name: name of the weights.
+        on: worker of the publisher.
+        publisher: RRef of the weights.
+        poll: minimum seconds between two versions, None for no minimum.
+        on_version: is awaited for each version, if given.
+
+    Attributes:
+        newest: the newest version, with its number; None before the first.
+        changes: changes of this receiver, for those who wait.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        on: str | int,
+        publisher: RRef[Weights],
+        poll: float | None = None,
+        on_version: Callable[[], Awaitable[object]] | None = None,
+    ) -> None:
+        self.newest: tuple[int, Snapshot] | None = None
+        self.changes = Changes()
+        self._name, self._on = name, on
+        self._publisher = publisher
+        self._poll = poll
+        self._on_version = on_version
+        self._wanted: list[int] = []  # versions that tasks wait for
+        self._losses = 0
+        self._error: Exception | None = None  # that has ended the task
+        self._task: asyncio.Task[None] | None = None
+        self._is_closed = False
+
+    def __repr__(self) -> str:
+        return f"<Receiver of {self._name!r} of worker {self._on!r}, version {self.version}>"
+
+    @property
+    def version(self) -> int:
+        """Return the number of the newest version, -1 before the first."""
+        return -1 if self.newest is None else self.newest[0]
+
+    async def first(self) -> None:
+        """Receive the newest version now, within the caller's deadline."""
+        await self._receive_next()
+
+    async def update(self) -> None:
+        """Receive the newest version, if there is one, and the publisher is there.
+
+        Raises:
+            CallTimeout: if the deadline passes.
+        """
+        losses = self._losses
+        try:
+            newest = await remote(self._publisher).newest(self.version)
+            await self.until(newest, lambda: self._losses > losses)
+        except (WorkerLost, NotServing):
+            self.start()  # it looks for the publisher's replacement process
+
+    async def until(self, version: int, is_over: Callable[[], bool] = lambda: False) -> None:
+        """Wait until this version or a later one is received, or `is_over()`.
+
+        Raises:
+            CallTimeout: if the deadline passes.
+            Exception: that has ended the task, such as WorkerLost.
+        """
+        self.start()
+        self._wanted.append(version)
+        self.changes.notify()
+        try:
+            await self.changes.until(
+                lambda: self.version >= version or is_over() or self._has_ended(),
+                f"the wait for version {version} of {self._name!r}",
+            )
+        finally:
+            self._wanted.remove(version)
+        self.check_open()
+        if self.version < version and self._error is not None:
+            raise self._error
+
+    def check_open(self) -> None:
+        """Raise RuntimeError if this receiver is closed."""
+        if self._is_closed:
+            raise RuntimeError(f"{self!r} is closed: follow the weights again")
+
+    def start(self) -> None:
+        """Start to receive, unless it does. The task has no deadline, and no context of a call."""
+        if self._is_closed or (self._task is not None and not self._task.done()):
+            return
+        self._error = None
+        loop, context = asyncio.get_running_loop(), contextvars.Context()
+        name = f"follow {self._name!r}"
+        self._task = loop.create_task(self._receive(), name=name, context=context)
+
+    def close(self) -> None:
+        """Stop receiving, and end all waits."""
+        self._is_closed = True
+        if self._task is not None:
+            self._task.cancel()
+        self.changes.notify()
+
+    # ── its task ────────────────────────────────────────────────────────────────────────────────
+
+    def _has_ended(self) -> bool:
+        return self._is_closed or self._error is not None
+
+    async def _receive(self) -> None:
+        """Receive versions until the publisher is gone for good."""
+        try:
+            while True:
+                try:
+                    await self._receive_next()
+                    await self._pause()
+                except WorkerLost as lost:
+                    await self._find_again(lost)
+        except Exception as exc:  # of any class: a version may be unreadable here
+            self._error = exc
+        finally:
+            self.changes.notify()
+
+    async def _find_again(self, lost: WorkerLost) -> None:
+        """Wait until the publisher's replacement process has registered its weights.
+
+        Waits fail after `REPLACEMENT_TIMEOUT`, but the replacement process may come at any time.
+
+        Raises:
+            WorkerLost: if none will come.
+        """
+        self._losses += 1
+        self.changes.notify()
+        while True:
+            try:
+                found = await lookup(self._name, on=self._on, timeout=REPLACEMENT_TIMEOUT)
+            except CallTimeout:
+                self._error = lost
+                self.changes.notify()
+            else:
+                self._publisher, self._error = found, None
+                return
+
+    async def _receive_next(self) -> None:
+        number, *parts = await remote(self._publisher).after(self.version)
+        self.newest = number, Snapshot(*parts)
+        self.changes.notify()
+        if self._on_version is not None:
+            await self._on_version()
+
+    async def _pause(self) -> None:
+        """Wait for the time between two versions, or until a task waits for the next."""
+        if self._poll is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._poll):
+                    await self.changes.until(self._is_wanted, "the pause between versions")
+
+    def _is_wanted(self) -> bool:
+        return max(self._wanted, default=-1) > self.version

@@ -1,0 +1,94 @@
+"""Waiting for a condition, in line or all at once, within the deadline of `aiorpc.timeout`.
+
+Who waits in a `Line` is served in the order of arrival, and a cancelled wait serves the next. Both
+are confined to one event loop. (tests/unit/training/test_waiting.py)
+"""
+
+import asyncio
+from collections import deque
+from collections.abc import Callable
+
+from .. import CallTimeout, seconds_left
+
+
+async def _bounded(future: "asyncio.Future[None]", what: str) -> None:
+    """Wait for a future until the deadline.
+
+    Raises:
+        CallTimeout: if the deadline passes.
+    """
+    left = seconds_left()
+    try:
+        async with asyncio.timeout(left) as scope:
+            await future
+    except TimeoutError:
+        if not scope.expired():
+            raise
+        raise CallTimeout(f"{what} timed out; nothing was changed", may_have_run=False) from None
+
+
+class Changes:
+    """A condition that many tasks wait for: each looks again at every `notify`."""
+
+    def __init__(self) -> None:
+        self._waiting: set[asyncio.Future[None]] = set()
+
+    async def until(self, is_true: Callable[[], bool], what: str) -> None:
+        """Wait until `is_true()`.
+
+        Raises:
+            CallTimeout: if the deadline passes; `what` names the wait.
+        """
+        while not is_true():
+            future = asyncio.get_running_loop().create_future()
+            self._waiting.add(future)
+            try:
+                await _bounded(future, what)
+            finally:
+                self._waiting.discard(future)
+
+    def notify(self) -> None:
+        """Let all tasks look again."""
+        for future in self._waiting:
+            if not future.done():
+                future.set_result(None)
+
+
+class Line:
+    """Tasks that wait for their turn, in the order of arrival."""
+
+    def __init__(self) -> None:
+        self._waiting: deque[asyncio.Future[None]] = deque()
+
+    def __len__(self) -> int:
+        """Return the number of tasks that wait."""
+        return len(self._waiting)
+
+    async def turn(self, is_ready: Callable[[], bool], what: str) -> None:
+        """Wait until this task is the first and `is_ready()`. It goes on in the same step.
+
+        Raises:
+            CallTimeout: if the deadline passes; `what` names the wait.
+        """
+        if not self._waiting and is_ready():
+            return
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append(future)
+        try:
+            while self._waiting[0] is not future or not is_ready():
+                await _bounded(future, what)
+                future = self._renew(future)
+        finally:
+            self._waiting.remove(future)
+            self.notify()
+
+    def _renew(self, old: "asyncio.Future[None]") -> "asyncio.Future[None]":
+        """Return another future at the place of one that is done."""
+        new = asyncio.get_running_loop().create_future()
+        self._waiting[self._waiting.index(old)] = new
+        return new
+
+    def notify(self) -> None:
+        """Let the first task look again."""
+        if self._waiting and not self._waiting[0].done():
+            self._waiting[0].set_result(None)

@@ -1,0 +1,96 @@
+"""The publisher of versioned weights: `Weights`."""
+
+from typing import Any
+
+from .memory import Memory
+from .snapshots import Snapshot, snapshot, snapshot_in_thread
+from .versions import Versions
+from .waiting import Changes, Line
+
+Version = tuple[int, bytes, Any]
+"""A version on its way: its number, and the two parts of its `Snapshot`."""
+
+
+class Weights:
+    """Weights that a learner publishes in versions, and that `follow` brings to actors.
+
+        weights = Weights(model.state_dict())
+        register("policy", weights)
+        version = await weights.publish(model.state_dict())
+
+    A version is an immutable copy. It is announced once it is whole. Followers of one host that
+    wait for a version share one transfer. Slow followers skip versions. Use it on the event loop of
+    its worker.
+
+    Args:
+        tree: the first version: a tree of tensors, such as a state dict. Other values in it are
+            pickled.
+        keep: number of versions that stay in memory. One that is still being sent stays until then.
+        version: number of the first version, such as that of a checkpoint.
+
+    Raises:
+        ValueError: if `keep` or `version` is invalid.
+    """
+
+    def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
+        self._memory = Memory()
+        first = snapshot(tree, self._memory)
+        self._versions: Versions[Snapshot] = Versions(first, version, keep)
+        self._changes = Changes()
+        self._publishing = Line()
+        self._is_publishing = False
+
+    def __repr__(self) -> str:
+        return f"<Weights version {self.version}>"
+
+    @property
+    def version(self) -> int:
+        """Return the number of the newest version."""
+        return self._versions.newest
+
+    async def publish(self, tree: Any) -> int:
+        """Copy a tree, and announce it as the next version; return the version's number.
+
+        It returns when the copy is made: the tensors may change then. The version travels
+        afterwards. If the call is cancelled or fails, nothing is announced. Versions that are
+        published together are announced in the order of the calls.
+
+        Args:
+            tree: a tree of tensors, as the first version.
+        """
+        await self._publishing.turn(lambda: not self._is_publishing, "publish()")
+        self._is_publishing = True
+        try:
+            number = self._versions.add(await snapshot_in_thread(tree, self._memory))
+        finally:
+            self._is_publishing = False
+            self._publishing.notify()
+        self._changes.notify()
+        return number
+
+    def state(self, version: int | None = None) -> Any:
+        """Return a version that is kept, by default the newest. Do not change its tensors.
+
+        Raises:
+            LookupError: if the version is not kept.
+        """
+        return self._versions.get(self.version if version is None else version).load()
+
+    # ── for followers ───────────────────────────────────────────────────────────────────────────
+
+    async def newest(self, seen: int) -> int:
+        """Return the number of the newest version, to a follower that has `seen` that one."""
+        self._see(seen)
+        return self.version
+
+    async def after(self, seen: int) -> Version:
+        """Wait until a version is newer than `seen`; return the newest, for a follower."""
+        self._see(seen)
+        await self._changes.until(lambda: self.version > seen, "the wait for a version")
+        # Results that many calls return in one step of the event loop are copied once.
+        number = self.version
+        return number, *self._versions.get(number)
+
+    def _see(self, number: int) -> None:
+        if self._versions.see(number):
+            self._changes.notify()

@@ -1,0 +1,267 @@
+"""Versioned weights and their followers, in a world of one."""
+
+import asyncio
+import contextlib
+import gc
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import CallTimeout, RRef, register, remote, timeout
+from aiorpc_torch._shm import segment_store
+from aiorpc_torch.training import Policy, Weights, follow, snapshots
+from tests.support.followers import Net
+
+SOON = 30.0
+
+
+def published(value: float = 0.0, **options: int) -> Weights:
+    """Return weights that are registered as "policy"."""
+    weights = Weights(Net(value).state_dict(), **options)
+    register("policy", weights)
+    return weights
+
+
+async def publish(weights: Weights, value: float | None = None) -> int:
+    return await weights.publish(Net(weights.version + 1 if value is None else value).state_dict())
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    async with asyncio.timeout(SOON):
+        while not condition():  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+
+
+Following = Callable[..., Awaitable[Policy]]
+
+
+@pytest.fixture
+async def following(world: aiorpc.Worker) -> AsyncIterator[Following]:
+    """Return a function that follows "policy"; what it returns is closed after the test."""
+    async with contextlib.AsyncExitStack() as stack:
+
+        async def start(**options: Any) -> Policy:
+            policy = await follow("policy", on="main", **options)
+            return await stack.enter_async_context(policy)
+
+        yield start
+
+
+@pytest.mark.promise("training.follow")
+async def test_versions_arrive(following: Following) -> None:
+    weights, net = published(), Net(-1)
+    policy = await following(into=net)
+    assert (policy.version, net.values()) == (0, {0.0})
+    assert await publish(weights) == 1
+    assert net.values() == {0.0}  # until it asks
+    assert await policy.update() == 1
+    assert net.values() == {1.0}
+    assert await policy.update() == 1
+    waiting = asyncio.create_task(policy.wait(3))
+    await publish(weights)
+    assert await publish(weights) == 3
+    assert await waiting == 3
+    assert net.values() == {3.0}
+    assert policy.pause > 0
+    late = await following()
+    assert late.version == 3
+    assert late.state["layers.0.bias"].tolist() == [3.0] * 8
+
+
+@pytest.mark.promise("training.follow")
+async def test_iterating_skips_versions_and_ends_with_the_world() -> None:
+    seen = list[int]()
+    async with aiorpc.local_world(0):
+        weights = published()
+        policy = await follow("policy", on="main")
+
+        async def watch() -> None:
+            async for version in policy:
+                seen.append(version)
+
+        watching = asyncio.create_task(watch())
+        for _ in range(20):
+            await publish(weights)
+        assert await policy.update() == 20
+        await publish(weights)
+        assert await policy.wait(21) == 21
+    await asyncio.wait_for(watching, SOON)
+    assert seen == sorted(set(seen))
+    assert seen[-1] in (20, 21)
+
+
+@pytest.mark.promise("training.snapshot")
+async def test_a_version_is_as_it_was_published(following: Following) -> None:
+    """Whatever the learner, or another follower, writes into its tensors."""
+    net = Net(5)
+    weights = Weights(net.state_dict())
+    register("policy", weights)
+    net.fill(6)
+    one, other = Net(), Net()
+    await following(into=one)
+    one.fill(7)
+    await following(into=other)
+    assert other.values() == {5.0}
+    assert set(weights.state(0)["layers.0.bias"].tolist()) == {5.0}
+
+
+@pytest.mark.promise("training.keep")
+async def test_versions_that_are_kept(world: aiorpc.Worker) -> None:
+    weights = published(keep=2, version=10)
+    assert weights.version == 10
+    await publish(weights)
+    await publish(weights)
+    assert set(weights.state(11)["layers.0.bias"].tolist()) == {11.0}
+    assert set(weights.state()["layers.0.bias"].tolist()) == {12.0}
+    with pytest.raises(LookupError, match="version 10 is not kept"):
+        weights.state(10)
+
+
+@pytest.mark.promise("training.publish")
+async def test_publications_that_are_cancelled_or_fail(
+    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing of them is announced, and others go on in their order."""
+    weights, entered, leave = published(), asyncio.Event(), asyncio.Event()
+
+    async def gated(function: object) -> None:
+        entered.set()
+        await leave.wait()
+        function()  # type: ignore[operator]
+
+    monkeypatch.setattr(snapshots, "COPY_ON_LOOP", 0)
+    monkeypatch.setattr(asyncio, "to_thread", gated)
+    first = asyncio.create_task(publish(weights, 1))
+    await entered.wait()
+    others = [asyncio.create_task(publish(weights, value)) for value in (2, 3)]
+    await asyncio.sleep(0)
+    first.cancel()
+    await asyncio.wait([first])
+    leave.set()
+    with pytest.raises(TypeError, match="pickle"):
+        await weights.publish({"a": threading.Lock()})
+    assert await asyncio.gather(*others) == [1, 2]
+    assert set(weights.state(2)["layers.0.bias"].tolist()) == {3.0}
+
+
+@pytest.mark.promise("training.whole")
+async def test_a_version_does_not_change_inside_of_hold(following: Following) -> None:
+    weights, net = published(), Net()
+    policy = await following(into=net)
+    async with policy.hold() as version:
+        await publish(weights)
+        updating = asyncio.create_task(remote(RRef(policy)).update())
+        await remote(RRef(weights)).newest(0)
+        assert (version, net.values()) == (0, {0.0})
+        with pytest.raises(RuntimeError, match="inside of hold"):
+            await policy.update()
+        with pytest.raises(RuntimeError, match="is for threads"):
+            policy.hold().__enter__()
+    assert await updating == 1
+    assert net.values() == {1.0}
+
+
+@pytest.mark.promise("training.deadlines")
+async def test_deadlines(following: Following) -> None:
+    published()
+    with timeout(0.05):
+        policy = await following()
+        with pytest.raises(CallTimeout, match="the wait for version 5 of 'policy' timed out"):
+            await policy.wait(5)
+    with timeout(0.01), pytest.raises(CallTimeout):
+        await follow("nothing", on="main")
+    assert await policy.update() == 0
+
+
+async def test_poll(following: Following) -> None:
+    """The follower puts versions in by itself, and hurries for whoever waits."""
+    weights, net = published(), Net()
+    policy = await following(into=net, poll=0.001)
+    await publish(weights)
+    await until(lambda: policy.version == 1)
+    assert net.values() == {1.0}
+    slow = await following(poll=3600.0)
+    for _ in range(3):
+        await publish(weights)
+        assert await asyncio.wait_for(slow.update(), SOON) == weights.version
+    with pytest.raises(ValueError, match="poll must be a positive number"):
+        await following(poll=0)
+
+
+async def test_a_version_that_does_not_fit(following: Following) -> None:
+    weights, net = published(), Net()
+    policy = await following(into=net)
+    await weights.publish({"other": torch.ones(1)})
+    for _ in range(2):
+        with pytest.raises(ValueError, match="different names"):
+            await policy.update()
+    assert (policy.version, net.values()) == (0, {0.0})
+    with pytest.raises(ValueError, match="different names"):
+        await following(into=net)
+    await publish(weights)
+    assert await policy.update() == 2
+
+
+async def test_the_end_of_a_follower(following: Following) -> None:
+    weights, net = published(), Net()
+    policy = await following(into=net)
+    waiting = asyncio.create_task(policy.wait(5))
+    await asyncio.sleep(0)
+    await policy.aclose()
+    with pytest.raises(RuntimeError, match="is closed"):
+        await waiting
+    await publish(weights)
+    with pytest.raises(RuntimeError, match="is closed"):
+        await policy.update()
+    assert not net._forward_hooks
+    assert isinstance(policy, Policy)
+    await policy.aclose()
+
+
+@pytest.mark.promise("training.replaced")
+async def test_a_follower_tells_what_it_has(world: aiorpc.Worker) -> None:
+    """A publisher that begins again goes on with higher numbers."""
+    weights = published(3.0)
+    assert await remote(RRef(weights)).newest(57) == 0
+    assert await publish(weights) == 58
+    register("replacement", other := Weights(Net().state_dict()))
+    await publish(other)
+    number, *_ = await remote(RRef(other)).after(57)
+    assert number == other.version == 58
+
+
+async def test_a_follower_that_is_dropped(world: aiorpc.Worker) -> None:
+    published()
+    policy = await follow("policy", on="main")
+    await until(lambda: aiorpc.stats().in_flight == 1)
+    del policy
+    gc.collect()
+    await until(lambda: aiorpc.stats().in_flight == 0)
+
+
+@pytest.mark.promise("training.once")
+async def test_followers_that_wait_share_one_copy(
+    following: Following, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copies, real = list[Callable[[], None]](), segment_store._copy_threads
+
+    def count(copy: Callable[[], None]) -> None:
+        copies.append(copy)
+        real(copy)
+
+    monkeypatch.setattr(segment_store, "_copy_threads", count)
+    weights = Weights(Net(0, size=512).state_dict())
+    register("policy", weights)
+    policies = [await following() for _ in range(3)]
+    await weights.publish(Net(1, size=512).state_dict())
+    await asyncio.gather(*(policy.wait(1) for policy in policies))
+    copies.clear()
+    await until(lambda: aiorpc.stats().in_flight == 3)
+    await weights.publish(Net(2, size=512).state_dict())
+    await asyncio.gather(*(policy.wait(2) for policy in policies))
+    assert len(copies) == 1
+    assert all(policy.state["layers.3.bias"].sum() == 1024 for policy in policies)

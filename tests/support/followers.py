@@ -1,0 +1,101 @@
+"""A learner and actors that follow its weights, for tests in several processes."""
+
+import asyncio
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import batched
+from aiorpc_torch.training import Policy, Weights, follow, receiver
+
+
+class Net(nn.Module):
+    """A module whose tensors all hold the same number, if they are of one version."""
+
+    def __init__(self, value: float = 0.0, size: int = 8) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size) for _ in range(4))
+        self.fill(value)
+
+    def fill(self, value: float) -> "Net":
+        with torch.no_grad():
+            for each in self.parameters():
+                each.fill_(value)
+        return self
+
+    def values(self) -> set[float]:
+        return {
+            float(value) for each in self.parameters() for value in each.detach().flatten()[::7]
+        }
+
+
+class Learner:
+    """Publishes versions whose tensors hold the version's number. Its process can be replaced."""
+
+    def __init__(self, start: float = 0.0, size: int = 8) -> None:
+        self.net = Net(start, size)
+        self.weights = Weights(self.net.state_dict())
+        aiorpc.register("policy", self.weights)
+
+    async def publish(self, value: float | None = None) -> int:
+        self.net.fill(self.weights.version + 1 if value is None else value)
+        return await self.weights.publish(self.net.state_dict())
+
+    async def publish_many(self, count: int) -> int:
+        return [await self.publish() for _ in range(count)][-1]
+
+
+class Actor:
+    """Follows the policy of worker "learner"."""
+
+    policy: Policy
+
+    def __init__(self, size: int = 8) -> None:
+        self.net = Net(-1.0, size)
+        self.seen: list[int] = []
+
+    async def start(self, patience: float = 60.0, **options: Any) -> int:
+        receiver.REPLACEMENT_TIMEOUT = patience
+        self.policy = await follow("policy", on="learner", into=self.net, **options)
+        return self.policy.version
+
+    async def update(self) -> int:
+        return await self.policy.update()
+
+    async def wait(self, version: int) -> int:
+        return await self.policy.wait(version)
+
+    async def values(self) -> set[float]:
+        return self.net.values()
+
+    async def version(self) -> int:
+        return self.policy.version
+
+    async def watch(self, until: int) -> list[int]:
+        """Return the versions that are seen, each of which is whole."""
+        async for version in self.policy:
+            assert len(self.net.values()) == 1
+            self.seen.append(version)
+            if version >= until:
+                break
+        return self.seen
+
+    @batched(max_size=8)
+    def act(self, xs: Tensor) -> list[tuple[int, int]]:
+        """Return version and number of values of each batch, in a thread and in two steps."""
+        with self.policy.hold() as version:
+            before = self.net.values()
+            return [(version, len(before | self.net.values()))] * len(xs)
+
+    @batched(max_size=8)
+    async def act_on_loop(self, xs: Tensor) -> list[tuple[int, int]]:
+        """The same in a coroutine that awaits."""
+        async with self.policy.hold() as version:
+            before = self.net.values()
+            await asyncio.sleep(0)
+            return [(version, len(before | self.net.values()))] * len(xs)
+
+    async def close(self) -> None:
+        await self.policy.aclose()

@@ -1,0 +1,123 @@
+"""Versions in their places: all tensors or none."""
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from aiorpc_torch.training.holds import Holds
+from aiorpc_torch.training.placing import ForwardHolds, place
+from aiorpc_torch.training.snapshots import snapshot
+
+
+def filled(value: float) -> nn.Sequential:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2))
+    for each in model.state_dict().values():
+        each.fill_(value)
+    return model
+
+
+def test_a_module_gets_parameters_and_buffers() -> None:
+    model = filled(0)
+    parameter = model[0].weight
+    place(snapshot(filled(3).state_dict()).load(), model)
+    assert all((each == 3).all() for each in model.state_dict().values())
+    assert model[0].weight is parameter
+    assert parameter.requires_grad
+
+
+def test_other_dtypes_are_converted() -> None:
+    model = filled(0).to(torch.float64)
+    place(snapshot(filled(3).state_dict()).load(), model)
+    assert model[0].weight.dtype == torch.float64
+    assert (model[0].weight == 3).all()
+
+
+def test_a_graph_of_the_old_version_stays_valid() -> None:
+    model = filled(1)
+    loss = model[0](torch.ones(1, 2)).pow(2).sum()
+    place(snapshot(filled(3).state_dict()).load(), model)
+    loss.backward()
+    assert model[0].weight.grad is not None
+
+
+def test_modules_with_state_of_their_own() -> None:
+    class Counting(nn.Linear):
+        count = 0
+
+        def get_extra_state(self) -> int:
+            return self.count
+
+        def set_extra_state(self, state: int) -> None:
+            self.count = state
+
+    one, other = Counting(2, 2), Counting(2, 2)
+    one.count = 5
+    place(snapshot(one.state_dict()).load(), other)
+    assert other.count == 5
+    assert torch.equal(one.weight, other.weight)
+
+
+def test_dicts_and_functions() -> None:
+    tensors, got = {"a": torch.zeros(2)}, list[Any]()
+    place({"a": torch.ones(2)}, tensors)
+    assert tensors["a"].tolist() == [1, 1]
+    place([1], got.append)
+    assert got == [[1]]
+    place([1], None)
+
+
+@pytest.mark.parametrize(
+    ("tree", "text"),
+    [
+        ({"a": torch.ones(2)}, "different names: b"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, r"'b' of the version has the shape \(3,\)"),
+        ([torch.ones(2)], "must be a dict of tensors"),
+    ],
+)
+def test_what_does_not_fit_changes_nothing(tree: Any, text: str) -> None:
+    tensors = {"a": torch.zeros(2), "b": torch.zeros(2)}
+    with pytest.raises(ValueError, match=text):
+        place(tree, tensors)
+    assert not tensors["a"].any()
+
+
+async def test_a_forward_in_a_thread_sees_one_version() -> None:
+    entered, leave, log = threading.Event(), threading.Event(), list[str]()
+
+    class Slow(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            entered.set()
+            leave.wait()
+            log.append("read")
+            return x
+
+    model, holds = Slow(), Holds()
+    hooks = ForwardHolds(model, holds)
+    forward = asyncio.create_task(asyncio.to_thread(model, torch.ones(1)))
+    await asyncio.to_thread(entered.wait)
+
+    async def write() -> None:
+        async with holds.writing():
+            log.append("written")
+
+    writer = asyncio.create_task(write())
+    await asyncio.sleep(0)
+    leave.set()
+    await asyncio.gather(forward, writer)
+    assert log == ["read", "written"]
+    hooks.remove()
+    assert not model._forward_hooks
+    assert not model._forward_pre_hooks
+
+
+async def test_a_forward_that_raises_holds_nothing() -> None:
+    model, holds = nn.Linear(2, 2), Holds()
+    ForwardHolds(model, holds)
+    with pytest.raises(RuntimeError):
+        await asyncio.to_thread(model, torch.ones(3))
+    async with holds.writing():
+        pass

@@ -1,0 +1,42 @@
+"""The receiver of versions: closed, it receives nothing and ends every wait."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from aiorpc_torch import NotServing
+from aiorpc_torch.training.receiver import Receiver
+
+
+def receiver() -> Receiver:
+    publisher: Any = None  # without a world, no RRef
+    return Receiver("policy", "learner", publisher)
+
+
+async def test_a_closed_one_ends_its_waits() -> None:
+    closed = receiver()
+    waiting = asyncio.create_task(closed.until(3))
+    await asyncio.sleep(0)
+    closed.close()
+    with pytest.raises(RuntimeError, match="is closed: follow the weights again"):
+        await waiting
+    with pytest.raises(RuntimeError, match="is closed"):
+        closed.check_open()
+    assert closed.version == -1
+
+
+async def test_what_ends_the_task_is_raised_from_each_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next wait tries again."""
+    found, tries = receiver(), 0
+
+    async def fail() -> None:
+        nonlocal tries
+        tries += 1
+        raise NotServing("left")
+
+    monkeypatch.setattr(found, "_receive_next", fail)
+    for count in (1, 2):
+        with pytest.raises(NotServing, match="left"):
+            await found.until(0)
+        assert tries == count
