@@ -13,6 +13,7 @@ import errno
 import os
 import secrets
 import socket
+import struct
 import time
 from collections.abc import Callable
 from datetime import timedelta
@@ -29,6 +30,7 @@ from . import network
 _ABSENT = "\0"  # a value that no worker writes
 _CONNECT_TIMEOUT = 2.0  # seconds: a lost SYN is sent again after one second, then after three
 _BIND_TIMEOUT = 5.0  # seconds for the directory of the last world to close
+_RESET_AT_CLOSE = struct.pack("ii", 1, 0)
 RETRY_INTERVAL = 0.05  # seconds between two attempts
 
 
@@ -150,14 +152,13 @@ class Meeting:
         if self._url.scheme == "unix":
             return "", [_connect_unix(self._url.netloc)]
         if self._url.scheme != "file" and not self._has_agent:
-            return "", [socket.create_connection(self._address, _CONNECT_TIMEOUT)]
+            return "", [_connect_tcp(self._address)]
         found = self._read()
         if found.namespace and found.namespace == network_namespace():
             return found.world, [_connect_unix(found.world)]
         if not found.host:
             raise OSError("rank 0 listens on its own machine only")
-        where = found.host, found.port
-        return found.world, [socket.create_connection(where, _CONNECT_TIMEOUT)]
+        return found.world, [_connect_tcp((found.host, found.port))]
 
     def _read(self) -> Published:
         data = self._read_agent_store() if self._has_agent else self._file().read_bytes()
@@ -187,7 +188,7 @@ class Meeting:
         if self._store is None:
             host, port = self._address
             # torch's own wait takes up to twice its timeout, and prints frames (2.13, 2.15).
-            socket.create_connection((host, port), _CONNECT_TIMEOUT).close()
+            _connect_tcp((host, port)).close()
             patience = timedelta(seconds=_CONNECT_TIMEOUT)
             self._store = TCPStore(
                 host, port, None, False, timeout=patience, wait_for_workers=False
@@ -202,6 +203,17 @@ def _key() -> str:
 
 def _listen_unix(name: str) -> socket.socket:
     return listen_unix(f"aiorpc-{name}")
+
+
+def _connect_tcp(address: tuple[str, int]) -> socket.socket:
+    found = socket.create_connection(address, _CONNECT_TIMEOUT)
+    # Linux may choose the port that is asked for: such a socket is connected to itself, and rank 0
+    # could not listen there.
+    if found.getsockname() == found.getpeername():
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, _RESET_AT_CLOSE)  # frees it at once
+        found.close()
+        raise ConnectionRefusedError("no process listens there")
+    return found
 
 
 def _connect_unix(name: str) -> socket.socket:

@@ -9,6 +9,7 @@ import pytest
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import meeting
 from aiorpc_torch._world.meeting import Meeting, Published
+from tests.support.example_programs import free_port
 
 
 def close(listening: list[socket.socket]) -> None:
@@ -102,3 +103,16 @@ def test_the_host_of_rank_0(
         monkeypatch.setenv("MASTER_ADDR", master)
         monkeypatch.setenv("MASTER_PORT", "7")
     assert Meeting(url).host == host
+
+
+def test_a_socket_that_is_connected_to_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Linux may choose the port that is asked for: nobody listens, and the port is free again."""
+    connect, address = socket.create_connection, ("127.0.0.1", free_port())
+
+    def chosen_by_chance(where: tuple[str, int], timeout: float) -> socket.socket:
+        return connect(where, timeout, source_address=where)
+
+    monkeypatch.setattr(socket, "create_connection", chosen_by_chance)
+    with pytest.raises(ConnectionRefusedError):
+        Meeting(f"tcp://{address[0]}:{address[1]}").connect()
+    socket.create_server(address).close()
