@@ -39,6 +39,10 @@ END_SECONDS = 0.5
 """Seconds between the failure of a tensor socket and the end of its connection, which is about to
 tell the reason if the peer has left."""
 
+OPEN_TIMEOUT = 10.0
+"""Seconds for a socket to open; torch RPC carries the tensors after that. A peer that leaves takes
+no connections, and waits until its results are sent."""
+
 Dial = Callable[[int], Coroutine[Any, Any, socket.socket]]
 """Opens a proven socket to the peer for ARGUMENTS or RESULTS."""
 
@@ -212,7 +216,9 @@ class SocketLink:
     async def _dial_all(self, dial: Dial, purpose: int) -> None:
         try:
             for _ in range(SOCKETS):
-                self.add_socket(purpose, await dial(purpose))
+                async with asyncio.timeout(OPEN_TIMEOUT):
+                    sock = await dial(purpose)
+                self.add_socket(purpose, sock)
         except Exception as exc:
             if not self._wire.is_open:
                 return

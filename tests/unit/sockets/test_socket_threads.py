@@ -1,0 +1,147 @@
+"""Threads for the sockets of transfers: they begin, send, fail and end."""
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc_torch._sockets.socket_threads import SOCKETS, SocketReceiver, SocketSender, _send_all
+from aiorpc_torch._sockets.transfers import HEADER, IncomingTransfers, OutgoingTransfer
+from aiorpc_torch._wire.frames import ProtocolError
+from aiorpc_torch._wire.shared_tensors import place
+
+SOON = 30.0
+
+
+class Ends:
+    """A sender and a receiver, and what they tell."""
+
+    def __init__(self) -> None:
+        self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.incoming = IncomingTransfers(1 << 26, bytearray)
+        self.sender = SocketSender(self.told.put, self.told.put)
+        self.receiver = SocketReceiver(self.incoming, self.told.put, self.told.put)
+        self.pairs = [socket.socketpair() for _ in range(SOCKETS)]
+        for near, far in self.pairs:
+            self.sender.add(near, is_own=True)
+            self.receiver.add(far, is_own=False)
+
+    def next(self) -> Any:
+        return self.told.get(timeout=SOON)
+
+    def close(self) -> None:
+        self.sender.close()
+        self.receiver.close()
+        deadline = time.monotonic() + SOON
+        names = {"aiorpc-send", "aiorpc-receive"}
+        while names & {each.name for each in threading.enumerate()}:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+@pytest.fixture
+def ends() -> Iterator[Ends]:
+    found = Ends()
+    yield found
+    found.close()
+
+
+def transfer(number: int, x: torch.Tensor) -> OutgoingTransfer:
+    found = place([x], in_one_block=True)
+    assert found is not None
+    return OutgoingTransfer(number, found[0][0])
+
+
+def test_transfers_arrive_whole(ends: Ends) -> None:
+    """Both ends tell, in whatever order."""
+    tensors = {number: torch.rand(1 << 20) for number in (1, 2, 3)}
+    for number, x in tensors.items():
+        ends.sender.send(transfer(number, x))
+    told = [ends.next() for _ in range(6)]
+    arrived = [each for each in told if isinstance(each, tuple)]
+    assert sorted(arrived) == [(1, True), (2, True), (3, True)]
+    for number, x in tensors.items():
+        memory, _ = ends.incoming.take(number)
+        assert torch.equal(torch.frombuffer(memory, dtype=torch.float32), x)
+
+
+def test_surplus_sockets_are_closed(ends: Ends) -> None:
+    """And so are those that come after the end."""
+    for _ in range(2):
+        near, far = socket.socketpair()
+        ends.sender.add(near, is_own=True)
+        with far:
+            assert far.recv(1) == b""
+        ends.sender.close()
+    assert len(ends.sender) == 0
+
+
+def test_an_end_between_chunks_is_no_failure(ends: Ends) -> None:
+    """The connection tells why."""
+    ends.sender.close()
+    ends.close()
+    assert ends.told.empty()
+
+
+def test_an_end_within_a_chunk_is_a_failure(ends: Ends) -> None:
+    near, _ = ends.pairs[0]
+    near.sendall(HEADER.pack(1, 100, 0, 100) + b"half")
+    near.shutdown(socket.SHUT_WR)
+    assert isinstance(ends.next(), ConnectionResetError)
+
+
+def test_a_malformed_chunk_is_a_failure(ends: Ends) -> None:
+    near, _ = ends.pairs[0]
+    near.sendall(HEADER.pack(1, 100, 50, 100))
+    assert isinstance(ends.next(), ProtocolError)
+
+
+def test_a_dead_peer_is_a_failure(ends: Ends) -> None:
+    """The transfer that is sent is given up by its thread."""
+    for _, far in ends.pairs:
+        far.shutdown(socket.SHUT_RDWR)
+    ends.sender.send(sent := transfer(1, torch.ones(1 << 20)))
+    assert isinstance(ends.next(), OSError)
+    assert sent._in_progress <= 1
+
+
+def test_a_blocked_thread_is_ended() -> None:
+    """Its socket is shut down: nothing was read, or written, at the other end."""
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    near, far = socket.socketpair()
+    with far:
+        sender = SocketSender(told.put, told.put)
+        sender.add(near, is_own=True)
+        sender.send(sent := transfer(1, torch.ones(1 << 22)))
+        assert far.recv(1)
+        assert far.recv(1)  # of the chunk: the rest does not fit
+        sender.close()
+        sent.cancel()
+        assert told.get(timeout=SOON) is sent  # no failure: it was told to end
+
+
+def test_a_system_call_that_sends_a_part() -> None:
+    """The rest follows, whatever buffer it is in."""
+
+    class Short:
+        """A socket that takes a few bytes at first."""
+
+        def __init__(self, first: int) -> None:
+            self.first, self.sent = first, b""
+
+        def sendmsg(self, buffers: list[bytes]) -> int:
+            self.sent = b"".join(buffers)[: self.first]
+            return self.first
+
+        def sendall(self, data: memoryview) -> None:
+            self.sent += bytes(data)
+
+    for first in range(1, 11):
+        short = Short(first)
+        _send_all(short, [b"abc", b"defg", b"hij"])  # type: ignore[arg-type]
+        assert short.sent == b"abcdefghij"
