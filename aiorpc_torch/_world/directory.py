@@ -176,7 +176,10 @@ class Directory:
         """Begin the next step of the start if no rank is awaited in this one."""
         while self._step < _RUNNING and not self._missing():
             self._step += 1
-            self._send_to(self._members.values(), self._result_of_step())
+            told = [*self._members.values()]
+            if self._step == _RUNNING:  # the others are in their blocks since they had addresses
+                told = [each for each in told if each.step == _RUNNING]
+            self._send_to(told, self._result_of_step())
         self._admit()
 
     def _result_of_step(self) -> ToWorker:
@@ -212,7 +215,7 @@ class Directory:
             told = wire.Failed(f"{process.registration}: {text}", unreachable)
             self._fail(told, process, wire.Failed(text, unreachable))
         else:
-            process.step = _ENDED
+            process.step = _RUNNING
             self._advance()
 
     def _send_missing(self, process: _Process) -> None:

@@ -356,9 +356,9 @@ class DirectoryClient:
 
     async def _disconnect(self) -> None:
         if self._server is not None:
-            self._server.close()
+            server, self._server = self._server, None
             self._meeting.withdraw()
-            self._server = None
+            await run_in_thread(server.close, "aiorpc-stop")
         await self._close_stream()
 
     async def _close_stream(self) -> None:

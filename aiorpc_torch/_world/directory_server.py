@@ -18,7 +18,7 @@ from .._aio.unix_sockets import is_same_user
 from .._server.listener import ACCEPT_RETRY
 from .directory import Directory
 from .directory_messages import FromWorker, Register, Resume, ToWorker, read_from_worker
-from .directory_stream import ANY_WORLD, Stream, encode, greeting, open_stream
+from .directory_stream import ANY_WORLD, LINGER, Stream, encode, greeting, open_stream
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -41,7 +41,8 @@ class DirectoryServer:
         self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
-        threading.Thread(target=self._run, name="aiorpc-directory", daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name="aiorpc-directory", daemon=True)
+        self._thread.start()
 
     def connect(self) -> socket.socket:
         """Return a socket that is connected, for rank 0's own worker."""
@@ -50,8 +51,9 @@ class DirectoryServer:
         return theirs
 
     def close(self) -> None:
-        """Close all connections. The thread ends soon."""
+        """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
         call_soon(self._loop, self._closing.set)
+        self._thread.join(2 * LINGER)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 

@@ -27,6 +27,7 @@ from aiorpc_torch._server.session import Session
 from aiorpc_torch._shm import segment_store
 from aiorpc_torch._torch import transport
 from aiorpc_torch._wire.slots import Slots
+from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.node import Node
 
 from .loop import SteppingLoop
@@ -235,19 +236,21 @@ class Outside:
         self.before_torch: Callable[[], object] = _nothing
         self._changed = threading.Condition()
         self._running = 0  # tasks of threads
+        self._at_directory = 0  # waits for rank 0's directory, which has a thread of its own
         self._sent: list[Any] = []  # futures of messages of torch RPC
         self._owed: list[Any] = []  # futures of their replies, at the callee
         self._answered = self._arrived = 0  # messages that have ended, and those that the loop got
         loop.is_busy, loop.give_up, loop.on_park = self.is_busy, self._give_up, self._notify
 
     def is_busy(self) -> bool:
-        """Return whether a thread works, or torch carries a message."""
-        return self._has_tasks() or self._carries()
+        """Return whether a thread works, or torch carries a message, or the directory answers."""
+        return self._has_tasks() or self._carries() or self._at_directory > 0
 
     def _give_up(self) -> None:
         """Wait no more for what is under way: tasks that no thread runs, for one."""
         with self._changed:
             self._running = self.loop.waiting_threads
+            self._at_directory = 0
             self._sent.clear()
 
     def reset(self) -> None:
@@ -312,6 +315,8 @@ class Outside:
             replace(threads.DaemonThreadPool, "submit", self._submit)
             replace(threads.ThreadCache, "__call__", self._run_cached)
             replace(threads, "threading", lambda _: self._threading())
+            for name in ("register", "publish"):
+                replace(DirectoryClient, name, self._ask_directory)
             for owner, name in _ANSWERS:
                 replace(owner, name, self._answer)
             yield self
@@ -333,6 +338,16 @@ class Outside:
             return future
 
         return invoked
+
+    def _ask_directory(self, ask: Callable[..., Any]) -> Callable[..., Any]:
+        async def asked(*args: Any) -> Any:
+            self._at_directory += 1
+            try:
+                return await ask(*args)
+            finally:
+                self._at_directory = max(0, self._at_directory - 1)
+
+        return asked
 
     def _answer(self, handle: Callable[..., Any]) -> Callable[..., Any]:
         def answered(owner: Any, *args: Any) -> Any:

@@ -42,6 +42,7 @@ from aiorpc_torch._wire.payloads import detach_data
 from aiorpc_torch._wire.pickling import pack
 from aiorpc_torch._wire.targets import FunctionTarget, MethodTarget
 from aiorpc_torch._wire.tensors import from_bytes
+from aiorpc_torch._world.directory_client import WORLD_TASK
 from aiorpc_torch.autograd import context
 from aiorpc_torch.errors import RemoteError
 from aiorpc_torch.testing import Gate
@@ -339,7 +340,11 @@ class Victim:
         while server().tally()[1]:  # noqa: ASYNC110
             await asyncio.sleep(0)
         assert len(server().sessions) == 1
-        tasks = {task for task in asyncio.all_tasks() if task.get_name() != "aiorpc-connect"}
+        tasks = {
+            task
+            for task in asyncio.all_tasks()
+            if task.get_name() not in ("aiorpc-connect", WORLD_TASK)
+        }
         assert len(tasks) == 1, tasks
 
     def close(self) -> None:

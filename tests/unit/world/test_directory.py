@@ -204,7 +204,7 @@ def test_workers_within_reach_confirm_nothing() -> None:
     for each in processes:
         each.inbox.clear()
         each.say(Publish("here", {}, True))
-    assert [[type(one) for one in each.inbox] for each in processes] == [[Members, Complete]] * 2
+    assert [[type(one) for one in each.inbox] for each in processes] == [[Members]] * 2
 
 
 @pytest.mark.promise("worlds.missing")
