@@ -12,6 +12,7 @@ import argparse
 import asyncio
 import itertools
 import sys
+import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterator
 from typing import Any, NamedTuple
@@ -27,7 +28,7 @@ from ._process import census_at_rest, open_descriptors, swept_memory
 HERE, THERE = "main", "stays"  # where counts are taken
 WARM_UP = 20  # joins until every table and thread has been used
 PATIENCE = 120.0  # seconds for one worker, from its start to its end
-REST = 10.0  # seconds until which the ends of calls and connections have been noticed
+REST = 30.0  # seconds until which the ends of calls and processes have been noticed
 LARGE = 65_536  # floats, which travel in shared memory
 ENOUGH = 500  # joins from which on growth exceeds noise, and the workers whose names are kept
 KILOBYTES, OBJECTS = 30.0, 20.0  # that may be left of a worker: torch keeps its broken pipe
@@ -163,12 +164,14 @@ async def end_of_calls(name: str) -> bool:
 # ── checks ──────────────────────────────────────────────────────────────────────────────────────
 
 
-async def rest() -> list[Sample]:
-    """Sample both processes once nothing is in flight but the samples, or after a while."""
-    end = asyncio.get_running_loop().time() + REST
+async def rest(before: list[Sample] | None = None) -> list[Sample]:
+    """Sample both processes once they hold no more than before, or after a while."""
+    end = time.monotonic() + REST
     while True:
         found = [await call(worker, sample) for worker in (HERE, THERE)]
-        if all(each.in_flight <= 2 for each in found) or asyncio.get_running_loop().time() > end:
+        is_quiet = all(each.in_flight <= 2 for each in found)  # the samples themselves
+        is_at_rest = is_quiet and not (before and any(left(before, found, 0)))
+        if is_at_rest or time.monotonic() > end:
             return found
         await asyncio.sleep(0.1)
 
@@ -218,7 +221,7 @@ async def main(given: argparse.Namespace) -> list[str]:
         await soak.run(min(WARM_UP, given.joins), given.at_once)
         before = await rest()
         await soak.run(given.joins, given.at_once)
-        after = await rest()
+        after = await rest(before)
         show(soak, before, after, given.joins)
         return [*soak.problems, *left(before, after, given.joins)]
 

@@ -16,10 +16,10 @@ AT_REST = Sample(
 @pytest.mark.promise("joining.flat")
 def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     """All is well: no call ends otherwise than documented, and no socket is left."""
-    found = asyncio.run(soak.main(argparse.Namespace(quick=True, joins=8, at_once=4)))
+    found = asyncio.run(soak.main(argparse.Namespace(quick=True, joins=4, at_once=4)))
     printed = capsys.readouterr().out
     assert found == [], printed
-    assert "8 workers have joined and left" in printed
+    assert "4 workers have joined and left" in printed
     assert "NotServing" in printed
 
 

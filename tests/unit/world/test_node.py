@@ -215,6 +215,23 @@ async def test_members_that_came_later_are_forgotten(
         assert [each.kind for each in found] == ["joined", gone] * 4
 
 
+async def test_a_wait_for_a_worker_that_is_forgotten_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was lost: it would be waited for without end."""
+    monkeypatch.setattr(node_module, "KEPT_GONE", 1)
+    async with two_ends() as ends:
+        node = ends.near
+        for number, name in ((2, "guest"), (3, "other")):
+            guest = PeerInfo(name, number, number, "")
+            node.members.put(guest)
+            node._announce(guest)
+        node.detector.lose("guest", WorkerLost("guest", "for this test"))
+        waiting = asyncio.ensure_future(Worker._of(node).wait_for("guest"))
+        await until(lambda: "guest" in node.detector._rejoined)
+        node.detector.lose("other", WorkerLost("other", "for this test"))
+        with pytest.raises(WorkerLost, match="its name is forgotten"):
+            await waiting
+
+
 async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has come again before is kept."""
     monkeypatch.setattr(node_module, "KEPT_GONE", 0)
