@@ -8,11 +8,10 @@ from typing import Any
 
 import torch
 
-from .. import NotServing, RRef, lookup
+from .. import NotServing
 from .holds import Holds
 from .placing import ForwardHolds, Into, place
 from .receiver import Receiver
-from .weights import Weights
 
 
 async def follow(
@@ -39,7 +38,7 @@ async def follow(
     """
     if poll is not None and not poll > 0:
         raise ValueError(f"poll must be a positive number of seconds, got {poll!r}")
-    policy = Policy(name, on, await lookup(name, on=on), into, poll)
+    policy = Policy(name, on, into, poll)
     await policy._begin()
     return policy
 
@@ -59,9 +58,7 @@ class Policy:
         pause: seconds for which the last change of the version held the event loop.
     """
 
-    def __init__(
-        self, name: str, on: str | int, publisher: RRef[Weights], into: Into, poll: float | None
-    ) -> None:
+    def __init__(self, name: str, on: str | int, into: Into, poll: float | None) -> None:
         self.version = -1
         self.state: Any = None
         self.pause = 0.0
@@ -70,7 +67,7 @@ class Policy:
         self._hooks: ForwardHolds | None = None
         self._loop = asyncio.get_running_loop()
         on_version = None if poll is None else self._put_in
-        self._receiver = Receiver(name, on, publisher, poll, on_version)
+        self._receiver = Receiver(name, on, poll, on_version)
 
     def __repr__(self) -> str:
         return f"<Policy of version {self.version}, {self._receiver!r}>"

@@ -8,14 +8,19 @@ import asyncio
 import contextlib
 import contextvars
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 from .. import CallTimeout, NotServing, RRef, WorkerLost, lookup, remote
+from .relays import start_relay, this_host
 from .snapshots import Snapshot
 from .waiting import Changes
 from .weights import Weights
 
 REPLACEMENT_TIMEOUT = 60.0
 """Seconds after a publisher's loss in which waits go on: its replacement process may register."""
+
+RELAY_TIMEOUT = 5.0
+"""Seconds for a relay to be there; then another is named."""
 
 
 class Receiver:
@@ -24,7 +29,6 @@ class Receiver:
     Args:
         name: name of the weights.
         on: worker of the publisher.
-        publisher: RRef of the weights.
         poll: minimum seconds between two versions, None for no minimum.
         on_version: is awaited for each version, if given.
 
@@ -37,14 +41,15 @@ class Receiver:
         self,
         name: str,
         on: str | int,
-        publisher: RRef[Weights],
         poll: float | None = None,
         on_version: Callable[[], Awaitable[object]] | None = None,
     ) -> None:
         self.newest: tuple[int, Snapshot] | None = None
         self.changes = Changes()
         self._name, self._on = name, on
-        self._publisher = publisher
+        self._publisher: RRef[Weights] | None = None
+        self._source: RRef[Any] | None = None  # the publisher, or a relay
+        self._relay: str | None = None  # worker of that relay
         self._poll = poll
         self._on_version = on_version
         self._wanted: list[int] = []  # versions that tasks wait for
@@ -62,8 +67,14 @@ class Receiver:
         return -1 if self.newest is None else self.newest[0]
 
     async def first(self) -> None:
-        """Receive the newest version now, within the caller's deadline."""
-        await self._receive_next()
+        """Receive the newest version now, within the caller's deadline.
+
+        Raises:
+            CallTimeout, WorkerLost, ValueError, NotServing: as `lookup`.
+        """
+        publisher = await self._connect()
+        # A relay may have an older one: nothing has asked it for the newest.
+        await self._receive_next(await remote(publisher).newest(self.version) - 1)
 
     async def update(self) -> None:
         """Receive the newest version, if there is one, and the publisher is there.
@@ -73,6 +84,7 @@ class Receiver:
         """
         losses = self._losses
         try:
+            assert self._publisher is not None  # since `first`
             newest = await remote(self._publisher).newest(self.version)
             await self.until(newest, lambda: self._losses > losses)
         except (WorkerLost, NotServing):
@@ -130,7 +142,7 @@ class Receiver:
         try:
             while True:
                 try:
-                    await self._receive_next()
+                    await self._receive_next(self.version)
                     await self._pause()
                 except WorkerLost as lost:
                     await self._find_again(lost)
@@ -151,16 +163,53 @@ class Receiver:
         self.changes.notify()
         while True:
             try:
-                found = await lookup(self._name, on=self._on, timeout=REPLACEMENT_TIMEOUT)
+                await self._connect(timeout=REPLACEMENT_TIMEOUT)
             except CallTimeout:
                 self._error = lost
                 self.changes.notify()
             else:
-                self._publisher, self._error = found, None
+                self._error = None
                 return
 
-    async def _receive_next(self) -> None:
-        number, *parts = await remote(self._publisher).after(self.version)
+    async def _connect(self, lost: str | None = None, timeout: float = 60.0) -> RRef[Weights]:
+        """Find the publisher, and the relay of this host if there is one; return the publisher.
+
+        Args:
+            lost: worker of a relay that is lost.
+            timeout: seconds for the name to be registered.
+        """
+        publisher = await lookup(self._name, on=self._on, timeout=timeout)
+        me = RRef(self.changes).owner_name()  # of any object of this worker
+        while True:
+            relay, name = await remote(publisher).source(this_host(), me, lost)
+            if relay == me:
+                start_relay(name, publisher)
+            try:
+                source = (
+                    publisher
+                    if relay is None
+                    else await lookup(name, on=relay, timeout=RELAY_TIMEOUT)
+                )
+            except (CallTimeout, WorkerLost, NotServing):
+                if relay == me:
+                    raise
+                lost = relay
+            else:
+                self._publisher, self._source, self._relay = publisher, source, relay
+                return publisher
+
+    async def _receive_next(self, seen: int) -> None:
+        """Receive a version newer than `seen`; if the relay is lost, by way of another."""
+        while True:
+            try:
+                assert self._source is not None
+                number, *parts = await remote(self._source).after(seen)
+                break
+            except (WorkerLost, NotServing) as exc:
+                # A relay reports the loss of the publisher with the same class.
+                if self._relay is None or getattr(exc, "worker", self._relay) != self._relay:
+                    raise
+                await self._connect(self._relay)
         self.newest = number, Snapshot(*parts)
         self.changes.notify()
         if self._on_version is not None:

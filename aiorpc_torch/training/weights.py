@@ -1,14 +1,13 @@
 """The publisher of versioned weights: `Weights`."""
 
+import secrets
 from typing import Any
 
 from .memory import Memory
+from .relays import Hosts, Version
 from .snapshots import Snapshot, snapshot, snapshot_in_thread
 from .versions import Versions
 from .waiting import Changes, Line
-
-Version = tuple[int, bytes, Any]
-"""A version on its way: its number, and the two parts of its `Snapshot`."""
 
 
 class Weights:
@@ -36,6 +35,8 @@ class Weights:
         self._memory = Memory()
         first = snapshot(tree, self._memory)
         self._versions: Versions[Snapshot] = Versions(first, version, keep)
+        self._hosts = Hosts()
+        self._token = secrets.token_hex(8)
         self._changes = Changes()
         self._publishing = Line()
         self._is_publishing = False
@@ -77,6 +78,16 @@ class Weights:
         return self._versions.get(self.version if version is None else version).load()
 
     # ── for followers ───────────────────────────────────────────────────────────────────────────
+
+    async def source(
+        self, host: str, worker: str, lost: str | None = None
+    ) -> tuple[str | None, str]:
+        """Return where a follower receives versions: its relay's worker, and the relay's name.
+
+        The worker is None if the follower receives them here.
+        """
+        relay = self._hosts.relay_for(host, worker, lost)
+        return relay, f"relay {self._token}"
 
     async def newest(self, seen: int) -> int:
         """Return the number of the newest version, to a follower that has `seen` that one."""

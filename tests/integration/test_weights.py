@@ -10,6 +10,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, WorkerLost, create, create_all, remote, stats
 from aiorpc_torch.testing import kill, world
 from tests.support.followers import Actor, Learner
+from tests.support.supervised_objects import lose
 
 LONG = 60.0
 LARGE = 256  # a model of 1 MiB, which a thread copies
@@ -55,7 +56,7 @@ async def test_a_publisher_that_is_replaced() -> None:
         assert await remote(learner).publish_many(5) == 5
         assert await remote(actor).wait(5) == 5
         waiting = asyncio.create_task(remote(actor).wait(6))
-        kill("learner")
+        await lose("learner")
         assert await remote(actor).update() == 5
         assert await remote(actor).values() == {5.0}
         await me.wait_for("learner")
@@ -87,3 +88,53 @@ async def test_a_publisher_that_is_lost_for_good() -> None:
         with pytest.raises(WorkerLost):
             await remote(actor).wait(2)
         assert await remote(actor).values() == {1.0}
+
+
+@pytest.mark.promise("training.relays")
+async def test_one_transfer_for_another_host() -> None:
+    """By way of a relay, which may be killed, or be in the process that replaces it."""
+    names = ["a", "b", "c"]
+    async with world(["learner", *names]), asyncio.timeout(LONG):
+        learner = await create("learner", Learner, size=LARGE)
+        actors = await create_all(names, Actor, size=LARGE)
+        assert await remote(actors[0]).start(host="other") == 0
+        await start_all(actors[1:], host="other")
+        assert await remote(actors).relay() == ["a"] * 3
+        assert await remote(learner).publish() == 1
+        assert await remote(actors).wait(1) == [1] * 3
+        assert await remote(learner).sent() <= 3  # the first, the second, and the next is awaited
+        kill("a")
+        rest = actors[1:]
+        assert await remote(learner).publish() == 2
+        assert await remote(rest).wait(2) == [2] * 2
+        relays = set(await remote(rest).relay())
+        assert len(relays) == 1
+        assert relays < {"b", "c"}
+        assert await remote(rest).values() == [{2.0}] * 2
+        kill("learner")
+        assert await remote(rest).update() == [2] * 2
+        await remote(rest).close()
+
+
+@pytest.mark.promise("training.relays")
+async def test_a_publisher_that_is_replaced_on_another_host() -> None:
+    async with world(["learner", "a", "b"], restart=1) as me, asyncio.timeout(LONG):
+        learner = await create("learner", Learner)
+        actors = await create_all(["a", "b"], Actor)
+        await start_all(actors, host="other")
+        assert await remote(learner).publish_many(5) == 5
+        assert await remote(actors).wait(5) == [5, 5]
+        waiting = asyncio.create_task(wait_all(actors, 6))
+        await lose("learner")
+        await me.wait_for("learner")
+        learner = await create("learner", Learner)
+        await remote(learner).publish(101.0)
+        assert await waiting == [6, 6]
+        assert await remote(actors).values() == [{101.0}] * 2
+        late = await create("b", Actor)
+        assert await remote(late).start(host="other") == 6
+        await remote(late).close()
+
+
+async def wait_all(actors: "Group[Actor]", version: int) -> list[int]:
+    return await remote(actors).wait(version)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 import aiorpc_torch as aiorpc
 from aiorpc_torch import batched
 from aiorpc_torch.training import Policy, Weights, follow, receiver
+from aiorpc_torch.training.relays import Version
 
 
 class Net(nn.Module):
@@ -31,17 +32,31 @@ class Net(nn.Module):
         }
 
 
+class Counting(Weights):
+    """Counts the transfers that are asked for."""
+
+    asked = 0
+
+    async def after(self, seen: int) -> Version:
+        self.asked += 1
+        return await super().after(seen)
+
+
 class Learner:
     """Publishes versions whose tensors hold the version's number. Its process can be replaced."""
 
     def __init__(self, start: float = 0.0, size: int = 8) -> None:
         self.net = Net(start, size)
-        self.weights = Weights(self.net.state_dict())
+        self.weights = Counting(self.net.state_dict())
         aiorpc.register("policy", self.weights)
 
     async def publish(self, value: float | None = None) -> int:
         self.net.fill(self.weights.version + 1 if value is None else value)
         return await self.weights.publish(self.net.state_dict())
+
+    async def sent(self) -> int:
+        """Return how many versions were asked for."""
+        return self.weights.asked
 
     async def publish_many(self, count: int) -> int:
         return [await self.publish() for _ in range(count)][-1]
@@ -56,7 +71,9 @@ class Actor:
         self.net = Net(-1.0, size)
         self.seen: list[int] = []
 
-    async def start(self, patience: float = 60.0, **options: Any) -> int:
+    async def start(self, patience: float = 60.0, host: str = "", **options: Any) -> int:
+        if host:
+            receiver.this_host = lambda: host
         receiver.REPLACEMENT_TIMEOUT = patience
         self.policy = await follow("policy", on="learner", into=self.net, **options)
         return self.policy.version
@@ -96,6 +113,10 @@ class Actor:
             before = self.net.values()
             await asyncio.sleep(0)
             return [(version, len(before | self.net.values()))] * len(xs)
+
+    async def relay(self) -> str | None:
+        """Return the worker from which versions come, None for the learner's."""
+        return self.policy._receiver._relay
 
     async def close(self) -> None:
         await self.policy.aclose()

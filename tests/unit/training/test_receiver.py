@@ -1,7 +1,6 @@
 """The receiver of versions: closed, it receives nothing and ends every wait."""
 
 import asyncio
-from typing import Any
 
 import pytest
 
@@ -10,8 +9,7 @@ from aiorpc_torch.training.receiver import Receiver
 
 
 def receiver() -> Receiver:
-    publisher: Any = None  # without a world, no RRef
-    return Receiver("policy", "learner", publisher)
+    return Receiver("policy", "learner")
 
 
 async def test_a_closed_one_ends_its_waits() -> None:
@@ -30,7 +28,7 @@ async def test_what_ends_the_task_is_raised_from_each_wait(monkeypatch: pytest.M
     """The next wait tries again."""
     found, tries = receiver(), 0
 
-    async def fail() -> None:
+    async def fail(_: int) -> None:
         nonlocal tries
         tries += 1
         raise NotServing("left")
