@@ -121,8 +121,8 @@ def test_a_blocked_thread_is_ended() -> None:
         assert far.recv(1)
         assert far.recv(1)  # of the chunk: the rest does not fit
         sender.close()
-        sent.cancel()
-        assert told.get(timeout=SOON) is sent  # no failure: it was told to end
+        # No failure is told: it was told to end, before or after this.
+        assert sent.cancel() or told.get(timeout=SOON) is sent
 
 
 def test_a_system_call_that_sends_a_part() -> None:

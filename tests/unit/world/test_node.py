@@ -199,7 +199,7 @@ async def test_members_that_came_later_are_forgotten(
         for number in range(2, 6):
             guest = PeerInfo(f"guest{number}", number, number, "")
             node.members.put(guest)
-            node._announce(guest)
+            node.announce(guest.name)
             node.detector.on_leave_message(guest.name, number, end, "odd\nTraceback")
         members = node.members
         assert [*members.peers] == ["far", "guest4", "guest5"]
@@ -223,7 +223,7 @@ async def test_a_wait_for_a_worker_that_is_forgotten_ends(monkeypatch: pytest.Mo
         for number, name in ((2, "guest"), (3, "other")):
             guest = PeerInfo(name, number, number, "")
             node.members.put(guest)
-            node._announce(guest)
+            node.announce(guest.name)
         node.detector.lose("guest", WorkerLost("guest", "for this test"))
         waiting = asyncio.ensure_future(Worker._of(node).wait_for("guest"))
         await until(lambda: "guest" in node.detector._rejoined)
@@ -240,7 +240,7 @@ async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None
         for number in (2, 3):
             guest = PeerInfo("guest", number, number, "")
             node.members.put(guest)
-            node._announce(guest)
+            node.announce(guest.name)
             if number == 2:
                 monkeypatch.setattr(node_module, "KEPT_GONE", 1)
                 node.detector.on_leave_message("guest", number, "left", "")
