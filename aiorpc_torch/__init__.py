@@ -10,7 +10,7 @@ Worlds: `worker` under a launcher, `local_world` in a program, `run_local` for a
 `attach` beside `rpc.init_rpc`.
 Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `exclusive`, `wrap_future`.
 Objects that are made again: `supervised`, `supervised_all`, `Supervised`.
-Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`.
+Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`; `members`, `NamedMembers`.
 Batches: `batched` with `Fill` or `Round`, `Broadcast`.
 Counters: `stats`, `pending`.
 Membership: `Change`, which `Worker.changes` yields.
@@ -61,6 +61,7 @@ from ._client.group import (
     supervised_all as supervised_all,
 )
 from ._client.lookup import lookup as lookup
+from ._client.named_members import NamedMembers as NamedMembers, members as members
 from ._client.supervised import Supervised as Supervised
 from ._protocol.names import register as register, unregister as unregister
 from ._server.exclusive import exclusive as exclusive

@@ -19,6 +19,7 @@ from .._wire.targets import (
 from .call import RemoteCall, create_object
 from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
 from .group_call import GroupCall
+from .named_members import NamedMembers
 from .pool import WorkerRef, current
 from .supervised import Supervised, check_restarts
 from .supervised_calls import SupervisedCall, SupervisedProxy
@@ -70,7 +71,7 @@ def remote(rref: Supervised[T], *, timeout: float | None = None) -> SupervisedPr
 
 
 @overload
-def remote(rref: Group[T], *, timeout: float | None = None) -> GroupProxy[T]: ...
+def remote(rref: Group[T] | NamedMembers[T], *, timeout: float | None = None) -> GroupProxy[T]: ...
 
 
 @overload
@@ -85,14 +86,14 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
     arguments, of up to 128 KiB in all, are copied at the call. Do not change larger tensors before
     the await returns: they are copied or sent meanwhile.
 
-    The methods of a `Group` call all members. `await` gives the list of their results; `async for`
-    gives pairs of member and result as they complete. The methods of `group.any()` call the least
-    busy member.
+    The methods of a `Group` or of `members(name)` call all members. `await` gives the list of their
+    results; `async for` gives pairs of member and result as they complete. The methods of
+    `group.any()` call the least busy member.
 
     Args:
-        rref: RRef of any object, `supervised` object, `Group` or `group.any()`. The classes of
-            arguments and results must be importable on both sides, or else `cloudpickle` installed
-            there.
+        rref: RRef of any object, `supervised` object, `Group`, `members(name)` or `group.any()`.
+            The classes of arguments and results must be importable on both sides, or else
+            `cloudpickle` installed there.
         timeout: seconds for each call, from its await (default: no bound but `aiorpc.timeout`'s).
             The earlier of both applies.
 
@@ -114,7 +115,7 @@ def _remote_members(
     members: Any, timeout: float | None, more: tuple[Any, ...], others: dict[str, Any]
 ) -> Any:
     if not (more or others):
-        if isinstance(members, Group):
+        if isinstance(members, Group | NamedMembers):
             return GroupProxy(members, timeout)
         if isinstance(members, AnyMember):
             return AnyProxy(members, timeout)
@@ -151,11 +152,12 @@ def proxy(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) -> T:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
         AttributeError, CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
     """
-    if isinstance(rref, Group):
+    if isinstance(rref, Group | NamedMembers):
         raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
     return remote(rref, timeout=timeout)  # type: ignore[return-value]
 
 
+_Members = Group[T] | NamedMembers[T]
 _Object = RRef[T] | Supervised[T] | AnyMember[T]
 _Method = Callable[Concatenate[T, P], R]
 _Items = AsyncIterator[R] | Iterator[R]
@@ -163,13 +165,13 @@ _Items = AsyncIterator[R] | Iterator[R]
 
 @overload
 def call(
-    to: Group[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    to: _Members[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> GroupCall[T, R]: ...
 
 
 @overload
 def call(
-    to: Group[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
+    to: _Members[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
 ) -> GroupCall[T, R]: ...
 
 
@@ -216,9 +218,9 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     WorkerInfo). `await call(rref, Net.forward, x)` runs the method on the owner of `rref`, like
     `remote(rref).forward(x)`. An override of the method runs there as well, and type checkers see
     the parameters and the result. A function that is not a method gets the object as its first
-    argument. With a `Group` or `group.any()` in place of `rref`, it calls all members or the least
-    busy one, as `remote` does. Keywords are the function's; for a bound in seconds write
-    `with aiorpc.timeout(5.0):` around it.
+    argument. With a `Group`, `members(name)` or `group.any()` in place of `rref`, it calls all
+    members or the least busy one, as `remote` does. Keywords are the function's; for a bound in
+    seconds write `with aiorpc.timeout(5.0):` around it.
 
     Raises:
         ValueError: if there is no such worker.
@@ -229,7 +231,7 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
         raise TypeError(f"the function of call() must be callable, got {function!r}")
     if isinstance(to, RRefBase):
         return RemoteCall(to, BoundTarget(_check_rref(to), function), args, kwargs)
-    if isinstance(to, Group):
+    if isinstance(to, Group | NamedMembers):
         return call_group(to, function, args, kwargs)
     if isinstance(to, AnyMember):
         return call_any(to, function, args, kwargs)

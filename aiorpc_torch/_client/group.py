@@ -1,7 +1,16 @@
 """Groups: one call to many objects, or to the least busy of them."""
 
 import contextlib
-from collections.abc import AsyncIterable, Awaitable, Callable, Generator, Iterable, Sequence
+import functools
+from collections.abc import (
+    AsyncIterable,
+    Awaitable,
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Sequence,
+)
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
@@ -10,7 +19,7 @@ from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.shared_arguments import EachValue, arguments_of
 from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
-from ..errors import WorkerLost
+from ..errors import NotServing, WorkerLost
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
 from .group_map import MapResults
@@ -123,7 +132,7 @@ class Group(Sequence[RRef[T]]):
             WorkerLost: from the call, if no member is left.
         """
         self._check_not_empty("any()")
-        return AnyMember(self)
+        return AnyMember(self, lambda: self)
 
     @overload
     def map(
@@ -288,7 +297,7 @@ async def _create_on(
     kwargs: dict[str, Any],
 ) -> list[RRef[Any]]:
     target = CreateTarget(factory)
-    rrefs = await GroupCall[Any, Any]([(worker, target) for worker in workers], args, kwargs)
+    rrefs = await GroupCall[Any, Any](workers, lambda _: target, args, kwargs)
     if isinstance(factory, type):
         for rref in rrefs:
             note_class(rref, factory)
@@ -359,7 +368,7 @@ class GroupProxy(Generic[T]):
 
     __slots__ = ("_group", "_timeout")
 
-    def __init__(self, group: Group[T], timeout: float | None) -> None:
+    def __init__(self, group: Collection[RRef[T]], timeout: float | None) -> None:
         self._group = group
         self._timeout = timeout
 
@@ -370,29 +379,37 @@ class GroupProxy(Generic[T]):
         name = check_public_name(name)
 
         def method(*args: Any, **kwargs: Any) -> GroupCall[T, Any]:
-            members = [(member, MethodTarget(member, name)) for member in self._group]
-            return GroupCall(members, args, kwargs, self._timeout)
+            target = functools.partial(MethodTarget, name=name)
+            return GroupCall(self._group, target, args, kwargs, self._timeout)
 
         return method
 
 
 def call_group(
-    group: Group[T], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+    group: Collection[RRef[T]],
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
 ) -> "GroupCall[T, Any]":
     """Return the call of a function with each member as its first argument."""
-    return GroupCall([(member, BoundTarget(member, function)) for member in group], args, kwargs)
+    target = functools.partial(BoundTarget, function=function)
+    return GroupCall(group, target, args, kwargs)
 
 
 # ── the least busy member ───────────────────────────────────────────────────────────────────────
 
 
 class AnyMember(Generic[T]):
-    """The least busy member of a group. Made by `Group.any`, for `remote` and `call`."""
+    """The least busy member of a group. Made by `Group.any`, for `remote` and `call`.
 
-    __slots__ = ("_group",)
+    `now` returns the members of that moment.
+    """
 
-    def __init__(self, group: Group[T]) -> None:
+    __slots__ = ("_group", "_now")
+
+    def __init__(self, group: Collection[RRef[T]], now: Callable[[], Group[T]]) -> None:
         self._group = group
+        self._now = now
 
     def __repr__(self) -> str:
         return f"<any member of {self._group!r}>"
@@ -404,9 +421,11 @@ class AnyMember(Generic[T]):
 
         Raises:
             WorkerLost: if no member is left.
-            NotServing: outside a world.
+            NotServing: outside a world, or if the group is empty now.
         """
-        pool, group = current(), self._group
+        pool, group = current(), self._now()
+        if not group:
+            raise NotServing(f"there is no member in {self._group!r} now")
         if group._has_supervised:
             loads = [_load(pool, member) for member in group]
         else:

@@ -9,7 +9,7 @@ import contextvars
 import functools
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Generator, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Generator, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch.distributed.rpc import RRef
@@ -42,29 +42,39 @@ Member = tuple[Any, Target]
 
 
 class GroupCall(LazyCall[list[R]], Generic[T, R]):
-    """A call of all members of a group. It gives a list, or if iterated pairs as they complete."""
+    """A call of all members of a group. It gives a list, or if iterated pairs as they complete.
 
-    __slots__ = ("_args", "_kwargs", "_members", "_timeout")
+    The members are those at its start: workers, RRefs or supervised objects. `target` gives what to
+    call on each.
+    """
+
+    __slots__ = ("_args", "_group", "_kwargs", "_target", "_timeout")
 
     def __init__(
         self,
-        members: Sequence[Member],
+        group: Collection[Any],
+        target: Callable[[Any], Target],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None = None,
     ) -> None:
         self._steps = None
-        self._members = members
+        self._group = group
+        self._target = target
         self._args = args
         self._kwargs = kwargs
         self._timeout = timeout
 
     def __repr__(self) -> str:
-        return f"<call of {_name_of(self._members)} by {len(self._members)} members>"
+        members = self._members()
+        return f"<call of {_name_of(members)} by {len(members)} members>"
+
+    def _members(self) -> list[Member]:
+        return [(member, self._target(member)) for member in self._group]
 
     def _run(self) -> Generator[Any, Any, list[R]]:
         done = InlineFuture(asyncio.get_running_loop())
-        running = _Running(self._members)
+        running = _Running(self._members())
         running.on_outcome = functools.partial(_resume_at_end, done)
         try:
             running.start((self._args, self._kwargs), self._timeout)
@@ -84,7 +94,7 @@ class GroupCall(LazyCall[list[R]], Generic[T, R]):
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
-        running = _Running(self._members)
+        running = _Running(self._members())
         try:
             running.start((self._args, self._kwargs), self._timeout)
         except BaseException:

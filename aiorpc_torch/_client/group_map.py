@@ -4,10 +4,19 @@
 """
 
 import asyncio
+import contextlib
 import contextvars
 import functools
 import time
-from collections.abc import AsyncIterable, AsyncIterator, Callable, Iterable, Iterator, Sequence
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Callable,
+    Collection,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
@@ -17,10 +26,10 @@ from .._aio.inline_future import InlineFuture
 from .._aio.loops import run_on_loop
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
-from .._torch.rrefs import owner_name
+from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
-from ..errors import CallTimeout, WorkerLost
+from ..errors import CallTimeout, RpcError, WorkerLost
 from .answers import exception_of
 from .call import has_passed
 from .connection import Connection
@@ -35,24 +44,33 @@ R = TypeVar("R")
 Source = Iterator[Any] | AsyncIterator[Any]
 
 
+Follow = Callable[[Callable[[Exception | None], None]], Callable[[], None]]
+"""Calls back on the running loop after each change of the members, and with an error at their end.
+
+Returns a function that ends it.
+"""
+
+
 class MapResults(AsyncIterator[R]):
     """The results of a map, in the order of the items. An early end cancels the running calls."""
 
     def __init__(
         self,
-        members: Sequence[Any],
+        members: Collection[Any],
         method: Callable[..., Any],
         iterables: Sequence[Iterable[Any] | AsyncIterable[Any]],
         in_flight: int,
         retries: int,
+        follow: Follow | None = None,
     ) -> None:
         _check(method, iterables, in_flight, retries)
         self._name = call_name(BoundTarget((0, 0), method))
         sources = [
             aiter(each) if isinstance(each, AsyncIterable) else iter(each) for each in iterables
         ]
-        schedule = MapSchedule(len(members), in_flight, retries)
-        self._make = functools.partial(_MapRun, self._name, members, method, sources, schedule)
+        self._make = functools.partial(
+            _MapRun, self._name, members, method, sources, in_flight, retries, follow
+        )
         self._run: _MapRun | None = None  # from the first step on
         self._is_over = False
 
@@ -110,17 +128,21 @@ class _MapRun:
     def __init__(
         self,
         name: str,
-        members: Sequence[Any],
+        members: Collection[Any],
         method: Callable[..., Any],
         sources: Sequence[Source],
-        schedule: MapSchedule,
+        in_flight: int,
+        retries: int,
+        follow: Follow | None,
     ) -> None:
         self.loop = asyncio.get_running_loop()
         self.results = Wakeup()
         self._name = name
-        self._members = members
+        self._now = members
+        self._members = dict(enumerate(members))
         self._method = method
-        self._schedule = schedule
+        changes = follow is not None
+        self._schedule = MapSchedule(len(self._members), in_flight, retries, changes=changes)
         self._pool = current()
         self._context = contextvars.copy_context()  # of the calls
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
@@ -132,8 +154,10 @@ class _MapRun:
         if due is not None:
             left = due - time.monotonic()
             self._timer = self.loop.call_later(left, self._expire, left)
+        self._returning: dict[int, asyncio.Task[None]] = {}  # for members that may be alive
         self._slots = Wakeup()  # is set when an item may be taken
         self._taking = self.loop.create_task(self._take_items(sources), name="aiorpc-map")
+        self._follow_no_more = None if follow is None else follow(self._on_change)
 
     async def next(self) -> Any:
         """Return the next result in order, or raise the exception in its place."""
@@ -148,6 +172,9 @@ class _MapRun:
 
     def stop(self) -> None:
         """Cancel the running calls, and take no further items."""
+        if self._follow_no_more is not None:
+            self._follow_no_more()
+            self._follow_no_more = None
         if self._timer is not None:
             self._timer.cancel()
         self._taking.cancel()
@@ -157,9 +184,36 @@ class _MapRun:
         self._stop_waiting()
 
     def _stop_waiting(self) -> None:
-        for waiter in self._waits.values():
+        for waiter in [*self._waits.values(), *self._returning.values()]:
             waiter.cancel()
         self._waits.clear()
+        self._returning.clear()
+
+    # ── members that change ─────────────────────────────────────────────────────────────────────
+
+    def _on_change(self, end: Exception | None) -> None:
+        """Give items to members that have come, and no more to those that have gone."""
+        if end is not None:
+            self._end(end)
+            return
+        now = {identity(each): each for each in self._now}
+        for number, member in [*self._members.items()]:
+            if now.pop(identity(member), None) is None:
+                del self._members[number]
+                self._schedule.dismiss(number)
+                if (waiting := self._returning.pop(number, None)) is not None:
+                    waiting.cancel()
+        for member in now.values():
+            self._members[self._schedule.admit()] = member
+        self._go_on()
+
+    async def _await_return(self, number: int, owner: str) -> None:
+        """Let a member have items again if it is alive: only its connection had ended."""
+        with contextlib.suppress(RpcError):  # it is lost: it goes
+            await self._pool.wait_until_alive(owner)
+            del self._returning[number]
+            self._schedule.restore(number)
+            self._go_on()
 
     # ── items ───────────────────────────────────────────────────────────────────────────────────
 
@@ -179,6 +233,11 @@ class _MapRun:
             failure = exc
         schedule.exhaust(failure)
         self.results.set()
+
+    def _go_on(self) -> None:
+        """Send what can be sent, and take further items."""
+        self._send_assigned()
+        self._slots.set()
 
     def _send_assigned(self) -> None:
         while (assigned := self._schedule.assign()) is not None:
@@ -218,9 +277,13 @@ class _MapRun:
         return rref
 
     def _expect(self, position: int) -> None:
-        """Let items wait for a lost member that is made again."""
-        member = self._members[position]
-        if isinstance(member, Supervised) and position not in self._waits:
+        """Let items wait for a lost member that is made again, or may be alive."""
+        member = self._members.get(position)
+        if self._follow_no_more is not None:
+            if member is not None and position not in self._returning:
+                waiting = self._await_return(position, owner_name(member))
+                self._returning[position] = self.loop.create_task(waiting, name="aiorpc-map")
+        elif isinstance(member, Supervised) and position not in self._waits:
             self._schedule.expect(position)
             self._waits[position] = waiter = member.wait()
             waiter.add_done_callback(
@@ -235,8 +298,7 @@ class _MapRun:
         failure = exception_of(found, target)
         if failure is None:
             self._schedule.restore(position)
-            self._send_assigned()
-            self._slots.set()
+            self._go_on()
         else:
             self._schedule.give_up(position, failure)
         self.results.set()
@@ -249,16 +311,15 @@ class _MapRun:
         answer = future.result()
         failure = exception_of(answer, call[2])
         if type(answer) is CallAborted and isinstance(failure, WorkerLost):
-            supervised = self._members[member]
+            supervised = self._members.get(member)
             if isinstance(supervised, Supervised):
                 may_wait(supervised, failure, call[2].on)  # type: ignore[arg-type]
-                self._expect(member)
+            self._expect(member)
             self._schedule.lose(index, member, failure)
             self.results.set()
         else:
             self._end_item(index, member, Outcome(None if failure else answer, failure))
-        self._send_assigned()
-        self._slots.set()
+        self._go_on()
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
         self._items.pop(index, None)
@@ -268,13 +329,16 @@ class _MapRun:
     def _expire(self, seconds: float) -> None:
         """End the map with CallTimeout: at the items that run, and at those not taken."""
         text = f"the map of {self._name} timed out after {seconds:.3g} s"
-        late = CallTimeout(text, method=self._name)
-        self._schedule.fail_unassigned(late)
-        self._schedule.exhaust(late)
-        self._taking.cancel()
-        self._stop_waiting()
+        self._end(CallTimeout(text, method=self._name))
         for connection, number, target in [*self._calls.values()]:
             connection.expire(number, seconds, target)
+
+    def _end(self, failure: Exception) -> None:
+        """Give up the items that no member has, and those not taken."""
+        self._schedule.fail_unassigned(failure)
+        self._schedule.exhaust(failure)
+        self._taking.cancel()
+        self._stop_waiting()
         self.results.set()
 
 

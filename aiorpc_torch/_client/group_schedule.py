@@ -44,13 +44,19 @@ class MapSchedule:
 
     The index of an item says how many were taken before it. Each member has at most `in_flight`
     unanswered ones. After losses an item is given to another member at most `retries` times.
+
+    Members are numbered as they come: the first ones from 0, then those of `admit`. If the group
+    `changes`, items wait while it has no member.
     """
 
-    def __init__(self, members: int, in_flight: int, retries: int) -> None:
+    def __init__(
+        self, members: int, in_flight: int, retries: int, *, changes: bool = False
+    ) -> None:
         self._in_flight = in_flight
         self._retries = retries
-        self._capacity = 4 * in_flight * members
-        self._loads: list[int | None] = [0] * members
+        self._changes = changes
+        self._admitted = members
+        self._loads: dict[int, int | None] = dict.fromkeys(range(members), 0)  # None: lost
         self._returning: set[int] = set()  # lost members that are made again
         self._least_busy = LeastBusy()
         self._taken = self._yielded = 0
@@ -68,7 +74,7 @@ class MapSchedule:
         """Return whether the next item may be taken: a slot is free, and its place is near."""
         if self._is_exhausted or self._unassigned or not self._has_slot():
             return False
-        return self._taken - self._yielded < self._capacity
+        return self._taken - self._yielded < 4 * self._in_flight * len(self._loads)
 
     def take(self) -> int:
         """Return the index of an item that was taken."""
@@ -90,9 +96,10 @@ class MapSchedule:
         """Return the next item to send and its member, None if there is none or no slot."""
         if not self._unassigned:
             return None
-        member = self._least_busy.choose([*map(self._load_with_slot, self._loads)])
-        if member is None:
+        chosen = self._least_busy.choose([*map(self._load_with_slot, self._loads.values())])
+        if chosen is None:
             return None
+        member = [*self._loads][chosen]
         self._add_load(member, 1)
         return self._unassigned.popleft(), member
 
@@ -131,8 +138,20 @@ class MapSchedule:
         self._returning.discard(member)
         self._remove(member, failure)
 
+    def admit(self) -> int:
+        """Return the number of a member that is new: it gets items."""
+        member = self._admitted
+        self._admitted += 1
+        self._loads[member] = 0
+        return member
+
+    def dismiss(self, member: int) -> None:
+        """Note that `member` is none any more: it gets no further items, and may answer those."""
+        self._loads.pop(member, None)
+
     def _remove(self, member: int, failure: BaseException) -> None:
-        self._loads[member] = None
+        if member in self._loads:
+            self._loads[member] = None
         if not self._has_members():
             self.fail_unassigned(failure)
 
@@ -150,15 +169,16 @@ class MapSchedule:
         return outcome
 
     def _has_members(self) -> bool:
-        return bool(self._returning) or any(load is not None for load in self._loads)
+        is_awaited = self._changes or bool(self._returning)
+        return is_awaited or any(load is not None for load in self._loads.values())
 
     def _has_slot(self) -> bool:
-        return any(self._load_with_slot(load) is not None for load in self._loads)
+        return any(self._load_with_slot(load) is not None for load in self._loads.values())
 
     def _load_with_slot(self, load: int | None) -> int | None:
         return load if load is not None and load < self._in_flight else None
 
     def _add_load(self, member: int, change: int) -> None:
-        load = self._loads[member]
-        if load is not None:  # else it was lost meanwhile
+        load = self._loads.get(member)
+        if load is not None:  # else it was lost or dismissed meanwhile
             self._loads[member] = max(0, load + change)  # a call from before it was made again

@@ -79,6 +79,10 @@ class Node(Protocol):
     def departure(self, data: bytes) -> "Future[Any]":
         """Note what a peer does; answer when those that it waits for have left."""
 
+    @property
+    def registry(self) -> Any:
+        """The objects that all workers have registered, by name."""
+
     def rejoin(self, data: bytes) -> "Future[Any]":
         """Return "" to accept a replacement process, or the reason for the rejection."""
 

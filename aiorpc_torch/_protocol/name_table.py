@@ -13,6 +13,7 @@ class NameTable:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._rrefs: dict[str, RRef[Any]] = {}
+        self._changes = 0
         self._watchers: set[Callable[[], None]] = set()
 
     def names(self) -> tuple[str, ...]:
@@ -25,12 +26,18 @@ class NameTable:
         with self._lock:
             return self._rrefs.get(name)
 
+    def state(self, name: str) -> tuple[int, RRef[Any] | None]:
+        """Return how often the table has changed, and the RRef registered as `name` or None."""
+        with self._lock:
+            return self._changes, self._rrefs.get(name)
+
     def add(self, name: str, rref: RRef[Any]) -> None:
         """Register an RRef. Raises ValueError if the name is taken."""
         with self._lock:
             if (found := self._rrefs.get(name)) is not None:
                 raise ValueError(f"the name {name!r} is taken by {found!r}; unregister it first")
             self._rrefs[name] = rref
+            self._changes += 1
         self._notify()
 
     def remove(self, name: str) -> None:
@@ -39,12 +46,14 @@ class NameTable:
             if self._rrefs.pop(name, None) is None:
                 known = ", ".join(sorted(self._rrefs)) or "none"
                 raise ValueError(f"{name!r} is not registered; registered names: {known}")
+            self._changes += 1
         self._notify()
 
     def clear(self) -> None:
         """Remove all names."""
         with self._lock:
             self._rrefs.clear()
+            self._changes += 1
 
     def watch(self, on_change: Callable[[], None]) -> None:
         """Call `on_change` after each change, in any thread, until `unwatch`."""

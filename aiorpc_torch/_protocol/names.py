@@ -1,4 +1,4 @@
-"""Named objects of this worker: `register`, `unregister`, and what `lookup` calls here."""
+"""Named objects of this worker: `register`, `unregister`; what `lookup` and `members` call here."""
 
 import asyncio
 import functools
@@ -10,6 +10,7 @@ from torch.distributed.rpc import RRef
 from .._aio.loops import call_soon
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
+from .._wire.handshake import Party
 from ..errors import NotServing
 from . import endpoints
 from .name_table import NameTable
@@ -77,3 +78,27 @@ async def watch_name(name: str) -> AsyncIterator[Any]:
         yield found
     finally:
         table.unwatch(on_change)
+
+
+State = tuple[int, RRef[Any] | None]
+"""An object that is registered under a name, or None; how often that worker's table has changed."""
+
+
+async def watch_state(name: str, watcher: str, process: int) -> State:
+    """Return the state of a name here. From now on its changes are told to that process."""
+    return _registry().add_watcher(name, Party(watcher, process))  # type: ignore[no-any-return]
+
+
+async def take_state(name: str, worker: str, process: int, state: State) -> bool:
+    """Note the state of a name in a process; return whether it is watched here."""
+    return _registry().take(name, Party(worker, process), state)  # type: ignore[no-any-return]
+
+
+def _registry() -> Any:
+    if (node := endpoints.current()) is None or node.registry.is_closed:
+        raise NotServing(endpoints.NOT_SERVING)
+    return node.registry
+
+
+ALWAYS_EXPORTED = watch_name, watch_state, take_state
+"""What `lookup` and `members` call: every worker answers, whatever it exports."""

@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from .._protocol.names import watch_name
+from .._protocol.names import ALWAYS_EXPORTED
+from .._wire.by_value import is_among
 from .._wire.targets import (
     BoundTarget,
     MethodTarget,
@@ -104,7 +105,7 @@ class ExportPolicy:
         return found
 
     def _check_itself(self, found: Any, name: str, is_public: bool) -> None:
-        exported = found is watch_name or self._has_object(found)  # `lookup` needs no export
+        exported = is_among(found, ALWAYS_EXPORTED) or self._has_object(found)
         if not exported and is_public:
             exported = self._has_module(getattr(found, "__module__", None)) and callable(found)
         if not exported:

@@ -38,6 +38,7 @@ from .compat import (
     set_profiler_node,
     worker_names,
 )
+from .cpp_log import cpp_errors_hidden
 from .devices import DeviceRoutes, NamedDeviceMaps
 from .rrefs import past_name as past_name
 
@@ -160,7 +161,9 @@ class Agent:
     def release_rrefs(self) -> None:
         """Drop the RRefs of peers' objects. Blocks until the owners, all alive, have confirmed."""
         if self._is_first_world:  # in later worlds torch's messages about RRefs do not arrive
-            delete_rrefs(timedelta(seconds=1))
+            # A process that died, or left by itself, has given none back: torch logs an error.
+            with cpp_errors_hidden():
+                delete_rrefs(timedelta(seconds=1))
 
     def drain(self) -> None:
         """Accept from now on that peers close their pipes. Blocks while calls are pending."""

@@ -11,18 +11,31 @@ from collections.abc import Iterator
 
 from .compat import cpp_log_level
 
-_WARNING, _ERROR = 1, 2
+_WARNING, _ERROR, _FATAL = 1, 2, 3
 
 
 @contextlib.contextmanager
 def cpp_warnings_hidden() -> Iterator[None]:
     """Log C++ errors only inside the block, unless the environment or the program chose a level."""
+    with _level(_WARNING, _ERROR):
+        yield
+
+
+@contextlib.contextmanager
+def cpp_errors_hidden() -> Iterator[None]:
+    """Log no C++ errors inside the block, which is inside `cpp_warnings_hidden`."""
+    with _level(_ERROR, _FATAL):
+        yield
+
+
+@contextlib.contextmanager
+def _level(present: int, inside: int) -> Iterator[None]:
     level = cpp_log_level
-    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ or level.value != _WARNING:
+    if level is None or "TORCH_CPP_LOG_LEVEL" in os.environ or level.value != present:
         yield
         return
-    level.value = _ERROR
+    level.value = inside
     try:
         yield
     finally:
-        level.value = _WARNING
+        level.value = present

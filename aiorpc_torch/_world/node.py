@@ -27,6 +27,7 @@ from .changes import Change, ChangeLog, Entry, Kind
 from .config import NodeConfig
 from .departures import Departures
 from .failure_detector import Children, FailureDetector
+from .registry import Registry
 from .rejoin import EntryHandler
 
 _read_leave_message = reader(tuple[str, int, str])
@@ -82,6 +83,9 @@ class Node:
         self._changes = ChangeLog()
         if not is_attached:
             self._changes.admit(members.peers)
+        self.registry = Registry(
+            members, self.server.names, self._changes.has, self.detector.wait_until_alive
+        )
         self._changed = asyncio.Event()  # set and replaced at each change
         self.loop = asyncio.get_running_loop()
         self._agent: Agent | None = None
@@ -193,6 +197,7 @@ class Node:
             rrefs.note_back(known.number)
         if self._changes.record(Change(kind, peer, known.rank, reason)):
             self._wake_readers()
+            self.registry.on_change(peer)
             if kind in ("left", "lost") and self.attachments is None:
                 self._let_go(known)
 
@@ -226,9 +231,10 @@ class Node:
         self._changes.forget(member.name)
 
     def end_changes(self) -> None:
-        """End the readers' waits: this worker leaves."""
+        """End the readers' waits, and tell peers of no more names: this worker leaves."""
         self._changes.close()
         self._wake_readers()
+        self.registry.close()
 
     def _wake_readers(self) -> None:
         changed, self._changed = self._changed, asyncio.Event()

@@ -104,7 +104,20 @@ def snapshot() -> Counter[str]:
     for session in sessions():
         found.update(_of_callee(session))
     found.update(_of_process())
+    found.update(_of_registry())
     return +found
+
+
+def _of_registry() -> dict[str, int]:
+    if not isinstance(node := endpoints.current(), Node):
+        return {}
+    found = node.registry
+    return {
+        "registry: watches": sum(map(len, found._listeners.values())),
+        "registry: names": len(found._states),
+        "registry: watchers": len(found._watchers),
+        "registry: tasks": len(found._tasks),
+    }
 
 
 def _of_caller(connection: Connection) -> dict[str, int]:

@@ -410,6 +410,28 @@ async def look_up(scene: Scene) -> Any:
 
 
 @operation()
+async def members_by_name(scene: Scene) -> Any:
+    """A map waits for the first member; a call is made by those that are there."""
+    envs: aiorpc.NamedMembers[Actor] = aiorpc.members("env")
+    results = envs.map(Actor.echo, range(3), in_flight=1)
+    first = asyncio.create_task(_next(results))
+    try:
+        await asyncio.sleep(0)
+        aiorpc.register("env", Actor(scene.loop))
+        await envs.wait()
+        await remote(envs).echo(1)
+        return [await first, *[each async for each in results]]
+    finally:
+        first.cancel()
+        with contextlib.suppress(ValueError):  # the world has ended
+            aiorpc.unregister("env")
+
+
+async def _next(results: Any) -> Any:
+    return await anext(results)
+
+
+@operation()
 async def autograd_context(scene: Scene) -> Any:
     x = torch.ones(3, requires_grad=True)
     async with autograd.context() as ctx:

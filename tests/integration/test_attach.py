@@ -1,6 +1,7 @@
 """Worlds of `rpc.init_rpc` whose processes attach: beside torch's own calls, late, never, again."""
 
 import asyncio
+import functools
 import re
 import threading
 import time
@@ -15,8 +16,17 @@ from torch.distributed import autograd as dist_autograd, rpc
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, create, fetch, remote
 from aiorpc_torch._world.attachments import Attachments
-from tests.support import attached
-from tests.support.attached import Player, cast, clear_event, enter, leave, set_event, wait_for
+from tests.support import attached, registered
+from tests.support.attached import (
+    PATIENCE,
+    Player,
+    cast,
+    clear_event,
+    enter,
+    leave,
+    set_event,
+    wait_for,
+)
 
 Players = dict[str, Player]
 
@@ -143,6 +153,38 @@ def test_a_parameter_server_collects_a_round(players: Players) -> None:
     players["t0"].start(mean_of, 1.0)
     players["t1"].start(mean_of, 3.0)
     assert (players["t0"].result(), players["t1"].result()) == (2.0, 2.0)
+
+
+def follow_members(count: int) -> list[str]:
+    """Wait for so many members here; return what they answer, in rank order."""
+
+    async def main() -> list[str]:
+        envs = kept.setdefault("envs", aiorpc.members(registered.NAME))
+        async with asyncio.timeout(PATIENCE):
+            await envs.wait(count)
+            while len(envs) > count:  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+        return await remote(envs).add(1)  # type: ignore[no-any-return]
+
+    return attached.me.run(main)  # type: ignore[no-any-return]
+
+
+def enlist(tag: str) -> None:
+    attached.me.run(functools.partial(registered.enlist, tag))
+
+
+@pytest.mark.promise("members.follow")
+def test_members_of_processes_that_attach(players: Players) -> None:
+    """Those that attach later are members once they have registered, and none once they leave."""
+    for name in ("ps", "t1"):
+        players[name].run(enter)
+    players["t1"].run(enlist, "t1-")
+    assert players["ps"].run(follow_members, 1) == ["t1-1"]
+    players["t0"].run(enter)
+    players["t0"].run(enlist, "t0-")
+    assert players["ps"].run(follow_members, 2) == ["t0-1", "t1-1"]
+    players["t1"].run(leave)
+    assert players["ps"].run(follow_members, 1) == ["t0-1"]
 
 
 class Decoder:

@@ -104,6 +104,32 @@ async def test_a_child_that_does_not_start() -> None:
         assert await call("a", actors.ask_back, "main") == "main"
 
 
+async def hold(name: str, owner: str) -> None:
+    """Keep a reference to an object, until this process ends."""
+    joiners.kept.append(await aiorpc.lookup(name, on=owner))
+
+
+@pytest.mark.parametrize("end", ["stop", "kill"])
+async def test_references_of_processes_that_ended(
+    end: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """They delay the end of the world by a second at most, and torch logs nothing about them."""
+    async with asyncio.timeout(2 * SOON), world(restart=1) as me:
+        aiorpc.register("object", Env())
+        await me.start("a")
+        await call("a", hold, "object", "main")
+        if end == "stop":
+            await me.stop("a")
+        else:
+            pending = asyncio.create_task(call("a", asyncio.sleep, 600))
+            kill("a")
+            with pytest.raises(WorkerLost):
+                await pending
+            with contextlib.suppress(WorkerLost):
+                await me.wait_for("a")
+    assert "OwnerRRefs" not in capfd.readouterr().err
+
+
 # ── joining ─────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -15,6 +16,7 @@ import psutil
 ROOT = Path(__file__).parents[2]
 PATIENCE = 500.0  # seconds for a program to run; only one that hangs takes as long
 END = 15.0  # seconds in which everybody has ended once somebody was killed
+_FIRST_RANDOM_PORT = 32768  # Linux's default
 STRICT = ("-X", "dev", "-W", "error")
 
 Process = subprocess.Popen[str]
@@ -62,10 +64,16 @@ def started(line: list[str], *, cwd: Path = ROOT, **environment: str) -> Iterato
 
 
 def free_port() -> int:
-    """One that nobody listens at now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        port: int = listener.getsockname()[1]
-        return port
+    """One that nobody listens at now, and that the system gives to nobody by itself.
+
+    Programs take seconds to start. A port of the system's random range may be another test's by
+    then: rank 0 would find it taken, and the others would ask a stranger.
+    """
+    while True:
+        port = random.randrange(20000, _FIRST_RANDOM_PORT)
+        with contextlib.suppress(OSError):
+            socket.create_server(("127.0.0.1", port)).close()
+            return port
 
 
 @contextlib.contextmanager

@@ -31,6 +31,8 @@ async def peers() -> tuple[tuple[str, ...], int]:
 
 
 _me: list[aiorpc.Worker] = []
+kept: list[Any] = []
+"""What a test keeps in a process until its end."""
 
 
 def member(pipe: Connection, name: str, options: dict[str, Any], stop_at: str) -> None:

@@ -106,19 +106,23 @@ class Simulation:
         live = set(range(self.members)) - self.lost
         return any(loads[member] < self.in_flight for member in live)
 
+    def step(self, loss: float, failure: float) -> list[Outcome]:
+        self.take()
+        self.assign()
+        live = sorted({member for _, member in self.running})
+        if live and self.random.random() < loss:
+            self.lose(self.random.choice(live))
+        elif self.running:
+            self.answer(self.random.random() < failure)
+        if self.random.random() < 0.7 or not self.running:
+            return self.consume()
+        return []
+
     def run(self, loss: float = 0.0, failure: float = 0.0) -> list[Outcome]:
         """Run to the end, or to the first failure; return the outcomes in order."""
         found: list[Outcome] = []
         for _ in range(20 * self.items + 100):
-            self.take()
-            self.assign()
-            live = sorted({member for _, member in self.running})
-            if live and self.random.random() < loss:
-                self.lose(self.random.choice(live))
-            elif self.running:
-                self.answer(self.random.random() < failure)
-            if self.random.random() < 0.7 or not self.running:
-                found += self.consume()
+            found += self.step(loss, failure)
             if self.schedule.is_over or any(each.failure for each in found):
                 return found
         raise AssertionError(f"it does not end: {self.schedule!r}")
@@ -281,3 +285,69 @@ def test_a_late_answer_leaves_a_restored_member_its_slots() -> None:
     schedule.take()
     assert schedule.assign() == (1, 0)
     assert schedule.assign() is None
+
+
+# ── a map of members that change ────────────────────────────────────────────────────────────────
+
+
+class Changing(Simulation):
+    """The same of members that come and go; at the start there may be none."""
+
+    def __init__(self, seed: int, items: int, members: int, in_flight: int, retries: int) -> None:
+        super().__init__(seed, items, members, in_flight, retries)
+        self.schedule = MapSchedule(members, in_flight, retries, changes=True)
+        self.gone: set[int] = set()
+
+    def change(self) -> None:
+        """One member comes, goes, or answers again after a loss."""
+        here = sorted(set(range(self.members)) - self.gone)
+        if not here or self.random.random() < 0.5:
+            assert self.schedule.admit() == self.members
+            self.members += 1
+        elif (member := self.random.choice(here)) in self.lost:
+            self.schedule.restore(member)
+            self.lost.discard(member)
+            for had in self.had.values():  # it may get an item again that it was lost with
+                had[:] = [each for each in had if each != member]
+        else:
+            self.schedule.dismiss(member)
+            self.gone.add(member)
+            self.lost.add(member)  # it gets no items; those that it has may be answered
+
+    def run(self, loss: float = 0.0, failure: float = 0.0) -> list[Outcome]:
+        found: list[Outcome] = []
+        for _ in range(40 * self.items + 200):
+            self.change()
+            found += self.step(loss, failure)
+            if self.schedule.is_over or any(each.failure for each in found):
+                return found
+        raise AssertionError(f"it does not end: {self.schedule!r}")
+
+
+@given(SHAPES, st.floats(0.0, 0.5))
+def test_members_come_and_go(shape: Any, loss: float) -> None:
+    """Every result once in order; only an item whose retries are used up fails."""
+    simulation = Changing(*shape)
+    outcomes = simulation.run(loss)
+    failed = [at for at, each in enumerate(outcomes) if each.failure is not None]
+    good = outcomes[: failed[0]] if failed else outcomes
+    assert [each.value for each in good] == [-number for number in range(len(good))]
+    if failed:
+        assert simulation.losses[failed[0]] > simulation.retries
+    else:
+        assert len(good) == simulation.items
+
+
+def test_items_wait_for_the_first_member() -> None:
+    """None is taken before, and the last loss fails none."""
+    schedule = MapSchedule(0, 1, 1, changes=True)
+    assert not schedule.may_take()
+    first = schedule.admit()
+    schedule.take()
+    assert schedule.assign() == (0, first)
+    schedule.lose(0, first, ConnectionError())
+    schedule.dismiss(first)
+    assert schedule.next_outcome() is None
+    assert schedule.assign() is None
+    assert schedule.admit() == first + 1
+    assert schedule.assign() == (0, first + 1)

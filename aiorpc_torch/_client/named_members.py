@@ -1,0 +1,221 @@
+"""Groups that change: the living objects that any workers have registered under one name.
+
+The registry of this worker tells which there are. A `_Watch` keeps their Group; it lives as long as
+its `NamedMembers`.
+"""
+
+import asyncio
+import functools
+import weakref
+from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any, Generic, NoReturn, Protocol, TypeVar
+
+from torch.distributed.rpc import RRef
+
+from .._aio.deadlines import deadline_in, time_left
+from .._aio.loops import await_on, call_soon, run_on_loop
+from .._protocol import endpoints
+from ..errors import CallTimeout, NotServing
+from .group import AnyMember, Group
+from .group_map import MapResults
+from .pool import current
+
+T = TypeVar("T")
+
+_LEFT = "this worker has left its world"
+
+
+class Registry(Protocol):
+    """The names that the workers of a world have registered, on one event loop."""
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The event loop."""
+
+    @property
+    def is_closed(self) -> bool:
+        """True once this worker has left."""
+
+    def watch(self, name: str, on_change: Callable[[], None]) -> None:
+        """Call `on_change` after each change, and once this worker leaves, until `unwatch`."""
+
+    def unwatch(self, name: str, on_change: Callable[[], None]) -> None:
+        """Call `on_change` no more."""
+
+    def living(self, name: str) -> Sequence[RRef[Any]]:
+        """Return the objects of the living workers under a name, in rank order."""
+
+
+class _Watch:
+    """The Group of the objects under a name now, and who is told when it changes.
+
+    The Group is replaced as a whole, and any thread may read it. All else is on the registry's
+    loop. This does not refer to the `NamedMembers`, whose end closes it.
+    """
+
+    def __init__(self, name: str, registry: Registry) -> None:
+        self.name = name
+        self.group: Group[Any] = Group(())
+        self.registry = registry
+        self._listeners: list[Callable[[], None]] = []
+
+    def open(self) -> None:
+        """Begin to watch."""
+        self.registry.watch(self.name, self._refresh)
+        self._refresh()
+
+    def close(self) -> None:
+        """Watch no more."""
+        self.registry.unwatch(self.name, self._refresh)
+
+    def listen(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` now and after each change, until `ignore`."""
+        self._listeners.append(on_change)
+        on_change()
+
+    def ignore(self, on_change: Callable[[], None]) -> None:
+        """Call `on_change` no more."""
+        self._listeners.remove(on_change)
+
+    async def wait(self, count: int) -> None:
+        """Wait until there are so many members."""
+        changed = asyncio.Event()
+        self.listen(changed.set)
+        try:
+            while len(self.group) < count:
+                if self.registry.is_closed:
+                    raise NotServing(_LEFT)
+                changed.clear()
+                await changed.wait()
+        finally:
+            self.ignore(changed.set)
+
+    def _refresh(self) -> None:
+        found = Group(self.registry.living(self.name))
+        if found != self.group:  # `any` takes turns among the members of one
+            self.group = found
+        for on_change in [*self._listeners]:
+            on_change()
+
+
+class NamedMembers(Collection[RRef[T]], Generic[T]):
+    """The living objects under one name: a group that changes. Made by `members`.
+
+    `len` and iteration are of those that are there now, in rank order of their workers. The object
+    of a lost worker is none of them, until that answers again or a replacement process registers
+    one.
+    """
+
+    __slots__ = ("__weakref__", "_watch")
+
+    def __init__(self, watch: _Watch) -> None:
+        self._watch = watch
+        loop = watch.registry.loop
+        # Later: the garbage collector may run inside any function of the registry.
+        weakref.finalize(self, call_soon, loop, watch.close).atexit = False
+        run_on_loop(loop, watch.open)
+
+    def __repr__(self) -> str:
+        return f"<members {self._watch.name!r}, {len(self)} now>"
+
+    def __len__(self) -> int:
+        return len(self._watch.group)
+
+    def __iter__(self) -> Iterator[RRef[T]]:
+        return iter(self._watch.group)
+
+    def __contains__(self, member: object) -> bool:
+        return member in self._watch.group
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError(f"{self!r} belongs to this process: send Group(members), or the name")
+
+    def any(self) -> AnyMember[T]:
+        """Return what `remote` and `call` take for the least busy member, as `Group.any` does.
+
+        Each call chooses among those that are there when it starts.
+
+        Raises:
+            NotServing: from the call, if there is none.
+        """
+        return AnyMember(self, lambda: self._watch.group)
+
+    def map(
+        self,
+        method: Callable[..., Any],
+        /,
+        *iterables: Iterable[Any] | AsyncIterable[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[Any]:
+        """Return an iterator of the results of `method` for all items, as `Group.map` does.
+
+        Members that come get items, and those that go get no more. While there is none, items wait,
+        until the deadline of `aiorpc.timeout`.
+
+        Args:
+            method: method or function, called with the object and the arguments of an item.
+            iterables: iterables of the arguments.
+            in_flight: maximum number of unanswered calls of each member.
+            retries: how often an item is given to another member after a loss.
+
+        Raises:
+            TypeError, ValueError: as `Group.map`.
+            NotServing: from a step, once this worker has left its world.
+        """
+        return MapResults(self, method, iterables, in_flight, retries, self._follow)
+
+    def _follow(self, on_change: Callable[[Exception | None], None]) -> Callable[[], None]:
+        """Call `on_change` on the running loop after each change; return what ends that."""
+        loop, watch = asyncio.get_running_loop(), self._watch
+        registry = watch.registry
+
+        def tell() -> None:
+            call_soon(loop, on_change, NotServing(_LEFT) if registry.is_closed else None)
+
+        run_on_loop(registry.loop, watch.listen, tell)
+        return functools.partial(run_on_loop, registry.loop, watch.ignore, tell)
+
+    async def wait(self, count: int = 1) -> None:
+        """Wait until there are at least `count` members, within the deadline of `aiorpc.timeout`.
+
+        Raises:
+            CallTimeout: if there are not so many in time; it tells how many there are.
+            NotServing: once this worker has left its world.
+        """
+        due = deadline_in(None)
+        limit = asyncio.timeout(time_left(due))
+        try:
+            async with limit:
+                await await_on(self._watch.registry.loop, self._watch.wait(count))
+        except TimeoutError:
+            if not limit.expired():
+                raise
+            text = f"waited for {count} members {self._watch.name!r}, there are {len(self)}"
+            raise CallTimeout(text, method="members") from None
+
+
+def members(name: str) -> NamedMembers[Any]:
+    """Return the living objects that workers have registered under `name`: a group that changes.
+
+        envs = members("env")
+        await envs.wait(8)
+        observations = await remote(envs).reset()     # of those that are there now
+        async for episode in envs.map(Env.rollout, seeds): ...    # joiners get their share
+
+    `remote` and `call` take it as a `Group`: a call is made by those that are there when it starts.
+    It is empty at first, and follows from then on.
+
+    Args:
+        name: name given to `register`, on any worker.
+
+    Raises:
+        TypeError: if the name is not a str.
+        NotServing: outside a world.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"a name must be a str, got {name!r}")
+    current()
+    node = endpoints.current()
+    assert node is not None
+    return NamedMembers(_Watch(name, node.registry))

@@ -1,0 +1,150 @@
+"""Members by name, in a world of one: the object of this worker comes and goes."""
+
+import asyncio
+import copy
+import gc
+import threading
+from typing import Any
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import (
+    CallTimeout,
+    Group,
+    NotServing,
+    call,
+    each,
+    fetch,
+    members,
+    register,
+    remote,
+    timeout,
+    unregister,
+)
+from aiorpc_torch._protocol import endpoints
+from tests.support.registered import NAME, Env
+from tests.support.two_ends import until
+
+SOON = 30.0
+pytestmark = pytest.mark.usefixtures("world")
+
+
+@pytest.mark.promise("members.follow")
+async def test_the_object_of_this_worker() -> None:
+    """It is a member as long as it is registered; calls are made by those that are there."""
+    envs = members(NAME)
+    assert [*envs] == []
+    assert await remote(envs).add(1) == []
+    waiting = asyncio.create_task(envs.wait())
+    await asyncio.sleep(0)
+    rref = register(NAME, Env("a"))
+    await waiting
+    assert [*envs] == [rref]
+    assert rref in envs
+    assert await remote(envs).add(each([1])) == ["a1"]
+    assert await call(envs, Env.add, 2) == ["a2"]
+    assert await remote(envs.any()).add(3) == "a3"
+    assert [pair async for pair in remote(envs).add(4)] == [(rref, "a4")]
+    assert await remote(Group(envs)).add(5) == ["a5"]
+    unregister(NAME)
+    await until(lambda: not envs)
+    again = register(NAME, Env("b"))
+    await until(lambda: [*envs] == [again])
+    assert await remote(envs).add(1) == ["b1"]
+
+
+@pytest.mark.promise("members.calls")
+async def test_a_call_is_made_by_those_at_its_start() -> None:
+    """Not by those when it was written."""
+    envs = members(NAME)
+    pending = remote(envs).add(1)
+    register(NAME, Env("a"))
+    await envs.wait()
+    assert await pending == ["a1"]
+
+
+@pytest.mark.promise("members.ends")
+async def test_nobody_is_there() -> None:
+    """A call of any member names the group; a wait ends in time, with the number."""
+    envs: aiorpc.NamedMembers[Env] = members("nobody")
+    with pytest.raises(NotServing, match="no member in <members 'nobody', 0 now>"):
+        await remote(envs.any()).add(1)
+    with (
+        pytest.raises(CallTimeout, match="waited for 2 members 'nobody', there are 0"),
+        timeout(0.1),
+    ):
+        await envs.wait(2)
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.01):
+            await envs.wait()
+    with pytest.raises(CallTimeout), timeout(0.1):
+        [item async for item in envs.map(Env.roll, [1])]
+
+
+@pytest.mark.promise("members.map")
+async def test_a_map_waits_for_members() -> None:
+    """From the first one on, and while there is none; it ends once all items are done."""
+    envs: aiorpc.NamedMembers[Env] = members(NAME)
+    results = envs.map(Env.roll, range(6), in_flight=1)
+    first = asyncio.create_task(anext(results))
+    await asyncio.sleep(0.01)
+    register(NAME, Env())
+    async with asyncio.timeout(SOON):
+        assert await first == 0
+        unregister(NAME)
+        await until(lambda: not envs)
+        rest: Any = asyncio.create_task(_all(results))
+        await asyncio.sleep(0.01)
+        last = register(NAME, Env())
+        assert await rest == [1, 2, 3, 4, 5]
+    assert (await fetch(last)).items
+
+
+async def _all(results: Any) -> list[Any]:
+    return [item async for item in results]
+
+
+async def test_other_event_loops() -> None:
+    """They share the view of this worker; a wait and a map there end as here."""
+    register(NAME, Env("a"))
+    found: list[Any] = []
+
+    async def main() -> None:
+        envs: aiorpc.NamedMembers[Env] = members(NAME)
+        async with asyncio.timeout(SOON):
+            await envs.wait()
+            found.append(await remote(envs).add(1))
+            found.append(await _all(envs.map(Env.roll, range(3))))
+
+    thread = threading.Thread(target=asyncio.run, args=[main()])
+    thread.start()
+    await asyncio.to_thread(thread.join)
+    assert found == [["a1"], [0, 1, 2]]
+
+
+async def test_nothing_is_kept_of_members_that_are_dropped() -> None:
+    """The object of a name that is not registered any more is freed, also with members alive."""
+    node: Any = endpoints.current()
+    envs = members(NAME)
+    register(NAME, Env())
+    await envs.wait()
+    assert NAME in node.registry._listeners
+    del envs
+    gc.collect()
+    await until(lambda: NAME not in node.registry._listeners)
+    await until(lambda: not node.registry._states)
+
+
+async def test_arguments() -> None:
+    with pytest.raises(TypeError, match="a name must be a str"):
+        members(5)  # type: ignore[arg-type]
+    envs = members(NAME)
+    with pytest.raises(TypeError, match=r"send Group\(members\), or the name"):
+        copy.copy(envs)
+    with pytest.raises(TypeError, match="at least one iterable"):
+        envs.map(Env.roll)
+    with pytest.raises(ValueError, match="in_flight"):
+        envs.map(Env.roll, [1], in_flight=0)
+    with pytest.raises(TypeError, match="got a Group"):
+        aiorpc.proxy(envs)  # type: ignore[call-overload]

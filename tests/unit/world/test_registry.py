@@ -1,0 +1,77 @@
+"""What one worker knows of registered names, without a world: states that come in any order."""
+
+import asyncio
+from typing import Any
+
+from hypothesis import given, strategies as st
+
+from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._protocol.name_table import NameTable
+from aiorpc_torch._torch.agent import PeerInfo
+from aiorpc_torch._wire.handshake import Party
+from aiorpc_torch._world.registry import Registry
+
+A, OLD = Party("a", 1), Party("a", 0)
+
+
+def registry() -> tuple[Registry, Members]:
+    members = Members("main", [PeerInfo("main", 0, 9, ""), PeerInfo("a", 1, 1, "")])
+
+    async def never(_: str) -> None:
+        await asyncio.Event().wait()
+
+    return Registry(members, NameTable(), lambda _: True, never), members
+
+
+async def drained(found: Registry) -> None:
+    """Close it, and let its tasks end."""
+    found.close()
+    await asyncio.sleep(0)
+
+
+@given(st.permutations(range(5)), st.booleans())
+def test_the_last_state_wins(order: list[int], is_last_empty: bool) -> None:
+    """In whatever order a process's states arrive; those of other processes count for nothing."""
+
+    async def main() -> None:
+        found, _ = registry()
+        found.watch("env", lambda: None)
+        for change in order:
+            rref: Any = None if is_last_empty and change == max(order) else f"object {change}"
+            assert found.take("env", A, (change, rref))
+            assert found.take("env", OLD, (100, "of a dead process"))  # type: ignore[arg-type]
+        assert found.living("env") == ([] if is_last_empty else ["object 4"])
+        await drained(found)
+
+    asyncio.run(main())
+
+
+async def test_names_that_nobody_watches() -> None:
+    """Whoever tells of them learns it; nothing is kept."""
+    found, _ = registry()
+    assert not found.take("env", A, (1, None))
+    found.watch("env", heard := lambda: None)
+    assert found.take("env", A, (1, "object"))  # type: ignore[arg-type]
+    found.unwatch("env", heard)
+    assert not found.take("env", A, (2, "object"))  # type: ignore[arg-type]
+    assert found.living("env") == []
+    await drained(found)
+
+
+async def test_a_lost_peer_and_one_that_is_replaced() -> None:
+    """The object of a lost one is back when it is; that of an old process is forgotten."""
+    found, members = registry()
+    changes: list[int] = []
+    found.watch("env", lambda: changes.append(1))
+    found.take("env", A, (1, "object"))  # type: ignore[arg-type]
+    members.lost_peers["a"] = LookupError()  # type: ignore[assignment]
+    found.on_change("a")
+    assert found.living("env") == []
+    del members.lost_peers["a"]
+    found.on_change("a")
+    assert found.living("env") == ["object"]
+    members.put(PeerInfo("a", 1, 2, ""))
+    found.on_change("a")
+    assert found.living("env") == []
+    assert len(changes) == 4
+    await drained(found)
