@@ -111,7 +111,7 @@ class FailureDetector:
             await self._rejoined[peer].wait()
         if not self._open:
             raise NotServing(f"this worker has left its world; it waited for worker {peer!r}")
-        if peer not in self._members.peers:
+        if peer not in self._members.processes:
             raise WorkerLost(peer, "it is lost for so long that its name is forgotten")
         if (error := self._given_up.get(peer)) is not None:
             raise error
