@@ -1,5 +1,6 @@
 """A worker's life: it joins its world, serves on the running loop, and leaves."""
 
+import asyncio
 import contextlib
 import gc
 import logging
@@ -11,6 +12,7 @@ from urllib.parse import urlsplit
 from .._aio.fork import forks_exit_here
 from .._aio.interruption import interruptible
 from .._aio.signals import graceful_signals
+from .._aio.tasks import run_to_end
 from .._protocol import endpoints
 from .._protocol.members import Members
 from .._server.exports import Export, checked_exports
@@ -273,7 +275,7 @@ async def run_worker(
                     yield me
     finally:
         endpoints.leave(node)
-        await directory.close()
+        await run_to_end(asyncio.create_task(directory.close()))
 
 
 @contextlib.contextmanager
