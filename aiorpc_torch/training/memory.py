@@ -27,7 +27,8 @@ class Memory:
             return torch.empty(size, dtype=torch.uint8)
         block, self._free = self._free, None
         if block is None or len(block) != size:
-            block = mmap.mmap(-1, size)
+            # Private: a forked child keeps what it has seen.
+            block = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         buffer = (ctypes.c_char * size).from_buffer(block)
         # `torch.frombuffer` keeps the buffer until its last storage is freed, in any thread.
         weakref.finalize(buffer, self._give_back, block).atexit = False

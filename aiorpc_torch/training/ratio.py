@@ -11,13 +11,14 @@ class SampleLimit:
 
     The first sample waits for `min_size` inserts. From then on, the items sampled are
     `samples_per_insert` × the inserts after these, give or take `slack` items: a sample waits if it
-    would be above that, an insert if it would leave the samples below it.
+    would be above that, an insert if it would leave the samples below it. A sample that is too
+    large for the slack waits until no insert may go on: neither waits for the other for ever.
 
     Args:
         samples_per_insert: items sampled for each item inserted.
         min_size: number of inserts before the first sample.
-        slack: items by which the samples may be ahead or behind. It must be at least
-            `samples_per_insert / 2`, and half the size of a sample more.
+        slack: items by which the samples may be ahead or behind. It holds for samples of up to
+            `2 * slack - samples_per_insert` items.
 
     Raises:
         ValueError: if an argument is invalid.
@@ -28,9 +29,8 @@ class SampleLimit:
             raise ValueError(f"samples_per_insert must be positive, got {samples_per_insert!r}")
         if not min_size >= 1:
             raise ValueError(f"min_size must be at least 1, got {min_size!r}")
-        if not 2 * slack >= samples_per_insert + 1:
-            least = (samples_per_insert + 1) / 2
-            raise ValueError(f"slack must be at least {least:g} items, got {slack!r}")
+        if not slack >= 0:
+            raise ValueError(f"slack must be a number of items from 0 on, got {slack!r}")
         self._ratio = samples_per_insert
         self._min_size = min_size
         self._slack = slack
@@ -45,25 +45,15 @@ class SampleLimit:
         """Return how many items the samples are ahead of the ratio; negative if behind."""
         return self._sampled - self._ratio * (self._inserted - self._min_size)
 
-    def check(self, size: int) -> None:
-        """Check that samples of `size` items are possible.
-
-        Raises:
-            ValueError: if inserts and such samples could wait for each other.
-        """
-        if 2 * self._slack < self._ratio + size:
-            least = (self._ratio + size) / 2
-            raise ValueError(
-                f"a sample of {size} items needs a slack of at least {least:g}, got {self._slack:g}"
-            )
-
     def may_insert(self) -> bool:
         """Return whether an item may be inserted."""
         return self._inserted < self._min_size or self.lead - self._ratio >= -self._slack
 
     def may_sample(self, size: int) -> bool:
         """Return whether `size` items may be sampled."""
-        return self._inserted >= self._min_size and self.lead + size <= self._slack
+        if self._inserted < self._min_size:
+            return False
+        return self.lead + size <= self._slack or not self.may_insert()
 
     def insert(self) -> None:
         """Note an insert."""

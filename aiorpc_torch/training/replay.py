@@ -128,12 +128,10 @@ class Replay:
 
         Raises:
             CallTimeout: if the deadline passes.
-            ValueError: if the limit's `slack` is too small for samples of that size.
+            ValueError: if `size` is not positive.
         """
         if not size >= 1:
             raise ValueError(f"a sample must have at least 1 item, got {size!r}")
-        if self._limit is not None:
-            self._limit.check(size)
         await self._samples.turn(lambda: self._may_sample(size), "the sample")
         found = self.storage.sample(size)
         self._sampled += size

@@ -69,7 +69,8 @@ async def test_tickets_of_a_holder_that_is_killed() -> None:
 
 @pytest.mark.promise("training.tickets", "training.deadlines")
 async def test_tickets_and_inserts_that_are_cancelled_or_late() -> None:
-    async with world(["a"]), asyncio.timeout(LONG):
+    exports = [Worker, "aiorpc_torch.training"]
+    async with world(["a"], exports=exports), asyncio.timeout(LONG):
         limit, replay = StalenessLimit(0, 1), Replay(limit=SampleLimit(1, min_size=1, slack=1))
         register("limit", limit)
         register("replay", replay)

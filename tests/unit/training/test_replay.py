@@ -59,8 +59,6 @@ async def test_deadlines_and_mistakes() -> None:
     replay = Replay(limit=SampleLimit(1, min_size=1, slack=2))
     with aiorpc.timeout(0.01), pytest.raises(CallTimeout, match="the sample timed out"):
         await replay.sample(1)
-    with pytest.raises(ValueError, match="needs a slack of at least"):
-        await replay.sample(4)
     with pytest.raises(ValueError, match="at least 1 item"):
         await replay.sample(0)
     for item in range(3):

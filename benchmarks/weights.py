@@ -1,0 +1,105 @@
+"""How long do new weights take to reach many followers of one host?
+
+A learner publishes 64 MB in 64 tensors to 8 followers in processes of their own. The time is from
+the call of `publish` to the end of the last follower's `wait`. It is compared with one copy of as
+many bytes, made in the learner's process just before: into new memory, as `clone` does, and into
+memory that is in use (`copy_`).
+
+    python -m benchmarks.weights [--quick] [--repeat N] [--followers N] [--megabytes N]
+"""
+
+import argparse
+import asyncio
+import time
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+from aiorpc_torch import RRef, create, create_all, local_world, register, remote
+from aiorpc_torch.training import Policy, Weights, follow
+
+from ._compare import parse
+
+TENSORS = 64
+MB = 1_000_000
+
+
+class Learner:
+    """Publishes, and makes copies in the same process."""
+
+    def __init__(self, megabytes: int) -> None:
+        size = megabytes * MB // 4 // TENSORS
+        self.state = {f"layer{number}": torch.ones(size) for number in range(TENSORS)}
+        self.whole = torch.ones(size * TENSORS)
+        self.target = torch.ones(size * TENSORS)
+        self.weights = Weights(self.state)
+        register("policy", self.weights)
+
+    async def publish(self) -> float:
+        return await timed(self.weights.publish(self.state))
+
+    def copies(self) -> tuple[float, float]:
+        """Return the seconds of a copy into new memory, and of one into used memory."""
+        return took(self.whole.clone), took(lambda: self.target.copy_(self.whole))
+
+
+class Follower:
+    policy: Policy
+
+    async def start(self) -> None:
+        self.policy = await follow("policy", on="learner")
+
+    async def wait(self, version: int) -> float:
+        await self.policy.wait(version)
+        return self.policy.pause
+
+
+async def timed(awaitable: object) -> float:
+    begun = time.perf_counter()
+    await awaitable  # type: ignore[misc]
+    return time.perf_counter() - begun
+
+
+def took(function: Callable[[], object]) -> float:
+    begun = time.perf_counter()
+    function()
+    return time.perf_counter() - begun
+
+
+async def measure(given: argparse.Namespace) -> list[tuple[float, ...]]:
+    """Return for each repetition the seconds of both copies, of `publish`, of all, and a pause."""
+    names = [f"follower{number}" for number in range(given.followers)]
+    async with local_world(["learner", *names], start_timeout=600.0):
+        learner: RRef[Learner] = await create("learner", Learner, given.megabytes)
+        followers = await create_all(names, Follower)
+        await remote(followers).start()
+        found = list[tuple[float, ...]]()
+        for version in range(1, given.repeat + 4):  # the first ones make their memory
+            waiting = asyncio.ensure_future(remote(followers).wait(version))
+            copies = await remote(learner).copies()
+            await asyncio.sleep(0.2)  # until all followers wait
+            begun = time.perf_counter()
+            published = await remote(learner).publish()
+            pauses = await waiting
+            found.append((*copies, published, time.perf_counter() - begun, max(pauses)))
+        return found[3:]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Weights to the followers of one host.")
+    parser.add_argument("--followers", type=int, default=8)
+    parser.add_argument("--megabytes", type=int, default=64)
+    given = parse(parser)
+    if given.quick:
+        given.followers = 2
+    runs = asyncio.run(measure(given))
+    names = ("clone()", "copy_()", "publish()", "all followers", "longest pause")
+    for name, seconds in zip(names, zip(*runs, strict=True), strict=True):
+        print(f"{name:<14} {1e3 * median(seconds):8.2f} ms")
+    print(f"all followers / clone(): {median(each[3] / each[0] for each in runs):.2f}")
+    print(f"all followers / copy_(): {median(each[3] / each[1] for each in runs):.2f}")
+
+
+if __name__ == "__main__":
+    main()

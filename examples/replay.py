@@ -1,0 +1,165 @@
+"""DQN on CartPole-v1: actors that play while the learner learns, with a replay buffer at a ratio.
+
+Actors in processes of their own follow the learner's network (`Weights`, `follow`), at most
+`--staleness` versions late (`StalenessLimit`). They play with their own copies, so that a step
+needs no call. The learner samples each transition `--ratio` times on average (`Replay`,
+`SampleLimit`). With `--staleness 0` actors and learner take turns: the synchronous form.
+
+    python -m examples.replay --actors 2
+"""
+
+import argparse
+import asyncio
+import random
+import time
+from statistics import mean
+
+import torch
+from torch import Tensor, nn
+
+from aiorpc_torch import create_all, each, local_world, lookup, proxy, register, remote
+from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit, Uniform, Weights, follow
+
+from ._learning import CartPole
+
+BATCH, SEGMENT = 64, 32  # transitions of a step of the learner, and of a rollout
+EVERY = 10  # steps of the learner for each version
+GAMMA, TARGET = 0.99, 0.01
+
+Transition = tuple[Tensor, int, float, Tensor, bool]
+
+
+def network() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(4, 128), nn.ReLU(), nn.Linear(128, 128), nn.ReLU(), nn.Linear(128, 2)
+    )
+
+
+class Actor(CartPole):
+    """Plays with its own copy of the network, and reports transitions and results of episodes."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__(seed)
+        self.network, self.state, self.total = network(), self.reset(), 0.0
+
+    async def run(self) -> None:
+        """Play until the call is cancelled."""
+        limit, replay, scores = [await lookup(name, on="learner") for name in NAMES]
+        async with await follow("policy", on="learner", into=self.network) as policy:
+            while True:
+                async with proxy(limit).ticket() as ticket:
+                    version = await policy.wait(ticket.version)
+                    items, totals = self.segment(max(0.05, 1.0 - version / 50))
+                    inserts = [proxy(replay).insert(item, ticket) for item in items]
+                    await asyncio.gather(
+                        *inserts, *(remote(scores).append(each) for each in totals)
+                    )
+
+    def segment(self, explore: float) -> tuple[list[Transition], list[float]]:
+        items, totals = list[Transition](), list[float]()
+        for _ in range(SEGMENT):
+            action = self.draw(0.5) if self.draw(explore) else greedy(self.network, self.state)
+            before, (self.state, reward, done) = self.state, self.step(action)
+            self.total += reward
+            items.append((before, action, reward, self.state, done and self.total < 500))
+            if done:
+                totals.append(self.total)
+                self.state, self.total = self.reset(), 0.0
+        return items, totals
+
+
+NAMES = ("limit", "replay", "scores")
+
+
+@torch.inference_mode()
+def greedy(model: nn.Module, state: Tensor) -> int:
+    return int(model(state).argmax())
+
+
+class Learner:
+    """Double DQN with a target network that follows slowly."""
+
+    def __init__(self) -> None:
+        self.network, self.target = network(), network()
+        self.target.load_state_dict(self.network.state_dict())
+        self.optimizer = torch.optim.Adam(self.network.parameters(), lr=1e-3)
+
+    def learn(self, items: list[Transition]) -> None:
+        columns = [*zip(*items, strict=True)]
+        states, later = torch.stack(columns[0]), torch.stack(columns[3])
+        actions, rewards, ends = (torch.tensor(columns[index]) for index in (1, 2, 4))
+        with torch.no_grad():
+            best = self.network(later).argmax(1, keepdim=True)
+            value = self.target(later).gather(1, best).squeeze(1)
+            wanted = rewards + GAMMA * value * ~ends
+        chosen = self.network(states).gather(1, actions.unsqueeze(1)).squeeze(1)
+        self.optimizer.zero_grad()
+        nn.functional.smooth_l1_loss(chosen, wanted).backward()  # type: ignore[no-untyped-call]
+        self.optimizer.step()
+        with torch.no_grad():
+            for mine, other in zip(
+                self.target.parameters(), self.network.parameters(), strict=True
+            ):
+                mine.lerp_(other, TARGET)
+
+
+def evaluate(model: nn.Module, episodes: int) -> float:
+    """Return the mean reward of episodes with the best action."""
+    environment, totals = CartPole(10_000), list[float]()
+    for _ in range(episodes):
+        state, total, done = environment.reset(), 0.0, False
+        while not done:
+            state, reward, done = environment.step(greedy(model, state))
+            total += reward
+        totals.append(total)
+    return mean(totals)
+
+
+async def train(given: argparse.Namespace) -> Learner:
+    learner, scores = Learner(), list[float]()
+    weights = Weights(learner.network.state_dict())
+    limit = StalenessLimit(given.staleness, max_in_flight=2 * given.actors)
+    ratio = SampleLimit(given.ratio, min_size=500, slack=4 * (given.ratio + BATCH))
+    replay = Replay(Uniform(20_000, given.seed), ratio)
+    for name, thing in zip(("policy", *NAMES), (weights, limit, replay, scores), strict=True):
+        register(name, thing)
+    begun = time.perf_counter()
+    for step in range(1, given.steps + 1):
+        learner.learn(await replay.sample(BATCH))
+        if step % EVERY == 0:
+            await limit.advance(await weights.publish(learner.network.state_dict()))
+        if step % (given.steps // 10) == 0:
+            seconds = time.perf_counter() - begun
+            print(
+                f"{step:,} steps, {replay.inserted:,} transitions, {seconds:.0f} s: version "
+                f"{weights.version}, last episodes {mean(scores[-20:] or [0.0]):.0f}"
+            )
+    return learner
+
+
+async def main(given: argparse.Namespace) -> None:
+    names = [f"actor{number}" for number in range(given.actors)]
+    async with local_world(names, name="learner", preload=("gymnasium",)):
+        actors = await create_all(names, Actor, each(range(given.actors)))
+        playing = asyncio.ensure_future(remote(actors).run())
+        learner = await train(given)
+        playing.cancel()
+        await asyncio.wait([playing])
+        print(f"greedy policy: {evaluate(learner.network, 10):.0f} on average")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="DQN with actors that lag.")
+    parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--staleness", type=int, default=2, help="versions")
+    parser.add_argument("--ratio", type=float, default=32.0, help="samples for each transition")
+    parser.add_argument("--steps", type=int, default=6_000, help="of the learner")
+    parser.add_argument("--seed", type=int, default=0)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    arguments = parse()
+    torch.manual_seed(arguments.seed)
+    random.seed(arguments.seed)
+    asyncio.run(main(arguments))

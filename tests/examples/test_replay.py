@@ -1,0 +1,21 @@
+"""DQN with actors that lag: it learns, in turns and at the same time."""
+
+import re
+
+import pytest
+
+pytest.importorskip("gymnasium")
+
+from tests.support.example_programs import run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("staleness", ["0", "2"])
+def test_it_learns(staleness: str) -> None:
+    """Twice what it begins with, and more than random actions reach."""
+    lines = run("replay", "--staleness", staleness, "--steps", "2500").splitlines()
+    results = [int(found[1]) for line in lines if (found := re.search(r"episodes (\d+)", line))]
+    assert len(results) == 10
+    assert results[-1] > 2 * results[0]
+    assert results[-1] > 60
+    assert re.fullmatch(r"greedy policy: \d+ on average", lines[-1])
