@@ -200,7 +200,7 @@ async def test_a_scope_is_reported_before_an_error_at_its_deadline() -> None:
     reader = StreamReader("f", lambda credit: None)
     with anyio.move_on_after(0.02) as scope:
         bound = time.monotonic() + 0.02
-        stream = RemoteStream(Elsewhere(), 0, reader, bound, None, FetchTarget(0))  # type: ignore[arg-type]
+        stream = RemoteStream(Elsewhere(), 0, reader, bound, None, FetchTarget(0), False)  # type: ignore[arg-type]
         asyncio.get_running_loop().call_soon(fail_late)
         await anext(stream)
     assert scope.cancelled_caught

@@ -247,7 +247,7 @@ async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None
                 monkeypatch.setattr(node_module, "KEPT_GONE", 0)
         other = PeerInfo("other", 4, 4, "")
         node.members.put(other)
-        node._announce(other)
+        node.announce(other.name)
         node.detector.on_leave_message("other", 4, "left", "")
         assert "guest" in node.peers()
 
