@@ -145,7 +145,7 @@ def _of_callee(session: Session) -> dict[str, int]:
         "callee: held results": len(session._results.held),
         **_of_slots("callee: slots", session.slots),
         **_of_slots("callee: copies of results", session._results._copies),
-        "callee: unsent results": len(session._results.unsent),
+        "callee: unsent results": len(session._results.replies.results),
         "callee: events of a profiler": len(session.events),
         **_of_link("callee", session._links.segments),
     }
