@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import call, create
+from aiorpc_torch import call, create, training
 from aiorpc_torch.testing import Workers, kill
 from tests.support import guides, page_objects as objects
 
@@ -28,6 +28,9 @@ async def names_for(fragment: str) -> dict[str, Any]:
     net = await create("a", objects.Net)
     names |= {"rref": net, "function": objects.double, "torch_future": objects.finished_future()}
     names |= {"seeds": [1, 2], "agent": net, "xs": range(5), "weights": torch.ones(100_000)}
+    if "members(" in fragment:
+        for name in ("a", "b"):
+            await call(name, objects.register_env)
     if "infer(x)" in fragment:
         names["x"] = 1
     names["a"], names["b"] = await create("a", objects.Pair), await create("b", objects.Pair)
@@ -69,9 +72,42 @@ async def test_fragments_run(name: str, workers: Workers) -> None:
             await result
 
 
+async def learn(names: dict[str, Any]) -> None:
+    """Do what a page's learner and its other actors do, as far as their objects are there."""
+    while True:
+        await asyncio.sleep(0.01)
+        if "weights" in names:
+            await names["weights"].publish(names["model"].state_dict())
+        if "replay" in names and isinstance(names["replay"], training.Replay):
+            for item in range(1_000):
+                await names["replay"].insert(item)
+
+
+@pytest.mark.slow
+async def test_fragments_on_training_run(workers: Workers) -> None:
+    """One after another: the later ones use what the first ones have made."""
+    await workers([], name="learner")
+    names: dict[str, Any] = {name: getattr(aiorpc, name) for name in aiorpc.__all__}
+    names |= {name: getattr(training, name) for name in training.__all__}
+    names |= {"model": nn.Linear(4, 2), "transition": 1}
+    learning = asyncio.create_task(learn(names))
+    for fragment in guides.read(guides.DOCS / "training.md").unnamed:
+        if "insert(transition" in fragment:
+            limit = training.StalenessLimit(max_staleness=2, max_in_flight=1)
+            names["ticket"] = await limit.ticket().__aenter__()
+        code = compile(fragment, "training", "exec", ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
+        if inspect.isawaitable(result := eval(code, names)):
+            async with asyncio.timeout(30.0):
+                await result
+    learning.cancel()
+    await names["policy"].aclose()
+
+
 def test_every_fragment_is_on_a_page_that_is_run() -> None:
     """No other page of the reference has a block of Python that is no file."""
     others = [
-        each for each in guides.DOCS.glob("*.md") if each.stem not in {*PAGES, "index", "testing"}
+        each
+        for each in guides.DOCS.glob("*.md")
+        if each.stem not in {*PAGES, "training", "index", "testing"}
     ]
     assert not [each.name for each in others if guides.read(each).unnamed]
