@@ -11,7 +11,7 @@ class NameTable:
     """The objects registered on one worker, and the watchers of changes. Thread-safe."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # the `__del__` of an object that is removed may come back
         self._rrefs: dict[str, RRef[Any]] = {}
         self._changes = 0
         self._watchers: set[Callable[[], None]] = set()
