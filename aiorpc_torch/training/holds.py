@@ -36,7 +36,6 @@ class Holds:
         self._condition = threading.Condition()
         self._readers = 0
         self._is_writing = False
-        self._writers = asyncio.Lock()
         self._changes = Changes()  # for coroutines
 
     # ── readers ─────────────────────────────────────────────────────────────────────────────────
@@ -110,13 +109,14 @@ class Holds:
         Raises:
             CallTimeout: if the deadline passes.
         """
-        async with self._writers:
-            self._set_writing(True)
-            try:
-                await self._changes.until(lambda: not self._readers, "the change of the version")
-                yield
-            finally:
-                self._set_writing(False)
+        what = "the change of the version"
+        await self._changes.until(lambda: not self._is_writing, what)
+        self._set_writing(True)
+        try:
+            await self._changes.until(lambda: not self._readers, what)
+            yield
+        finally:
+            self._set_writing(False)
 
     def _set_writing(self, is_writing: bool) -> None:
         with self._condition:

@@ -120,3 +120,17 @@ async def test_a_writer_that_gives_up_lets_readers_in() -> None:
             assert not holds._is_writing
     await write(holds, log)
     assert log == ["written"]
+
+
+async def test_a_writer_behind_another_has_its_own_deadline() -> None:
+    """The first one has none, and its reader may stay for long."""
+    holds, log = Holds(), list[str]()
+    async with holds.in_task():
+        first = asyncio.create_task(write(holds, log))
+        await steps()
+        async with asyncio.timeout(30):
+            with timeout(0.01), pytest.raises(CallTimeout):
+                await write(holds, log)
+        assert holds._is_writing
+    await first
+    assert log == ["written"]
