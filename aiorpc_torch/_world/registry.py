@@ -52,8 +52,8 @@ class Registry:
         self._wait_until_alive = wait_until_alive
         self._listeners: dict[str, list[Callable[[], None]]] = {}
         self._states: dict[str, dict[Party, State]] = {}  # of watched names, by process
-        # Of names here: what each process that watches one was told last. None: nothing, or none.
-        self._watchers: dict[tuple[str, Party], RRef[Any] | None] = {}
+        # Of names here: the state that each process that watches one was told last.
+        self._watchers: dict[tuple[str, Party], State] = {}
         self._telling: set[tuple[str, Party]] = set()
         self._tasks: set[asyncio.Task[None]] = set()
         table.watch(self._on_table_change)
@@ -130,14 +130,23 @@ class Registry:
             self._start(self._ask(peer, name))
 
     async def _ask(self, peer: str, name: str) -> None:
+        """Ask a peer for the state of a name, again if the connection ends and the peer lives."""
+        try:
+            while name in self._listeners and not await self._ask_once(peer, name):
+                await self._wait_until_alive(peer)
+        except RpcError as exc:  # it has left, or does not return
+            log.debug("%s: no answer from %r on %r: %r", self._members.name, peer, name, exc)
+
+    async def _ask_once(self, peer: str, name: str) -> bool:
+        """Return False if the answer is lost: no change of the peer may follow."""
         me, process = self._members.me, self._members.processes[peer]
         target = FunctionTarget(watch_state)
         try:
             state = await RemoteCall(peer, target, None, name, me.name, me.number)
-        except RpcError as exc:  # it is asked again when it returns
-            log.debug("%s: no answer from worker %r on %r: %r", me.name, peer, name, exc)
-        else:
-            self.take(name, Party(peer, process), state)
+        except WorkerLost:
+            return False
+        self.take(name, Party(peer, process), state)
+        return True
 
     def take(self, name: str, owner: Party, state: State) -> bool:
         """Note the state of a name in a process; return whether it is watched here."""
@@ -159,8 +168,7 @@ class Registry:
 
     def add_watcher(self, name: str, watcher: Party) -> State:
         """Return the state of a name; tell its changes to that process from now on."""
-        state = self._table.state(name)
-        self._watchers[name, watcher] = state[1]
+        state = self._watchers[name, watcher] = self._table.state(name)
         return state
 
     def _on_table_change(self) -> None:
@@ -170,7 +178,7 @@ class Registry:
     def _tell_all(self) -> None:
         self._notify(*self._listeners)  # of this worker itself
         for key, told in self._watchers.items():
-            if self._table.find(key[0]) is not told and key not in self._telling:
+            if self._table.find(key[0]) is not told[1] and key not in self._telling:
                 self._telling.add(key)
                 self._start(self._tell(key))
 
@@ -187,7 +195,7 @@ class Registry:
 
     async def _tell_once(self, name: str, watcher: Party) -> bool:
         """Tell the present state; return whether the watcher then knows the last one."""
-        me, state = self._members.me, self._table.state(name)
+        me, state, told = self._members.me, self._table.state(name), self._watchers[name, watcher]
         call = RemoteCall(
             watcher.name, FunctionTarget(take_state), None, name, me.name, me.number, state
         )
@@ -196,8 +204,10 @@ class Registry:
         except WorkerLost:
             await self._wait_until_alive(watcher.name)
             return False
-        if not is_watched:
-            self._watchers.pop((name, watcher), None)
-        elif (name, watcher) in self._watchers:
-            self._watchers[name, watcher] = state[1]
+        if self._watchers.get((name, watcher)) is not told:
+            return False  # it has asked again meanwhile: this answer may be from before
+        if is_watched:
+            self._watchers[name, watcher] = state
+        else:
+            del self._watchers[name, watcher]
         return self._table.find(name) is state[1]

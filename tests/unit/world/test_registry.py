@@ -3,13 +3,16 @@
 import asyncio
 from typing import Any
 
+import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._protocol.name_table import NameTable
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import Party
+from aiorpc_torch._world import registry as module
 from aiorpc_torch._world.registry import Registry
+from aiorpc_torch.errors import WorkerLost
 
 A, OLD = Party("a", 1), Party("a", 0)
 
@@ -74,4 +77,68 @@ async def test_a_lost_peer_and_one_that_is_replaced() -> None:
     found.on_change("a")
     assert found.living("env") == []
     assert len(changes) == 4
+    await drained(found)
+
+
+class Calls(list[tuple[Any, ...]]):
+    """The calls to peers: the worker, the name and what follows it. Each waits for its answer."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        super().__init__()
+        self.answers: list[asyncio.Future[Any]] = []
+        monkeypatch.setattr(module, "RemoteCall", self.call)
+
+    def call(self, worker: str, _: Any, __: Any, *args: Any) -> "asyncio.Future[Any]":
+        self.append((worker, *args))
+        self.answers.append(asyncio.get_running_loop().create_future())
+        return self.answers[-1]
+
+
+async def steps() -> None:
+    for _ in range(5):
+        await asyncio.sleep(0)
+
+
+async def test_an_answer_that_is_lost_with_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The peer is alive, so no change of it follows: it is asked again."""
+    found, _ = registry()
+    calls, lives = Calls(monkeypatch), asyncio.Event()
+
+    async def wait_until_alive(_: str) -> None:
+        await lives.wait()
+
+    monkeypatch.setattr(found, "_wait_until_alive", wait_until_alive)
+    found.watch("env", lambda: None)
+    await steps()
+    calls.answers[0].set_exception(WorkerLost("a", "its connection has ended"))
+    await steps()
+    assert len(calls) == 1
+    lives.set()
+    await steps()
+    assert calls == [("a", "env", "main", 9)] * 2
+    calls.answers[1].set_result((1, "object"))
+    await steps()
+    assert found.living("env") == ["object"]
+    assert not found._tasks
+    await drained(found)
+
+
+async def test_a_watcher_that_asks_again_while_it_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It did not watch for a moment. Its answer comes later than its question."""
+    found, _ = registry()
+    calls, table = Calls(monkeypatch), found._table
+    found.add_watcher("env", A)
+    table.add("env", first := object())  # type: ignore[arg-type]
+    await steps()
+    assert found.add_watcher("env", A) == (1, first)
+    calls.answers[0].set_result(False)
+    await steps()
+    assert len(calls) == 2, "told once more, without harm"
+    calls.answers[1].set_result(True)
+    table.remove("env")
+    await steps()
+    assert calls[-1] == ("a", "env", "main", 9, (2, None))
+    calls.answers[-1].set_result(False)
+    await steps()
+    assert not found._watchers
     await drained(found)
