@@ -263,17 +263,19 @@ class Directory:
 
         A process that was replaced learns that its world is over.
         """
-        process = self._members.get(message.name)
+        process, claim = self._members.get(message.name), self._entering.get(message.name)
         if (
             self._step != _RUNNING
             or process is None
             or process.number != message.number
-            or process.name in self._entering
+            or (claim is not None and claim.number >= 0)
             or not message.key
             or not hmac.compare_digest(process.key, message.key)
         ):
             self._connections.send([connection], wire.Ended())
             return
+        if claim is not None:  # rank 0's worker has not judged yet: this process is alive
+            self._refuse(claim, wire.Failed(_taken(message.name)))
         if self._open.pop(process.connection, None) is not None:
             self._connections.close_connection(process.connection)
         process.connection, process.is_open = connection, True

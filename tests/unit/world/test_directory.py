@@ -489,6 +489,22 @@ def test_a_connection_that_is_still_open() -> None:
     assert second.view == {"w0": 0, "w1": 1, "w2": 2}
 
 
+def test_a_member_that_connects_again_while_its_name_is_wanted() -> None:
+    """It is alive: the other process is refused before rank 0's worker has judged."""
+    network, [first, second, _] = start()
+    second.cut()
+    wanting = network.register(registration(1, pid=99))
+    asked = first.inbox[-1]
+    assert asked == Ask("w1", 1)
+    second.resume()
+    assert isinstance(wanting.last, Failed)
+    assert "the first one is alive" in wanting.last.text
+    wanting.end()
+    network.join("a")
+    network.settle()
+    assert second.view == first.view == {"w0": 0, "w1": 1, "w2": 2, "a": 3}
+
+
 @pytest.mark.promise("security.directory")
 @pytest.mark.parametrize(
     "wrong", [("w1", 1, "another key"), ("w1", 2, "key 1"), ("w9", 1, "key 1"), ("w1", 1, "")]
