@@ -294,8 +294,9 @@ class DirectoryClient:
             except (OSError, EOFError) as exc:
                 log.debug("%s does not reach rank 0: %r", self.registration.name, exc)
             else:
-                await self._close_stream()
-                self._stream = stream
+                old, self._stream = self._stream, stream  # `close` may run from here on
+                if old is not None:
+                    await old.close()
                 return True
 
     def _handle(self, node: "Node", message: ToWorker) -> None:
