@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .. import CallTimeout, NotServing, RRef, WorkerLost, lookup, remote
+from .. import CallTimeout, NotServing, RpcError, RRef, WorkerLost, lookup, remote
 from .relays import start_relay, this_host
 from .snapshots import Snapshot
 from .waiting import Changes
@@ -144,14 +144,14 @@ class Receiver:
                 try:
                     await self._receive_next(self.version)
                     await self._pause()
-                except WorkerLost as lost:
+                except (WorkerLost, CallTimeout) as lost:  # of the search for another relay
                     await self._find_again(lost)
         except Exception as exc:  # of any class: a version may be unreadable here
             self._error = exc
         finally:
             self.changes.notify()
 
-    async def _find_again(self, lost: WorkerLost) -> None:
+    async def _find_again(self, lost: RpcError) -> None:
         """Wait until the publisher's replacement process has registered its weights.
 
         Waits fail after `REPLACEMENT_TIMEOUT`, but the replacement process may come at any time.
@@ -178,10 +178,13 @@ class Receiver:
             lost: worker of a relay that is lost.
             timeout: seconds for the name to be registered.
         """
-        publisher = await lookup(self._name, on=self._on, timeout=timeout)
         me = RRef(self.changes).owner_name()  # of any object of this worker
         while True:
-            relay, name = await remote(publisher).source(this_host(), me, lost)
+            publisher = await lookup(self._name, on=self._on, timeout=timeout)
+            try:
+                relay, name = await remote(publisher).source(this_host(), me, lost)
+            except WorkerLost:  # once more; `lookup` raises if none will come
+                continue
             if relay == me:
                 start_relay(name, publisher)
             try:

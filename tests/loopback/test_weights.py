@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RRef, register, remote, timeout
+from aiorpc_torch import CallTimeout, RRef, WorkerLost, register, remote, timeout
 from aiorpc_torch._shm import segment_store
 from aiorpc_torch.training import Policy, Weights, follow, snapshots
 from tests.support.followers import Net
@@ -266,3 +266,28 @@ async def test_followers_that_wait_share_one_copy(
     await asyncio.gather(*(policy.wait(2) for policy in policies))
     assert len(copies) == 1
     assert all(policy.state["layers.3.bias"].sum() == 1024 for policy in policies)
+
+
+class Failing(Weights):
+    """Weights of a process that dies as soon as it is found: `losses` times."""
+
+    losses = 1
+
+    async def source(
+        self, host: str, worker: str, lost: str | None = None
+    ) -> tuple[str | None, str]:
+        if self.losses:
+            self.losses -= 1
+            raise WorkerLost("main", "its process has died")
+        return await super().source(host, worker, lost)
+
+
+async def test_a_publisher_that_is_lost_once_more(following: Following) -> None:
+    """Its next replacement process is found: a follower that polls has no other chance."""
+    weights = Failing(Net(0.0).state_dict())
+    register("policy", weights)
+    policy = await following()
+    assert (policy.version, weights.losses) == (0, 0)
+    weights.losses = 2
+    await policy._receiver._find_again(WorkerLost("main", "its process has died"))
+    assert weights.losses == 0
