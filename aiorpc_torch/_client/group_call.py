@@ -16,7 +16,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, earlier
 from .._aio.inline_future import InlineFuture
-from .._aio.loops import run_on_loop
+from .._aio.loops import call_soon
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
 from .._torch.compat import RRefBase
@@ -371,7 +371,7 @@ class GroupResults(AsyncIterator[tuple[RRef[T], R]]):
         self._running.cancel()
 
     def __del__(self) -> None:
-        run_on_loop(self._loop, self._running.cancel)
+        call_soon(self._loop, self._running.cancel)  # later: garbage may be collected anywhere
 
 
 def _add(completed: deque[int], wakeup: Wakeup, running: _Running, position: int) -> None:

@@ -23,7 +23,7 @@ from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, earlier
 from .._aio.inline_future import InlineFuture
-from .._aio.loops import run_on_loop
+from .._aio.loops import call_soon
 from .._aio.scopes import anyio_scope_deadline
 from .._aio.wakeup import Wakeup
 from .._torch.rrefs import identity, owner_name
@@ -103,7 +103,7 @@ class MapResults(AsyncIterator[R]):
     def __del__(self) -> None:
         run = getattr(self, "_run", None)
         if run is not None and not self._is_over:
-            run_on_loop(run.loop, run.stop)
+            call_soon(run.loop, run.stop)  # later: garbage may be collected inside any code
 
 
 def _check(method: Any, iterables: Sequence[Any], in_flight: Any, retries: Any) -> None:

@@ -27,7 +27,7 @@ from aiorpc_torch import (
     stats,
     timeout,
 )
-from aiorpc_torch._client import torch_transfers
+from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
@@ -780,3 +780,26 @@ async def test_an_abandoned_iterator_of_another_loop() -> None:
     await asyncio.to_thread(asyncio.run, there())
     kept.clear()
     assert await opened[0].cancelled(1) == 1
+
+
+async def wait_unless_first(_: Node, number: int) -> None:
+    if number:
+        await asyncio.Event().wait()
+
+
+@pytest.mark.parametrize("way", ["results", "map"])
+async def test_garbage_changes_no_connection_in_place(way: str) -> None:
+    """It may be collected while the connection handles another call."""
+    group = await nodes()
+    numbers = range(len(group))
+    if way == "map":
+        results: Any = group.map(wait_unless_first, numbers)
+    else:
+        results = aiter(call(group, wait_unless_first, each(numbers)))
+    await anext(results)
+    own = pool.current().connection("main")
+    before = own.waiting
+    del results
+    assert own.waiting == before > 0
+    await asyncio.sleep(0)
+    assert own.waiting == 0
