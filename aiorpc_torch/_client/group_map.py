@@ -17,7 +17,7 @@ from collections.abc import (
     Iterator,
     Sequence,
 )
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 from torch.distributed.rpc import RRef
 
@@ -29,7 +29,7 @@ from .._aio.wakeup import Wakeup
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
-from ..errors import CallTimeout, RpcError, WorkerLost
+from ..errors import CallTimeout, NotServing, RpcError, WorkerLost
 from .answers import exception_of
 from .call import has_passed
 from .connection import Connection
@@ -148,6 +148,7 @@ class _MapRun:
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
         self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
         self._waits: dict[int, Waiter] = {}  # for supervised members that are lost
+        self._failure: Exception | None = None  # that has ended the map
         due = deadline_in(None)
         self.bound = earlier(due, anyio_scope_deadline())
         self._timer = None
@@ -240,6 +241,10 @@ class _MapRun:
         self._slots.set()
 
     def _send_assigned(self) -> None:
+        if self._failure is not None:  # also an item whose member is lost is not sent again
+            self._schedule.fail_unassigned(self._failure)
+            self.results.set()
+            return
         while (assigned := self._schedule.assign()) is not None:
             self._send(*assigned)
 
@@ -255,7 +260,10 @@ class _MapRun:
             self.results.set()
             return
         except Exception as exc:  # an argument that cannot be pickled, for one
-            self._end_item(index, member, Outcome(None, exc))
+            if self._is_leaving(exc):
+                self._schedule.withdraw(index, member, exc)
+            else:
+                self._end_item(index, member, Outcome(None, exc))
             return
         self._calls[index] = connection, call, target
         on_answer = functools.partial(self._on_answer, index, member)
@@ -310,7 +318,11 @@ class _MapRun:
             return
         answer = future.result()
         failure = exception_of(answer, call[2])
-        if type(answer) is CallAborted and isinstance(failure, WorkerLost):
+        if type(answer) is CallAborted and self._is_leaving(failure):
+            take_back = self._schedule.lose if answer.was_sent else self._schedule.withdraw
+            take_back(index, member, failure)
+            self.results.set()
+        elif type(answer) is CallAborted and isinstance(failure, WorkerLost):
             supervised = self._members.get(member)
             if isinstance(supervised, Supervised):
                 may_wait(supervised, failure, call[2].on)  # type: ignore[arg-type]
@@ -320,6 +332,13 @@ class _MapRun:
         else:
             self._end_item(index, member, Outcome(None if failure else answer, failure))
         self._go_on()
+
+    def _is_leaving(self, failure: BaseException | None) -> TypeGuard[NotServing]:
+        """Return whether a call has failed since its member leaves: a change of the group follows.
+
+        A member has answered before, so only a worker that leaves does not serve.
+        """
+        return self._follow_no_more is not None and isinstance(failure, NotServing)
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
         self._items.pop(index, None)
@@ -335,6 +354,7 @@ class _MapRun:
 
     def _end(self, failure: Exception) -> None:
         """Give up the items that no member has, and those not taken."""
+        self._failure = failure
         self._schedule.fail_unassigned(failure)
         self._schedule.exhaust(failure)
         self._taking.cancel()

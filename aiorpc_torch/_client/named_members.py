@@ -150,8 +150,8 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
     ) -> MapResults[Any]:
         """Return an iterator of the results of `method` for all items, as `Group.map` does.
 
-        Members that come get items, and those that go get no more. While there is none, items wait,
-        until the deadline of `aiorpc.timeout`.
+        Members that come get items. Those that go get no more, and others get what they have not
+        done. While there is none, items wait, until the deadline of `aiorpc.timeout`.
 
         Args:
             method: method or function, called with the object and the arguments of an item.

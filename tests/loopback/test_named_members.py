@@ -13,6 +13,7 @@ from aiorpc_torch import (
     CallTimeout,
     Group,
     NotServing,
+    WorkerLost,
     call,
     each,
     fetch,
@@ -22,6 +23,7 @@ from aiorpc_torch import (
     timeout,
     unregister,
 )
+from aiorpc_torch._client import pool
 from aiorpc_torch._protocol import endpoints
 from tests.support.registered import NAME, Env
 from tests.support.two_ends import until
@@ -99,6 +101,40 @@ async def test_a_map_waits_for_members() -> None:
         last = register(NAME, Env())
         assert await rest == [1, 2, 3, 4, 5]
     assert (await fetch(last)).items
+
+
+@pytest.mark.promise("members.map")
+@pytest.mark.parametrize("was_sent", [True, False])
+async def test_items_of_a_member_that_leaves(was_sent: bool) -> None:
+    """Its worker serves no more, and the change of the group follows: others get its items."""
+    leaving, other = Env(), Env()
+    other.items.append(-1)  # `stay` returns
+    register(NAME, leaving)
+    envs: aiorpc.NamedMembers[Env] = members(NAME)
+    if was_sent:
+        await remote(envs.any()).add(0)  # the connection is open
+    results = asyncio.create_task(_all(envs.map(Env.stay, range(2), in_flight=1)))
+    own = pool.current().connection("main")
+    await until(lambda: leaving.items if was_sent else own.waiting)
+    own.leave("ended", "", NotServing("worker 'main' has stopped"))
+    assert leaving.items == [0] * was_sent
+    unregister(NAME)
+    register(NAME, other)
+    async with asyncio.timeout(SOON):
+        assert await results == [0, 1]
+
+
+async def test_a_member_that_is_lost_after_the_end_of_a_map() -> None:
+    """Its item has the error of the map: no member gets it any more."""
+    register(NAME, env := Env())
+    results: Any = members(NAME).map(Env.stay, [0])
+    step = asyncio.create_task(anext(results))
+    await until(lambda: env.items)
+    results._run._end(NotServing("this worker has left its world"))
+    pool.current().connection("main").leave("ended", "", WorkerLost("main", "died"))
+    async with asyncio.timeout(SOON):
+        with pytest.raises(NotServing, match="has left its world"):
+            await step
 
 
 async def _all(results: Any) -> list[Any]:
