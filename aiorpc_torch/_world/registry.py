@@ -132,7 +132,9 @@ class Registry:
     async def _ask(self, peer: str, name: str) -> None:
         """Ask a peer for the state of a name, again if the connection ends and the peer lives."""
         try:
-            while name in self._listeners and not await self._ask_once(peer, name):
+            while name in self._listeners and self._is_here(peer):
+                if await self._ask_once(peer, name):
+                    return
                 await self._wait_until_alive(peer)
         except RpcError as exc:  # it has left, or does not return
             log.debug("%s: no answer from %r on %r: %r", self._members.name, peer, name, exc)

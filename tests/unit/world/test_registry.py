@@ -119,6 +119,12 @@ async def test_an_answer_that_is_lost_with_its_connection(monkeypatch: pytest.Mo
     calls.answers[1].set_result((1, "object"))
     await steps()
     assert found.living("env") == ["object"]
+    found.on_change("a")
+    await steps()
+    monkeypatch.setattr(found, "_is_here", lambda _: False)  # it has left meanwhile
+    calls.answers[2].set_exception(WorkerLost("a", "its connection has ended"))
+    await steps()
+    assert len(calls) == 3
     assert not found._tasks
     await drained(found)
 
