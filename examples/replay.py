@@ -141,10 +141,11 @@ async def main(given: argparse.Namespace) -> None:
     names = [f"actor{number}" for number in range(given.actors)]
     async with local_world(names, name="learner", preload=("gymnasium",)):
         actors = await create_all(names, Actor, each(range(given.actors)))
-        playing = asyncio.ensure_future(remote(actors).run())
-        learner = await train(given)
-        playing.cancel()
-        await asyncio.wait([playing])
+        async with asyncio.TaskGroup() as group:  # an actor that raises ends the program
+            playing = [group.create_task(remote(actor).run()) for actor in actors]
+            learner = await train(given)
+            for task in playing:
+                task.cancel()
         print(f"greedy policy: {evaluate(learner.network, 10):.0f} on average")
 
 

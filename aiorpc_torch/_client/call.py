@@ -147,8 +147,12 @@ class RemoteCall(LazyCall[Any]):
         self._entered = self._iterate(enters=True)
         return await anext(self._entered)
 
-    async def __aexit__(self, *_: object) -> None:
-        await self._entered.aclose()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self._entered.raise_failure()
+        finally:
+            await self._entered.aclose()
 
     def _connect(self) -> Connection:
         try:
@@ -241,6 +245,10 @@ class RemoteStream(AsyncIterator[Any]):
         if not self._enters:
             raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
         return item.value
+
+    def raise_failure(self) -> None:
+        """Raise what has ended the stream before its consumer: a deadline, or a loss."""
+        self._reader.raise_failure()
 
     async def aclose(self) -> None:
         """Close the remote generator: its `finally` runs. `break` does the same."""

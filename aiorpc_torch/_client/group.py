@@ -425,7 +425,7 @@ class AnyMember(Generic[T]):
         """
         pool, group = current(), self._now()
         if not group:
-            raise NotServing(f"there is no member in {self._group!r} now")
+            raise NotServing(f"there is no member in {self._group!r}: await its `wait()` first")
         if group._has_supervised:
             loads = [_load(pool, member) for member in group]
         else:

@@ -30,7 +30,7 @@ from ..errors import CallTimeout, GroupError, RemoteError, WorkerLost
 from .answers import exception_of
 from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
 from .connection import Connection
-from .pool import connection_to, find_current
+from .pool import connection_to, current
 from .supervised import Supervised, Waiter, late_wait
 from .supervised_calls import may_wait, target_on
 
@@ -125,7 +125,7 @@ class _Running:
 
     def __init__(self, members: Sequence[Member]) -> None:
         self._loop = asyncio.get_running_loop()
-        self._pool = find_current()
+        self._pool = current()  # also without members: a loop of such calls ends with the world
         self.members = members
         self._context = contextvars.Context()  # of callbacks; they run no user code
         self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
@@ -293,7 +293,7 @@ class _Running:
         if isinstance(worker, RRefBase | Supervised):
             with contextlib.suppress(RuntimeError):  # torch has stopped
                 worker = owner_name(worker)
-        if self._pool is not None and isinstance(worker, str):
+        if isinstance(worker, str):
             worker = self._pool.worker_of(worker)
         exc = _as_member_error(failure, self.name)
         try_add_note(exc, f"member {position + 1} of {len(self.members)}, on worker {worker!r}")

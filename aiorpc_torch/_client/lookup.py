@@ -36,6 +36,7 @@ async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> R
         raise TypeError(f"a name must be a str, got {name!r}")
     pool = current()
     worker, due = pool.find(on), deadline_in(checked_timeout(timeout))
+    seconds = time_left(due)  # the scope's deadline may be earlier
     names: list[str] | None = None
     while True:
         watch = RemoteCall(worker, FunctionTarget(watch_name), time_left(due), name)
@@ -50,7 +51,7 @@ async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> R
         except CallTimeout as exc:
             late = exc
         if late is not None:
-            raise _timed_out(name, worker, names, timeout) from late
+            raise _timed_out(name, worker, names, seconds) from late
 
 
 async def _wait_until_alive(
@@ -66,9 +67,9 @@ async def _wait_until_alive(
 
 
 def _timed_out(
-    name: str, worker: str, names: Sequence[str] | None, timeout: float | None
+    name: str, worker: str, names: Sequence[str] | None, seconds: float | None
 ) -> CallTimeout:
-    limit = "" if timeout is None else f" after {timeout:.3g} s"
+    limit = "" if seconds is None else f" after {seconds:.3g} s"
     found = "it has not answered" if names is None else f"registered there: {_listed(names)}"
     text = f"lookup of {name!r} on worker {worker!r} timed out{limit}; {found}"
     return CallTimeout(text, worker=worker, method="lookup")

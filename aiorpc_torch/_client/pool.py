@@ -233,7 +233,7 @@ class ConnectionPool:
 
         Raises:
             WorkerLost: if it will not.
-            NotServing: once this worker leaves its world.
+            NotServing: if it has left in order, or once this worker leaves its world.
         """
         await self._observer.wait_until_alive(peer)
 

@@ -93,6 +93,11 @@ class StreamReader:
             self._consumed = 0
         return item.value
 
+    def raise_failure(self) -> None:
+        """Raise the failure that has ended the stream, if one has."""
+        if self._end is not None and self._end is not STREAM_END:
+            self._raise_end()
+
     def _raise_end(self) -> None:
         end, self._end = self._end, STREAM_END  # a failure is raised once
         if end is STREAM_END:

@@ -193,6 +193,11 @@ class SupervisedStream(AsyncIterator[Any]):
                     raise
                 tried, self._stream = called, None
 
+    def raise_failure(self) -> None:
+        """Raise what has ended the stream before its consumer: a deadline, or a loss."""
+        if self._stream is not None:
+            self._stream.raise_failure()
+
     async def aclose(self) -> None:
         """Close the remote generator: its `finally` runs. `break` does the same."""
         self._is_begun = True

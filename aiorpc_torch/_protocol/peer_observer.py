@@ -37,5 +37,5 @@ class PeerObserver(Protocol):
 
         Raises:
             WorkerLost: if it will not.
-            NotServing: once this worker leaves its world.
+            NotServing: if it has left in order, or once this worker leaves its world.
         """

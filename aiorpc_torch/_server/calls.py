@@ -203,8 +203,10 @@ class RpcCall(ServerCall):
 
 
 def _stream_hint(value: Any) -> str:
-    is_stream = inspect.isgenerator(value) or inspect.isasyncgen(value)
-    return f": {GENERATOR_HINT}" if is_stream else ""
+    if inspect.isgenerator(value) or inspect.isasyncgen(value):
+        return f": {GENERATOR_HINT}"
+    is_manager = hasattr(type(value), "__aenter__")
+    return ": a context manager; use `async with`, not `await`" if is_manager else ""
 
 
 class CreateCall(RpcCall):

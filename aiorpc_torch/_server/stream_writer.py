@@ -164,5 +164,6 @@ def check_streamable(value: Any, name: str) -> None:
     if not (hasattr(value, "__anext__") or hasattr(value, "__next__")):
         kind = type(value).__name__
         raise TypeError(
-            f"{name} is not a generator, it returned {kind}: use `await`, not `async for`"
+            f"{name} is not a generator, it returned {kind}: use `await`, not `async for` or "
+            "`async with`"
         )

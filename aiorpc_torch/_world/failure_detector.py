@@ -100,21 +100,26 @@ class FailureDetector:
 
         Raises:
             WorkerLost: if it will not rejoin.
-            NotServing: once this worker leaves its world.
+            NotServing: if it has left in order, or once this worker leaves its world.
         """
         await await_on(self._loop, self._wait_until_alive(peer))
 
     async def _wait_until_alive(self, peer: str) -> None:
         if peer in self._probed:  # a probe may be under way
             await self._probed[peer].wait()
-        if peer in self.lost_peers and self._open:
+        if peer in self.lost_peers and not self._has_left(peer) and self._open:
             await self._rejoined[peer].wait()
         if not self._open:
             raise NotServing(f"this worker has left its world; it waited for worker {peer!r}")
+        if self._has_left(peer):
+            raise NotServing(f"worker {peer!r} has left its world")
         if peer not in self._members.processes:
             raise WorkerLost(peer, "it is lost for so long that its name is forgotten")
         if (error := self._given_up.get(peer)) is not None:
             raise error
+
+    def _has_left(self, peer: str) -> bool:
+        return self._members.leave_messages.get(peer) == ""
 
     def penalty(self, peer: str) -> int | None:
         """Return 0 for a live peer, None for a lost one, and much while a probe is under way."""
@@ -224,6 +229,7 @@ class FailureDetector:
             self.lose(peer, error_of_close(peer, "failed", text))
         elif is_first:
             self._node.note("left", peer)
+            self._rejoined.pop(peer, asyncio.Event()).set()  # what waits for its return ends
             if self._open:
                 self._start(self._see_off(self._members.peers[peer].info))
         self._node.departures.settle()

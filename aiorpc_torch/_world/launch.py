@@ -8,6 +8,7 @@ import contextlib
 import itertools
 import os
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from .._torch.agent import process_worker_id
 from .config import new_local_url
@@ -88,14 +89,22 @@ def is_single_host(init_method: str | None, world_size: int) -> bool:
 
 def meeting_url(init_method: str | None, world_size: int) -> str:
     """Return the URL at which the workers find rank 0, as torch's `init_method`."""
-    if init_method is not None:
-        return init_method
+    if init_method not in (None, "env://"):
+        return _checked_url(init_method)
     if world_size == 1:  # whatever is in the environment: none is to be met
         return new_local_url()
     host, port = find_setting("MASTER_ADDR"), find_number("MASTER_PORT", None)
     if all(os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT")):
         return "env://"  # torchrun's own store may be there
     return f"tcp://[{host.value}]:{port}" if ":" in host.value else f"tcp://{host.value}:{port}"
+
+
+def _checked_url(init_method: str) -> str:
+    url = urlsplit(init_method)
+    if not (url.scheme in ("file", "unix") or (url.scheme == "tcp" and url.port is not None)):
+        expected = "tcp://host:port, file:///path or env://"
+        raise ValueError(f"init_method must be {expected}, got {init_method!r}")
+    return init_method
 
 
 def _local_size() -> str | None:

@@ -86,7 +86,7 @@ class Worker:
         Raises:
             ValueError: if there is no such peer.
             WorkerLost: if it will not rejoin.
-            NotServing: once this worker leaves its world.
+            NotServing: if it has left in order, or once this worker leaves its world.
         """
         if peer not in self._node.members.peers:
             raise ValueError(f"peer must be one of {', '.join(self.peers)}, got {peer!r}")

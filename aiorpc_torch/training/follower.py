@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from typing import Any
 
 import torch
@@ -35,9 +35,12 @@ async def follow(
     Raises:
         CallTimeout, WorkerLost, ValueError, NotServing: as `lookup`.
         ValueError: if the names or shapes of the version and of `into` differ.
+        TypeError: if `into` is none of these, or if the object of that name is no `Weights`.
     """
     if poll is not None and not poll > 0:
         raise ValueError(f"poll must be a positive number of seconds, got {poll!r}")
+    if not (into is None or isinstance(into, Mapping) or callable(into)):  # modules can be called
+        raise TypeError(f"into must be a module, a dict of tensors or a function, got {into!r}")
     policy = Policy(name, on, into, poll)
     await policy._begin()
     return policy

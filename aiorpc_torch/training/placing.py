@@ -56,16 +56,17 @@ def _assign(tree: Any, targets: Mapping[str, Any]) -> None:
 
 def _check(tree: Any, targets: Mapping[str, Any]) -> None:
     if not isinstance(tree, Mapping):
-        raise ValueError(f"a version for this place must be a dict of tensors, got {type(tree)}")
+        kind = type(tree).__name__
+        raise ValueError(f"`into` takes dicts of tensors, such as a state dict, got {kind}")
     if tree.keys() != targets.keys():
         raise ValueError(
-            "the version and its place have different names: "
+            "the version and `into` have different names: "
             + ", ".join(sorted(map(str, tree.keys() ^ targets.keys())))
         )
     for name, target in targets.items():
         if tree[name].shape != target.shape:
-            shapes = f"{tuple(tree[name].shape)}, got a place of {tuple(target.shape)}"
-            raise ValueError(f"{name!r} of the version has the shape {shapes}")
+            shapes = f"{tuple(tree[name].shape)} in the version, {tuple(target.shape)} in `into`"
+            raise ValueError(f"{name!r} has the shape {shapes}")
 
 
 class ForwardHolds:

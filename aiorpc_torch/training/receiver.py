@@ -182,7 +182,7 @@ class Receiver:
         while True:
             publisher = await lookup(self._name, on=self._on, timeout=timeout)
             try:
-                relay, name = await remote(publisher).source(this_host(), me, lost)
+                relay, name = await self._find_source(publisher, me, lost)
             except WorkerLost:  # once more; `lookup` raises if none will come
                 continue
             if relay == me:
@@ -200,6 +200,17 @@ class Receiver:
             else:
                 self._publisher, self._source, self._relay = publisher, source, relay
                 return publisher
+
+    async def _find_source(
+        self, publisher: RRef[Weights], me: str, lost: str | None
+    ) -> tuple[str | None, str]:
+        """Return the worker and the name of this host's relay, as `Weights.source`."""
+        try:
+            found: tuple[str | None, str] = await remote(publisher).source(this_host(), me, lost)
+        except AttributeError as exc:
+            text = f"{self._name!r} on worker {self._on!r} is no Weights: register one there"
+            raise TypeError(text) from exc
+        return found
 
     async def _receive_next(self, seen: int) -> None:
         """Receive a version newer than `seen`; if the relay is lost, by way of another."""

@@ -71,10 +71,17 @@ class Replay:
     Args:
         storage: anything with `extend(items)` and `sample(size)` (default: `Uniform()`).
         limit: limit of samples for each insert (default: a sample waits for the first item alone).
+
+    Raises:
+        TypeError: if `storage` has no such methods, or if `limit` is no `SampleLimit`.
     """
 
     def __init__(self, storage: Storage | None = None, limit: SampleLimit | None = None) -> None:
         self.storage = Uniform() if storage is None else storage
+        if not (hasattr(self.storage, "extend") and hasattr(self.storage, "sample")):
+            raise TypeError(f"storage must have extend(items) and sample(size), got {storage!r}")
+        if not (limit is None or isinstance(limit, SampleLimit)):
+            raise TypeError(f"limit must be a SampleLimit, got {limit!r}")
         self._limit = limit
         self._inserts, self._samples = Line(), Line()
         self._inserted = self._sampled = 0

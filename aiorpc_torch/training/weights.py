@@ -3,6 +3,8 @@
 import secrets
 from typing import Any
 
+from torch import nn
+
 from .memory import Memory
 from .relays import Hosts, Version
 from .snapshots import Snapshot, snapshot, snapshot_in_thread
@@ -29,11 +31,12 @@ class Weights:
 
     Raises:
         ValueError: if `keep` or `version` is invalid.
+        TypeError: if `tree` is a module.
     """
 
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
         self._memory = Memory()
-        first = snapshot(tree, self._memory)
+        first = snapshot(_checked(tree), self._memory)
         self._versions: Versions[Snapshot] = Versions(first, version, keep)
         self._hosts = Hosts()
         self._token = secrets.token_hex(8)
@@ -58,11 +61,14 @@ class Weights:
 
         Args:
             tree: a tree of tensors, as the first version.
+
+        Raises:
+            TypeError: if `tree` is a module.
         """
         await self._publishing.turn(lambda: not self._is_publishing, "publish()")
         self._is_publishing = True
         try:
-            number = self._versions.add(await snapshot_in_thread(tree, self._memory))
+            number = self._versions.add(await snapshot_in_thread(_checked(tree), self._memory))
         finally:
             self._is_publishing = False
             self._publishing.notify()
@@ -105,3 +111,11 @@ class Weights:
     def _see(self, number: int) -> None:
         if self._versions.see(number):
             self._changes.notify()
+
+
+def _checked(tree: Any) -> Any:
+    """Return a tree that is no module: followers could not put that into theirs."""
+    if isinstance(tree, nn.Module):
+        kind = type(tree).__name__
+        raise TypeError(f"a version is a tree of tensors, such as `model.state_dict()`, got {kind}")
+    return tree

@@ -7,8 +7,19 @@ from collections.abc import AsyncIterator
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, Group, RRef, call, create, proxy, remote, supervised
+from aiorpc_torch import (
+    CallTimeout,
+    Group,
+    RRef,
+    call,
+    create,
+    proxy,
+    remote,
+    stats,
+    supervised,
+)
 from aiorpc_torch.testing import Gate
+from tests.support.two_ends import until
 
 
 class Lender:
@@ -114,9 +125,12 @@ async def test_what_cannot_be_entered_says_so(lender: Lender) -> None:
     with pytest.raises(TypeError, match="lend is a context manager: use `async with`"):
         async for _ in remote(rref).lend("book"):
             pass
-    with pytest.raises(TypeError, match="it returned int: use `await`"):
+    with pytest.raises(TypeError, match=r"it returned int: use `await`, .* or `async with`"):
         async with remote(rref).number():
             pass
+    with pytest.raises(TypeError) as raised:
+        await remote(rref).lend("book")
+    assert "use `async with`, not `await`" in str(raised.value.__notes__)
 
 
 async def test_a_deadline_at_the_entry(lender: Lender) -> None:
@@ -126,3 +140,21 @@ async def test_a_deadline_at_the_entry(lender: Lender) -> None:
                 pass
     async with asyncio.timeout(30), remote(RRef(lender)).lend("book"):
         pass
+
+
+@pytest.mark.promise("streams.entered")
+async def test_a_deadline_in_the_block_is_raised_at_its_end(lender: Lender) -> None:
+    """The callee has left: the block did not have the lock to its end."""
+
+    async def hold(found: Exception | None) -> None:
+        async with remote(RRef(lender), timeout=0.05).lend("book"):
+            await lender.back.wait()
+            await until(lambda: not stats().in_flight)
+            if found:
+                raise found
+
+    with pytest.raises(CallTimeout, match="lend on worker 'main' timed out"):
+        await hold(None)
+    lender.back.clear()
+    with pytest.raises(LookupError, match="of the block"):
+        await hold(LookupError("of the block"))

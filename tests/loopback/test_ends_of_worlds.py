@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotServing, create, remote
+from aiorpc_torch import Group, NotServing, create, members, remote
 from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch._world import startup
 from aiorpc_torch._world.config import WorkerConfig
@@ -97,3 +97,13 @@ async def test_a_cancelled_start_leaves_no_agent(
         await other.close()
     async with world():
         assert is_running()
+
+
+async def test_a_call_by_no_members_after_the_world() -> None:
+    """It raises: a loop of such calls would go on for ever."""
+    async with world():
+        envs = members("env")
+        assert await remote(envs).step() == []
+    for group in (envs, Group(())):
+        with pytest.raises(NotServing, match="in no world"):
+            await remote(group).step()

@@ -76,6 +76,9 @@ async def test_a_lookup_in_time() -> None:
     with pytest.raises(CallTimeout, match="registered there: 'one', 'two'"):
         with timeout(0.1):
             await aiorpc.lookup("three", on="main", timeout=None)
+    with pytest.raises(CallTimeout, match=r"timed out after 0\.1 s"):  # not 60 s, the default
+        with timeout(0.1):
+            await aiorpc.lookup("three", on="main")
     assert stats().in_flight == 0
 
 

@@ -207,6 +207,20 @@ async def test_a_version_that_does_not_fit(following: Following) -> None:
     assert await policy.update() == 2
 
 
+async def test_what_is_no_tree_no_place_and_no_publisher(following: Following) -> None:
+    with pytest.raises(TypeError, match=r"such as `model.state_dict\(\)`, got Net"):
+        Weights(Net())
+    weights = published()
+    with pytest.raises(TypeError, match="got Net"):
+        await weights.publish(Net())
+    assert weights.version == 0
+    with pytest.raises(TypeError, match="into must be a module, a dict of tensors or a function"):
+        await following(into=[])
+    register("model", Net())
+    with pytest.raises(TypeError, match="'model' on worker 'main' is no Weights: register one"):
+        await follow("model", on="main")
+
+
 async def test_the_end_of_a_follower(following: Following) -> None:
     weights, net = published(), Net()
     policy = await following(into=net)

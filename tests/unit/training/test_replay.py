@@ -161,3 +161,12 @@ async def for_ever(call: Callable[[], Awaitable[Any]]) -> None:
     while True:
         await call()
         await asyncio.sleep(0)
+
+
+def test_what_is_no_storage_or_limit_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"storage must have .*, got \[\]"):
+        Replay([])  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match=r"storage must have .* got <SampleLimit"):
+        Replay(SampleLimit(8, min_size=1, slack=64))  # type: ignore[arg-type]
+    with pytest.raises(TypeError, match="limit must be a SampleLimit, got 8"):
+        Replay(Uniform(), 8)  # type: ignore[arg-type]

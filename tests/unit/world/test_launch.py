@@ -169,3 +169,9 @@ def test_is_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
     assert is_single_host(None, 2)
     assert not is_single_host(None, 4)
     assert not is_single_host("tcp://10.0.0.1:1", 2)
+
+
+@pytest.mark.parametrize("url", ["127.0.0.1:29500", "ps:29500", "tcp://ps", "http://ps:29500"])
+def test_an_init_method_without_an_address_is_refused(url: str) -> None:
+    with pytest.raises(ValueError, match=f"must be tcp://host:port, .*, got '{url}'"):
+        meeting_url(url, 2)

@@ -232,6 +232,21 @@ async def test_a_wait_for_a_worker_that_is_forgotten_ends(monkeypatch: pytest.Mo
             await waiting
 
 
+async def test_a_wait_for_a_worker_that_has_left_ends() -> None:
+    """Also one that was lost before, and one of a worker whose connections end later."""
+    async with two_ends() as ends:
+        detector, me = ends.near.detector, Worker._of(ends.near)
+        detector.lose("far", WorkerLost("far", "for this test"))
+        waiting = asyncio.ensure_future(me.wait_for("far"))
+        await until(lambda: "far" in detector._rejoined)
+        detector.on_leave_message("far", 1, "left", "")
+        with pytest.raises(NotServing, match="worker 'far' has left its world"):
+            await waiting
+        detector.lose("far", WorkerLost("far", "its connection has ended"))
+        with pytest.raises(NotServing, match="worker 'far' has left its world"):
+            await me.wait_for("far")
+
+
 async def test_a_forgotten_name_is_free(monkeypatch: pytest.MonkeyPatch) -> None:
     """And one that has come again before is kept."""
     monkeypatch.setattr(node_module, "KEPT_GONE", 0)
