@@ -160,6 +160,8 @@ async def test_kept_tensors_exceed_the_memory(
     """More than is used again is memory of torch."""
     monkeypatch.setattr(receive_memory, "memory_limit", lambda: 2 * 4 * LARGE)
     shelf = Shelf()
+    await remote(RRef(Shelf())).keep(0)
+    await until(lambda: near().can_send)  # until the callee offers it, torch carries tensors
     for number in range(5):
         await remote(RRef(shelf)).keep(torch.full((LARGE,), float(number)))
     assert [float(each.max()) for each in shelf.kept] == [0, 1, 2, 3, 4]
