@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any, cast
 
+from .._aio.acceptor import Acceptor
 from .._aio.detach import detach_socket
 from .._aio.fork import close_on_fork
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
@@ -33,7 +34,6 @@ log = logging.getLogger("aiorpc_torch")
 
 MAX_UNPROVEN = 64  # unauthenticated connections; beyond it one is closed
 PROOF_TIMEOUT = 5.0  # seconds
-ACCEPT_RETRY = 1.0  # seconds, where a connection cannot be accepted for lack of descriptors
 
 Accept = Callable[[Party, int], Channel]
 """Makes the session of a caller's connection with that number."""
@@ -53,7 +53,7 @@ class Listener:
         self._accept = accept
         self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
-        self._listening: list[socket.socket] = []
+        self._acceptor = Acceptor(f"worker {me.name!r}", self._open)
         self._opening: dict[asyncio.Task[Any], socket.socket] = {}
         self._is_closed = False
         self._credentials: dict[bytes, Credentials] = {}
@@ -67,44 +67,21 @@ class Listener:
 
     def _listen(self, host: str | None) -> Addresses:
         name = f"aiorpc-{secrets.token_hex(16)}"
-        self._open(listen_unix(name))
+        self._acceptor.add(listen_unix(name))
         if host is None:
             return Addresses(network_namespace(), name)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         inet = socket.create_server((host, 0), family=family, backlog=BACKLOG)
-        self._open(inet)
+        self._acceptor.add(inet)
         return Addresses(network_namespace(), name, (host, int(inet.getsockname()[1])))
 
-    def _open(self, listening: socket.socket) -> None:
-        self._listening.append(listening)
-        close_on_fork(listening)
-        listening.setblocking(False)
-        self._watch(listening)
-
-    # Not asyncio's server: when it is closed, connections that it accepted a moment before have no
-    # transport yet; it never closes them, and their callers wait.
-    # (tests/unit/server/test_listener.py)
-
-    def _on_connection(self, listening: socket.socket) -> None:
-        try:
-            accepted, _ = listening.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as exc:  # no descriptors or memory: the connection waits in the backlog
-            log.warning("worker %r cannot accept a connection: %s", self._me.name, exc)
-            self._loop.remove_reader(listening)
-            self._loop.call_later(ACCEPT_RETRY, self._watch, listening)
-            return
+    def _open(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)
         opening = self._loop.create_task(
             self._loop.connect_accepted_socket(lambda: _Unproven(self), accepted)
         )
         self._opening[opening] = accepted
         opening.add_done_callback(self._on_opened)
-
-    def _watch(self, listening: socket.socket) -> None:
-        if not self._is_closed:
-            self._loop.add_reader(listening, self._on_connection, listening)
 
     def _on_opened(self, opening: asyncio.Task[Any]) -> None:
         accepted = self._opening.pop(opening)
@@ -131,10 +108,7 @@ class Listener:
     def close(self) -> None:
         """Stop listening, and close the connections that are not authenticated."""
         self._is_closed = True
-        while self._listening:
-            listening = self._listening.pop()
-            self._loop.remove_reader(listening)
-            listening.close()
+        self._acceptor.close()
         for unproven in [*self._unproven]:
             unproven.refuse("this worker leaves")
 

@@ -12,10 +12,10 @@ import socket
 import threading
 from collections.abc import Iterable, Sequence
 
+from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
 from .._aio.loops import call_soon
 from .._aio.unix_sockets import is_same_user
-from .._server.listener import ACCEPT_RETRY
 from .directory import Directory
 from .directory_messages import FromWorker, Register, Resume, ToWorker, read_from_worker
 from .directory_stream import ANY_WORLD, LINGER, Stream, encode, greeting, open_stream
@@ -62,33 +62,14 @@ class DirectoryServer:
             runner.run(self._serve())
 
     async def _serve(self) -> None:
+        acceptor = Acceptor("rank 0", self._start)
         for listening in self._listening:
-            close_on_fork(listening)
-            listening.setblocking(False)
-            self._watch(listening)
+            acceptor.add(listening)
         await self._closing.wait()
-        for listening in self._listening:
-            self._loop.remove_reader(listening)
-            listening.close()
+        acceptor.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-
-    def _watch(self, listening: socket.socket) -> None:
-        if not self._closing.is_set():
-            self._loop.add_reader(listening, self._accept, listening)
-
-    def _accept(self, listening: socket.socket) -> None:
-        try:
-            accepted, _ = listening.accept()
-        except (BlockingIOError, InterruptedError, ConnectionAbortedError):
-            return
-        except OSError as exc:  # no descriptors or memory: the connection waits in the backlog
-            log.warning("rank 0 cannot accept a connection: %s", exc)
-            self._loop.remove_reader(listening)
-            self._loop.call_later(ACCEPT_RETRY, self._watch, listening)
-        else:
-            self._start(accepted)
 
     def _start(self, accepted: socket.socket) -> None:
         close_on_fork(accepted)

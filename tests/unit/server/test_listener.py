@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from aiorpc_torch._aio import acceptor
 from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
 from aiorpc_torch._wire.handshake import NONCE, Party
@@ -109,7 +110,7 @@ async def test_accepted_once_there_are_descriptors_again(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The loop is not kept busy meanwhile: one line tells of it for each try."""
-    monkeypatch.setattr(module, "ACCEPT_RETRY", 0.01)
+    monkeypatch.setattr(acceptor, "ACCEPT_RETRY", 0.01)
     listening = listen()
     dialled = dial(listening)
     with without_descriptors():

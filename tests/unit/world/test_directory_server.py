@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from aiorpc_torch._aio import acceptor
 from aiorpc_torch._world import directory_server
 from aiorpc_torch._world.directory_messages import (
     AskMissing,
@@ -169,7 +170,7 @@ async def test_the_end_of_the_server(place: Place) -> None:
 
 def test_a_connection_that_is_not_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     """For lack of descriptors, say: it waits, and is accepted later."""
-    monkeypatch.setattr(directory_server, "ACCEPT_RETRY", 0.01)
+    monkeypatch.setattr(acceptor, "ACCEPT_RETRY", 0.01)
     accept: Callable[..., Any] = socket.socket.accept
     failures = [OSError(24, "Too many open files")]
 
