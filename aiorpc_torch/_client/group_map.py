@@ -141,8 +141,8 @@ class _MapRun:
         self._now = members
         self._members = dict(enumerate(members))
         self._method = method
-        changes = follow is not None
-        self._schedule = MapSchedule(len(self._members), in_flight, retries, changes=changes)
+        self._changes = follow is not None  # the members do
+        self._schedule = MapSchedule(len(self._members), in_flight, retries, changes=self._changes)
         self._pool = current()
         self._context = contextvars.copy_context()  # of the calls
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
@@ -287,7 +287,7 @@ class _MapRun:
     def _expect(self, position: int) -> None:
         """Let items wait for a lost member that is made again, or may be alive."""
         member = self._members.get(position)
-        if self._follow_no_more is not None:
+        if self._changes:
             if member is not None and position not in self._returning:
                 waiting = self._await_return(position, self._pool.worker_of(owner_name(member)))
                 self._returning[position] = self.loop.create_task(waiting, name="aiorpc-map")
@@ -338,7 +338,7 @@ class _MapRun:
 
         A member has answered before, so only a worker that leaves does not serve.
         """
-        return self._follow_no_more is not None and isinstance(failure, NotServing)
+        return self._changes and isinstance(failure, NotServing)
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
         self._items.pop(index, None)

@@ -1,7 +1,6 @@
 """Memory that transfers are received into, used again once all its tensors are freed.
 
-New pages cost more than the bytes: a receiver took 0.9 CPU seconds a GB in fresh memory, 0.3 in
-memory that it used again. (tests/unit/sockets/test_receive_memory.py)
+New pages cost a receiver more CPU than the bytes. (tests/unit/sockets/test_receive_memory.py)
 """
 
 import asyncio

@@ -1,7 +1,7 @@
 """Threads that send and receive transfers, one for each socket.
 
-Blocking calls leave the GIL, so the event loops stay responsive: small calls beside 128 MB took
-3 to 400 times as long when the event loop carried the bytes. Each socket is used in one direction.
+Blocking calls leave the GIL, so the event loops stay responsive: if they carried the bytes, small
+calls would wait for large tensors. Each socket is used in one direction.
 The threads end when their socket is shut down. (tests/unit/sockets/test_socket_threads.py)
 """
 

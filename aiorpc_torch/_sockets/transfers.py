@@ -15,7 +15,7 @@ from .._wire.frames import ProtocolError
 from .._wire.shared_tensors import ALIGNMENT, Block, Source
 
 CHUNK = 1 << 20
-"""Bytes of a chunk, without the padding behind its last tensor. Chunks of 256 KiB cost 10 to 20 %,
+"""Bytes of a chunk, without the padding behind its last tensor. Smaller ones cost more,
 larger ones gain nothing."""
 
 MAX_PIECES = 256

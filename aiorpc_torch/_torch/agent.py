@@ -40,7 +40,6 @@ from .compat import (
 )
 from .cpp_log import cpp_errors_hidden
 from .devices import DeviceRoutes, NamedDeviceMaps
-from .rrefs import past_name as past_name
 
 _first_id: int | None = None  # the worker id of this process in its first world
 _needs_stop = False  # an agent was started, and nothing has begun to stop it

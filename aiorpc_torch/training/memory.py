@@ -1,7 +1,6 @@
 """Memory that snapshots use again once nothing refers to it.
 
-The first write into new memory costs more than the copy: 64 MB took 75 ms in new memory, and 15 ms
-in memory that was in use before. (tests/unit/training/test_memory.py)
+The first write into new memory costs more than the copy. (tests/unit/training/test_memory.py)
 """
 
 import ctypes
