@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from .._aio.deadlines import in_seconds
-from .._aio.inline_future import InlineFuture, resume_all
+from .._aio.tasks import InlineFuture, resume_all
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import RecordedCall, record_for_call

@@ -6,7 +6,7 @@ Each is resolved once, by the first result or error. Confined to the loop of its
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._aio.inline_future import InlineFuture
+from .._aio.tasks import InlineFuture
 from .._wire.columns import STREAM_END, HeldResult
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import ResultKey

@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .._protocol.tensor_links import TensorLinks
-from .._wire.connection_state import SendState
+from .._wire.connection_state import TRICKLE_INTERVAL, FlowWindow, SendState
 from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
 from .._wire.shared_tensors import ReadyMessage
 from .._wire.tensor_table import TensorTable
-from .._wire.window import TRICKLE_INTERVAL, FlowWindow
 from ..errors import RpcError
 from .call_encoder import slot_key
 from .pending import PendingCalls

@@ -16,7 +16,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotServing, RRef, call, remote, stats
 from aiorpc_torch._client import sender
-from aiorpc_torch._wire.window import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
+from aiorpc_torch._wire.connection_state import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
 
 Bounds = Callable[..., None]
 
