@@ -35,21 +35,30 @@ def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
     if dispatch_keys(tensor).raw_repr() not in PLAIN_KEYS or tensor.requires_grad:
         return None
     size = tensor.nbytes
-    if size > INLINE_BYTES or not has_memory(tensor, size):
+    if size > INLINE_BYTES:
+        return None
+    if not size:
+        return (tensor.dtype, tensor.shape), b""
+    if not tensor.is_contiguous():
+        if not has_memory(tensor, size):
+            return None
+        tensor = tensor.contiguous()
+    # As `has_memory`, without the parts that are known here.
+    address, end = tensor.data_ptr(), size + tensor.storage_offset() * tensor.itemsize
+    if not address or end > tensor.untyped_storage().nbytes():
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    data = _copy(tensor.data_ptr(), size) if size else b""
-    return (tensor.dtype, tensor.shape), data
+    return (tensor.dtype, tensor.shape), _copy(address, size)
 
 
-def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
+def from_bytes(kind: TensorKind | str, data: bytes, count: int) -> list[Tensor]:
     """Return the `count` tensors whose bytes were joined.
 
     Raises:
-        ValueError: if the number of bytes is wrong.
+        ValueError: if the number of bytes is wrong, or the kind is not one of tensors.
     """
+    if isinstance(kind, str):
+        raise ValueError(f"bytes in a column of kind {kind}")
     dtype, shape = kind
     length = math.prod(shape)
     if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
