@@ -10,24 +10,17 @@ import time
 
 import anyio
 
-from .deadlines import current_deadline
-
 # The first scope of a process imports anyio's private asyncio backend. While it is not imported
 # there is no scope, and no need to ask, which takes 2.5 µs.
 # (tests/loopback/test_deadlines.py::test_callee_sees_the_time_left)
-_BACKEND = "anyio._backends._asyncio"
+ANYIO_BACKEND = "anyio._backends._asyncio"
 
 
 def anyio_scope_deadline() -> float | None:
     """Return when the scopes around this task end as a `time.monotonic()`, None if never."""
-    if _BACKEND not in sys.modules:
+    if ANYIO_BACKEND not in sys.modules:
         return None
     deadline = anyio.current_effective_deadline()
     if not math.isfinite(deadline):  # no deadline, or a scope that is cancelled already
         return None
     return time.monotonic() + deadline - asyncio.get_running_loop().time()
-
-
-def is_unbounded() -> bool:
-    """Return True if no deadline can apply here; False if anyio has to be asked, slowly."""
-    return _BACKEND not in sys.modules and current_deadline() is None

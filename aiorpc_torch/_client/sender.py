@@ -57,6 +57,7 @@ class CallSender:
         wire: the connection.
         peer: name of the callee.
         pending: its calls that wait for a reply.
+        window: those that were sent.
         links: its ways for large CPU tensors.
         by_torch: its transfers by torch RPC.
         fail: ends the calls of these numbers with an error.
@@ -73,11 +74,12 @@ class CallSender:
         peer: str,
         loop: asyncio.AbstractEventLoop,
         pending: PendingCalls,
+        window: FlowWindow,
         links: TensorLinks,
         by_torch: ByTorch,
         fail: Callable[[Sequence[int], RpcError], None],
     ) -> None:
-        self.state = SendState[EncodedCall](pending, FlowWindow(), _on_dropped, self._object_of)
+        self.state = SendState[EncodedCall](pending, window, _on_dropped, self._object_of)
         self.messages = self.bytes = 0
         self._wire = wire
         self._peer = peer
@@ -90,13 +92,6 @@ class CallSender:
 
     def __repr__(self) -> str:
         return f"<CallSender {self.messages} messages, {self.state!r}>"
-
-    def send_alone(self, number: int, data: bytes) -> None:
-        """Send a call without the queue."""
-        self.messages += 1
-        self.bytes += len(data)
-        self.state.window.sent(number, len(data))
-        self._wire.write(frame(CALLS, data))
 
     def flush(self) -> None:
         """Send what may be sent now."""
