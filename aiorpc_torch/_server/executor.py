@@ -81,25 +81,27 @@ class Executor:
             if plain:
                 self._start_in_threads(plain)
                 plain = []
-            self._start_on_loop(call)
+            if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
+                continue
+            if call.joiner is None:
+                self._start_task(call)
+            else:
+                self._join(call, call.joiner)
         if plain:
             self._start_in_threads(plain)
 
-    def _start_on_loop(self, call: ServerCall) -> None:
-        if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
-            return
-        if call.joiner is None:
-            self._start_task(call)
-        elif isinstance(call, CallInTurn):
+    def _join(self, call: ServerCall, joiner: Joiner) -> None:
+        """Let a call join the batches of its instance, or wait for the turn of its object."""
+        if isinstance(call, CallInTurn):
             self._wait_for_turn(call)
         else:
             # A copy: `key=` and `weight=` are functions of the user, and may set variables.
-            self._context.copy().run(_join, call, call.joiner)
+            self._context.copy().run(_join_batch, call, joiner)
 
     def _start_task(self, call: ServerCall) -> None:
         name = getattr(call.function, "__qualname__", None) or call.name
         coroutine, context = _run(call, name), self._context.copy()
-        if self._must_defer():
+        if (self._deferring or self._scheduled) and self._must_defer():
             call.task = self._loop.create_task(coroutine, name=name, context=context)
         else:
             call.task = start_task(coroutine, self._loop, name, context)
@@ -227,7 +229,7 @@ def _fail_if_expired(call: ServerCall) -> bool:
     return True
 
 
-def _join(call: ServerCall, joiner: Joiner) -> None:
+def _join_batch(call: ServerCall, joiner: Joiner) -> None:
     if call.scope is not None or call.recording is not None:
         call.enter_context()
     try:
