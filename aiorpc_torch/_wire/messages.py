@@ -453,12 +453,8 @@ EncodedResult = tuple[ResultKey, CellKind, Any]
 """A key, and the kind and content of a cell."""
 
 
-def encode_lone_result(number: int, value: Any) -> bytes | None:
-    """Return the reply of one call; None if `encode_reply` has to encode the value."""
-    found = small_tensor(value) if type(value) is Tensor else plain_cell(value)
-    if found is None:
-        return None
-    kind, cell = found
+def encode_lone_result(number: int, kind: CellKind, cell: Any) -> bytes:
+    """Return what `encode_reply` makes of one result that is a small cell."""
     if type(kind) is tuple:
         return dump(((write_kind(kind), (number,), cell),))
     return dump(((kind, (number,), (cell,)),))
