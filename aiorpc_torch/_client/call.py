@@ -11,8 +11,13 @@ from collections.abc import AsyncIterator, Callable, Coroutine, Generator
 from sys import modules
 from typing import Any, NoReturn, TypeVar
 
-from .._aio.deadlines import current_deadline, deadline_in, earlier
-from .._aio.scopes import ANYIO_BACKEND, anyio_scope_deadline
+from .._aio.deadlines import (
+    ANYIO_BACKEND,
+    anyio_scope_deadline,
+    current_deadline,
+    deadline_in,
+    earlier,
+)
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
 from .._wire.entered import Entered

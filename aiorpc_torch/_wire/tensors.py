@@ -46,7 +46,9 @@ def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
             return None
         tensor = tensor.contiguous()
     # As `has_memory`, without the parts that are known here.
-    address, end = tensor.data_ptr(), size + tensor.storage_offset() * tensor.itemsize
+    address, end = tensor.data_ptr(), size
+    if offset := tensor.storage_offset():
+        end += int(offset) * tensor.itemsize
     if not address or end > tensor.untyped_storage().nbytes():
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
