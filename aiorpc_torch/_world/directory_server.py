@@ -10,7 +10,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
@@ -25,7 +25,6 @@ log = logging.getLogger("aiorpc_torch")
 MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
 MAX_UNREGISTERED = 256  # connections; beyond it the oldest is closed
 REGISTER_TIMEOUT = 5.0  # seconds
-ADD_TIMEOUT = 6.0  # seconds for the members to add a process that enters
 
 
 class DirectoryServer:
@@ -129,6 +128,6 @@ class DirectoryServer:
         if (stream := self._streams.pop(connection, None)) is not None:
             stream.abort()
 
-    def expire_later(self, connection: int) -> None:
-        """Let the entry of a process expire after `ADD_TIMEOUT`."""
-        self._loop.call_later(ADD_TIMEOUT, self._directory.expire, connection)
+    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
+        """Call `step` after that time."""
+        self._loop.call_later(seconds, step)

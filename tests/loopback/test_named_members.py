@@ -116,7 +116,7 @@ async def test_items_of_a_member_that_leaves(was_sent: bool) -> None:
     results = asyncio.create_task(_all(envs.map(Env.stay, range(2), in_flight=1)))
     own = pool.current().connection("main")
     await until(lambda: leaving.items if was_sent else own.waiting)
-    own.leave("ended", "", NotServing("worker 'main' has stopped"))
+    own.leave("ended", "", NotServing("worker 'main' has left its world"))
     assert leaving.items == [0] * was_sent
     unregister(NAME)
     register(NAME, other)
