@@ -25,6 +25,7 @@ log = logging.getLogger("aiorpc_torch")
 MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
 MAX_UNREGISTERED = 256  # connections; beyond it the oldest is closed
 REGISTER_TIMEOUT = 5.0  # seconds
+LOG_INTERVAL = 10.0  # seconds between two warnings about connections that were closed
 
 
 class DirectoryServer:
@@ -38,6 +39,7 @@ class DirectoryServer:
         self._streams: dict[int, Stream[FromWorker]] = {}
         self._unregistered: dict[int, asyncio.Task[None]] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
+        self._next_warning = 0.0
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="aiorpc-directory", daemon=True)
@@ -110,9 +112,16 @@ class DirectoryServer:
         except (EOFError, OSError) as exc:  # also a TimeoutError
             log.debug("the directory's connection %d has ended: %r", number, exc)
         except Exception as exc:
-            log.warning("the directory closed a connection: %r", exc)
+            self._log_refusal(exc)
         finally:
             await stream.close()
+
+    def _log_refusal(self, exc: Exception) -> None:
+        """Warn that a connection was closed, at most once in `LOG_INTERVAL`."""
+        level, now = logging.DEBUG, self._loop.time()
+        if now >= self._next_warning:
+            level, self._next_warning = logging.WARNING, now + LOG_INTERVAL
+        log.log(level, "the directory closed a connection: %r", exc)
 
     # ── for the directory ───────────────────────────────────────────────────────────────────────
 

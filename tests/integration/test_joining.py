@@ -15,6 +15,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Change, Group, WorkerLost, call, create, create_all, each, remote
 from aiorpc_torch._world.directory_client import DirectoryClient
+from aiorpc_torch._world.directory_server import MAX_UNREGISTERED, DirectoryServer
 from aiorpc_torch.testing import kill, world
 from tests.support import actors, joiners
 from tests.support.example_programs import free_port
@@ -377,6 +378,30 @@ async def test_a_death_is_known_without_a_connection() -> None:
         kill("a")
         change = await following
         assert (change.kind, change.name) == ("lost", "a")
+
+
+@pytest.mark.promise("security.directory")
+async def test_joining_among_strangers() -> None:
+    """More than rank 0 keeps of them stay connected to it meanwhile, and say nothing."""
+    address = ("127.0.0.1", free_port())
+    loop = asyncio.get_running_loop()
+    async with (
+        asyncio.timeout(2 * SOON),
+        growing(f"tcp://{address[0]}:{address[1]}", freeze_gc=False) as (me, them),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for number in range(MAX_UNREGISTERED + 64):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            await loop.sock_connect(stranger, address)
+            if number % 2:
+                await loop.sock_sendall(stranger, b"GET / HTTP/1.1\r\n\r\n")
+        servers = [each for each in gc.get_objects() if type(each) is DirectoryServer]
+        assert max(len(each._unregistered) for each in servers) <= MAX_UNREGISTERED
+        await them.enter("a")
+        assert me.peers == ("a",)
+        assert await call("a", actors.ask_back, "main") == "main"
+        await call("a", joiners.leave)
 
 
 @pytest.mark.promise("joining.cut", "joining.refused")
