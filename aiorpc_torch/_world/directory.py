@@ -407,7 +407,8 @@ class Directory:
 
     def _send_members(self, process: _Process, but: Sequence[_Process] = ()) -> None:
         """Send the members to a process, and which of them leave or are in doubt."""
-        self._send_to((process,), wire.Members(self._listed(but)))
+        names = [each.name for each in but]
+        self._send_to((process,), wire.Members(self._listed(but), names))
         for each in self._members.values():
             if each.is_retiring:
                 self._send_to((process,), wire.Left(each.name, each.number))

@@ -316,9 +316,9 @@ class DirectoryClient:
             case wire.Add(member):
                 node.add(PeerInfo(*member))
                 self._send(wire.Know(member.number))
-            case wire.Members(members):  # once connected again
+            case wire.Members(members, entering):  # once connected again
                 self._pause_of_resume = RETRY_INTERVAL
-                self._update(node, members)
+                self._update(node, members, entering)
             case wire.Announce(name, _, silent) if name == node.members.name:
                 self._entered.set_result(silent)
             case wire.Announce(name, number):
@@ -336,13 +336,15 @@ class DirectoryClient:
             case wire.Exited():
                 self._exited.set()
 
-    def _update(self, node: "Node", members: Sequence[wire.Member]) -> None:
+    def _update(
+        self, node: "Node", members: Sequence[wire.Member], entering: Sequence[str]
+    ) -> None:
         """Note what has changed while there was no connection."""
         for each in members:
             if not node.members.is_current(each.name, each.number):
                 node.add(PeerInfo(*each))
                 node.announce(each.name)
-        listed = {each.name for each in members}
+        listed = {each.name for each in members}.union(entering)
         for peer in node.peers():
             if peer not in listed:
                 number = node.members.processes[peer]

@@ -137,6 +137,8 @@ class Members(_Message):
     """All members in rank order: each has an address."""
 
     members: Sequence[Member]
+    entering: Sequence[str] = ()
+    """Names of further ones, for a worker that connects again: `Add` follows."""
 
 
 class Complete(_Message):

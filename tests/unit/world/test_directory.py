@@ -78,8 +78,10 @@ class Process:
             case Entering(own, number):
                 self.own, self.number = own, number
                 self.say(Publish(self.address, {}, False))
-            case Members(members):
-                self.view = {each.name: each.number for each in members}
+            case Members(members, entering):
+                listed = {each.name for each in members}.union(entering)
+                self.left |= {n for name, n in self.view.items() if name not in listed}
+                self.view |= {each.name: each.number for each in members}
                 if not (self.own.entry or self.has_entered):
                     self.say(Confirm([], ""))
             case Complete():
@@ -124,6 +126,7 @@ class Process:
     def depart(self) -> None:
         """Leave while the others go on."""
         self.has_left = True
+        self.say(Retire())
         self.say(Leave(True))
         self.end()
 
@@ -714,8 +717,9 @@ def test_all_living_members_end_with_one_view(steps: list[tuple[str, int]]) -> N
         assert numbers.isdisjoint(each.gone)
         dead = {n for _, n in views[0]} - numbers - departed
         assert dead <= each.told, "it pings them"
-        retiring = {one.number for one in living if one.is_retiring} - {each.number}
-        assert retiring <= each.left
+        leaving = departed | {one.number for one in living if one.is_retiring}
+        assert leaving.intersection(each.view.values()) - {each.number} <= each.left
+        assert each.left <= leaving | {one.number for one in network.processes if one.is_retiring}
     for each in network.processes:  # none waits without end
         assert each.has_entered or not each.is_alive or isinstance(each.last, Failed | Ended)
 
