@@ -19,7 +19,7 @@ from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.shared_arguments import EachValue, arguments_of
 from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
-from ..errors import NotServing, RpcError, WorkerLost
+from ..errors import NotServing, RemoteTraceback, RpcError, WorkerLost
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
 from .group_map import MapResults
@@ -482,8 +482,8 @@ class AnyCall(SupervisedCall):
                 return (yield from RemoteCall._run(self))
             except NotServing as exc:
                 refused.add(owner_name(self._worker))
-                if exc.may_have_run:
-                    raise
+                if exc.may_have_run or isinstance(exc.__cause__, RemoteTraceback):
+                    raise  # the method itself may raise it, too
         return (yield from super()._run())
 
     def _iterate(self, *, enters: bool) -> RemoteStream | SupervisedStream:  # type: ignore[override]

@@ -59,6 +59,8 @@ class _Process:
     """The step of the start that it is in."""
     member: wire.Member | None = None
     """As others reach it, once it has an address."""
+    loopback: str = ""
+    """Its host, if that is of the loopback interface."""
     unaware: set[int] = field(default_factory=set)
     """Connections of the members that have not added it yet."""
     is_open: bool = True
@@ -203,9 +205,11 @@ class Directory:
         if not is_entering and self._members.get(process.name) is not process:
             return  # it was refused meanwhile
         where, maps, space = message.address, message.device_maps, process.registration.namespace
+        host = urlsplit(where).hostname or ""
+        process.loopback = host if is_loopback_host(host) else ""
         process.member = wire.Member(process.name, process.rank, process.number, where, maps, space)
         if is_entering:
-            self._add_if_reached(process, process.member)
+            self._add_if_reached(process)
         else:
             process.step = _ENDED if message.is_reaching else _REACH
             self._advance()
@@ -332,13 +336,12 @@ class Directory:
 
     def _out_of_reach(self, namespace: str) -> str:
         """Return why a process in that network namespace does not reach all, "" if it may."""
-        living = [each.member for each in self._members.values() if each.is_open]
-        texts = [_hidden_from(namespace, each) for each in living if each is not None]
-        return next(filter(None, texts), "")
+        living = (each for each in self._members.values() if each.is_open)
+        return next(filter(None, (_hidden_from(namespace, each) for each in living)), "")
 
-    def _add_if_reached(self, process: _Process, member: wire.Member) -> None:
+    def _add_if_reached(self, process: _Process) -> None:
         for each in self._members.values():
-            if each.is_open and (text := _hidden_from(each.registration.namespace, member)):
+            if each.is_open and (text := _hidden_from(each.registration.namespace, process)):
                 self._refuse(process, wire.Failed(text))
                 return
         self._add(process)
@@ -495,16 +498,15 @@ _EXHAUSTED = (
 )
 
 
-def _hidden_from(namespace: str, member: wire.Member) -> str:
-    """Return why a process in that network namespace does not reach a member, "" if it may."""
-    host = urlsplit(member.address).hostname
-    is_known = namespace and member.namespace and host
-    if not is_known or namespace == member.namespace or not is_loopback_host(host or ""):
+def _hidden_from(namespace: str, process: _Process) -> str:
+    """Return why one in that network namespace does not reach a process, "" if it may."""
+    own = process.registration.namespace
+    if not (process.loopback and namespace and own) or namespace == own:
         return ""
     return (
-        f"worker {member.name!r} listens at {host} only, and a process that enters is on another "
-        "host or in another container. Give the first workers and that process the interface= (or "
-        "AIORPC_INTERFACE) at which the others reach them"
+        f"worker {process.name!r} listens at {process.loopback} only, and a process that enters is "
+        "on another host or in another container. Give the first workers and that process the "
+        "interface= (or AIORPC_INTERFACE) at which the others reach them"
     )
 
 

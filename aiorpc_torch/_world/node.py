@@ -293,9 +293,6 @@ class Node:
     def add(self, member: PeerInfo) -> None:
         """Add a member, or the newer process of one; the loss of the old one may be known."""
         assert self._agent is not None
-        me = self.members.workers[self.members.name]
-        if host := host_for((member,), me):
-            self.server.listen_at(host)
         if (known := self.members.peers.get(member.name)) is None:
             self._agent.add_peer(member)
             self.members.put(member)
@@ -307,6 +304,8 @@ class Node:
             self.pool.end_process(member.name, error)
             self.server.end_process(member.name, replaced_text(member.name))
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
+        if host := host_for((member,), self.members.workers[self.members.name]):
+            self.server.listen_at(host)
 
     def announce(self, peer: str) -> None:
         """Watch the process of a peer from now on, and tell of it."""

@@ -754,11 +754,13 @@ REGISTRATIONS = st.builds(
     joined=st.booleans(),
     entry=NUMBERS,
     comeback=NUMBERS,
+    namespace=st.sampled_from(["", "here", "there"]),
 )
+ADDRESSES = st.sampled_from(["here", "uv://127.0.0.1:1", "uv://10.0.0.1:1", "uv://["])
 MESSAGES = st.one_of(
     st.builds(Register, REGISTRATIONS, NAMES),
     st.builds(Resume, NAMES, NUMBERS, NAMES),
-    st.builds(Publish, NAMES, st.just({}), st.booleans()),
+    st.builds(Publish, ADDRESSES, st.just({}), st.booleans()),
     st.builds(Confirm, RANKS, NAMES),
     st.builds(GiveUp, NAMES),
     st.builds(AskMissing),
