@@ -21,39 +21,42 @@ def hosts(count: int) -> Iterator[list[str]]:
         subprocess.CalledProcessError: if they cannot be made.
     """
     with contextlib.ExitStack() as stack:
-        hub, *rest = (stack.enter_context(_keeper()) for _ in range(count + 1))
-        _ip(hub, "link", "add", "br0", "type", "bridge")
-        _ip(hub, "link", "set", "br0", "up")
+        keepers = [stack.enter_context(keeper()) for _ in range(count + 1)]
+        hub, *rest = [path(each) for each in keepers]
+        ip(hub, "link", "add", "br0", "type", "bridge")
+        ip(hub, "link", "set", "br0", "up")
         for number, host in enumerate(rest):
-            port = f"p{number}"
-            veth = ("type", "veth", "peer", "name", LINK, "netns", str(host.pid))
-            _ip(hub, "link", "add", port, *veth)
-            _ip(hub, "link", "set", port, "master", "br0", "up")
-            _ip(host, "address", "add", f"{address(number)}/24", "dev", LINK)
+            port, pid = f"p{number}", str(keepers[number + 1].pid)
+            ip(hub, "link", "add", port, "type", "veth", "peer", "name", LINK, "netns", pid)
+            ip(hub, "link", "set", port, "master", "br0", "up")
+            ip(host, "address", "add", f"{address(number)}/24", "dev", LINK)
             for device in ("lo", LINK):
-                _ip(host, "link", "set", device, "up")
-        yield [f"/proc/{host.pid}/ns/net" for host in rest]
-
-
-Keeper = subprocess.Popen[bytes]
+                ip(host, "link", "set", device, "up")
+        yield rest
 
 
 @contextlib.contextmanager
-def _keeper() -> Iterator[Keeper]:
+def keeper() -> Iterator["subprocess.Popen[bytes]"]:
     """Keep a network namespace alive in a process of its own."""
     words = ["unshare", "--net", "sh", "-c", "echo in; exec cat"]
     pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as keeper:
+    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as found:
         try:
-            assert keeper.stdout is not None
-            if not keeper.stdout.readline():
-                assert keeper.stderr is not None
-                raise subprocess.CalledProcessError(1, words, stderr=keeper.stderr.read())
-            yield keeper
+            assert found.stdout is not None
+            if not found.stdout.readline():
+                assert found.stderr is not None
+                raise subprocess.CalledProcessError(1, words, stderr=found.stderr.read())
+            yield found
         finally:
-            keeper.kill()
+            found.kill()
 
 
-def _ip(keeper: Keeper, *words: str) -> None:
-    inside = ["nsenter", f"--net=/proc/{keeper.pid}/ns/net", "ip", *words]
+def path(kept: "subprocess.Popen[bytes]") -> str:
+    """Return the path of the namespace that a keeper keeps."""
+    return f"/proc/{kept.pid}/ns/net"
+
+
+def ip(namespace: str, *words: str) -> None:
+    """Run `ip` in a namespace."""
+    inside = ["nsenter", f"--net={namespace}", "ip", *words]
     subprocess.run(inside, check=True, capture_output=True)
