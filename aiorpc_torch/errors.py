@@ -82,7 +82,12 @@ class NotServing(RpcError):
 
     In this process, enter `worker()`, `local_world()` or `attach()` first. A peer is in no world if
     it has left it, or has not entered it through this library.
+
+    Attributes:
+        may_have_run: False if the call was not sent.
     """
+
+    may_have_run = False
 
 
 class NotExported(RpcError, PermissionError):

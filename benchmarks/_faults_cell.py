@@ -186,8 +186,8 @@ def makes_no_sense(fault: Fault, state: str) -> str:
         return "a worker that is missing or unreachable is in no world: it concerns starts only"
     if fault.how and state in (IDLE, STARTING, JOINING):
         return "no method runs"
-    if fault.machines and state in (JOINING, LEAVING):
-        return "a world whose first workers are on one host is joined there only"
+    if fault is CUT and state == JOINING:
+        return "torch may start at the loopback address meanwhile, and the worker is refused"
     if fault is RAISE and state == LEAVING:
         return "its block has ended"
     if fault is IGNORE and state == BACKWARD:
@@ -301,7 +301,9 @@ def part(there: list[Member], verdict: Verdict) -> None:
         verdict.took(member.hears("left"), STOP + SLACK, f"leaving, for {member.name},")
         for name, end in member.hears("rest").items():
             text = "" if end is None else end[0]
-            fine = re.search("^(NotServing|WorkerLost|RuntimeError|CallTimeout|[0-9'])", text)
+            fine = re.search(
+                "^(NotServing|WorkerLost|ReferenceError|RuntimeError|CallTimeout|[0-9'])", text
+            )
             verdict.expect(bool(fine), f"after the world: {name} ended with {text!r}")
 
 
@@ -408,7 +410,7 @@ def leaving(members: Members, fault: Fault, state: str, verdict: Verdict) -> dic
     ends = main.asks("ends", bound + SLACK, "until it is gone" if fault.how else "")
     for name, end in ends.items():
         text, when = end if end is not None else ("it waits", struck)
-        told = rf"^NotServing|{LOST}|^CallTimeout|^(None|\d+)$"
+        told = rf"^NotServing|^ReferenceError|{LOST}|^CallTimeout|^(None|\d+)$"
         verdict.expect(bool(re.search(told, text)), f"{name} ended with {text!r}")
         verdict.took(when - struck, bound, name)
     verdict.end = "NotServing" if fault.how else "WorkerLost"

@@ -40,6 +40,12 @@ def resident_memory(pid: int) -> int:
     return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * PAGE
 
 
+def private_memory() -> int:
+    """Return the bytes that no other process shares: not those of before a fork."""
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith("Private_"))
+
+
 def open_descriptors() -> int:
     """Return the number of open descriptors of this process."""
     return len(os.listdir("/proc/self/fd")) - 1  # without that of the folder itself

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from ._compare import Row, Runs, parse, show
+from ._namespaces import ip, keeper, path
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 128 << 20, 256 << 20]  # bytes
 ADDRESSES = ("10.94.7.1", "10.94.7.2")
@@ -35,36 +36,15 @@ def hosts() -> Iterator[list[str]]:
         subprocess.CalledProcessError: if they cannot be made.
     """
     with contextlib.ExitStack() as stack:
-        keepers = [stack.enter_context(_keeper()) for _ in ADDRESSES]
-        one, other = (f"/proc/{keeper.pid}/ns/net" for keeper in keepers)
+        keepers = [stack.enter_context(keeper()) for _ in ADDRESSES]
+        one, other = map(path, keepers)
         veth = ("type", "veth", "peer", "name", LINK, "netns", str(keepers[1].pid))
-        _ip(one, "link", "add", LINK, *veth)
+        ip(one, "link", "add", LINK, *veth)
         for namespace, address in zip((one, other), ADDRESSES, strict=True):
-            _ip(namespace, "address", "add", f"{address}/24", "dev", LINK)
+            ip(namespace, "address", "add", f"{address}/24", "dev", LINK)
             for device in ("lo", LINK):
-                _ip(namespace, "link", "set", device, "up")
+                ip(namespace, "link", "set", device, "up")
         yield [one, other]
-
-
-@contextlib.contextmanager
-def _keeper() -> Iterator["subprocess.Popen[bytes]"]:
-    """Keep a network namespace alive in a process of its own."""
-    words = ["unshare", "--net", "sh", "-c", "echo in; exec cat"]
-    pipe = subprocess.PIPE
-    with subprocess.Popen(words, stdin=pipe, stdout=pipe, stderr=pipe) as keeper:
-        try:
-            assert keeper.stdout is not None
-            if not keeper.stdout.readline():
-                assert keeper.stderr is not None
-                raise subprocess.CalledProcessError(1, words, stderr=keeper.stderr.read())
-            yield keeper
-        finally:
-            keeper.kill()
-
-
-def _ip(namespace: str, *words: str) -> None:
-    inside = ["nsenter", f"--net={namespace}", "ip", *words]
-    subprocess.run(inside, check=True, capture_output=True)
 
 
 def run(side: str, namespaces: Sequence[str], sizes: Sequence[int], *, is_quick: bool) -> Found:

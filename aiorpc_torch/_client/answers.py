@@ -3,6 +3,7 @@
 import logging
 from typing import Any, NoReturn
 
+from .._protocol.members import left_text
 from .._protocol.recording import without_gradient_parts
 from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
@@ -54,12 +55,16 @@ def error_of_close(peer: str, what: str, text: str) -> RpcError:
         return RemoteError(f"worker {peer!r} has closed the connection: {text}")
     if what == "detached":
         return NotServing(f"worker {peer!r} has left attach(): this call was cancelled")
-    return NotServing(text or f"worker {peer!r} has stopped")
+    return NotServing(text or left_text(peer))
 
 
 def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
     """Raise the error of a call without a reply; WorkerLost names the call."""
     error = aborted.error
+    if type(error) is NotServing:
+        refused = NotServing(*error.args)
+        refused.may_have_run = aborted.was_sent
+        raise refused from None
     if type(error) is WorkerLost and error.method is None:
         may_have_run = aborted.was_sent and error.may_have_run
         raise WorkerLost(

@@ -378,6 +378,7 @@ class Connection(Channel):
     def _retire(self) -> None:
         """Take no further calls, since the peer leaves; it is told after the last one is sent."""
         self.is_finished = self._must_answer_retire = True
+        self._observer.on_leave_message(self.peer.name, self.peer.id, "retires", "")
         self.flush()
 
     def leave(self, what: str, text: str, error: RpcError) -> None:

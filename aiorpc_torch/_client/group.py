@@ -19,7 +19,7 @@ from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.shared_arguments import EachValue, arguments_of
 from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
-from ..errors import NotServing, WorkerLost
+from ..errors import NotServing, RemoteTraceback, RpcError, WorkerLost
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
 from .group_map import MapResults
@@ -414,14 +414,14 @@ class AnyMember(Generic[T]):
     def __repr__(self) -> str:
         return f"<any member of {self._group!r}>"
 
-    def choose(self) -> Any:
-        """Return the member for a call that starts now.
+    def choose(self, refused: Collection[str] = ()) -> Any:
+        """Return the member for a call that starts now; not of a worker that has `refused` it.
 
         If all are lost, it is a supervised one, for which the call waits.
 
         Raises:
             WorkerLost: if no member is left.
-            NotServing: outside a world, or if the group is empty now.
+            NotServing: outside a world, if the group is empty now, or if all members have left.
         """
         pool, group = current(), self._now()
         if not group:
@@ -430,13 +430,23 @@ class AnyMember(Generic[T]):
             loads = [_load(pool, member) for member in group]
         else:
             loads = [*map(pool.load, [owner_name(member) for member in group])]
+        if refused:
+            owners = map(owner_name, group)
+            loads = [None if own in refused else of for own, of in zip(owners, loads, strict=True)]
         chosen = group._least_busy.choose(loads)
         if chosen is None and group._has_supervised:
             chosen = group._least_busy.choose([0 if _may_return(each) else None for each in group])
         if chosen is None:
-            owner = pool.worker_of(owner_name(group[0]))
-            raise WorkerLost(owner, "no member of the group is left")
+            raise _none_left(pool, group, refused)
         return group[chosen]
+
+
+def _none_left(pool: ConnectionPool, group: Group[Any], refused: Collection[str]) -> RpcError:
+    owners = [pool.worker_of(owner_name(member)) for member in group]
+    lost = [each for each in owners if not (pool.has_left(each) or each in refused)]
+    if lost:
+        return WorkerLost(lost[0], "no member of the group is left")
+    return NotServing(f"the workers of all members of {group!r} have left their world")
 
 
 def _load(pool: ConnectionPool, member: Any) -> int | None:
@@ -466,18 +476,24 @@ class AnyCall(SupervisedCall):
         RemoteCall.__init__(self, "", target, timeout, *args, **kwargs)
 
     def _run(self) -> Generator[Any, Any, Any]:
-        if self._choose():
-            return (yield from super()._run())
-        return (yield from RemoteCall._run(self))
+        refused: set[str] = set()  # workers that leave, if the news of it has not come yet
+        while not self._choose(refused):
+            try:
+                return (yield from RemoteCall._run(self))
+            except NotServing as exc:
+                refused.add(owner_name(self._worker))
+                if exc.may_have_run or isinstance(exc.__cause__, RemoteTraceback):
+                    raise  # the method itself may raise it, too
+        return (yield from super()._run())
 
     def _iterate(self, *, enters: bool) -> RemoteStream | SupervisedStream:  # type: ignore[override]
         is_supervised = self._steps is None and self._choose()
         iterate = super()._iterate if is_supervised else super(SupervisedCall, self)._iterate
         return iterate(enters=enters)
 
-    def _choose(self) -> bool:
+    def _choose(self, refused: Collection[str] = ()) -> bool:
         """Choose the member; return whether it is supervised."""
-        member = self._any.choose()
+        member = self._any.choose(refused)
         if isinstance(member, Supervised):
             self._supervised = member
             return True

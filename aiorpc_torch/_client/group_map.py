@@ -25,6 +25,7 @@ from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
+from .._protocol.members import left_text
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
@@ -273,6 +274,7 @@ class _MapRun:
 
         Raises:
             WorkerLost: if the member is lost.
+            NotServing: if its worker leaves.
         """
         is_supervised = isinstance(member, Supervised)
         rref: RRef[Any] | None = member.start() if is_supervised else member
@@ -280,7 +282,10 @@ class _MapRun:
         if rref is None or self._pool.load(owner) is None:
             if is_supervised:
                 member.lose(member.rref)
-            raise WorkerLost(self._pool.worker_of(owner), "no member of the group is left")
+            worker = self._pool.worker_of(owner)
+            if self._pool.has_left(worker):
+                raise NotServing(left_text(worker))
+            raise WorkerLost(worker, "no member of the group is left")
         return rref
 
     def _expect(self, position: int) -> None:
@@ -333,11 +338,11 @@ class _MapRun:
         self._go_on()
 
     def _is_leaving(self, failure: BaseException | None) -> TypeGuard[NotServing]:
-        """Return whether a call has failed since its member leaves: a change of the group follows.
+        """Return whether a call has failed since its member leaves.
 
         A member has answered before, so only a worker that leaves does not serve.
         """
-        return self._changes and isinstance(failure, NotServing)
+        return isinstance(failure, NotServing)
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
         self._items.pop(index, None)

@@ -14,7 +14,7 @@ import torch
 
 from .._aio.loops import call_soon
 from .._protocol import endpoints
-from .._protocol.members import Members
+from .._protocol.members import Members, left_text
 from .._protocol.peer_observer import PeerObserver
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
@@ -117,6 +117,8 @@ class ConnectionPool:
 
     def _peer(self, worker: str) -> WorkerInfo:
         if (known := self._members.workers.get(worker)) is not None:
+            if self._introductions.holding is None and self.has_left(worker):
+                raise NotServing(left_text(worker))
             return known.info
         name, number = split_past_name(worker)
         if self._members.processes.get(name, number) != number:

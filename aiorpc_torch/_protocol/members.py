@@ -13,6 +13,11 @@ def replaced_text(worker: str) -> str:
     return f"worker {worker!r} was restarted: a newer process has replaced this one"
 
 
+def left_text(worker: str) -> str:
+    """Return the error text for a worker whose block has ended in order."""
+    return f"worker {worker!r} has left its world"
+
+
 class Members:
     """The members of one world with their current processes, and what is known of them.
 

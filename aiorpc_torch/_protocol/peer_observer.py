@@ -27,7 +27,10 @@ class PeerObserver(Protocol):
         """
 
     def on_leave_message(self, peer: str, number: int, what: str, text: str) -> None:
-        """Handle the leave message of process `number` of `peer`: its kind and its reason."""
+        """Handle the leave message of process `number` of `peer`: its kind and its reason.
+
+        "retires": it takes no new calls, and the leave message of its connections follows.
+        """
 
     def penalty(self, peer: str) -> int | None:
         """Return 0 for a live peer, None for a lost one; in between, a load to add."""

@@ -11,6 +11,7 @@ import secrets
 import socket
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, cast
 
 from .._aio.acceptor import Acceptor
@@ -68,12 +69,19 @@ class Listener:
     def _listen(self, host: str | None) -> Addresses:
         name = f"aiorpc-{secrets.token_hex(16)}"
         self._acceptor.add(listen_unix(name))
-        if host is None:
-            return Addresses(network_namespace(), name)
+        tcp = None if host is None else self._listen_tcp(host)
+        return Addresses(network_namespace(), name, tcp)
+
+    def _listen_tcp(self, host: str) -> tuple[str, int]:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         inet = socket.create_server((host, 0), family=family, backlog=BACKLOG)
         self._acceptor.add(inet)
-        return Addresses(network_namespace(), name, (host, int(inet.getsockname()[1])))
+        return host, int(inet.getsockname()[1])
+
+    def listen_at(self, host: str) -> None:
+        """Listen on a TCP port of `host` from now on, unless this worker listens on one."""
+        if self.addresses.tcp is None and not self._is_closed:
+            self.addresses = replace(self.addresses, tcp=self._listen_tcp(host))
 
     def _open(self, accepted: socket.socket) -> None:
         accepted.setblocking(False)

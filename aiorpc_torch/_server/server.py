@@ -17,7 +17,7 @@ from torch.futures import Future
 
 from .._aio.tasks import detach_task
 from .._protocol.endpoints import completed_future
-from .._protocol.members import Members
+from .._protocol.members import Members, left_text
 from .._protocol.name_table import NameTable
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import record_of_torch_context
@@ -99,6 +99,11 @@ class Server:
     def open(self, host: str | None = None) -> None:
         """Listen, at the address `host` too if there are peers in other network namespaces."""
         self._listener = Listener(self._members.me, host, self.accept, self.accept_socket)
+
+    def listen_at(self, host: str) -> None:
+        """Listen at the address `host` from now on: a peer in another network namespace enters."""
+        if self._listener is not None:
+            self._listener.listen_at(host)
 
     def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""
@@ -246,7 +251,7 @@ class Server:
     def _not_serving_error(self) -> RpcError:
         if self._failure:
             return WorkerLost(self.name, self._failure)
-        return NotServing(f"worker {self.name!r} has stopped")
+        return NotServing(left_text(self.name))
 
     def retire(self) -> None:
         """Refuse new connections, and ask the callers for no further calls on those that are open.

@@ -12,7 +12,7 @@ from .._torch.agent import process_worker_id
 from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
 from .._version import __version__
 from .._wire.handshake import network_namespace
-from .registration import Registration
+from .registration import MAX_PROCESSES, Registration
 
 OnFailure = Literal["continue", "stop"]
 
@@ -60,6 +60,8 @@ class WorkerConfig(NodeConfig):
                 f"rank must be from 0 to world_size - 1, got {self.rank} with "
                 f"world_size={self.world_size}"
             )
+        if self.world_size > MAX_PROCESSES:
+            raise ValueError(f"world_size must be at most {MAX_PROCESSES}, got {self.world_size}")
         if not re.fullmatch(r"[A-Za-z0-9_:-]{1,127}", self.name):
             raise ValueError(
                 "a worker's name must be 1 to 127 letters, digits, '-', '_' or ':', "

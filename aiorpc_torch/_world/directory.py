@@ -14,16 +14,20 @@ A connection that ends is no verdict on a worker: the members are told, and each
 link that is cut between a worker and rank 0 alone does not exclude the worker.
 """
 
+import functools
 import hmac
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Protocol
+from urllib.parse import urlsplit
 
 from . import directory_messages as wire
 from .directory_messages import FromWorker, ToWorker
-from .registration import Registration, assign_worker_ids
+from .network import is_loopback_host
+from .registration import MAX_PROCESSES, Registration, assign_worker_ids
 
-MAX_SIZE = 1 << 17  # workers of a start: what a stranger declares costs as much as a real world
+START_TIMEOUT = 60.0  # seconds from the admission of a process to its address
+ADD_TIMEOUT = 6.0  # seconds for the members to add a process that enters
 
 _REGISTER, _START, _REACH, _RUNNING, _ENDED = range(5)
 _ACTIONS = ("register", "start", "reach the others")  # what each step awaits of the workers
@@ -38,8 +42,8 @@ class Connections(Protocol):
     def close_connection(self, connection: int) -> None:
         """Close a connection; `gone` is not called for it."""
 
-    def expire_later(self, connection: int) -> None:
-        """Call `expire` with it when the members had enough time to add its process."""
+    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
+        """Call `step` after that time."""
 
 
 @dataclass(eq=False, slots=True)
@@ -55,9 +59,13 @@ class _Process:
     """The step of the start that it is in."""
     member: wire.Member | None = None
     """As others reach it, once it has an address."""
+    loopback: str = ""
+    """Its host, if that is of the loopback interface."""
     unaware: set[int] = field(default_factory=set)
     """Connections of the members that have not added it yet."""
     is_open: bool = True
+    is_retiring: bool = False
+    """Whether its block has ended, and it takes no new calls."""
     has_left: bool = False
     awaited: set[int] | None = None
     """Ranks that it waits for in the barrier of the exit; None before it."""
@@ -110,6 +118,8 @@ class Directory:
                 self._know(connection, number)
             case wire.Verdict(name, number, is_alive):
                 self._judge(process, name, number, is_alive)
+            case wire.Retire():
+                self._retire(process)
             case wire.Leave(departs):
                 self._leave(process, departs)
             case wire.Exit(ranks):
@@ -129,17 +139,11 @@ class Directory:
             self._know(connection, each.number)
         self._admit()
 
-    def expire(self, connection: int) -> None:
-        """Announce an entering process, though not every member has added it."""
-        process = self._open.get(connection)
-        if process is not None and self._entering.get(process.name) is process:
-            self._announce(process)
-
     # ── start ───────────────────────────────────────────────────────────────────────────────────
 
     def _register(self, connection: int, registration: Registration, key: str) -> None:
         size, rank = registration.world_size, registration.rank
-        if connection in self._open or size > MAX_SIZE:
+        if connection in self._open or size > MAX_PROCESSES:
             raise ValueError("a connection registers once, for a world that is not too large")
         if not (registration.joined or 0 <= rank < size):
             raise ValueError(f"no rank of {size} workers: {rank}")
@@ -198,10 +202,14 @@ class Directory:
         is_entering = self._entering.get(process.name) is process
         if process.number < 0 or process.member is not None:
             raise ValueError("not the time for an address")
+        if not is_entering and self._members.get(process.name) is not process:
+            return  # it was refused meanwhile
         where, maps, space = message.address, message.device_maps, process.registration.namespace
+        host = urlsplit(where).hostname or ""
+        process.loopback = host if is_loopback_host(host) else ""
         process.member = wire.Member(process.name, process.rank, process.number, where, maps, space)
         if is_entering:
-            self._add(process)
+            self._add_if_reached(process)
         else:
             process.step = _ENDED if message.is_reaching else _REACH
             self._advance()
@@ -312,6 +320,8 @@ class Directory:
         size = first.world_size if registration.joined else registration.world_size
         if conflict := first.conflict_with(replace(registration, world_size=size)):
             return conflict
+        if text := self._out_of_reach(registration.namespace):
+            return text
         holder = self._members.get(registration.name)
         if holder is not None and holder.rank == 0:
             return _taken(registration.name)
@@ -323,6 +333,18 @@ class Directory:
         if of_rank is not None and of_rank is not holder:
             return f"{registration} cannot rejoin: that rank is of {of_rank.registration}"
         return "" if holder is None else holder.registration.conflict_with(registration)
+
+    def _out_of_reach(self, namespace: str) -> str:
+        """Return why a process in that network namespace does not reach all, "" if it may."""
+        living = (each for each in self._members.values() if each.is_open)
+        return next(filter(None, (_hidden_from(namespace, each) for each in living)), "")
+
+    def _add_if_reached(self, process: _Process) -> None:
+        for each in self._members.values():
+            if each.is_open and (text := _hidden_from(each.registration.namespace, process)):
+                self._refuse(process, wire.Failed(text))
+                return
+        self._add(process)
 
     def _judge(self, judge: _Process, name: str, number: int, is_alive: bool) -> None:
         process, holder = self._entering.get(name), self._members.get(name)
@@ -343,6 +365,9 @@ class Directory:
     def _enter(self, process: _Process) -> None:
         """Give a process its rank and number, and the members beside whom its agent starts."""
         own, size = process.registration, self._first().registration.world_size
+        if self._highest_number + self._entries + 1 >= MAX_PROCESSES:
+            self._refuse(process, wire.Failed(_EXHAUSTED))
+            return
         self._entries += 1
         if own.joined:
             own = replace(own, rank=size + self._joins, world_size=size, entry=self._entries)
@@ -355,6 +380,13 @@ class Directory:
         others = [each.registration for each in self._by_rank() if each.name != own.name]
         every = sorted([*others, own], key=lambda each: each.rank)
         self._send_to((process,), wire.Entering(own, process.number, every))
+        self._connections.call_later(START_TIMEOUT, functools.partial(self._expire_start, process))
+
+    def _expire_start(self, process: _Process) -> None:
+        """Free the name of an entering process that has no address in time: it is frozen, say."""
+        if process.member is None and self._entering.get(process.name) is process:
+            text = f"{process.registration} had no address within {START_TIMEOUT:g} s"
+            self._refuse(process, wire.Failed(text, []))
 
     def _add(self, process: _Process) -> None:
         """Let every living member add a process that has an address."""
@@ -367,14 +399,22 @@ class Directory:
         process.unaware = {each.connection for each in others}
         self._send_to(others, wire.Add(process.member))
         self._send_members(process)
-        self._connections.expire_later(process.connection)
+        self._connections.call_later(ADD_TIMEOUT, functools.partial(self._expire_add, process))
         if not others:
             self._announce(process)
 
+    def _expire_add(self, process: _Process) -> None:
+        """Announce an entering process, though not every member has added it."""
+        if self._entering.get(process.name) is process:
+            self._announce(process)
+
     def _send_members(self, process: _Process, but: Sequence[_Process] = ()) -> None:
-        """Send the members to a process, and which of them are in doubt."""
-        self._send_to((process,), wire.Members(self._listed(but)))
+        """Send the members to a process, and which of them leave or are in doubt."""
+        names = [each.name for each in but]
+        self._send_to((process,), wire.Members(self._listed(but), names))
         for each in self._members.values():
+            if each.is_retiring:
+                self._send_to((process,), wire.Left(each.name, each.number))
             if not (each.is_open or each.has_left):
                 self._send_to((process,), wire.Gone(each.name, each.number))
 
@@ -408,6 +448,12 @@ class Directory:
         elif self._step == _RUNNING and not process.has_left:
             self._send_to(self._members.values(), wire.Gone(process.name, process.number))
 
+    def _retire(self, process: _Process) -> None:
+        if self._members.get(process.name) is process and not process.is_retiring:
+            process.is_retiring = True
+            others = [each for each in self._members.values() if each is not process]
+            self._send_to(others, wire.Left(process.name, process.number))
+
     def _leave(self, process: _Process, departs: bool) -> None:
         process.has_left = True
         if departs and process.rank != 0 and self._members.get(process.name) is process:
@@ -416,7 +462,8 @@ class Directory:
     def _exit(self, process: _Process, ranks: Sequence[int]) -> None:
         self._is_ending = True
         ready = {each.rank for each in self._members.values() if each.awaited is not None}
-        here = {each.rank for each in self._members.values() if each.is_open}
+        ending = (each for each in self._members.values() if each.is_open and not each.is_retiring)
+        here = {each.rank for each in ending}
         process.awaited = {rank for rank in ranks if rank in here} - ready - {process.rank}
         if not process.awaited:
             self._send_to((process,), wire.Exited())
@@ -443,6 +490,24 @@ class Directory:
 
     def _send_to(self, processes: Iterable[_Process], message: ToWorker) -> None:
         self._connections.send([each.connection for each in processes if each.is_open], message)
+
+
+_EXHAUSTED = (
+    f"this world has had {MAX_PROCESSES:,} processes, its first ones and replacement processes "
+    "included, and torch's worker ids have 16 bits: no further one can enter. Start a new world"
+)
+
+
+def _hidden_from(namespace: str, process: _Process) -> str:
+    """Return why one in that network namespace does not reach a process, "" if it may."""
+    own = process.registration.namespace
+    if not (process.loopback and namespace and own) or namespace == own:
+        return ""
+    return (
+        f"worker {process.name!r} listens at {process.loopback} only, and a process that enters is "
+        "on another host or in another container. Give the first workers and that process the "
+        "interface= (or AIORPC_INTERFACE) at which the others reach them"
+    )
 
 
 def _taken(name: str) -> str:

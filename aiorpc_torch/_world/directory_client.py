@@ -281,16 +281,18 @@ class DirectoryClient:
 
     async def _resume(self, node: "Node") -> bool:
         """Connect again: a link was cut. Return False if rank 0 has ended."""
+        me = node.members.me
         while True:
             await asyncio.sleep(self._pause_of_resume)
             self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
             try:
                 _, [connected] = await self._in_thread(self._meeting.connect)
-                me = node.members.me
                 resume = wire.Resume(me.name, me.number, self._key)
                 stream = await self._greet(self._world, connected, resume)
-            except (ConnectionRefusedError, FileNotFoundError):
-                return False
+            except (ConnectionRefusedError, FileNotFoundError) as exc:
+                if self._has_ended(node):
+                    return False
+                log.debug("%s: no process listens at %s: %r", me.name, self._meeting, exc)
             except (OSError, EOFError) as exc:
                 log.debug("%s does not reach rank 0: %r", self.registration.name, exc)
             else:
@@ -299,17 +301,24 @@ class DirectoryClient:
                     await old.close()
                 return True
 
+    def _has_ended(self, node: "Node") -> bool:
+        """Return whether rank 0 has ended, as far as is known yet; ask it.
+
+        A refused connection is no proof: a proxy before a rank 0 that lives may refuse one.
+        """
+        rank0 = node.members.workers[0].name
+        node.detector.probe(rank0)
+        is_gone = rank0 in node.members.lost_peers or rank0 in node.members.leave_messages
+        return is_gone or node.registry.is_closed  # this worker leaves
+
     def _handle(self, node: "Node", message: ToWorker) -> None:
         match message:
             case wire.Add(member):
                 node.add(PeerInfo(*member))
                 self._send(wire.Know(member.number))
-            case wire.Members(members):  # once connected again
+            case wire.Members(members, entering):  # once connected again
                 self._pause_of_resume = RETRY_INTERVAL
-                for each in members:
-                    if not node.members.is_current(each.name, each.number):
-                        node.add(PeerInfo(*each))
-                        node.announce(each.name)
+                self._update(node, members, entering)
             case wire.Announce(name, _, silent) if name == node.members.name:
                 self._entered.set_result(silent)
             case wire.Announce(name, number):
@@ -318,6 +327,8 @@ class DirectoryClient:
             case wire.Gone(name, number):
                 error = WorkerLost(name, "its connection to rank 0 has ended")
                 node.detector.on_disconnect(name, number, error)
+            case wire.Left(name, number):
+                node.detector.on_leave_message(name, number, "left", "")
             case wire.Ask(name, number):
                 task = self._loop.create_task(self._judge(node, name, number))
                 self._tasks.add(task)
@@ -325,12 +336,32 @@ class DirectoryClient:
             case wire.Exited():
                 self._exited.set()
 
+    def _update(
+        self, node: "Node", members: Sequence[wire.Member], entering: Sequence[str]
+    ) -> None:
+        """Note what has changed while there was no connection."""
+        for each in members:
+            if not node.members.is_current(each.name, each.number):
+                node.add(PeerInfo(*each))
+                node.announce(each.name)
+        listed = {each.name for each in members}.union(entering)
+        for peer in node.peers():
+            if peer not in listed:
+                number = node.members.processes[peer]
+                node.detector.on_leave_message(peer, number, "left", "")
+
     async def _judge(self, node: "Node", name: str, number: int) -> None:
         """Tell the directory whether a process is alive, whose name another one wants."""
         is_alive = node.members.is_current(name, number) and await _is_alive(node, name)
         self._send(wire.Verdict(name, number, is_alive))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
+
+    def retire(self) -> bool:
+        """Let all know that this worker takes no new calls; return False without a directory."""
+        is_connected = self._stream is not None and self._stream.is_open
+        self._send(wire.Retire())
+        return is_connected
 
     def leave(self, *, departs: bool) -> None:
         """Tell the directory that this worker leaves, and with `departs` that the others go on."""
@@ -369,7 +400,7 @@ class DirectoryClient:
 
 
 async def _is_alive(node: "Node", name: str) -> bool:
-    if name in node.members.leave_messages:  # it ends now
+    if node.members.leave_messages.get(name):  # its block has failed: it ends now
         return False
     try:
         async with asyncio.timeout(PING_TIMEOUT):

@@ -83,6 +83,10 @@ class Verdict(_Message):
     is_alive: bool
 
 
+class Retire(_Message):
+    """The block of the worker has ended, and it takes no new calls, while the others go on."""
+
+
 class Leave(_Message):
     """The worker leaves, so the end of its connection is none of its process."""
 
@@ -97,7 +101,17 @@ class Exit(_Message):
 
 
 FromWorker = (
-    Register | Resume | Publish | Confirm | GiveUp | AskMissing | Know | Verdict | Leave | Exit
+    Register
+    | Resume
+    | Publish
+    | Confirm
+    | GiveUp
+    | AskMissing
+    | Know
+    | Verdict
+    | Retire
+    | Leave
+    | Exit
 )
 
 
@@ -123,6 +137,8 @@ class Members(_Message):
     """All members in rank order: each has an address."""
 
     members: Sequence[Member]
+    entering: Sequence[str] = ()
+    """Names of further ones, for a worker that connects again: `Add` follows."""
 
 
 class Complete(_Message):
@@ -169,6 +185,13 @@ class Gone(_Message):
     number: int
 
 
+class Left(_Message):
+    """The block of a process has ended, and it takes no new calls."""
+
+    name: str
+    number: int
+
+
 class Ask(_Message):
     """A question to rank 0, whether that process is alive: the answer is `Verdict`."""
 
@@ -191,6 +214,7 @@ ToWorker = (
     | Add
     | Announce
     | Gone
+    | Left
     | Ask
     | Exited
 )

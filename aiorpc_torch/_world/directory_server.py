@@ -10,7 +10,7 @@ import itertools
 import logging
 import socket
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
@@ -25,7 +25,7 @@ log = logging.getLogger("aiorpc_torch")
 MAX_REQUEST = 1 << 18  # bytes of a message of a worker: its device maps are the most
 MAX_UNREGISTERED = 256  # connections; beyond it the oldest is closed
 REGISTER_TIMEOUT = 5.0  # seconds
-ADD_TIMEOUT = 6.0  # seconds for the members to add a process that enters
+LOG_INTERVAL = 10.0  # seconds between two warnings about connections that were closed
 
 
 class DirectoryServer:
@@ -39,6 +39,7 @@ class DirectoryServer:
         self._streams: dict[int, Stream[FromWorker]] = {}
         self._unregistered: dict[int, asyncio.Task[None]] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
+        self._next_warning = 0.0
         self._loop = asyncio.new_event_loop()
         self._closing = asyncio.Event()
         self._thread = threading.Thread(target=self._run, name="aiorpc-directory", daemon=True)
@@ -111,9 +112,16 @@ class DirectoryServer:
         except (EOFError, OSError) as exc:  # also a TimeoutError
             log.debug("the directory's connection %d has ended: %r", number, exc)
         except Exception as exc:
-            log.warning("the directory closed a connection: %r", exc)
+            self._log_refusal(exc)
         finally:
             await stream.close()
+
+    def _log_refusal(self, exc: Exception) -> None:
+        """Warn that a connection was closed, at most once in `LOG_INTERVAL`."""
+        level, now = logging.DEBUG, self._loop.time()
+        if now >= self._next_warning:
+            level, self._next_warning = logging.WARNING, now + LOG_INTERVAL
+        log.log(level, "the directory closed a connection: %r", exc)
 
     # ── for the directory ───────────────────────────────────────────────────────────────────────
 
@@ -129,6 +137,6 @@ class DirectoryServer:
         if (stream := self._streams.pop(connection, None)) is not None:
             stream.abort()
 
-    def expire_later(self, connection: int) -> None:
-        """Let the entry of a process expire after `ADD_TIMEOUT`."""
-        self._loop.call_later(ADD_TIMEOUT, self._directory.expire, connection)
+    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
+        """Call `step` after that time."""
+        self._loop.call_later(seconds, step)

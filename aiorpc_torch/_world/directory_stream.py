@@ -52,6 +52,11 @@ class Stream(Generic[M]):
     ) -> None:
         self._reader, self._writer, self._read, self._limit = reader, writer, read, limit
 
+    @property
+    def is_open(self) -> bool:
+        """Return whether neither end has closed the connection, as far as is known."""
+        return not self._writer.is_closing() and not self._reader.at_eof()
+
     def write(self, data: bytes) -> None:
         """Send bytes, after all that was sent before."""
         if not self._writer.is_closing():

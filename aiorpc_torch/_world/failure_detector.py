@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
 from .._protocol import endpoints
-from .._protocol.members import Members
+from .._protocol.members import Members, left_text
 from .._torch.compat import RawFuture, WorkerInfo
 from .._torch.transport import classify_error, send, when_done, wrap_future
 from ..errors import NotServing, RpcError, WorkerLost
@@ -112,7 +112,7 @@ class FailureDetector:
         if not self._open:
             raise NotServing(f"this worker has left its world; it waited for worker {peer!r}")
         if self._has_left(peer):
-            raise NotServing(f"worker {peer!r} has left its world")
+            raise NotServing(left_text(peer))
         if peer not in self._members.processes:
             raise WorkerLost(peer, "it is lost for so long that its name is forgotten")
         if (error := self._given_up.get(peer)) is not None:
@@ -220,6 +220,8 @@ class FailureDetector:
     def _record_leave_message(self, peer: str, process: int, what: str, text: str) -> None:
         if what == "detached":
             self._node.on_detached(peer, text)
+        if what == "retires" and self._node.attachments is None:
+            what = "left"
         if not self._members.is_current(peer, process) or what not in ("left", "failed"):
             return
         messages = self._members.leave_messages

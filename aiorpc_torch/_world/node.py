@@ -5,6 +5,7 @@ import dataclasses
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import torch
 from torch.futures import Future
@@ -13,7 +14,7 @@ from .._aio.loops import await_on
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
 from .._protocol.endpoints import completed_future
-from .._protocol.members import Members, replaced_text
+from .._protocol.members import Members, left_text, replaced_text
 from .._server.exports import ExportPolicy
 from .._server.server import Server
 from .._torch import rrefs
@@ -30,6 +31,13 @@ from .failure_detector import Children, FailureDetector
 from .registry import Registry
 
 _read_leave_message = reader(tuple[str, int, str])
+
+
+def host_for(peers: Iterable[PeerInfo], me: PeerInfo) -> str | None:
+    """Return the address for peers in other network namespaces, None if there are none."""
+    if me.namespace and {each.namespace for each in peers} == {me.namespace}:
+        return None
+    return urlsplit(me.address).hostname
 
 
 KEPT_GONE = 256  # members that came later and are gone, whose names are still known
@@ -213,7 +221,7 @@ class Node:
         return peer in self.members.leave_messages or peer in self.members.lost_peers
 
     def _forget(self, member: PeerInfo) -> None:
-        text = f"worker {member.name!r} has left this world"
+        text = left_text(member.name)
         self.pool.end_process(member.name, NotServing(text))
         self.server.end_process(member.name, text)
         if self._agent is not None:
@@ -296,6 +304,8 @@ class Node:
             self.pool.end_process(member.name, error)
             self.server.end_process(member.name, replaced_text(member.name))
         self.server.set_device_routes(self._agent.routes)  # its maps may differ
+        if host := host_for((member,), self.members.workers[self.members.name]):
+            self.server.listen_at(host)
 
     def announce(self, peer: str) -> None:
         """Watch the process of a peer from now on, and tell of it."""

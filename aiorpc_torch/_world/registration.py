@@ -5,6 +5,8 @@ import socket
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+MAX_PROCESSES = 1 << 15  # of a world in its life: torch's worker ids have 16 bits, with a sign
+
 
 @dataclass(frozen=True, slots=True)
 class Registration:

@@ -64,6 +64,8 @@ class Shutdown:
             await self.node.departures.tell(self._not_connected(), self.failure)
         elif self.node.leaves_alone:
             self.node.departures.begin_to_leave()
+            if not self.directory.retire():
+                await self._tell_others()
             self.node.server.retire()
             await self.node.server.drain(CALLS_TIMEOUT if self.timeout is None else self.timeout)
         else:
@@ -84,7 +86,7 @@ class Shutdown:
     async def _close(self, waiting: "asyncio.Task[None]") -> None:
         await asyncio.wait((waiting,))
         self.directory.leave(departs=self.node.leaves_alone)
-        if not self.failure:
+        if not (self.failure or self.node.leaves_alone):
             await self.node.departures.refresh()  # the wait was cut: which peers have left?
             await self._tell_others()
         await self.node.departures.close()

@@ -18,7 +18,7 @@ from .config import WorkerConfig
 from .device_maps import resolve_device_maps
 from .directory_client import DirectoryClient
 from .directory_messages import Entering
-from .registration import Registration, assign_worker_ids
+from .registration import assign_worker_ids
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -81,7 +81,6 @@ class Startup:
         own, number = self._directory.registration, 0
         if isinstance(answer, Entering):
             own, number = answer.own, answer.number
-            self._check_namespace(own, registrations)
             self._directory.registration = own
         else:
             number = assign_worker_ids(registrations)[own.rank]
@@ -151,12 +150,3 @@ class Startup:
             f"This worker uses {network.describe(self._interface())}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
-
-    def _check_namespace(self, own: Registration, members: Sequence[Registration]) -> None:
-        """Raise ValueError if the others listen in their own network namespace only."""
-        namespaces = {each.namespace for each in members if not each.joined}
-        if len(namespaces) == 1 and own.joined and own.namespace not in namespaces:
-            raise ValueError(
-                f"{own.name!r} is on another host or in another container than the first workers "
-                "of this world, which all run on one: its workers do not listen on the network"
-            )

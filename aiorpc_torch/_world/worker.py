@@ -7,7 +7,6 @@ import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Self
-from urllib.parse import urlsplit
 
 from .._aio.fork import forks_exit_here
 from .._aio.interruption import interruptible
@@ -28,7 +27,7 @@ from .failure_detector import Children
 from .launch import is_single_host, meeting_url, rank_and_size
 from .meeting import Meeting
 from .network import loopback_only, requested_interface
-from .node import Node
+from .node import Node, host_for
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
 
@@ -188,8 +187,9 @@ async def worker(
             `["cuda_basic", "basic"]`, which copy through the CPU.
         device_maps: Map for each peer from this worker's CUDA devices to the peer's, as torch's
             `device_maps`: `{"ps": {"cuda:0": "cuda:1"}}`. Arguments arrive on the peer's device,
-            results on this worker's. "auto" maps each index to itself, for every peer. A tensor on
-            a device without a map cannot be sent.
+            results on this worker's. "auto" maps each index to itself, for every peer that is in
+            the world when this worker starts; one that joins later needs a map under its name. A
+            tensor on a device without a map cannot be sent.
         start_timeout: Seconds until the world must be complete.
         stop_timeout: Seconds that exit waits for peers, still serving (default: as long as live
             peers are inside). Lost peers are not waited for. A cancellation, Ctrl-C or SIGTERM ends
@@ -218,10 +218,10 @@ async def worker(
         WorldTimeout: If ranks are missing after `start_timeout`; it names them.
         ValueError: If arguments and environment do not describe the world, or if there is no such
             interface. If two workers have one rank or one name, or differ in the world size; it
-            names both. If a device map names an unknown worker or device, or one of the peer's
-            devices twice; it names the worker. If a worker that joins has the name of a living one,
-            or is given no name, a rank or a world size. If another program listens at the address
-            of rank 0.
+            names both. If a device map names an unknown device, or one of the peer's devices twice;
+            it names the worker. If a worker that joins has the name of a living one, or is given no
+            name, a rank or a world size; if it cannot reach the others, or they it. If another
+            program listens at the address of rank 0.
         OSError: At rank 0, if another process listens at its address.
         RuntimeError: If this process is in a world already, or joins and was in one before.
     """
@@ -304,7 +304,7 @@ async def _running(
     [own] = (each for each in workers if each.name == config.name)
     failure, node.leaves_alone = "", config.join
     try:
-        node.start(_host_for_others(own, workers), workers, agent)
+        node.start(host_for(workers, own), workers, agent)
         directory.follow(node)
         if registration.entry:
             for peer in await directory.entered():
@@ -321,10 +321,3 @@ async def _running(
         raise
     finally:
         await Shutdown(node, agent, directory, config.stop_timeout, failure).run()
-
-
-def _host_for_others(me: PeerInfo, members: Sequence[PeerInfo]) -> str | None:
-    """Return the address to listen at for peers in other network namespaces, None without any."""
-    if me.namespace and {each.namespace for each in members} == {me.namespace}:
-        return None
-    return urlsplit(me.address).hostname

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import functools
 import gc
 import os
 import socket
@@ -14,6 +15,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Change, Group, WorkerLost, call, create, create_all, each, remote
 from aiorpc_torch._world.directory_client import DirectoryClient
+from aiorpc_torch._world.directory_server import MAX_UNREGISTERED, DirectoryServer
 from aiorpc_torch.testing import kill, world
 from tests.support import actors, joiners
 from tests.support.example_programs import free_port
@@ -189,7 +191,7 @@ async def test_calls_while_others_join(tmp_path: Path) -> None:
             await call(name, joiners.leave)
 
 
-@pytest.mark.promise("joining.leave", "joining.names", "rejoin.changes")
+@pytest.mark.promise("joining.leave", "joining.names", "joining.left", "rejoin.changes")
 async def test_a_joiner_leaves_and_another_has_its_name(tmp_path: Path) -> None:
     """No peer has to end for it. The changes, and the peers, are the same at every worker."""
     async with asyncio.timeout(2 * SOON), growing(f"file://{tmp_path}/store") as (me, them):
@@ -205,8 +207,10 @@ async def test_a_joiner_leaves_and_another_has_its_name(tmp_path: Path) -> None:
         assert await first[0].hear() == ("left",)
         assert (me.peers, me.world_size) == (("b",), 2)
         assert await call("b", joiners.peers) == (("main",), 2)
-        with pytest.raises(aiorpc.RpcError):
-            await remote(env).number(1)
+        calls = remote(env).number, functools.partial(call, "a", abs)
+        for calling in (*calls, functools.partial(call, "b", actors.call_abs, "a")):
+            with pytest.raises(aiorpc.NotServing, match="worker 'a' has left its world"):
+                await calling(1)
         await them.enter("a")
         assert me.peers == ("b", "a"), "in rank order"
         assert (await call("b", joiners.peers))[0] == ("main", "a")
@@ -343,9 +347,20 @@ async def next_change() -> Change:
     raise AssertionError
 
 
-async def cut_from_rank_0() -> bool:
-    """To be called in a child: end its connection to rank 0, and let it connect again or not."""
+async def cut_from_rank_0(refusals: int) -> bool:
+    """To be called in a child: end its connection to rank 0, and let it connect again."""
     [client] = [each for each in gc.get_objects() if isinstance(each, DirectoryClient)]
+    meeting: Any = client._meeting
+    connect = meeting.connect
+
+    def refused() -> Any:
+        nonlocal refusals
+        refusals -= 1
+        if refusals < 0:
+            return connect()
+        raise ConnectionRefusedError("as a proxy without an endpoint does")
+
+    meeting.connect = refused
     first = client._stream
     assert first is not None
     first.abort()
@@ -365,12 +380,37 @@ async def test_a_death_is_known_without_a_connection() -> None:
         assert (change.kind, change.name) == ("lost", "a")
 
 
-@pytest.mark.promise("joining.cut")
-async def test_a_link_that_is_cut_to_rank_0_alone() -> None:
+@pytest.mark.promise("security.directory")
+async def test_joining_among_strangers() -> None:
+    """More than rank 0 keeps of them stay connected to it meanwhile, and say nothing."""
+    address = ("127.0.0.1", free_port())
+    loop = asyncio.get_running_loop()
+    async with (
+        asyncio.timeout(2 * SOON),
+        growing(f"tcp://{address[0]}:{address[1]}", freeze_gc=False) as (me, them),
+        contextlib.AsyncExitStack() as stack,
+    ):
+        for number in range(MAX_UNREGISTERED + 64):
+            stranger = stack.enter_context(socket.socket())
+            stranger.setblocking(False)
+            await loop.sock_connect(stranger, address)
+            if number % 2:
+                await loop.sock_sendall(stranger, b"GET / HTTP/1.1\r\n\r\n")
+        servers = [each for each in gc.get_objects() if type(each) is DirectoryServer]
+        assert max(len(each._unregistered) for each in servers) <= MAX_UNREGISTERED
+        await them.enter("a")
+        assert me.peers == ("a",)
+        assert await call("a", actors.ask_back, "main") == "main"
+        await call("a", joiners.leave)
+
+
+@pytest.mark.promise("joining.cut", "joining.refused")
+@pytest.mark.parametrize("refusals", [0, 3])
+async def test_a_link_that_is_cut_to_rank_0_alone(refusals: int) -> None:
     """Excludes no worker: it connects again, and knows who joins later."""
     async with asyncio.timeout(2 * SOON), world(["a", "b"], freeze_gc=False) as me:
         following = asyncio.create_task(follow(me))
-        assert await call("a", cut_from_rank_0)
+        assert await call("a", cut_from_rank_0, refusals)
         await me.start("c")
         assert await call("a", actors.ask_back, "c") == "c"
         assert await call("b", actors.ask_back, "a") == "a"

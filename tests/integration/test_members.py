@@ -9,8 +9,10 @@ import psutil
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import GroupError, NotServing, WorkerLost, call, each, members, remote
+from aiorpc_torch import Group, GroupError, NotServing, WorkerLost, call, each, members, remote
+from aiorpc_torch._protocol import endpoints
 from aiorpc_torch.testing import kill, world
+from tests.support import joiners
 from tests.support.registered import NAME, Env, enlist, resign
 from tests.support.two_ends import until
 
@@ -52,6 +54,50 @@ async def test_workers_come_and_go() -> None:
         await call("c", enlist, "again")
         await envs.wait(2)
         assert await remote(envs).add(5) == ["a5", "again5"]
+
+
+async def keep_unaware(envs: list[Any]) -> None:
+    """Keep the RRefs here, where no news of workers that leave comes any more."""
+    node: Any = endpoints.current()
+    node.detector.on_leave_message = lambda *_: None
+    joiners.kept.append(envs)
+
+
+async def add_unaware() -> list[str]:
+    """Call any of those members, with and without a map."""
+    [envs] = joiners.kept
+    group: Group[Env] = Group(envs)
+    results = [await remote(group.any()).add(value) for value in range(3)]
+    results += [result async for result in group.map(Env.add, range(3))]
+    with pytest.raises(NotServing, match="the workers of all members"):
+        await remote(Group(envs[:1]).any()).add(1)
+    return results
+
+
+@pytest.mark.promise("joining.retire")
+async def test_a_worker_that_leaves_while_its_calls_run() -> None:
+    """None of the members any more, at any worker; others get the calls of any member."""
+    async with asyncio.timeout(2 * SOON), world(["a", "c"]) as me:
+        envs: aiorpc.NamedMembers[Env] = members(NAME)
+        await me.start("b")
+        for name in ("b", "a"):
+            await call(name, enlist, name)
+        await envs.wait(2)
+        both = sorted(envs, key=lambda env: env.owner_name(), reverse=True)
+        await call("c", keep_unaware, both)
+        running = asyncio.ensure_future(_gather(remote(both[0]).stay(1)))
+        await until_busy(Group(both[:1]), 1)
+        stopping = asyncio.create_task(me.stop("b"))
+        await until(lambda: len(envs) == 1)
+        assert me.peers == ("a", "c")
+        assert [await remote(envs.any()).add(value) for value in range(3)] == ["a0", "a1", "a2"]
+        assert [result async for result in envs.map(Env.add, range(3))] == ["a0", "a1", "a2"]
+        assert await call("c", add_unaware) == ["a0", "a1", "a2"] * 2
+        with pytest.raises(NotServing, match="worker 'b' has left its world"):
+            await remote(both[0]).add(1)
+        assert not stopping.done()
+        running.cancel()
+        await stopping
 
 
 @pytest.mark.promise("members.follow")

@@ -57,6 +57,16 @@ async def test_the_object_of_this_worker() -> None:
 
 
 @pytest.mark.promise("members.calls")
+async def test_a_method_that_raises_what_a_refusal_raises() -> None:
+    """It has run, so no other member is called."""
+    one, other = Env(), Env()
+    group: Group[Env] = Group([register(NAME, one), register("other", other)])
+    with pytest.raises(NotServing, match="another worker has left"):
+        await remote(group.any()).refuse(1)
+    assert one.items + other.items == [1]
+
+
+@pytest.mark.promise("members.calls")
 async def test_a_call_is_made_by_those_at_its_start() -> None:
     """Not by those when it was written."""
     envs = members(NAME)
@@ -116,7 +126,7 @@ async def test_items_of_a_member_that_leaves(was_sent: bool) -> None:
     results = asyncio.create_task(_all(envs.map(Env.stay, range(2), in_flight=1)))
     own = pool.current().connection("main")
     await until(lambda: leaving.items if was_sent else own.waiting)
-    own.leave("ended", "", NotServing("worker 'main' has stopped"))
+    own.leave("ended", "", NotServing("worker 'main' has left its world"))
     assert leaving.items == [0] * was_sent
     unregister(NAME)
     register(NAME, other)

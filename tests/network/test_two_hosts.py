@@ -1,6 +1,7 @@
 """Worlds over two machines: start, lossy and cut links, end."""
 
 import contextlib
+import json
 import time
 from typing import Any
 
@@ -77,6 +78,54 @@ async def test_a_step_of_slurm_on_two_machines(machines: tuple[Machine, Machine]
             for rank, machine in enumerate(machines)
         ]
         await check_calls(nodes)
+
+
+def grows(machine: Machine, rank: int | None, **arguments: Any) -> Any:
+    """Return a worker of a world that others join; without a rank, one that joins."""
+    number = "" if rank is None else str(rank)
+    options = json.dumps({"init_method": WHERE, **arguments})
+    return running(machine, str(HERE / "network_scenarios.py"), "grows", number, options)
+
+
+@pytest.mark.promise("joining.hosts")
+async def test_a_worker_of_another_machine_joins(machines: tuple[Machine, Machine]) -> None:
+    """The first workers, all on one machine, listen on the network from then on."""
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [await stack.enter_async_context(grows(machines[0], rank)) for rank in (0, 1)]
+        for rank, node in enumerate(nodes):
+            assert await node.hears("ready") == [rank, [ADDRESSES[0]]]
+        nodes.append(await stack.enter_async_context(grows(machines[1], None, name="late")))
+        assert await nodes[2].hears("ready") == [2, [ADDRESSES[1]]]
+        for node in nodes:
+            node.tell()
+            assert len(await node.hears("called")) == 2
+        for node in reversed(nodes):
+            node.tell()
+        for node in nodes:
+            code, errors = await node.end()
+            assert code == 0, errors
+
+
+@pytest.mark.promise("joining.hosts")
+async def test_a_world_on_the_loopback_interface(machines: tuple[Machine, Machine]) -> None:
+    """No other machine can join it: that is said at once, and the world goes on."""
+    async with contextlib.AsyncExitStack() as stack:
+        nodes = [
+            await stack.enter_async_context(grows(machines[0], rank, interface="lo"))
+            for rank in (0, 1)
+        ]
+        for node in nodes:
+            await node.hears("ready")
+        refused = await stack.enter_async_context(grows(machines[1], None, name="late"))
+        code, errors = await refused.end()
+        assert code == 1
+        assert "ValueError: worker 'worker0' listens at 127.0.0.1 only" in errors
+        for node in nodes:
+            node.tell()
+            assert len(await node.hears("called")) == 1
+            node.tell()
+        for node in nodes:
+            assert (await node.end())[0] == 0
 
 
 @pytest.mark.promise("worlds.cut")

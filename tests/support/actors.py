@@ -285,6 +285,11 @@ async def ask_back(worker: str) -> str:
     return await call(worker, name_of_worker)
 
 
+async def call_abs(worker: str, value: int) -> int:
+    """Call that worker from here."""
+    return await aiorpc.call(worker, abs, value)
+
+
 def name_of_worker() -> str:
     """Where this runs, according to torch."""
     name: str = rpc.get_worker_info().name

@@ -95,6 +95,20 @@ async def _call(peer: str) -> None:
     tell("called", [await remote(counter).aadd(0), torch.equal(result, 420 * large), items])
 
 
+async def grows(rank: int | None, **world: Any) -> None:
+    """Call all that are in the world when told to; without a rank, join it."""
+    size = {} if rank is None else {"world_size": 2}
+    async with aiorpc.worker(rank=rank, join=rank is None, **size, **world) as me:
+        tell("ready", [me.rank, listening()])
+        await told()
+        large = torch.arange(250_000.0)
+        for peer in me.peers:
+            counter = await create(peer, actors.Counter, 1)
+            assert torch.equal(await remote(counter).scale(large), large)
+        tell("called", me.peers)
+        await told()
+
+
 async def cut(rank: int, *, cuts: int, **world: Any) -> None:
     """A world that works, whose link is cut a number of times, and once more while it stops."""
     async with aiorpc.worker(

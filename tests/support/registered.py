@@ -3,7 +3,7 @@
 import asyncio
 import os
 
-from aiorpc_torch import register, unregister
+from aiorpc_torch import NotServing, register, unregister
 
 NAME = "env"
 
@@ -33,6 +33,11 @@ class Env:
         if len(self.items) == 1:
             await asyncio.Event().wait()
         return item
+
+    async def refuse(self, item: int) -> None:
+        """Raise the error of a call to a worker that has left, as a call of this method may."""
+        self.items.append(item)
+        raise NotServing("another worker has left")
 
     async def count(self) -> int:
         return len(self.items)

@@ -72,7 +72,7 @@ async def test_a_worker_that_leaves_fails_what_runs(
     await ends.gate.wait_for()
     await ends.server.close(SOON, failure, failure)
     expected = WorkerLost if failure else NotServing
-    with pytest.raises(expected, match=failure or "has stopped"):
+    with pytest.raises(expected, match=failure or "has left its world"):
         await running
     assert ends.gate.cancelled == (not plain)
     assert not ends.server.sessions
@@ -106,7 +106,7 @@ async def test_who_is_introduced(ends: TwoEnds) -> None:
         ends.server.end_process("near", replaced_text("near"))
         assert introduction(ends, "near", 0) != found
         ends.server.retire()
-        with pytest.raises(NotServing, match="'far' has stopped"):
+        with pytest.raises(NotServing, match="'far' has left its world"):
             introduction(ends, "near", 0).raise_()
     finally:
         await ends.server.close(SOON)

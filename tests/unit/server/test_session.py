@@ -6,7 +6,7 @@ from operator import add
 
 import pytest
 
-from aiorpc_torch import RemoteError, WorkerLost, call
+from aiorpc_torch import NotServing, RemoteError, WorkerLost, call
 from aiorpc_torch._wire.frames import RESULTS, frame
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, two_ends, until
@@ -63,16 +63,19 @@ async def test_a_frame_that_it_cannot_read_ends_it(
     assert ends.session is not session
 
 
+@pytest.mark.promise("joining.retire")
 async def test_a_retired_caller_sends_no_further_call(ends: TwoEnds) -> None:
-    """What runs is answered; the next call takes another connection."""
+    """What runs is answered; the next call is not sent, and the worker is none of the living."""
     running, session = asyncio.ensure_future(call("far", gated, 1)), ends.session
     await ends.gate.wait_for()
     session.retire()
     async with asyncio.timeout(SOON):
         await session.retired.wait()
-    assert await call("far", add, 1, 2) == 3
-    assert len(ends.server.sessions) == 2
-    assert session.served == 2
+    assert (ends.near.pool.load("far"), ends.near.peers()) == (None, ())
+    with pytest.raises(NotServing, match="'far' has left its world") as raised:
+        await call("far", add, 1, 2)
+    assert not raised.value.may_have_run
+    assert len(ends.server.sessions) == 1
     ends.gate.open()
     assert await running == 1
 

@@ -4,10 +4,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._torch.devices import normalize_device_maps
+from aiorpc_torch._torch.devices import DeviceRoutes, normalize_device_maps
 from aiorpc_torch._world.device_maps import resolve_device_maps
 from aiorpc_torch._world.registration import Registration
 
@@ -16,9 +17,9 @@ def registration(name: str, devices: int, maps: Any) -> Registration:
     return Registration(name, 0, 2, "1", devices=devices, device_maps=normalize_device_maps(maps))
 
 
-def error_of(*registrations: Registration) -> str:
+def error_of(*registrations: Registration, entering: str = "") -> str:
     with pytest.raises(ValueError) as raised:  # noqa: PT011
-        resolve_device_maps(registrations)
+        resolve_device_maps(registrations, entering)
     return str(raised.value)
 
 
@@ -41,9 +42,6 @@ def test_errors_name_worker_peer_and_device() -> None:
     """Every worker raises the error, so its text names the worker, the peer and the device."""
     a, b = registration("a", 2, {}), registration("b", 1, {})
     assert resolve_device_maps([a, b]) == [{}, {}]
-    assert error_of(registration("a", 2, {"c": {}}), b) == (
-        "worker 'a' has a device map for 'c', which is not a worker of this world: a, b"
-    )
     assert error_of(registration("a", 2, {"b": {"cuda:2": "cuda:0"}}), b) == (
         "worker 'a' maps its cuda:2 to cuda:0 of 'b', but 'a' has 2 CUDA devices"
     )
@@ -72,6 +70,33 @@ def test_maps_of_workers_that_join() -> None:
     assert resolve_device_maps([first, gone], "")[1] == gone.device_maps, "x has left"
     with pytest.raises(ValueError, match="'x', which is not a worker"):
         resolve_device_maps([first, gone], "b")
+
+
+@pytest.mark.promise("devices.joiners")
+def test_maps_for_a_worker_that_joins_later(caplog: pytest.LogCaptureFixture) -> None:
+    """A first worker names it; the log tells that there is none yet, in case the name is wrong.
+
+    It is the worker that joins that fails if the map is not one to its devices.
+    """
+    first = registration("a", 2, {"c": {"cuda:1": "cuda:0"}})
+    second, third = (
+        replace(registration(name, devices, {}), rank=rank, joined=True)
+        for rank, (name, devices) in enumerate([("b", 0), ("c", 1)], 1)
+    )
+    assert resolve_device_maps([first], "a") == [{"c": {"cuda:1": "cuda:0"}}]
+    assert "device map for 'c', which is not a worker of this world: a. It" in caplog.text
+    maps = dict(zip("abc", resolve_device_maps([first, second, third], "c"), strict=True))
+    routes = [DeviceRoutes.for_worker(each, maps) for each in "abc"]
+    near, far = torch.device("cuda", 1), torch.device("cuda", 0)
+    assert routes[0].calls == {"c": {near}}
+    assert routes[2].answers["a"] == {far: near}
+    assert "cuda" not in str(routes[1])
+    assert error_of(first, replace(third, devices=0), entering="c") == (
+        "worker 'a' maps its cuda:1 to cuda:0 of 'c', but 'c' has no CUDA devices"
+    )
+    assert error_of(replace(first, devices=1)) == (
+        "worker 'a' maps its cuda:1 to cuda:0 of 'c', but 'a' has 1 CUDA device"
+    )
 
 
 # ── routes ──────────────────────────────────────────────────────────────────────────────────────

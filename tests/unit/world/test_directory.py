@@ -1,5 +1,6 @@
 """The directory of a world, without sockets: its start, its changes and its end."""
 
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
@@ -7,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given, strategies as st
 
-from aiorpc_torch._world.directory import MAX_SIZE, Directory
+from aiorpc_torch._world.directory import Directory
 from aiorpc_torch._world.directory_messages import (
     Add,
     Announce,
@@ -25,17 +26,19 @@ from aiorpc_torch._world.directory_messages import (
     Gone,
     Know,
     Leave,
+    Left,
     Members,
     Missing,
     Publish,
     Register,
     Registered,
     Resume,
+    Retire,
     ToWorker,
     Verdict,
 )
 from aiorpc_torch._world.directory_stream import encode
-from aiorpc_torch._world.registration import Registration
+from aiorpc_torch._world.registration import MAX_PROCESSES, Registration
 
 
 def registration(rank: int, size: int = 3, **changes: Any) -> Registration:
@@ -48,14 +51,15 @@ class Process:
 
     def __init__(self, network: "Network", own: Registration) -> None:
         self.network, self.own = network, own
-        self.connection, self.key = -1, ""
+        self.connection, self.key, self.address = -1, "", f"at {own.name}"
         self.inbox: list[ToWorker] = []
         self.number = -1
-        self.is_alive, self.is_cut = True, False
-        self.has_entered = self.has_left = False
+        self.is_alive, self.is_cut, self.is_frozen = True, False, False
+        self.has_entered = self.is_retiring = self.has_left = False
         self.view: dict[str, int] = {}
         self.told: set[int] = set()
         self.gone: set[int] = set()
+        self.left: set[int] = set()
         self.heard: list[ToWorker] = []
 
     def say(self, message: FromWorker) -> None:
@@ -70,12 +74,14 @@ class Process:
         match message:
             case Registered(registrations):
                 self.number = [each.name for each in registrations].index(self.own.name)
-                self.say(Publish(f"at {self.own.name}", {}, False))
+                self.say(Publish(self.address, {}, False))
             case Entering(own, number):
                 self.own, self.number = own, number
-                self.say(Publish(f"at {own.name}", {}, False))
-            case Members(members):
-                self.view = {each.name: each.number for each in members}
+                self.say(Publish(self.address, {}, False))
+            case Members(members, entering):
+                listed = {each.name for each in members}.union(entering)
+                self.left |= {n for name, n in self.view.items() if name not in listed}
+                self.view |= {each.name: each.number for each in members}
                 if not (self.own.entry or self.has_entered):
                     self.say(Confirm([], ""))
             case Complete():
@@ -89,6 +95,8 @@ class Process:
                 self.told.add(number)
                 if not self.network.is_alive(number):  # as its ping finds
                     self.gone.add(number)
+            case Left(_, number):
+                self.left.add(number)
             case Ask(name, number):
                 self.say(Verdict(name, number, self.network.is_alive(number)))
 
@@ -110,15 +118,26 @@ class Process:
         self.connection = self.network.next_connection(self)
         self.say(Resume(self.own.name, self.number, self.key))
 
+    def retire(self) -> None:
+        """Take no new calls: this worker will leave while the others go on."""
+        self.is_retiring = True
+        self.say(Retire())
+
     def depart(self) -> None:
         """Leave while the others go on."""
         self.has_left = True
+        self.say(Retire())
         self.say(Leave(True))
         self.end()
 
     @property
     def last(self) -> ToWorker:
         return [*self.heard, *self.inbox][-1]
+
+    @property
+    def last_sent(self) -> ToWorker | None:
+        """Return the last message to it that it has not handled."""
+        return self.inbox[-1] if self.inbox else None
 
 
 class Network:
@@ -128,7 +147,7 @@ class Network:
         self.directory = Directory(self)
         self.processes: list[Process] = []
         self.owners: list[Process] = []  # of the connections, by number
-        self.expiring: list[int] = []
+        self.expiring: list[Callable[[], None]] = []
 
     def send(self, connections: Iterable[int], message: ToWorker) -> None:
         for each in connections:
@@ -141,8 +160,8 @@ class Network:
         self.owners.append(process)
         return len(self.owners) - 1
 
-    def expire_later(self, connection: int) -> None:
-        self.expiring.append(connection)
+    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
+        self.expiring.append(step)
 
     def register(self, own: Registration) -> Process:
         process = Process(self, own)
@@ -157,9 +176,14 @@ class Network:
 
     def settle(self) -> None:
         """Deliver all messages and those that follow from them."""
-        while busy := [each for each in self.processes if each.is_alive and each.inbox]:
+        while busy := self.busy():
             for each in busy:
                 each.deliver()
+
+    def busy(self) -> list[Process]:
+        """Return the processes that have a message to handle."""
+        running = [each for each in self.processes if each.is_alive and not each.is_frozen]
+        return [each for each in running if each.inbox]
 
     def join(self, name: str, **changes: Any) -> Process:
         return self.register(registration(-1, -1, name=name, joined=True, **changes))
@@ -294,7 +318,7 @@ def test_two_with_one_rank() -> None:
         lambda directory: directory.receive(7, AskMissing()),
         lambda directory: directory.receive(0, Register(registration(2))),
         lambda directory: directory.receive(7, Register(registration(3))),
-        lambda directory: directory.receive(7, Register(registration(0, MAX_SIZE + 1))),
+        lambda directory: directory.receive(7, Register(registration(0, MAX_PROCESSES + 1))),
         lambda directory: directory.receive(0, Publish("here", {}, True)),
         lambda directory: directory.receive(0, Confirm([], "")),
         lambda directory: directory.receive(1, Verdict("w0", 0, False)),
@@ -362,6 +386,28 @@ def test_names_that_are_refused_and_free() -> None:
     assert third.view == {"w0": 0, "w1": 1, "a": 4}
 
 
+@pytest.mark.promise("joining.hosts")
+@pytest.mark.parametrize("is_hidden", ["member", "joiner", "neither"])
+def test_a_process_of_another_host(is_hidden: str) -> None:
+    """It is refused if it, or a living member, listens on the loopback interface only."""
+    network = Network()
+    where = "127.0.1.1" if is_hidden == "member" else "10.0.0.1"
+    own = registration(0, 1, namespace="here")
+    first = network.register(own)
+    first.address = f"uv://{where}:7"
+    network.settle()
+    for name, space in (("near", "here"), ("far", "there")):
+        joining = network.join(name, namespace=space)
+        is_loopback = is_hidden == "joiner" and name == "far"
+        joining.address = "uv://127.0.0.1:7" if is_loopback else "uv://10.0.0.2:7"
+        network.settle()
+        assert joining.has_entered == (name == "near" or is_hidden == "neither")
+    if is_hidden != "neither":
+        assert isinstance(joining.last, Failed)
+        assert re.search(r"'(w0|far)' listens at 127\.0\.[01]\.1 only", joining.last.text)
+    assert ("far" in first.view) == (is_hidden == "neither")
+
+
 @pytest.mark.promise("joining.names", "joining.death")
 def test_two_that_join_under_one_name() -> None:
     """The second waits until the first has entered, has given up, or has died meanwhile."""
@@ -384,13 +430,49 @@ def test_members_that_do_not_answer() -> None:
     network, [first, second] = start(2)
     joining = network.join("a")
     joining.deliver()
-    assert network.expiring == [joining.connection]
+    start_expires, add_expires = network.expiring
     first.deliver()
-    assert not joining.has_entered
-    network.directory.expire(joining.connection)
+    start_expires()
+    assert isinstance(joining.last, Members)
+    add_expires()
     assert joining.last == Announce("a", 2, ["w1"])
-    network.directory.expire(joining.connection)
+    add_expires()
     assert second.inbox == [*second.inbox[:1], Announce("a", 2, ["w1"])], "once"
+
+
+@pytest.mark.promise("joining.bound")
+def test_a_process_that_is_frozen_while_it_joins() -> None:
+    """Its name is free after a while; when it thaws, it learns that, and disturbs none."""
+    network, [first, *_] = start()
+    frozen, second = network.join("a"), network.join("a")
+    [start_expires] = network.expiring
+    assert second.inbox == []
+    start_expires()
+    network.settle()
+    assert second.has_entered
+    assert (second.own.rank, second.number) == (4, 4)
+    assert isinstance(frozen.heard[-1], Failed)
+    assert "had no address within 60 s" in frozen.heard[-1].text
+    assert first.view == {"w0": 0, "w1": 1, "w2": 2, "a": 4}
+
+
+@pytest.mark.promise("joining.numbers")
+@pytest.mark.parametrize("is_replacement", [False, True])
+def test_a_world_that_has_had_all_numbers(is_replacement: bool) -> None:
+    """The next process is refused, and the world goes on."""
+    network, [first, second, third] = start()
+    network.directory._entries = MAX_PROCESSES - 4
+    last = network.join("last")
+    network.settle()
+    assert last.number == MAX_PROCESSES - 1
+    if is_replacement:
+        third.end()
+    refused = network.register(registration(2)) if is_replacement else network.join("a")
+    network.settle()
+    assert isinstance(refused.last, Failed)
+    assert "32,768 processes" in refused.last.text
+    assert second.view == first.view == {"w0": 0, "w1": 1, "w2": 2, "last": MAX_PROCESSES - 1}
+    assert not network.directory._entering
 
 
 @pytest.mark.promise("rejoin.machines")
@@ -457,6 +539,26 @@ def test_the_end_of_a_connection_is_told_unless_its_worker_has_left() -> None:
     joining = network.join("a")
     network.settle()
     assert first.gone == joining.gone == {1}
+
+
+@pytest.mark.promise("joining.retire")
+def test_a_worker_that_retires() -> None:
+    """All are told at once, also those that come later; its name is its own until it has left."""
+    network, [first, second, third] = start()
+    third.retire()
+    third.say(Retire())
+    joining = network.join("a")
+    refused = network.join("w2")
+    network.settle()
+    assert first.left == second.left == joining.left == {2}
+    assert first.heard.count(Left("w2", 2)) == 1
+    assert third.left == set()
+    assert isinstance(refused.last, Failed)
+    first.say(Exit([2]))
+    assert first.last == Exited(), "it is not waited for"
+    assert first.gone == set()
+    third.depart()
+    assert first.last == Exited()
 
 
 @pytest.mark.promise("joining.cut")
@@ -541,7 +643,7 @@ def test_the_barrier_of_the_exit() -> None:
 
 # ── any order ───────────────────────────────────────────────────────────────────────────────────
 
-EVENTS = ["join", "back", "end", "depart", "expire", "stop", "cut", "resume"]
+EVENTS = ["join", "back", "end", "retire", "depart", "expire", "stop", "freeze", "cut", "resume"]
 STEPS = st.lists(
     st.tuples(
         st.sampled_from(["deliver"] * 4 + EVENTS),
@@ -561,15 +663,18 @@ def take(network: Network, step: str, number: int) -> None:
         case "back":
             network.register(registration(1 + number % 2))
         case "deliver":
-            busy = [each for each in network.processes if each.is_alive and each.inbox]
-            if busy:
+            if busy := network.busy():
                 busy[number % len(busy)].deliver()
         case "end" if chosen is not None:
             chosen.end()
+        case "retire" if chosen is not None and chosen.has_entered and not chosen.is_cut:
+            chosen.retire()
         case "depart" if chosen is not None and chosen.own.joined and chosen.has_entered:
             chosen.depart()
         case "expire" if network.expiring:
-            network.directory.expire(network.expiring[number % len(network.expiring)])
+            network.expiring[number % len(network.expiring)]()
+        case "freeze" if chosen is not None and isinstance(chosen.last_sent, Entering):
+            chosen.is_frozen = True
         case "cut" if chosen is not None and chosen.has_entered and not chosen.is_cut:
             chosen.cut()
         case "resume" if chosen is not None and chosen.is_cut:
@@ -595,6 +700,10 @@ def test_all_living_members_end_with_one_view(steps: list[tuple[str, int]]) -> N
     for each in network.processes:
         if each.is_cut and each.is_alive:
             resume(each)
+    for step_later in [*network.expiring]:
+        step_later()
+    for each in network.processes:
+        each.is_frozen = False
     network.settle()
     departed = {each.number for each in network.processes if each.has_left}
     living = [each for each in network.processes if each.is_alive and each.has_entered]
@@ -608,6 +717,9 @@ def test_all_living_members_end_with_one_view(steps: list[tuple[str, int]]) -> N
         assert numbers.isdisjoint(each.gone)
         dead = {n for _, n in views[0]} - numbers - departed
         assert dead <= each.told, "it pings them"
+        leaving = departed | {one.number for one in living if one.is_retiring}
+        assert leaving.intersection(each.view.values()) - {each.number} <= each.left
+        assert each.left <= leaving | {one.number for one in network.processes if one.is_retiring}
     for each in network.processes:  # none waits without end
         assert each.has_entered or not each.is_alive or isinstance(each.last, Failed | Ended)
 
@@ -642,16 +754,19 @@ REGISTRATIONS = st.builds(
     joined=st.booleans(),
     entry=NUMBERS,
     comeback=NUMBERS,
+    namespace=st.sampled_from(["", "here", "there"]),
 )
+ADDRESSES = st.sampled_from(["here", "uv://127.0.0.1:1", "uv://10.0.0.1:1", "uv://["])
 MESSAGES = st.one_of(
     st.builds(Register, REGISTRATIONS, NAMES),
     st.builds(Resume, NAMES, NUMBERS, NAMES),
-    st.builds(Publish, NAMES, st.just({}), st.booleans()),
+    st.builds(Publish, ADDRESSES, st.just({}), st.booleans()),
     st.builds(Confirm, RANKS, NAMES),
     st.builds(GiveUp, NAMES),
     st.builds(AskMissing),
     st.builds(Know, NUMBERS),
     st.builds(Verdict, NAMES, NUMBERS, st.booleans()),
+    st.builds(Retire),
     st.builds(Leave, st.booleans()),
     st.builds(Exit, RANKS),
 )
@@ -667,7 +782,7 @@ class Anything:
     def close_connection(self, connection: int) -> None:
         pass
 
-    def expire_later(self, connection: int) -> None:
+    def call_later(self, seconds: float, step: Callable[[], None]) -> None:
         pass
 
 

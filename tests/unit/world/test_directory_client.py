@@ -6,16 +6,19 @@ import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from torch._C._distributed_c10d import TCPStore
 
 from aiorpc_torch import WorldTimeout
+from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._world import directory_client
 from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.directory_messages import Entering, Registered
+from aiorpc_torch._world.directory_messages import Entering, Member, Registered
 from aiorpc_torch._world.directory_server import DirectoryServer
 from aiorpc_torch._world.meeting import Meeting, Published
 from aiorpc_torch._world.registration import Registration
@@ -361,6 +364,23 @@ async def test_no_world_to_join(group: Group) -> None:
 
 
 @pytest.mark.promise("worlds.exit")
+@pytest.mark.promise("joining.cut")
+async def test_what_has_changed_while_there_was_no_connection(group: Group) -> None:
+    """New members are added and announced; those that are not listed any more have left."""
+    known = [PeerInfo(name, n, n, "") for n, name in enumerate(["w0", "w1", "left", "entering"])]
+    told: list[tuple[Any, ...]] = []
+    node: Any = SimpleNamespace(
+        members=Members("w0", known),
+        peers=lambda: ("w1", "left", "entering"),
+        add=lambda member: told.append(("add", member.name)),
+        announce=lambda name: told.append(("announce", name)),
+        detector=SimpleNamespace(on_leave_message=lambda *leave: told.append(leave)),
+    )
+    listed = [Member(name, n, n, "", {}, "") for name, n in (("w0", 0), ("w1", 1), ("new", 4))]
+    group.client(registration(0))._update(node, listed, ["entering"])
+    assert told == [("add", "new"), ("announce", "new"), ("left", 2, "left", "")]
+
+
 async def test_the_barrier_of_the_exit_times_out(group: Group) -> None:
     """A worker that does not reach it is waited for no longer."""
     first, second = await group.meet(registration(0), registration(1))

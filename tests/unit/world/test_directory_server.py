@@ -1,6 +1,7 @@
 """The server of a directory: strangers, connections that must be closed, a loop that is blocked."""
 
 import asyncio
+import logging
 import socket
 import threading
 from collections.abc import AsyncIterator, Callable
@@ -123,6 +124,18 @@ async def test_many_strangers(place: Place, monkeypatch: pytest.MonkeyPatch) -> 
     streams = [await place.open() for _ in range(3)]
     assert await closed(streams[0])
     await place.register(0)
+
+
+async def test_strangers_do_not_fill_the_log(
+    place: Place, caplog: pytest.LogCaptureFixture
+) -> None:
+    """There is one warning for many that come at once."""
+    for what in ("another program", "another world", "deep"):
+        stream = await place.open()
+        stream.write(STRANGERS[what])
+        assert await closed(stream)
+    warnings = [each for each in caplog.records if each.levelno >= logging.WARNING]
+    assert len(warnings) == 1, warnings
 
 
 async def test_a_message_that_a_worker_must_not_send(place: Place) -> None:

@@ -59,7 +59,7 @@ async def test_a_node_that_cannot_listen_answers_all_the_same() -> None:
     await node.server.handle_last_messages()
     with pytest.raises(OSError, match="assign"):
         node.start("192.0.2.1", WORKERS)  # an address of no machine
-    with pytest.raises(NotServing, match="'far' has stopped"):
+    with pytest.raises(NotServing, match="'far' has left its world"):
         introduction.value().raise_()
     node.detector.close()
     await node.server.close(SOON)
