@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
+from .._port.port import Port
 from .._protocol.endpoints import completed_future
 from .._protocol.members import Members
 from .._protocol.name_table import NameTable
@@ -101,9 +102,9 @@ class Server:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""
         self._routes = routes
 
-    def open(self, host: str | None = None) -> None:
-        """Listen, at the address `host` too if there are peers in other network namespaces."""
-        self._listener = Listener(self._members.me, host, self.accept, self.accept_socket)
+    def open(self, host: str | None = None, port: Port | None = None) -> None:
+        """Listen; for peers in other network namespaces at the address `host`, or at `port`."""
+        self._listener = Listener(self._members.me, host, self.accept, self.accept_socket, port)
 
     def accept(self, caller: Party, connection: int) -> Session:
         """Return the session of an authenticated connection."""

@@ -198,8 +198,16 @@ class Directory:
         is_entering = self._entering.get(process.name) is process
         if process.number < 0 or process.member is not None:
             raise ValueError("not the time for an address")
-        where, maps, space = message.address, message.device_maps, process.registration.namespace
-        process.member = wire.Member(process.name, process.rank, process.number, where, maps, space)
+        own = process.registration
+        process.member = wire.Member(
+            process.name,
+            process.rank,
+            process.number,
+            message.address,
+            message.device_maps,
+            own.namespace,
+            own.endpoint,
+        )
         if is_entering:
             self._add(process)
         else:
