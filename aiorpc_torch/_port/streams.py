@@ -13,7 +13,7 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-CHUNK = 1 << 16  # bytes that are read at once
+CHUNK = 1 << 18  # bytes that are read at once
 LINGER = 1.0  # seconds for the other direction to end
 
 
@@ -61,13 +61,21 @@ class TlsStream(PlainStream):
 
     async def receive(self, limit: int = CHUNK) -> bytes:
         try:
-            return await self._step(lambda: self._tls.read(limit))
+            return await self._step(lambda: self._read(limit))
         except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
             return b""
 
     async def send(self, data: bytes) -> None:
         self._tls.write(data)
         await self._flush()
+
+    def _read(self, limit: int) -> bytes:
+        """Return all that is there: OpenSSL gives 16 KiB at a time."""
+        parts = [self._tls.read(limit)]
+        with contextlib.suppress(ssl.SSLError):  # the next call raises it again
+            while parts[-1] and (limit := limit - len(parts[-1])):
+                parts.append(self._tls.read(limit))
+        return b"".join(parts)
 
     async def _step(self, step: Callable[[], T]) -> T:
         while True:

@@ -78,6 +78,12 @@ class WorkerConfig(NodeConfig):
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"port must be from 1 to 65535, got {self.port!r}")
 
+        if self.has_one_port and self.transports and self.transports[-1] != "uv":
+            raise ValueError(
+                'with port= or tls= the last one of transports must be "uv", which reaches other '
+                f"hosts, got {self.transports!r}"
+            )
+
     @property
     def has_one_port(self) -> bool:
         """Return whether this worker has one TCP port for all connections."""

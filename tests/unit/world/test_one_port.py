@@ -110,6 +110,12 @@ def test_the_address_of_a_port() -> None:
     assert host_of_port(None, "localhost") in ("127.0.0.1", "::1")
 
 
+def test_transports_that_reach_no_other_host() -> None:
+    with pytest.raises(ValueError, match=r'the last one of transports must be "uv", .* .*shm'):
+        WorkerConfig("w", 0, 1, "unix://x", port=29600, transports=["shm"])
+    WorkerConfig("w", 0, 1, "unix://x", port=29600, transports=["shm", "uv"])
+
+
 @pytest.mark.parametrize("port", [0, -1, 65536])
 def test_a_number_that_is_no_port(port: int) -> None:
     with pytest.raises(ValueError, match="port must be from 1 to 65535, got"):
