@@ -6,9 +6,11 @@ limited. (tests/loopback/test_connections.py)
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import Any, cast
@@ -65,6 +67,7 @@ class Listener:
         self._me = me
         self._port = port
         self._proofs: SocketProofs | None = None
+        self._handed: deque[tuple[Callable[[socket.socket], object], socket.socket]] = deque()
         self._accept = accept
         self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
@@ -95,14 +98,33 @@ class Listener:
 
     def _serve_at(self, port: Port) -> None:
         """Take connections at the worker's one port."""
-        port.serve(CALLS_AT_PORT, partial(call_soon, self._loop, self._open_at_port))
+        port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open_at_port))
         if port.tls is not None:
             self._proofs = SocketProofs(port.tls, self._loop, self._on_tensor_socket)
-            port.serve(TENSORS_AT_PORT, partial(call_soon, self._loop, self._proofs.begin))
+            port.serve(TENSORS_AT_PORT, partial(self._hand_over, self._proofs.begin))
+
+    def _hand_over(self, take: Callable[[socket.socket], object], accepted: socket.socket) -> None:
+        """Take a connection on the loop. Called in the port's thread.
+
+        While the loop is blocked only so many wait, as in the backlog of a socket that listens.
+        """
+        self._handed.append((take, accepted))
+        if len(self._handed) > MAX_UNPROVEN:
+            with contextlib.suppress(IndexError):  # the loop has taken them meanwhile
+                self._handed.popleft()[1].close()
+        call_soon(self._loop, self._take_handed)
+
+    def _take_handed(self) -> None:
+        while self._handed:
+            take, accepted = self._handed.popleft()
+            if self._is_closed:
+                accepted.close()
+            else:
+                take(accepted)
 
     def _open_at_port(self, accepted: socket.socket) -> None:
         assert self._port is not None
-        if self._is_closed or (tls := self._port.tls) is None:
+        if (tls := self._port.tls) is None:
             self._open(accepted)
             return
         opening = self._open(accepted, ssl=tls.server, ssl_handshake_timeout=PROOF_TIMEOUT)
@@ -145,6 +167,7 @@ class Listener:
         self._is_closed = True
         self._acceptor.close()
         self._unproven.close()
+        self._take_handed()
         if self._proofs is not None:
             self._proofs.close()
 
