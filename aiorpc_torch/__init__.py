@@ -7,7 +7,7 @@
         state = await aiorpc.remote(ps).update(grads)
 
 Worlds: `worker` under a launcher, `local_world` in a program, `run_local` for a whole program,
-`attach` beside `rpc.init_rpc`.
+`attach` beside `rpc.init_rpc`; `Tls` between hosts.
 Calls: `create`, `remote`, `proxy`, `call`, `fetch`, `timeout`, `seconds_left`, `exclusive`,
 `wrap_future`.
 Objects that are made again: `supervised`, `supervised_all`, `Supervised`.
@@ -38,6 +38,7 @@ Names with a leading underscore are private.
 #     _shm        segments in shared memory
 #     _wire       what travels: frames, codec, state machines of both ends, handshake
 #     _torch      the adapter to torch.distributed.rpc and to private interfaces
+#     _port       one TCP port of a worker, and TLS on it
 #     _aio        primitives of asyncio and threads, without torch
 #     errors      exceptions that callers catch
 
@@ -66,6 +67,7 @@ from ._client.group import (
 from ._client.lookup import lookup as lookup
 from ._client.named_members import NamedMembers as NamedMembers, members as members
 from ._client.supervised import Supervised as Supervised
+from ._port.tls import Tls as Tls
 from ._protocol.names import register as register, unregister as unregister
 from ._server.exclusive import exclusive as exclusive
 from ._server.torch_clients import async_execution as async_execution

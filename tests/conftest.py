@@ -57,6 +57,7 @@ UVLOOP = {  # files that run on both event loops
     "integration/test_shared_memory.py",
     "integration/test_streams.py",
     "integration/test_supervised.py",
+    "unit/port/test_dialer.py",
 }
 
 

@@ -24,10 +24,13 @@ _descriptors: "weakref.WeakKeyDictionary[_Owner, int]" = weakref.WeakKeyDictiona
 
 
 def close_on_fork(owner: _Owner) -> None:
-    """Close the descriptor of a transport, socket or pipe in children forked from now on."""
+    """Close the descriptor of a transport, socket or pipe in children forked from now on.
+
+    A transport with TLS is left out: give its socket. uvloop's cannot be referred to weakly.
+    """
     if isinstance(owner, socket.socket | Connection):
         _descriptors[owner] = owner.fileno()
-    else:
+    elif owner.get_extra_info("sslcontext") is None:
         _descriptors[owner] = owner.get_extra_info("socket").fileno()
 
 

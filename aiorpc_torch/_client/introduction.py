@@ -10,6 +10,8 @@ from typing import Any, Protocol, cast
 from .._aio.deadlines import in_seconds
 from .._aio.detach import detach_socket
 from .._aio.unix_sockets import connect_unix
+from .._port.dialer import Dialer
+from .._port.tls import TlsError
 from .._protocol import endpoints
 from .._protocol.members import Members
 from .._torch.compat import WorkerInfo
@@ -28,8 +30,12 @@ from .._wire.handshake import (
 )
 from .._wire.plain import dump
 from ..errors import NotServing, RpcError
+from .tensor_dialing import dial_in_thread
 
 Introduction = tuple[Credentials, Addresses]
+
+Address = str | tuple[str, int]
+"""The name of an abstract Unix socket, or host and port."""
 
 Start = Callable[[asyncio.Transport, bytes], None]
 """Starts a connection on its transport, with the first bytes that were received."""
@@ -75,11 +81,15 @@ def held_too_long(holding: Holding, peer: str, seconds: float) -> NotServing:
 class Introductions:
     """The introductions of one process to its peers, for all its event loops.
 
-    Without `holding`, calls of peers that do not serve yet fail.
+    Without `holding`, calls of peers that do not serve yet fail. The `dialer` is for workers with
+    one port each.
     """
 
-    def __init__(self, members: Members, holding: Holding | None = None) -> None:
+    def __init__(
+        self, members: Members, holding: Holding | None = None, dialer: Dialer | None = None
+    ) -> None:
         self.holding = holding
+        self._dialer = dialer
         self._members = members
         self._known: dict[tuple[str, int], Introduction] = {}
         self._namespace = network_namespace()
@@ -97,15 +107,26 @@ class Introductions:
             NotServing: if the peer does not serve.
             RpcError: if the listener of the peer does not answer; the message names its address.
         """
+
+        async def open_(address: Address, credentials: Credentials) -> None:
+            again = functools.partial(self._introduce_again, peer)
+            await _dial(address, credentials, connection, start, again, self._dialer)
+
+        await self._reach(peer, open_)
+
+    async def _reach(
+        self, peer: WorkerInfo, open_: Callable[[Address, Credentials], Awaitable[None]]
+    ) -> None:
+        """Introduce this process to `peer`, and open a connection."""
         failure: Exception | None = None
         for delay in _RETRY_DELAYS:
             credentials, addresses = await self._held_introduction(peer)
             address = self._address(peer.name, addresses)
             try:
-                await _dial(
-                    address, credentials, connection, start, lambda: self._introduce_again(peer)
-                )
+                await open_(address, credentials)
                 return
+            except TlsError as exc:
+                raise RpcError(f"no connection to worker {peer.name!r}: {exc}") from exc
             except (OSError, TimeoutError) as exc:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
@@ -123,13 +144,28 @@ class Introductions:
         Raises the exceptions of `connect`.
         """
         found: list[socket.socket] = []
+        dialer = self._dialer
+
+        async def open_(address: Address, credentials: Credentials) -> None:
+            assert dialer is not None
+            assert not isinstance(address, str)
+            found.append(await dial_in_thread(dialer, address, credentials, number, DIAL_TIMEOUT))
+
         try:
-            await self.connect(peer, number, lambda opened, _: found.append(detach_socket(opened)))
+            if dialer is not None and dialer.tls is not None and await self._is_remote(peer):
+                await self._reach(peer, open_)
+            else:
+                take = lambda opened, _: found.append(detach_socket(opened))  # noqa: E731
+                await self.connect(peer, number, take)
         except BaseException:
             for each in found:  # cancelled at this moment
                 each.close()
             raise
         return found[0]
+
+    async def _is_remote(self, peer: WorkerInfo) -> bool:
+        _, addresses = await self._held_introduction(peer)
+        return not isinstance(self._address(peer.name, addresses), str)
 
     async def _introduce_again(self, peer: WorkerInfo) -> None:
         self._known.pop((peer.name, peer.id), None)
@@ -160,7 +196,7 @@ class Introductions:
         found = self._known[peer.name, peer.id] = load_introduction(answer)
         return found
 
-    def _address(self, peer: str, addresses: Addresses) -> str | tuple[str, int]:
+    def _address(self, peer: str, addresses: Addresses) -> Address:
         if addresses.namespace and addresses.namespace == self._namespace:
             return addresses.unix
         if addresses.tcp is None:
@@ -168,18 +204,19 @@ class Introductions:
         return addresses.tcp
 
 
-def _format_address(address: str | tuple[str, int]) -> str:
+def _format_address(address: Address) -> str:
     if isinstance(address, str):
         return f"the abstract Unix socket {address}"
     return f"TCP address {address[0]}, port {address[1]}"
 
 
 async def _dial(
-    address: str | tuple[str, int],
+    address: Address,
     credentials: Credentials,
     connection: int,
     start: Start,
     introduce: Callable[[], Awaitable[object]],
+    dialer: Dialer | None = None,
 ) -> None:
     loop = asyncio.get_running_loop()
     factory: Callable[[], Any] = functools.partial(_Handshake, credentials, connection, start)
@@ -189,6 +226,8 @@ async def _dial(
             transport, protocol = await loop.create_unix_connection(
                 factory, sock=connect_unix(address)
             )
+        elif dialer is not None:
+            transport, protocol = await dialer.transport(factory, address)
         else:
             transport, protocol = await loop.create_connection(factory, *address)
     try:

@@ -6,18 +6,24 @@ limited. (tests/loopback/test_connections.py)
 """
 
 import asyncio
+import contextlib
 import logging
 import secrets
 import socket
-from collections import Counter
+from collections import deque
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any, cast
 
 from .._aio.acceptor import Acceptor
 from .._aio.detach import detach_socket
 from .._aio.fork import close_on_fork
+from .._aio.loops import call_soon
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
+from .._port.port import Port
+from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
+from .._port.strangers import Strangers, host_of
 from .._protocol.channel import Channel
 from .._wire.handshake import (
     CALLS,
@@ -30,6 +36,7 @@ from .._wire.handshake import (
     new_nonce,
     read_number,
 )
+from .socket_proofs import SocketProofs
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -47,10 +54,21 @@ class Listener:
     """The listening sockets of one worker, and the credentials that it gave to callers."""
 
     def __init__(
-        self, me: Party, host: str | None, accept: Accept, accept_socket: AcceptSocket
+        self,
+        me: Party,
+        host: str | None,
+        accept: Accept,
+        accept_socket: AcceptSocket,
+        port: Port | None = None,
     ) -> None:
-        """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given."""
+        """Listen on a new abstract Unix socket, and on a TCP port of `host` if it is given.
+
+        If the worker has one port for all purposes, that one is used in place of a port of `host`.
+        """
         self._me = me
+        self._port = port
+        self._proofs: SocketProofs | None = None
+        self._handed: deque[tuple[Callable[[socket.socket], object], socket.socket]] = deque()
         self._accept = accept
         self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
@@ -59,7 +77,7 @@ class Listener:
         self._is_closed = False
         self._credentials: dict[bytes, Credentials] = {}
         self._introduced: dict[Party, Credentials] = {}
-        self._unproven: dict[_Unproven, None] = {}  # oldest first
+        self._unproven = Strangers(MAX_UNPROVEN)
         try:
             self.addresses = self._listen(host)
         except BaseException:
@@ -69,6 +87,9 @@ class Listener:
     def _listen(self, host: str | None) -> Addresses:
         name = f"aiorpc-{secrets.token_hex(16)}"
         self._acceptor.add(listen_unix(name))
+        if self._port is not None:
+            self._serve_at(self._port)
+            return Addresses(network_namespace(), name, (self._port.host, self._port.number))
         tcp = None if host is None else self._listen_tcp(host)
         return Addresses(network_namespace(), name, tcp)
 
@@ -83,16 +104,52 @@ class Listener:
         if self.addresses.tcp is None and not self._is_closed:
             self.addresses = replace(self.addresses, tcp=self._listen_tcp(host))
 
-    def _open(self, accepted: socket.socket) -> None:
+    def _serve_at(self, port: Port) -> None:
+        """Take connections at the worker's one port."""
+        port.serve(CALLS_AT_PORT, partial(self._hand_over, self._open_at_port))
+        if port.tls is not None:
+            self._proofs = SocketProofs(port.tls, self._loop, self._on_tensor_socket)
+            port.serve(TENSORS_AT_PORT, partial(self._hand_over, self._proofs.begin))
+
+    def _hand_over(self, take: Callable[[socket.socket], object], accepted: socket.socket) -> None:
+        """Take a connection on the loop. Called in the port's thread.
+
+        While the loop is blocked only so many wait, as in the backlog of a socket that listens.
+        """
+        self._handed.append((take, accepted))
+        if len(self._handed) > MAX_UNPROVEN:
+            with contextlib.suppress(IndexError):  # the loop has taken them meanwhile
+                self._handed.popleft()[1].close()
+        call_soon(self._loop, self._take_handed)
+
+    def _take_handed(self) -> None:
+        while self._handed:
+            take, accepted = self._handed.popleft()
+            if self._is_closed:
+                accepted.close()
+            else:
+                take(accepted)
+
+    def _open_at_port(self, accepted: socket.socket) -> None:
+        assert self._port is not None
+        if (tls := self._port.tls) is None:
+            self._open(accepted)
+            return
+        opening = self._open(accepted, ssl=tls.server, ssl_handshake_timeout=PROOF_TIMEOUT)
+        self._unproven.add(opening, host_of(accepted), opening.cancel)
+
+    def _open(self, accepted: socket.socket, **tls: Any) -> asyncio.Task[Any]:
         accepted.setblocking(False)
         opening = self._loop.create_task(
-            self._loop.connect_accepted_socket(lambda: _Unproven(self), accepted)
+            self._loop.connect_accepted_socket(lambda: _Unproven(self), accepted, **tls)
         )
         self._opening[opening] = accepted
         opening.add_done_callback(self._on_opened)
+        return opening
 
     def _on_opened(self, opening: asyncio.Task[Any]) -> None:
         accepted = self._opening.pop(opening)
+        self._unproven.remove(opening)
         if opening.cancelled() or opening.exception() is not None:
             accepted.close()
 
@@ -117,31 +174,33 @@ class Listener:
         """Stop listening, and close the connections that are not authenticated."""
         self._is_closed = True
         self._acceptor.close()
-        for unproven in [*self._unproven]:
-            unproven.refuse("this worker leaves")
+        self._unproven.close()
+        self._take_handed()
+        if self._proofs is not None:
+            self._proofs.close()
 
     def add_unproven(self, unproven: "_Unproven") -> None:
-        """Add an unauthenticated connection; beyond `MAX_UNPROVEN` close one of the busiest host.
-
-        Of that host's connections the oldest is closed: a member proves itself within milliseconds,
-        and strangers at one host do not close the connections of members at others. A connection
-        that comes after `close` is closed.
-        """
+        """Add an unauthenticated connection; one that comes after `close` is closed."""
         if self._is_closed:
             unproven.refuse("this worker has left")
-            return
-        while len(self._unproven) >= MAX_UNPROVEN:
-            self._surplus().refuse("too many unauthenticated connections")
-        self._unproven[unproven] = None
-
-    def _surplus(self) -> "_Unproven":
-        hosts = Counter(each.host for each in self._unproven)
-        busiest = max(hosts, key=hosts.__getitem__)
-        return next(each for each in self._unproven if each.host == busiest)
+        else:
+            refuse = partial(unproven.refuse, "too many unauthenticated connections, or an end")
+            self._unproven.add(unproven, unproven.host, refuse)
 
     def remove_unproven(self, unproven: "_Unproven") -> None:
         """Remove a connection that is authenticated or closed."""
-        self._unproven.pop(unproven, None)
+        self._unproven.remove(unproven)
+
+    def _on_tensor_socket(self, sock: socket.socket, hello: Hello, nonce: bytes) -> None:
+        """Answer the proof of a caller that has connected a socket for tensors by TLS."""
+        credentials = self.find(hello.key)
+        connection, purpose = read_number(hello.connection)
+        is_proven = credentials is not None and hello.is_proven(credentials, nonce)
+        if credentials is None or not is_proven or purpose == CALLS or self._is_closed:
+            sock.close()
+            return
+        sock.sendall(hello.callee_proof(credentials, nonce))  # there is room for it
+        self._accept_socket(credentials.caller, connection, purpose, sock)
 
     def start_session(
         self, transport: asyncio.Transport, credentials: Credentials, hello: Hello, nonce: bytes
@@ -179,8 +238,7 @@ class _Unproven(asyncio.BufferedProtocol):
         self._transport = opened
         peer = opened.get_extra_info("socket")
         if peer.family != socket.AF_UNIX:
-            address = opened.get_extra_info("peername")
-            self.host = address[0] if address else "?"  # closed already
+            self.host = host_of(peer)
         elif not is_same_user(peer):
             opened.abort()
             return

@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
+from .._port.port import Port
 from .._protocol.endpoints import completed_future
 from .._protocol.members import Members, left_text
 from .._protocol.name_table import NameTable
@@ -96,9 +97,9 @@ class Server:
         """Set the devices between which tensors travel: before torch starts, and at a rejoin."""
         self._routes = routes
 
-    def open(self, host: str | None = None) -> None:
-        """Listen, at the address `host` too if there are peers in other network namespaces."""
-        self._listener = Listener(self._members.me, host, self.accept, self.accept_socket)
+    def open(self, host: str | None = None, port: Port | None = None) -> None:
+        """Listen; for peers in other network namespaces at the address `host`, or at `port`."""
+        self._listener = Listener(self._members.me, host, self.accept, self.accept_socket, port)
 
     def listen_at(self, host: str) -> None:
         """Listen at the address `host` from now on: a peer in another network namespace enters."""

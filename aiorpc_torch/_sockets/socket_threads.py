@@ -8,6 +8,7 @@ The threads end when their socket is shut down. (tests/unit/sockets/test_socket_
 import contextlib
 import queue
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -70,7 +71,8 @@ class _SocketThreads:
         self._is_closed = True
         for sock in self._sockets:
             with contextlib.suppress(OSError):  # it is closed
-                sock.shutdown(socket.SHUT_RDWR)
+                # Not the method of `SSLSocket`: a thread may send in clear text before it is over.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
         self._sockets.clear()
 
     def _run(self, sock: socket.socket, is_own: bool) -> None:
@@ -174,6 +176,10 @@ class SocketReceiver(_SocketThreads):
 
 def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
     """Send buffers one after another, in one system call if possible."""
+    if isinstance(sock, ssl.SSLSocket):
+        for each in buffers:
+            sock.sendall(each)
+        return
     sent = sock.sendmsg(buffers)
     for each in buffers:
         if sent < len(each):
@@ -187,9 +193,9 @@ def _fill(sock: socket.socket, memory: memoryview, *, may_end: bool = False) -> 
     Raises:
         ConnectionResetError: if the socket ends and may not.
     """
-    received = 0
+    received, flags = 0, 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     while received < len(memory):
-        count = sock.recv_into(memory[received:], 0, socket.MSG_WAITALL)
+        count = sock.recv_into(memory[received:], 0, flags)
         if not count:
             if may_end and not received:
                 return False

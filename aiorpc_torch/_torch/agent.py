@@ -17,6 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import timedelta
+from typing import Protocol
 
 import torch
 from torch.distributed import rpc
@@ -76,17 +77,30 @@ class PeerInfo:
     namespace: str = ""
     """Network namespace, "" if unknown."""
 
+    endpoint: str = ""
+    """Address and port for workers on other hosts, "" unless each worker has one port."""
+
     @property
     def info(self) -> WorkerInfo:
         """torch's reference to the worker."""
         return WorkerInfo(self.name, self.number)
 
 
+class Routes(Protocol):
+    """The ways to peers that cannot be reached at their own address."""
+
+    def address_of(self, peer: PeerInfo) -> str:
+        """Return the address at which this process reaches a peer."""
+
+    def forget(self, peer: PeerInfo) -> None:
+        """Free the address of a peer, whose process has ended."""
+
+
 class Agent:
     """The RPC agent of this process, one in a world. To make one blocks for milliseconds.
 
     Worker ids are torch's. If every worker is in its `first_world`, torch counts the
-    references to RRefs.
+    references to RRefs. `routes` has other addresses of the peers.
     """
 
     def __init__(
@@ -99,6 +113,7 @@ class Agent:
         channels: Sequence[str] | None = None,
         device_maps: Mapping[str, NamedDeviceMaps],
         first_world: bool,
+        routes: Routes | None = None,
     ) -> None:
         global _first_id, _needs_stop
         options = rpc.TensorPipeRpcBackendOptions(
@@ -114,6 +129,7 @@ class Agent:
             init_autograd(worker_id)
         set_profiler_node(worker_id)  # for a profiler's events; torch cannot unset it
         rrefs.enter_world(worker_id, counted=first_world)
+        self._routes = routes
         self._store = HashStore()
         self._maps = {**device_maps}
         self.routes = DeviceRoutes.for_worker(name, device_maps)
@@ -134,7 +150,8 @@ class Agent:
             self._maps[peer.name] = peer.device_maps
             self.routes = DeviceRoutes.for_worker(self._name, self._maps)
             _init_cuda(self.routes)
-        self._store.set(f"addrs/{peer.name}", peer.address)
+        address = peer.address if self._routes is None else self._routes.address_of(peer)
+        self._store.set(f"addrs/{peer.name}", address)
         maps = {**self.routes.answers}
         self._agent._update_group_membership(peer.info, self.routes.used, maps, True)
         worker_names().add(peer.name)  # for torch's own gathering among all workers
@@ -152,6 +169,8 @@ class Agent:
         (2.15; tests/unit/torch/test_agent.py)
         """
         rrefs.note_past(old.number)
+        if self._routes is not None:
+            self._routes.forget(old)
         # torch forgets the maps that are not listed. An entry that stays would not be replaced.
         kept = {name: each for name, each in self.routes.answers.items() if name != old.name}
         name_only = WorkerInfo(old.name, _NO_ID)

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from .._aio.loops import LoopFactory, new_event_loop
+from .._port.tls import Tls
 from .._server.exports import Export
 from .._torch.agent import process_worker_id
 from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_maps
@@ -48,6 +49,8 @@ class WorkerConfig(NodeConfig):
     channels: Sequence[str] | None = None
     device_maps: DeviceMaps = field(default_factory=dict)
     interface: str | None = None
+    port: int | None = None
+    tls: Tls | None = None
     on_failure: OnFailure = "continue"
     freeze_gc: bool = True
     is_local: bool = False
@@ -74,6 +77,19 @@ class WorkerConfig(NodeConfig):
             if isinstance(names, str):
                 raise TypeError(f"{option} must be a list of names, got {names!r}")
         normalize_device_maps(self.device_maps)
+        if self.port is not None and not 0 < self.port < 65536:
+            raise ValueError(f"port must be from 1 to 65535, got {self.port!r}")
+
+        if self.has_one_port and self.transports and self.transports[-1] != "uv":
+            raise ValueError(
+                'with port= or tls= the last one of transports must be "uv", which reaches other '
+                f"hosts, got {self.transports!r}"
+            )
+
+    @property
+    def has_one_port(self) -> bool:
+        """Return whether this worker has one TCP port for all connections."""
+        return self.port is not None or self.tls is not None
 
     def registration(self) -> Registration:
         """Return what this worker tells its peers."""

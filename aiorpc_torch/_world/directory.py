@@ -204,10 +204,13 @@ class Directory:
             raise ValueError("not the time for an address")
         if not is_entering and self._members.get(process.name) is not process:
             return  # it was refused meanwhile
-        where, maps, space = message.address, message.device_maps, process.registration.namespace
+        own, where = process.registration, message.address
         host = urlsplit(where).hostname or ""
-        process.loopback = host if is_loopback_host(host) else ""
-        process.member = wire.Member(process.name, process.rank, process.number, where, maps, space)
+        process.loopback = host if is_loopback_host(host) and not own.endpoint else ""
+        maps, space = message.device_maps, own.namespace
+        process.member = wire.Member(
+            process.name, process.rank, process.number, where, maps, space, own.endpoint
+        )
         if is_entering:
             self._add_if_reached(process)
         else:

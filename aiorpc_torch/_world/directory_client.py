@@ -16,6 +16,9 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from .._aio.fork import close_on_fork
 from .._aio.threads import run_in_thread
+from .._port.port import Port
+from .._port.purposes import DIRECTORY
+from .._port.tls import TlsError
 from .._protocol import endpoints
 from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
@@ -53,9 +56,19 @@ class _DirectoryEndedError(Exception):
 
 
 class DirectoryClient:
-    """The connection of the worker of a registration, on the loop that it is used on."""
+    """The connection of the worker of a registration, on the loop that it is used on.
 
-    def __init__(self, meeting: Meeting, registration: Registration, timeout: float) -> None:
+    The `port` is that of a worker which has one for all purposes.
+    """
+
+    def __init__(
+        self,
+        meeting: Meeting,
+        registration: Registration,
+        timeout: float,
+        port: Port | None = None,
+    ) -> None:
+        self._port = port
         self.registration = registration
         self.host = meeting.host
         self._meeting = meeting
@@ -126,14 +139,37 @@ class DirectoryClient:
         await self._disconnect()
         if self.registration.rank == 0:
             world, listening = await self._in_thread(self._meeting.listen)
-            self._server = DirectoryServer(world, listening)
+            self._server = self._serve(world, listening)
             return await self._greet(world, self._server.connect(), self._first_message())
         while True:
             try:
                 world, [connected] = await self._in_thread(self._meeting.connect)
+                connected = await self._through_port(connected)
                 return await self._greet(world, connected, self._first_message())
+            except TlsError as exc:
+                raise ValueError(f"no connection to rank 0: {exc}") from exc
             except (OSError, EOFError) as exc:
                 await self._pause(exc)
+
+    def _serve(self, world: str, listening: list[socket.socket]) -> DirectoryServer:
+        if self._port is None:
+            return DirectoryServer(world, listening)
+        at_port = [each for each in listening if self._is_through_port(each)]
+        server = DirectoryServer(world, [each for each in listening if each not in at_port])
+        self._port.serve(DIRECTORY, server.accept)
+        self._port.listen_for_directory(at_port)
+        return server
+
+    def _is_through_port(self, sock: socket.socket) -> bool:
+        """Return whether a connection to the directory uses TLS, or comes to a worker's port."""
+        if self._port is None or sock.family == socket.AF_UNIX:
+            return False
+        return self._port.tls is not None or self._meeting.is_at_port
+
+    async def _through_port(self, connected: socket.socket) -> socket.socket:
+        if self._port is None or not self._is_through_port(connected):
+            return connected
+        return await self._port.secure(connected, DIRECTORY, f"rank 0 at {self._meeting}")
 
     async def _in_thread(self, step: Callable[[], _Sockets]) -> _Sockets:
         self._attempt = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
@@ -287,6 +323,7 @@ class DirectoryClient:
             self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
             try:
                 _, [connected] = await self._in_thread(self._meeting.connect)
+                connected = await self._through_port(connected)
                 resume = wire.Resume(me.name, me.number, self._key)
                 stream = await self._greet(self._world, connected, resume)
             except (ConnectionRefusedError, FileNotFoundError) as exc:
@@ -390,6 +427,8 @@ class DirectoryClient:
         if self._server is not None:
             server, self._server = self._server, None
             self._meeting.withdraw()
+            if self._port is not None:
+                self._port.end_directory()
             await run_in_thread(server.close, "aiorpc-stop")
         await self._close_stream()
 

@@ -18,6 +18,7 @@ class Member(NamedTuple):
     address: str
     device_maps: dict[str, dict[str, str]]
     namespace: str
+    endpoint: str
 
 
 class _Message(msgspec.Struct, tag=True, array_like=True):

@@ -51,6 +51,10 @@ class DirectoryServer:
         call_soon(self._loop, self._start, ours)
         return theirs
 
+    def accept(self, connected: socket.socket) -> None:
+        """Serve a worker at one end of a socket pair."""
+        call_soon(self._loop, self._start, connected)
+
     def close(self) -> None:
         """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
         call_soon(self._loop, self._closing.set)

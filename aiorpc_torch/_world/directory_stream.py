@@ -19,6 +19,7 @@ M = TypeVar("M")
 _NAME, _PROTOCOL = b"aiorpc:", b"1"
 ANY_WORLD = "-" * 32
 """In place of the id of a world: a worker that does not know it meets any."""
+_TLS_ALERT = b"\x15"
 _LENGTH = struct.Struct("<I")
 KEEPALIVE = 60  # seconds until TCP probes an idle connection
 _PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
@@ -74,7 +75,9 @@ class Stream(Generic[M]):
             EOFError, OSError: if the connection ends.
         """
         # No more than is wrong: another program may have sent less, and wait for an answer.
-        if await self._reader.readexactly(1) != _NAME[:1]:
+        if (first := await self._reader.readexactly(1)) != _NAME[:1]:
+            if first == _TLS_ALERT:
+                raise NoDirectoryError("it uses TLS: give every worker tls=")
             raise NoDirectoryError("it is no program of aiorpc_torch")
         if await self._reader.readexactly(len(_NAME) - 1) != _NAME[1:]:
             raise NoDirectoryError("it is no program of aiorpc_torch")

@@ -58,6 +58,7 @@ def run_checks(master: str | None = None, interface: str | None = None) -> int:
         functools.partial(network_interface, interface, address),
         functools.partial(way_to_rank_0, address),
         ports,
+        certificate,
         devices,
         *(functools.partial(transport, each) for each in TRANSPORTS),
     ]
@@ -151,10 +152,28 @@ def _try_to_connect(name: str, host: str, port: int) -> Finding:
 
 def ports() -> Finding:
     """Return the ports that workers of several machines use."""
+    try:
+        port = launch.find_port(None)
+    except ValueError as exc:
+        return Finding("ports", str(exc), "give the number of a port")
+    if port is not None:
+        return Finding("ports", f"rank 0's, and {port} for this worker ({launch.PORT})")
     path = Path("/proc/sys/net/ipv4/ip_local_port_range")
     first, last = path.read_text().split() if path.exists() else ("32768", "60999")
     text = f"rank 0's, and {first} to {last} between all machines; none within one machine"
     return Finding("ports", text)
+
+
+def certificate() -> Finding:
+    """Return whether the certificate that the environment names is valid."""
+    try:
+        found = launch.find_tls(None)
+        if found is None:
+            return Finding("TLS", f"no certificate in the environment ({launch.TLS[0]})")
+        found.check()
+    except ValueError as exc:
+        return Finding("TLS", str(exc), f"check the files in {', '.join(launch.TLS)}")
+    return Finding("TLS", f"the certificate in {found.cert} is valid")
 
 
 def devices() -> Finding:

@@ -7,15 +7,19 @@ the ranks to Slurm. Nothing is read that an argument of `worker()` gives.
 import contextlib
 import itertools
 import os
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
+from .._port.tls import Tls
 from .._torch.agent import process_worker_id
 from .config import new_local_url
 from .hostlist import expand_hosts
 
 NAMES = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 """torchrun's variables, by whose names settings are found."""
+
+PORT = "AIORPC_TORCH_PORT"
+TLS = ("AIORPC_TORCH_TLS_CERT", "AIORPC_TORCH_TLS_KEY", "AIORPC_TORCH_TLS_CA")
 
 DEFAULT_PORT = 29500  # torch's own
 # Below the random ports of Linux (32768 to 60999), above those of common services.
@@ -80,6 +84,42 @@ def rank_and_size(
             "one have the number of its first world. Start another process"
         )
     return -1, -1
+
+
+def port_settings(port: int | None, tls: Tls | None) -> dict[str, Any]:
+    """Return the port and the certificate of a worker, given or of the environment."""
+    return {"port": find_port(port), "tls": find_tls(tls)}
+
+
+def find_port(port: int | None) -> int | None:
+    """Return `port`, or AIORPC_TORCH_PORT plus the number of this worker on its host."""
+    if port is not None or not os.environ.get(PORT):
+        return port
+    base = _number(PORT)
+    for name in ("LOCAL_RANK", "SLURM_LOCALID"):
+        if os.environ.get(name) and (name == "LOCAL_RANK" or is_slurm_task()):
+            return base + _number(name)
+    return base
+
+
+def find_tls(tls: Tls | None) -> Tls | None:
+    """Return `tls`, or that of the files which the environment names.
+
+    Raises:
+        ValueError: if some variables are missing, or a file cannot be used.
+    """
+    if tls is not None or not any(os.environ.get(name) for name in TLS):
+        return tls
+    if missing := [name for name in TLS if not os.environ.get(name)]:
+        raise ValueError(f"TLS needs {', '.join(TLS)}: {' and '.join(missing)} is not set")
+    return Tls(*(os.environ[name] for name in TLS))
+
+
+def _number(name: str) -> int:
+    try:
+        return int(os.environ[name])
+    except ValueError:
+        raise ValueError(f"{name} must be a number, got {os.environ[name]!r}") from None
 
 
 def is_single_host(init_method: str | None, world_size: int) -> bool:

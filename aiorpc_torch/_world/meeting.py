@@ -22,6 +22,7 @@ from typing import NamedTuple
 from urllib.parse import urlparse
 
 from .._aio.unix_sockets import connect_unix, is_same_user, listen_unix
+from .._port.port import Port
 from .._torch.compat import TCPStore
 from .._wire.handshake import network_namespace
 from .._wire.plain import dump, reader
@@ -54,9 +55,14 @@ class Meeting:
     Args:
         init_method: the URL, or `env://` for MASTER_ADDR and MASTER_PORT.
         interface: rank 0's network interface, if it is known.
+
+    Attributes:
+        port: where rank 0's directory is reached, if each worker has one port. A fixed address
+            and a Unix socket stay what they are.
     """
 
     def __init__(self, init_method: str, interface: str | None = None) -> None:
+        self.port: Port | None = None
         self._url = urlparse(init_method)
         self._interface = interface
         self._store: TCPStore | None = None
@@ -88,6 +94,11 @@ class Meeting:
             return None
         return host or None
 
+    @property
+    def is_at_port(self) -> bool:
+        """Return whether others find the directory at rank 0's one port."""
+        return self.port is not None and (self._url.scheme == "file" or self._has_agent)
+
     # ── rank 0 ──────────────────────────────────────────────────────────────────────────────────
 
     def listen(self) -> tuple[str, list[socket.socket]]:
@@ -104,7 +115,10 @@ class Meeting:
         listening = [_listen_unix(self._world)]
         host, port = "", 0
         interface = self._interface or network.interface_towards(self.host)
-        if address := network.own_address(interface):
+        if self.port is not None:
+            if not network.is_loopback_host(self.port.host):
+                host, port = self.port.host, self.port.number
+        elif address := network.own_address(interface):
             listening.append(network.listen(address, 0))
             host, port = listening[-1].getsockname()[:2]
         self._publish(dump(Published(self._world, network_namespace(), host, port)))

@@ -73,6 +73,11 @@ def loopback_only() -> str:
     return _loopback() or "lo"
 
 
+def loopback_address() -> str:
+    """Return an address of the loopback interface."""
+    return addresses().get(loopback_only(), ["127.0.0.1"])[0]
+
+
 def describe(interface: str | None) -> str:
     """Return the interface and its addresses as text."""
     if interface is None:

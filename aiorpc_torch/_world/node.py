@@ -13,6 +13,7 @@ from torch.futures import Future
 from .._aio.loops import await_on
 from .._client.introduction import Introductions
 from .._client.pool import ConnectionPool
+from .._port.port import Port
 from .._protocol.endpoints import completed_future
 from .._protocol.members import Members, left_text, replaced_text
 from .._server.exports import ExportPolicy
@@ -98,7 +99,11 @@ class Node:
         self._held: list[Callable[[], None]] | None = []  # until `start`
 
     def start(
-        self, host: str | None, workers: Iterable[PeerInfo] = (), agent: Agent | None = None
+        self,
+        host: str | None,
+        workers: Iterable[PeerInfo] = (),
+        agent: Agent | None = None,
+        port: Port | None = None,
     ) -> None:
         """Call, watch and serve the peers: all members are known.
 
@@ -106,6 +111,7 @@ class Node:
             host: address for peers in other network namespaces, None if there are none.
             workers: the members, unless they were known before.
             agent: learns of replacement processes.
+            port: takes the place of a port of `host`.
         """
         for worker in workers:
             self._admit(worker)
@@ -116,7 +122,7 @@ class Node:
         self.pool.open()
         self.detector.start()
         try:
-            self.server.open(host)
+            self.server.open(host, port)
         finally:
             held, self._held = self._held or [], None
             for step in held:

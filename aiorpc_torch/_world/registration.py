@@ -25,6 +25,10 @@ class Registration:
     """As requested: "auto", or for each peer a map from own devices to the peer's."""
     namespace: str = ""
     """Network namespace in which the worker listens."""
+    endpoint: str = ""
+    """Address and port for workers on other hosts, "" unless each worker has one port."""
+    is_secure: bool = False
+    """Whether it uses TLS."""
     comeback: int = 0
     """Number of rejoins of this world up to this worker's, 0 if it did not rejoin."""
     joined: bool = False
@@ -50,8 +54,19 @@ class Registration:
                 f"every worker must run the same version: {other} runs aiorpc_torch "
                 f"{other.version}, {self} runs {self.version}"
             )
+        if text := self._conflict_of_ports(other):
+            return text
         if other.name == self.name and other.rank != self.rank:
             return f"two workers are called {self.name!r}: {other} and {self}"
+        return ""
+
+    def _conflict_of_ports(self, other: "Registration") -> str:
+        if other.is_secure != self.is_secure:
+            with_, without = (self, other) if self.is_secure else (other, self)
+            return f"every worker must be given tls=, or none: {with_} has it, {without} has not"
+        if bool(other.endpoint) != bool(self.endpoint):
+            with_, without = (self, other) if self.endpoint else (other, self)
+            return f"every worker must be given port=, or none: {with_} has it, {without} has not"
         return ""
 
 

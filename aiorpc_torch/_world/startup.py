@@ -6,6 +6,7 @@ Every wait here has a timeout.
 import asyncio
 import logging
 from collections.abc import Callable, Sequence
+from urllib.parse import urlsplit
 
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
@@ -18,6 +19,7 @@ from .config import WorkerConfig
 from .device_maps import resolve_device_maps
 from .directory_client import DirectoryClient
 from .directory_messages import Entering
+from .one_port import CHANNELS, OnePort
 from .registration import assign_worker_ids
 
 log = logging.getLogger("aiorpc_torch")
@@ -34,11 +36,16 @@ class Startup:
     """The start of one worker. `use_routes` is called before torch's RPC starts."""
 
     def __init__(
-        self, config: WorkerConfig, directory: DirectoryClient, use_routes: UseRoutes
+        self,
+        config: WorkerConfig,
+        directory: DirectoryClient,
+        use_routes: UseRoutes,
+        one_port: OnePort | None = None,
     ) -> None:
         self._config = config
         self._directory = directory
         self._use_routes = use_routes
+        self._one_port = one_port
         self._starting: asyncio.Future[None] | None = None
         self._agent: Agent | None = None  # set once torch's RPC runs
 
@@ -96,19 +103,25 @@ class Startup:
     def _start_agent(
         self, number: int, maps: dict[str, NamedDeviceMaps], *, first_world: bool
     ) -> None:
-        config, interface = self._config, self._interface()
+        config, interface, channels = self._config, self._interface(), self._config.channels
         self._use_routes(DeviceRoutes.for_worker(config.name, maps))
         log.info("%s uses %s", config.name, network.describe(interface))
+        if (one_port := self._one_port) is not None:
+            interface = network.loopback_only()
+            channels = [each for each in CHANNELS if channels is None or each in channels]
         with network.interface_env(interface):
             self._agent = Agent(
                 config.name,
                 number,
                 threads=config.threads,
                 transports=config.transports,
-                channels=config.channels,
+                channels=channels,
                 device_maps=maps,
                 first_world=first_world,
+                routes=one_port,
             )
+        if one_port is not None:
+            one_port.port.torch = _address(self._agent.address)
 
     async def _cancel(self) -> None:
         if self._starting is not None:
@@ -144,9 +157,22 @@ class Startup:
         return missing
 
     def _unreachable_text(self, missing: Sequence[PeerInfo]) -> str:
-        peers = ", ".join(f"{peer.name!r} at {peer.address}" for peer in missing)
+        peers = ", ".join(map(self._describe, missing))
         return (
             f"all workers registered, but {self._config.name!r} does not reach {peers}. "
             f"This worker uses {network.describe(self._interface())}. Give each worker() "
             "the interface= (or AIORPC_INTERFACE) at which the others reach it"
         )
+
+    def _describe(self, peer: PeerInfo) -> str:
+        text = f"{peer.name!r} at {peer.endpoint or peer.address}"
+        reason = "" if self._one_port is None else self._one_port.failure(peer.name)
+        return f"{text} ({reason})" if reason else text
+
+
+def _address(url: str) -> tuple[str, int]:
+    """Return address and port in an address of torch's."""
+    parts = urlsplit(url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port

@@ -6,12 +6,18 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Self
 
 from .._aio.fork import forks_exit_here
 from .._aio.interruption import interruptible
 from .._aio.signals import graceful_signals
 from .._aio.tasks import run_to_end
+from .._aio.threads import run_in_thread
+from .._client.introduction import Introductions
+from .._port.dialer import Dialer
+from .._port.port import Port
+from .._port.tls import Tls
 from .._protocol import endpoints
 from .._protocol.members import Members
 from .._server.exports import Export, checked_exports
@@ -24,10 +30,11 @@ from .config import OnFailure, WorkerConfig
 from .directory_client import DirectoryClient
 from .dump import dump_on_signal
 from .failure_detector import Children
-from .launch import is_single_host, meeting_url, rank_and_size
+from .launch import is_single_host, meeting_url, port_settings, rank_and_size
 from .meeting import Meeting
 from .network import loopback_only, requested_interface
 from .node import Node, host_for
+from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
 
@@ -153,6 +160,8 @@ async def worker(
     stop_timeout: float | None = None,
     heartbeat: float = 10.0,
     interface: str | None = None,
+    port: int | None = None,
+    tls: Tls | None = None,
     on_failure: OnFailure = "continue",
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
@@ -199,6 +208,13 @@ async def worker(
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
             the environment, else TP_SOCKET_IFNAME or GLOO_SOCKET_IFNAME, else the interface that
             leads to rank 0's address).
+        port: TCP port of this worker, the only one that other hosts need to reach beside rank 0's
+            (default: AIORPC_TORCH_PORT in the environment, plus LOCAL_RANK or SLURM_LOCALID, else
+            random ports). Every worker of a world needs one.
+        tls: Certificate of this worker (default: the files AIORPC_TORCH_TLS_CERT,
+            AIORPC_TORCH_TLS_KEY and AIORPC_TORCH_TLS_CA of the environment, else no TLS). All
+            between hosts is encrypted then, on one port for each worker, and a peer without a
+            certificate of the same authority is refused. Every worker of a world needs one.
         on_failure: Effect of an exception in a peer's block, or of a peer's death. "continue": this
             worker's calls to that peer raise `WorkerLost`. "stop": the block is cancelled, and
             `WorkerLost` raised from it.
@@ -221,12 +237,12 @@ async def worker(
             names both. If a device map names an unknown device, or one of the peer's devices twice;
             it names the worker. If a worker that joins has the name of a living one, or is given no
             name, a rank or a world size; if it cannot reach the others, or they it. If another
-            program listens at the address of rank 0.
-        OSError: At rank 0, if another process listens at its address.
+            program listens at the address of rank 0. If a certificate is not valid, or refused at
+            rank 0; it names the file.
+        OSError: At rank 0, if another process listens at its address. If `port` is in use.
         RuntimeError: If this process is in a world already, or joins and was in one before.
     """
     rank, world_size = rank_and_size(name, rank, world_size, join=join)
-    interface = _interface(interface, is_single_host(init_method, world_size))
     config = WorkerConfig(
         name=name or f"worker{rank}",
         rank=rank,
@@ -240,7 +256,8 @@ async def worker(
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
-        interface=interface,
+        interface=_interface(interface, is_single_host(init_method, world_size)),
+        **port_settings(port, tls),
         on_failure=on_failure,
         exports=None if exports is None else checked_exports(exports),
         freeze_gc=freeze_gc,
@@ -262,16 +279,44 @@ async def run_worker(
     """Be the worker of `config` during the block; `children` are as for `FailureDetector`."""
     if is_running():
         raise RuntimeError("this process is in a world already; torch allows one at a time")
-    node = Node(Members(config.name), config, children)
     meeting = Meeting(config.init_method, config.interface)
-    directory = DirectoryClient(meeting, config.registration(), config.start_timeout)
+    async with _one_port(config, meeting) as one_port:
+        async with _entered(config, children, meeting, one_port) as me:
+            yield me
+
+
+@contextlib.asynccontextmanager
+async def _one_port(config: WorkerConfig, meeting: Meeting) -> AsyncIterator[OnePort | None]:
+    """Listen at the one port of the worker, if it has one."""
+    if not config.has_one_port:
+        yield None
+        return
+    find_host = partial(host_of_port, config.interface, meeting.host)
+    found = OnePort(config, await run_in_thread(find_host, "aiorpc-join"))
+    meeting.port = found.port
+    try:
+        yield found
+    finally:
+        await run_to_end(asyncio.create_task(run_in_thread(found.port.close, "aiorpc-stop")))
+
+
+@contextlib.asynccontextmanager
+async def _entered(
+    config: WorkerConfig, children: Children | None, meeting: Meeting, one_port: OnePort | None
+) -> AsyncIterator[Worker]:
+    registration, port, members = config.registration(), meeting.port, Members(config.name)
+    if one_port is not None:
+        registration = one_port.registration(registration)
+    introductions = None if port is None else Introductions(members, dialer=Dialer(port.tls))
+    node = Node(members, config, children, introductions)
+    directory = DirectoryClient(meeting, registration, config.start_timeout, port)
     endpoints.enter(node)  # before torch starts: a quicker peer may call already
     try:
         with cpp_warnings_hidden():
-            startup = Startup(config, directory, node.server.set_device_routes)
+            startup = Startup(config, directory, node.server.set_device_routes, one_port)
             agent, workers = await startup.run()
             with _gc_frozen(config.freeze_gc), dump_on_signal():
-                async with _running(config, node, directory, agent, workers) as me:
+                async with _running(config, node, directory, agent, workers, port) as me:
                     yield me
     finally:
         endpoints.leave(node)
@@ -298,13 +343,14 @@ async def _running(
     directory: DirectoryClient,
     agent: Agent,
     workers: list[PeerInfo],
+    port: Port | None,
 ) -> AsyncIterator[Worker]:
     """Serve and call peers, from the start of torch's RPC to its end."""
     registration = directory.registration
     [own] = (each for each in workers if each.name == config.name)
     failure, node.leaves_alone = "", config.join
     try:
-        node.start(host_for(workers, own), workers, agent)
+        node.start(host_for(workers, own), workers, agent, port)
         directory.follow(node)
         if registration.entry:
             for peer in await directory.entered():

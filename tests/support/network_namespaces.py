@@ -46,6 +46,8 @@ class Machine:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.prefix: tuple[str, ...] = ()
+        """Words before each command that `running` runs."""
         self._keeper = subprocess.Popen(
             ["unshare", "--net", "sh", "-c", "echo in; exec cat"],
             stdin=subprocess.PIPE,
@@ -239,7 +241,7 @@ class Node:
 async def running(machine: Machine, *command: str, **environment: str) -> AsyncIterator[Node]:
     """A command of Python on that machine."""
     process = await asyncio.create_subprocess_exec(
-        *machine.inside(sys.executable, *command),
+        *machine.inside(*machine.prefix, sys.executable, *command),
         stdin=asyncio.subprocess.PIPE,
         stdout=asyncio.subprocess.PIPE,
         stderr=asyncio.subprocess.PIPE,

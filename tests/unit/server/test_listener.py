@@ -3,6 +3,7 @@
 import asyncio
 import os
 import resource
+import select
 import socket
 import struct
 from collections.abc import Iterator
@@ -12,18 +13,20 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._aio import acceptor
+from aiorpc_torch._port.port import Port
+from aiorpc_torch._port.purposes import CALLS, preface
 from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
 from aiorpc_torch._wire.handshake import NONCE, Party
 
 
-def listen(host: str | None = None) -> Listener:
+def listen(host: str | None = None, port: Port | None = None) -> Listener:
     """A listener on whose connections nobody proves who it is."""
 
     def refuse_to_accept(caller: Party, *_: object) -> Any:
         raise AssertionError(f"{caller} was accepted")
 
-    return Listener(Party("w", 0), host, refuse_to_accept, refuse_to_accept)
+    return Listener(Party("w", 0), host, refuse_to_accept, refuse_to_accept, port)
 
 
 def dial(listening: Listener, source: str | None = None) -> socket.socket:
@@ -176,3 +179,28 @@ async def test_a_caller_that_is_gone_before_it_is_accepted(
         assert len(await asyncio.to_thread(dialled.recv, 64)) == NONCE
     listening.close()
     assert not caplog.records
+
+
+@pytest.mark.promise("security.strangers")
+async def test_strangers_while_the_loop_is_blocked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The port hands over so many connections, and closes the oldest ones."""
+    monkeypatch.setattr(module, "MAX_UNPROVEN", 2)
+    port = Port("127.0.0.1", 0, None)
+    listening = listen(port=port)
+    strangers = [dial(listening) for _ in range(5)]
+    for each in strangers:  # this blocks the loop, until the port has closed three
+        each.sendall(preface(CALLS))
+        each.setblocking(False)
+    selector = select.poll()
+    for each in strangers:
+        selector.register(each, select.POLLIN)
+    closed: set[int] = set()
+    while len(closed) < 3:
+        closed |= {descriptor for descriptor, _ in selector.poll(10_000)}
+    for each in strangers:
+        each.settimeout(10.0)
+        received = await asyncio.to_thread(each.recv, 64)
+        assert received == b"" if each.fileno() in closed else len(received) == NONCE
+        each.close()
+    listening.close()
+    await asyncio.to_thread(port.close)

@@ -5,11 +5,13 @@ import resource
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from aiorpc_torch._world import doctor, launch
 from aiorpc_torch._world.doctor import Finding
+from tests.support.certificates import Authority
 
 
 def test_a_problem_has_its_remedy_below() -> None:
@@ -120,3 +122,21 @@ def test_the_command() -> None:
     for name in doctor.TRANSPORTS:
         assert re.search(rf"^ok +transport {name}: a call takes [\d.]+ ms", done.stdout, re.M)
     assert done.stdout.endswith("0 problems\n")
+
+
+def test_one_port_and_its_certificate(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What the environment says; what cannot be used is a problem."""
+    for name in (launch.PORT, *launch.TLS, "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert "no certificate in the environment" in doctor.certificate().text
+    monkeypatch.setenv(launch.PORT, "29600")
+    assert "29600 for this worker (AIORPC_TORCH_PORT)" in doctor.ports().text
+    monkeypatch.setenv(launch.PORT, "x")
+    assert doctor.ports().remedy
+    authority = Authority(tmp_path)
+    for tls in (authority.tls(), authority.expired()):
+        for name, file in zip(launch.TLS, (tls.cert, tls.key, tls.ca), strict=True):
+            monkeypatch.setenv(name, str(file))
+        found = doctor.certificate()
+        assert ("is valid" if "worker" in str(tls.cert) else "has expired") in found.text
+        assert bool(found.remedy) is ("has expired" in found.text)

@@ -1,10 +1,20 @@
 """What the environment says of a process: torchrun's, Slurm's and Kubernetes' variables."""
 
+from pathlib import Path
+
 import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch._world import launch
-from aiorpc_torch._world.launch import find_number, find_setting, is_single_host, meeting_url
+from aiorpc_torch._world.launch import (
+    find_number,
+    find_port,
+    find_setting,
+    find_tls,
+    is_single_host,
+    meeting_url,
+)
+from tests.support.certificates import Authority
 
 TASK = {
     "SLURM_JOB_ID": "1234",
@@ -175,3 +185,39 @@ def test_is_single_host(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_an_init_method_without_an_address_is_refused(url: str) -> None:
     with pytest.raises(ValueError, match=f"must be tcp://host:port, .*, got '{url}'"):
         meeting_url(url, 2)
+
+
+# ── one port, and TLS ───────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("worlds.launchers")
+def test_the_port_of_a_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That of the environment counts the workers of a host; a given one is that port."""
+    for name in (launch.PORT, "LOCAL_RANK", "SLURM_LOCALID"):
+        monkeypatch.delenv(name, raising=False)
+    assert (find_port(None), find_port(7)) == (None, 7)
+    set_all(monkeypatch, AIORPC_TORCH_PORT="29600", SLURM_LOCALID="3")
+    assert find_port(None) == 29600, "no task of a step"
+    set_all(monkeypatch, TASK)
+    assert find_port(None) == 29603
+    set_all(monkeypatch, LOCAL_RANK="2")
+    assert (find_port(None), find_port(7)) == (29602, 7)
+    set_all(monkeypatch, AIORPC_TORCH_PORT="x")
+    with pytest.raises(ValueError, match="AIORPC_TORCH_PORT must be a number, got 'x'"):
+        find_port(None)
+
+
+@pytest.mark.promise("worlds.launchers")
+def test_the_certificate_of_the_environment(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    for name in launch.TLS:
+        monkeypatch.delenv(name, raising=False)
+    assert find_tls(None) is None
+    files = Authority(tmp_path).files()
+    monkeypatch.setenv(launch.TLS[0], files[0])
+    text = "AIORPC_TORCH_TLS_KEY and AIORPC_TORCH_TLS_CA is not set"
+    with pytest.raises(ValueError, match=text):
+        find_tls(None)
+    set_all(monkeypatch, dict(zip(launch.TLS, files, strict=True)))
+    assert find_tls(None) == aiorpc.Tls(*files)

@@ -1,0 +1,1 @@
+"""One TCP port for all connections of a worker with other hosts, and TLS on them."""

@@ -1,0 +1,82 @@
+"""Connections for calls and tensors to the ports of workers on other hosts.
+
+(tests/unit/port/test_dialer.py)
+"""
+
+import asyncio
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from .port import connect
+from .purposes import CALLS, TENSORS, preface, server_name
+from .tls import Tls
+
+
+class Dialer:
+    """Opens connections in clear text, or by TLS if there is a certificate."""
+
+    def __init__(self, tls: Tls | None) -> None:
+        self.tls = tls
+
+    async def transport(
+        self, protocol: Callable[[], Any], address: tuple[str, int]
+    ) -> tuple[asyncio.Transport, Any]:
+        """Return transport and protocol of a connection for calls, of the running loop.
+
+        Raises:
+            TlsError: if the certificate of the other end is refused.
+            OSError: if there is no connection.
+        """
+        loop = asyncio.get_running_loop()
+        if self.tls is None:
+            transport, made = await loop.create_connection(protocol, *address)
+            transport.write(preface(CALLS))
+            return transport, made
+        family = socket.AF_INET6 if ":" in address[0] else socket.AF_INET
+        connected = await connect(loop, family, address)
+        try:
+            with self.tls.explaining(_name(address)):
+                return await loop.create_connection(
+                    protocol,
+                    sock=connected,
+                    ssl=self.tls.client,
+                    server_hostname=server_name(CALLS),
+                )
+        except BaseException:
+            connected.close()
+            raise
+
+    def tensor_socket(self, address: tuple[str, int], timeout: float) -> socket.socket:
+        """Return a socket for tensors, with TLS. Blocks for `timeout` a step at most.
+
+        Raises:
+            TlsError: if the certificate of the other end is refused.
+            OSError: if there is no connection.
+        """
+        assert self.tls is not None
+        connected = socket.create_connection(address, timeout)
+        try:
+            with self.tls.explaining(_name(address)):
+                return self.tls.client.wrap_socket(connected, server_hostname=server_name(TENSORS))
+        except BaseException:
+            connected.close()
+            raise
+
+
+def receive_exactly(sock: socket.socket, size: int) -> bytes:
+    """Return so many bytes of a blocking socket.
+
+    Raises:
+        ConnectionResetError: if it ends before.
+    """
+    received = b""
+    while len(received) < size:
+        if not (data := sock.recv(size - len(received))):
+            raise ConnectionResetError("closed before the handshake was done")
+        received += data
+    return received
+
+
+def _name(address: tuple[str, int]) -> str:
+    return f"the worker at {address[0]}, port {address[1]}"

@@ -1,0 +1,353 @@
+"""The one TCP port of a worker, and its event loop in a daemon thread.
+
+A user's event loop that is blocked delays no introduction, ping or message of torch's RPC, since
+they pass here. Connections for calls and tensors do not: their sockets are handed over as soon as
+their first bytes tell what they are for. (tests/unit/port/test_port.py)
+"""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any
+
+from .._aio.acceptor import Acceptor
+from .._aio.fork import close_on_fork
+from .._aio.loops import await_on, call_soon
+from .._aio.unix_sockets import BACKLOG
+from .purposes import (
+    CALLS,
+    DIRECTORY,
+    MAX_FIRST,
+    PREFACE,
+    TENSORS,
+    HelloReader,
+    preface,
+    read_preface,
+    server_name,
+)
+from .strangers import Strangers
+from .streams import LINGER, PlainStream, TlsStream, splice
+from .tls import Tls, TlsError
+
+log = logging.getLogger("aiorpc_torch")
+
+MAX_UNPROVEN = 64  # connections without proof at once; beyond it one is closed
+PROOF_TIMEOUT = 5.0  # seconds until a connection has proven itself
+MAX_WARNINGS = 64  # reasons for refusals that are logged as warnings
+
+_READY = b"+"
+"""Sent by the end that was connected to, once it has admitted the other one."""
+
+_ALERT = b"\x15\x03\x03\x00\x02\x02\x0a"
+"""A fatal alert of TLS: an unexpected message."""
+
+_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+
+Accepted = Callable[[socket.socket], object]
+"""Takes a connected socket, on the event loop of the port."""
+
+
+class Port:
+    """A listening socket for all purposes, and what passes through its loop. For any thread.
+
+    Args:
+        host: the address to listen at.
+        number: the port, 0 for a random one.
+        tls: the certificate; None for connections in clear text.
+
+    Raises:
+        OSError: if the port is in use; the message names it.
+    """
+
+    def __init__(self, host: str, number: int, tls: Tls | None) -> None:
+        self.tls = tls
+        listening = _listen(host, number)
+        self.host, self.number = listening.getsockname()[:2]
+        self.torch: tuple[str, int] | None = None
+        """Address of this worker's own listener of torch's RPC, once there is one."""
+        self._listening: list[tuple[socket.socket, str | None]] = [(listening, None)]
+        self._handlers: dict[str, Accepted] = {}
+        self._acceptors: list[Acceptor] = []
+        self._of_directory: list[Acceptor] = []
+        self._hellos = HelloReader()
+        self._strangers = Strangers(MAX_UNPROVEN)
+        self._warned: set[str] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._loop = asyncio.new_event_loop()
+        self._closing = asyncio.Event()
+        self._thread = threading.Thread(target=self._run, name="aiorpc-port", daemon=True)
+        self._thread.start()
+
+    @property
+    def endpoint(self) -> str:
+        """Return address and port, as others reach it."""
+        return f"[{self.host}]:{self.number}" if ":" in self.host else f"{self.host}:{self.number}"
+
+    def serve(self, purpose: str, accepted: Accepted) -> None:
+        """Hand over connections: for the directory one end of a socket pair, else the socket."""
+        self._handlers[purpose] = accepted
+
+    def listen_for_directory(self, listening: Sequence[socket.socket]) -> None:
+        """Accept connections to the directory at further sockets too."""
+        for each in listening:
+            call_soon(self._loop, self._add, each, DIRECTORY)
+
+    def end_directory(self) -> None:
+        """Accept no more connections to the directory, which ends."""
+        self._handlers.pop(DIRECTORY, None)
+        call_soon(self._loop, self._close_directory)
+
+    async def secure(self, connected: socket.socket, purpose: str, peer: str) -> socket.socket:
+        """Return a socket from which all goes through that one, in TLS. On any event loop.
+
+        Raises:
+            TlsError: if one end refuses the other.
+            OSError: if the connection ends before.
+        """
+        return await await_on(self._loop, self._secure(connected, purpose, peer))
+
+    def start(self, task: Coroutine[Any, Any, None]) -> None:
+        """Run a task on the loop of this port until `close`."""
+        if self._loop.is_closed():
+            task.close()
+        else:
+            call_soon(self._loop, self._start, task)
+
+    def call(self, step: Callable[[], object]) -> None:
+        """Run a step on the loop of this port."""
+        call_soon(self._loop, step)
+
+    def close(self) -> None:
+        """Close all sockets, once what passes through has ended, or after `LINGER`."""
+        call_soon(self._loop, self._closing.set)
+        self._thread.join(2 * LINGER)
+
+    # ── on the loop ─────────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
+            runner.run(self._serve())
+
+    async def _serve(self) -> None:
+        listening, self._listening = self._listening, []
+        for each in listening:
+            self._add(*each)
+        await self._closing.wait()
+        for acceptor in self._acceptors:
+            acceptor.close()
+        self._strangers.close()
+        if self._tasks:  # the last messages of the directory
+            await asyncio.wait(self._tasks, timeout=LINGER)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+
+    def _add(self, listening: socket.socket, purpose: str | None) -> None:
+        found = self.accept_at(listening, lambda accepted: self._accept(accepted, purpose))
+        if purpose == DIRECTORY:
+            self._of_directory.append(found)
+
+    def accept_at(self, listening: socket.socket, accepted: Accepted) -> Acceptor:
+        """Accept connections at a further socket, until this port or the acceptor is closed."""
+        found = Acceptor("the port", accepted)
+        found.add(listening)
+        self._acceptors.append(found)
+        return found
+
+    def end_accepting(self, acceptor: Acceptor) -> None:
+        """Close an acceptor of `accept_at`."""
+        acceptor.close()
+        if acceptor in self._acceptors:
+            self._acceptors.remove(acceptor)
+
+    def _close_directory(self) -> None:
+        while self._of_directory:
+            self.end_accepting(self._of_directory.pop())
+
+    def _start(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        task = self._loop.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    def _accept(self, accepted: socket.socket, purpose: str | None) -> None:
+        prepare(accepted)
+        try:
+            host = str(accepted.getpeername()[0])
+        except OSError:  # it is closed already
+            accepted.close()
+            return
+        task = self._start(self._admit(accepted, host, purpose))
+        self._strangers.add(task, host, task.cancel)
+        task.add_done_callback(lambda _: self._on_end(task, accepted))
+
+    def _on_end(self, task: asyncio.Task[None], accepted: socket.socket) -> None:
+        self._strangers.remove(task)
+        if task.cancelled():  # it may not have begun
+            accepted.close()
+
+    async def _admit(self, accepted: socket.socket, host: str, only: str | None) -> None:
+        """Find out what a connection is for; let it pass, or hand it over."""
+        try:
+            async with asyncio.timeout(PROOF_TIMEOUT):
+                purpose = await self._purpose_of(accepted)
+                if only not in (None, purpose):
+                    raise ValueError(f"only a {only} is here")
+                if purpose in (CALLS, TENSORS):
+                    self._handler(purpose)(accepted)
+                    return
+                stream = await self._proven(accepted)
+                local = await self._local_end(purpose)
+        except (OSError, ValueError) as exc:  # also a TimeoutError
+            self._log_refusal(host, exc)
+            if self.tls is not None and isinstance(exc, ValueError):
+                _send_alert(accepted)
+            accepted.close()
+            return
+        self._strangers.remove(asyncio.current_task())
+        with accepted, local:
+            with contextlib.suppress(OSError):
+                await stream.send(_READY)
+            await splice(stream, PlainStream(local))
+
+    async def _purpose_of(self, accepted: socket.socket) -> str:
+        pause, needed = 0.001, MAX_FIRST if self.tls else PREFACE
+        read = self._hellos.read if self.tls else read_preface
+        while True:
+            try:
+                data = accepted.recv(needed, socket.MSG_PEEK)
+            except BlockingIOError:
+                data = b""
+            else:
+                if not data:
+                    raise ConnectionResetError("it has ended")
+            if (purpose := read(data)) is not None:
+                break
+            await asyncio.sleep(pause)
+            pause = min(2 * pause, 0.05)
+        if self.tls is None:
+            accepted.recv(PREFACE)
+        return purpose
+
+    async def _proven(self, accepted: socket.socket) -> PlainStream:
+        if self.tls is None:
+            return PlainStream(accepted)
+        stream = TlsStream(accepted, self.tls.server)
+        with self.tls.explaining("the other end"):
+            await stream.handshake()
+        return stream
+
+    async def _local_end(self, purpose: str) -> socket.socket:
+        """Return the socket to which a connection is spliced."""
+        if purpose == DIRECTORY:
+            handler = self._handler(purpose)
+            ours, theirs = socket.socketpair()
+            ours.setblocking(False)
+            handler(theirs)
+            return ours
+        if self.torch is None:
+            raise ConnectionRefusedError("torch's RPC has not started")
+        family = socket.AF_INET6 if ":" in self.torch[0] else socket.AF_INET
+        return await connect(self._loop, family, self.torch)
+
+    def _handler(self, purpose: str) -> Accepted:
+        if (found := self._handlers.get(purpose)) is None:
+            raise ConnectionRefusedError(f"no {purpose} here")
+        return found
+
+    def _log_refusal(self, host: str, exc: Exception) -> None:
+        text = f"refused a connection from {host}: {exc}"
+        is_new = text not in self._warned and len(self._warned) < MAX_WARNINGS
+        if isinstance(exc, TlsError) and is_new:
+            self._warned.add(text)
+            log.warning(text)
+        else:
+            log.debug("refused a connection from %s: %r", host, exc)
+
+    # ── connections to others ───────────────────────────────────────────────────────────────────
+
+    async def open(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
+        """Ask for a purpose at a connected socket, and wait until it is admitted. On the loop.
+
+        Raises the exceptions of `secure`. The socket is closed then.
+        """
+        try:
+            stream = await self._asked(connected, purpose, peer)
+            if self.tls is None:
+                ready = await stream.receive(1)
+            else:
+                with self.tls.explaining(peer):
+                    ready = await stream.receive(1)
+            if ready != _READY:
+                raise ConnectionResetError(f"{peer} has closed the connection")
+        except BaseException:
+            connected.close()
+            raise
+        return stream
+
+    async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
+        prepare(connected)
+        if self.tls is None:
+            stream = PlainStream(connected)
+            await stream.send(preface(purpose))
+            return stream
+        secured = TlsStream(connected, self.tls.client, server_name(purpose))
+        with self.tls.explaining(peer):
+            await secured.handshake()
+        return secured
+
+    async def _secure(self, connected: socket.socket, purpose: str, peer: str) -> socket.socket:
+        stream = await self.open(connected, purpose, peer)
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        self._start(splice(stream, PlainStream(ours)))
+        return theirs
+
+
+def _send_alert(accepted: socket.socket) -> None:
+    """Tell a client without TLS that it needs it. Bytes left unread would reset the connection."""
+    with contextlib.suppress(OSError):
+        accepted.recv(MAX_FIRST)
+        accepted.send(_ALERT)
+
+
+def prepare(connected: socket.socket) -> None:
+    """Let a TCP socket be one of an event loop, for messages that are small and rare."""
+    close_on_fork(connected)
+    connected.setblocking(False)
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _KEEPALIVE.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+async def connect(
+    loop: asyncio.AbstractEventLoop, family: int, address: tuple[str, int]
+) -> socket.socket:
+    """Return a socket that is connected."""
+    found = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        prepare(found)
+        await loop.sock_connect(found, address)
+    except BaseException:
+        found.close()
+        raise
+    return found
+
+
+def _listen(host: str, number: int) -> socket.socket:
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    try:
+        return socket.create_server((host, number), family=family, backlog=BACKLOG)
+    except OSError as exc:
+        if exc.errno != errno.EADDRINUSE:
+            raise
+        text = (
+            f"port {number} of {host} is in use by another process: each worker of a host needs a "
+            "port= of its own"
+        )
+        raise OSError(exc.errno, text) from exc

@@ -1,0 +1,50 @@
+"""A limit on connections whose other end has proven nothing. (tests/unit/port/test_strangers.py)"""
+
+import socket
+from collections import Counter
+from collections.abc import Callable
+
+
+def host_of(connected: socket.socket) -> str:
+    """Return the address of the other end of a TCP connection, "?" if it is closed already."""
+    try:
+        return str(connected.getpeername()[0])
+    except OSError:
+        return "?"
+
+
+class Strangers:
+    """Connections without a proof; beyond `limit` one of the host that has the most is closed.
+
+    Of that host's connections the oldest is closed: a member proves itself within milliseconds, and
+    strangers at one host do not close the connections of members at others.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._all: dict[object, tuple[str, Callable[[], object]]] = {}  # oldest first
+
+    def __len__(self) -> int:
+        """Return the number of connections."""
+        return len(self._all)
+
+    def add(self, key: object, host: str, close: Callable[[], object]) -> None:
+        """Add a connection, which `close` closes."""
+        while len(self._all) >= self._limit:
+            self._close_one()
+        self._all[key] = host, close
+
+    def remove(self, key: object) -> None:
+        """Remove a connection that is proven or closed."""
+        self._all.pop(key, None)
+
+    def close(self) -> None:
+        """Close all of them."""
+        while self._all:
+            self._all.pop(next(iter(self._all)))[1]()
+
+    def _close_one(self) -> None:
+        hosts = Counter(host for host, _ in self._all.values())
+        busiest = max(hosts, key=hosts.__getitem__)
+        oldest = next(key for key, (host, _) in self._all.items() if host == busiest)
+        self._all.pop(oldest)[1]()

@@ -1,0 +1,125 @@
+"""Bytes over one socket, in clear or by TLS, and their way between two sockets.
+
+asyncio's own TLS closes a connection whose certificate it refuses without telling the other end
+why. This one tells. (tests/unit/port/test_streams.py)
+"""
+
+import asyncio
+import contextlib
+import socket
+import ssl
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+CHUNK = 1 << 18  # bytes that are read at once
+LINGER = 1.0  # seconds for the other direction to end
+
+
+class PlainStream:
+    """A connected socket, which does not block."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
+        self._loop = asyncio.get_running_loop()
+
+    async def receive(self, limit: int = CHUNK) -> bytes:
+        """Return the next bytes, b"" at the end."""
+        return await self._loop.sock_recv(self.sock, limit)
+
+    async def send(self, data: bytes) -> None:
+        """Send bytes. One task may send while another one receives."""
+        await self._loop.sock_sendall(self.sock, data)
+
+    def end(self) -> None:
+        """Tell the other end that nothing follows."""
+        with contextlib.suppress(OSError):
+            self.sock.shutdown(socket.SHUT_WR)
+
+
+class TlsStream(PlainStream):
+    """A socket with TLS, after `handshake`. `name` is the server's, None at the server."""
+
+    def __init__(
+        self, sock: socket.socket, context: ssl.SSLContext, name: str | None = None
+    ) -> None:
+        super().__init__(sock)
+        self._received, self._unsent = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._sending = asyncio.Lock()
+        self._tls = context.wrap_bio(
+            self._received, self._unsent, server_side=name is None, server_hostname=name
+        )
+
+    async def handshake(self) -> None:
+        """Prove both ends. A client learns with the first bytes it receives whether it is refused.
+
+        Raises:
+            ssl.SSLError: if one end refuses the other.
+        """
+        await self._step(self._tls.do_handshake)
+
+    async def receive(self, limit: int = CHUNK) -> bytes:
+        try:
+            return await self._step(lambda: self._read(limit))
+        except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+            return b""
+
+    async def send(self, data: bytes) -> None:
+        self._tls.write(data)
+        await self._flush()
+
+    def _read(self, limit: int) -> bytes:
+        """Return all that is there: OpenSSL gives 16 KiB at a time."""
+        parts = [self._tls.read(limit)]
+        with contextlib.suppress(ssl.SSLError):  # the next call raises it again
+            while parts[-1] and (limit := limit - len(parts[-1])):
+                parts.append(self._tls.read(limit))
+        return b"".join(parts)
+
+    async def _step(self, step: Callable[[], T]) -> T:
+        while True:
+            try:
+                found = step()
+            except ssl.SSLWantReadError:
+                await self._flush()
+            except ssl.SSLError:
+                with contextlib.suppress(OSError):
+                    await self._flush()  # the reason
+                raise
+            else:
+                await self._flush()
+                return found
+            if data := await self._loop.sock_recv(self.sock, CHUNK):
+                self._received.write(data)
+            else:
+                self._received.write_eof()
+
+    async def _flush(self) -> None:
+        if self._unsent.pending:
+            async with self._sending:
+                await self._loop.sock_sendall(self.sock, self._unsent.read())
+
+
+async def splice(one: PlainStream, other: PlainStream) -> None:
+    """Send what either receives by the other, until one ends and the other one has, or lingers.
+
+    Both sockets are closed then.
+    """
+    copies = [asyncio.ensure_future(_copy(*pair)) for pair in ((one, other), (other, one))]
+    try:
+        await asyncio.wait(copies, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait(copies, timeout=LINGER)
+    finally:
+        for each in copies:
+            each.cancel()
+        await asyncio.gather(*copies, return_exceptions=True)
+        one.sock.close()
+        other.sock.close()
+
+
+async def _copy(source: PlainStream, target: PlainStream) -> None:
+    with contextlib.suppress(OSError):
+        while data := await source.receive():
+            await target.send(data)
+    target.end()

@@ -1,0 +1,118 @@
+"""Workers with one port each, on two machines: in clear text, and by TLS."""
+
+import contextlib
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.support.certificates import Authority
+from tests.support.network_namespaces import (
+    ADDRESSES,
+    HERE,
+    LINK,
+    Machine,
+    Node,
+    machines as machines,
+    running,
+)
+from tests.support.one_port_scenarios import MARKER
+from tests.support.packets import Packets, is_tls, packets_at
+
+MASTER = 29500
+FIXED = f"tcp://{ADDRESSES[0]}:{MASTER}"
+PORTS = {"first": 29600, "second": 29601, "third": 29602}
+# Processes that see each other's memory would not be on two hosts.
+APART = ("unshare", "--pid", "--ipc", "--fork", "--kill-child", "--mount-proc")
+
+
+@pytest.fixture
+def hosts(machines: tuple[Machine, Machine]) -> tuple[Machine, Machine]:
+    for each in machines:
+        each.prefix = APART
+    return machines
+
+
+@contextlib.asynccontextmanager
+async def started(
+    machine: Machine, scenario: str, files: tuple[str, ...] | None, **arguments: Any
+) -> AsyncIterator[Node]:
+    """A scenario of one_port_scenarios.py, whose worker has its name if it is in PORTS."""
+    given = {"tls": files}
+    if scenario in PORTS:
+        given |= {"name": scenario, "port": PORTS[scenario]}
+    words = [str(HERE / "one_port_scenarios.py"), scenario, json.dumps(given | arguments)]
+    async with running(machine, *words) as node:
+        yield node
+
+
+@pytest.mark.promise("security.encryption")
+@pytest.mark.parametrize(
+    ("is_secure", "where"),
+    [(False, FIXED), (True, FIXED), (True, "file")],
+    ids=["clear", "tls", "tls-file"],
+)
+async def test_a_world(
+    hosts: tuple[Machine, Machine], tmp_path: Path, is_secure: bool, where: str
+) -> None:
+    """Start, calls, large tensors, a worker that joins and dies, and the end."""
+    authority = Authority(tmp_path) if is_secure else None
+    files = {each: authority.files(each) if authority else None for each in PORTS}
+    url = where if where == FIXED else f"file://{tmp_path}/world"
+    with packets_at(hosts[0]) as packets:
+        async with contextlib.AsyncExitStack() as stack:
+
+            async def start(name: str, host: int, **more: Any) -> Node:
+                node = started(
+                    hosts[host], name, files[name], init_method=url, interface=LINK, **more
+                )
+                return await stack.enter_async_context(node)
+
+            first = await start("first", 0, rank=0, world_size=2)
+            second = await start("second", 1, rank=1, world_size=2)
+            await check_start(first, second, where)
+            third = await start("third", 1)
+            await check_joined(first, third)
+            for node in (first, second):
+                await node.hears("left")
+                code, errors = await node.end()
+                assert (code, "Traceback" in errors) == (0, False), errors
+    check_connections(packets, where)
+    check_contents(packets, is_secure)
+
+
+async def check_start(first: Node, second: Node, where: str) -> None:
+    host, other = ADDRESSES
+    of_directory = [[host, MASTER]] if where == FIXED else []
+    assert await first.hears("ready") == [*of_directory, [host, PORTS["first"]]]
+    assert await second.hears("ready") == [[other, PORTS["second"]]]
+    [sent] = await first.hears("used")
+    assert sent >= 7
+    await first.hears("used by torch")
+
+
+async def check_joined(first: Node, third: Node) -> None:
+    assert await third.hears("ready") == [[ADDRESSES[1], PORTS["third"]]]
+    assert await first.hears("joined") == "third"
+    assert "'third' is lost" in await first.hears("lost")
+    assert ["lost", "third"] in await first.hears("changes")
+
+
+def check_connections(packets: Packets, where: str) -> None:
+    """Nobody dials another port."""
+    dialled = {far for _, far in packets.connected}
+    host, other = ADDRESSES
+    allowed = {(host, MASTER), (host, PORTS["first"]), (other, PORTS["second"])}
+    assert dialled <= allowed | {(other, PORTS["third"])}
+    assert ((host, MASTER) in dialled) is (where == FIXED)
+    assert (other, PORTS["second"]) in dialled
+
+
+def check_contents(packets: Packets, is_secure: bool) -> None:
+    streams = packets.streams()
+    assert sum(map(len, streams.values())) > 10_000_000
+    told = [flow for flow, stream in streams.items() if MARKER.encode() in stream]
+    assert bool(told) is not is_secure, told
+    assert all(map(is_tls, streams.values())) is is_secure

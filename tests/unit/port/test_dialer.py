@@ -1,0 +1,107 @@
+"""Connections for calls to a listener with one port, on both event loops."""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from aiorpc_torch._client.introduction import _dial
+from aiorpc_torch._port.dialer import Dialer
+from aiorpc_torch._port.port import Port
+from aiorpc_torch._port.tls import Tls, TlsError
+from aiorpc_torch._protocol.channel import Channel
+from aiorpc_torch._server.listener import Listener
+from aiorpc_torch._wire.frames import CALLS
+from aiorpc_torch._wire.handshake import Party
+from tests.support.certificates import Authority
+
+SOON = 30.0
+
+
+class Echo(Channel):
+    """Sends back the frames that it gets; or notes them."""
+
+    def __init__(self, answers: bool) -> None:
+        super().__init__()
+        self.answers = answers
+        self.got: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+
+    def on_frame(self, kind: int, data: bytes) -> int:
+        if kind != CALLS:
+            return super().on_frame(kind, data)
+        if self.answers:
+            self.send(kind, data)
+        self.got.put_nowait((kind, bytes(data)))
+        return 1
+
+    def on_close(self, reason: str, detail: str) -> None: ...
+    def on_end(self, error: Exception | None) -> None: ...
+    def flush(self) -> None: ...
+    def pause_writing(self) -> None: ...
+    def resume_writing(self) -> None: ...
+
+
+async def never() -> None:
+    await asyncio.Event().wait()
+
+
+async def exchange(mine: Tls | None, theirs: Tls | None) -> None:
+    """Connect, send frames both ways, and close."""
+    port = Port("127.0.0.1", 0, theirs)
+    sessions: list[Echo] = []
+
+    def accept(*_: object) -> Any:
+        sessions.append(Echo(answers=True))
+        return sessions[-1]
+
+    listener = Listener(Party("w", 0), None, accept, lambda *_: None, port)
+    credentials, addresses = listener.introduce(Party("c", 1))
+    assert addresses.tcp is not None
+    near = Echo(answers=False)
+
+    def start(transport: asyncio.Transport, received: bytes) -> None:
+        near.start(transport)
+        near.feed(received)
+
+    try:
+        await _dial(addresses.tcp, credentials, 1, start, never, Dialer(mine))
+        frames = [(CALLS, bytes([size % 256]) * size) for size in (0, 1, 70_000, 1_000_000)]
+        for kind, data in frames:
+            near.send(kind, data)
+        async with asyncio.timeout(SOON):
+            assert [await near.got.get() for _ in frames] == frames
+            near.close("left")
+            await near.ended.wait()
+            await sessions[0].ended.wait()
+    finally:
+        listener.close()
+        await asyncio.to_thread(port.close)
+
+
+async def test_frames_in_clear_text() -> None:
+    await exchange(None, None)
+
+
+@pytest.mark.promise("security.tls")
+async def test_frames_by_tls(tmp_path: Path) -> None:
+    tls = Authority(tmp_path).tls()
+    await exchange(tls, tls)
+
+
+@pytest.mark.promise("security.tls")
+async def test_a_certificate_of_another_authority(tmp_path: Path) -> None:
+    """Whichever end has it."""
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    (cert, key, _), good = other.files(), authority.tls()
+    strange = Tls(cert, key, authority.ca)
+    with pytest.raises(TlsError, match=r"the certificate of the worker at .*, port \d+ is"):
+        await exchange(good, strange)
+    with pytest.raises(OSError, match=r"closed before the handshake|reset"):
+        await exchange(strange, good)
+
+
+@pytest.mark.promise("security.tls")
+async def test_clear_text_where_tls_is_used(tmp_path: Path) -> None:
+    with pytest.raises(ConnectionError):
+        await exchange(None, Authority(tmp_path).tls())

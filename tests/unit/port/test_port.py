@@ -1,0 +1,199 @@
+"""Ports of two workers in this process, and strangers at one of them."""
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import ssl
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from aiorpc_torch._port import port as module
+from aiorpc_torch._port.port import Port
+from aiorpc_torch._port.purposes import CALLS, DIRECTORY, preface, server_name
+from aiorpc_torch._port.tls import Tls, TlsError
+from tests.support.certificates import Authority
+
+SOON = 30.0
+
+
+@contextlib.contextmanager
+def ports(*certificates: Tls | None) -> Iterator[list[Port]]:
+    with contextlib.ExitStack() as stack:
+        found = [Port("127.0.0.1", 0, each) for each in certificates]
+        for each in found:
+            stack.callback(each.close)
+        yield found
+
+
+@pytest.fixture(params=["clear", "tls"])
+def tls(request: pytest.FixtureRequest, tmp_path: Path) -> Tls | None:
+    return Authority(tmp_path).tls() if request.param == "tls" else None
+
+
+def dial(port: Port) -> socket.socket:
+    return socket.create_connection((port.host, port.number), SOON)
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other end closes it, having sent no more than an alert."""
+    try:
+        while sock.recv(100):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+async def echo_at(port: Port) -> None:
+    """Let a port's directory return what it gets."""
+
+    def serve(connected: socket.socket) -> None:
+        connected.setblocking(False)
+        asyncio.get_running_loop().create_task(answer(connected))
+
+    async def answer(connected: socket.socket) -> None:
+        with connected:
+            loop = asyncio.get_running_loop()
+            while data := await loop.sock_recv(connected, 1000):
+                await loop.sock_sendall(connected, data)
+
+    port.serve(DIRECTORY, serve)
+
+
+async def check_echo(near: Port, far: Port) -> None:
+    secured = await near.secure(dial(far), DIRECTORY, "far")
+    with secured:
+        secured.setblocking(False)
+        loop = asyncio.get_running_loop()
+        await loop.sock_sendall(secured, b"hello")
+        async with asyncio.timeout(SOON):
+            assert await loop.sock_recv(secured, 10) == b"hello"
+
+
+async def test_a_connection_passes(tls: Tls | None) -> None:
+    with ports(tls, tls) as (near, far):
+        await echo_at(far)
+        await check_echo(near, far)
+
+
+async def test_a_connection_is_handed_over(tls: Tls | None) -> None:
+    """Nothing of what its owner has to read is missing."""
+    with ports(tls) as (port,):
+        handed: asyncio.Queue[socket.socket] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        port.serve(CALLS, lambda found: loop.call_soon_threadsafe(handed.put_nowait, found))
+        with dial(port) as dialled:
+            if tls is None:
+                dialled.sendall(preface(CALLS) + b"more")
+            else:
+                wrapped = tls.client.wrap_socket(
+                    dialled,
+                    server_hostname=server_name(CALLS),
+                    do_handshake_on_connect=False,
+                )
+                wrapped.setblocking(False)
+                with pytest.raises(ssl.SSLWantReadError):
+                    wrapped.do_handshake()
+            async with asyncio.timeout(SOON):
+                with await handed.get() as found:
+                    first = found.recv(4)
+            assert first == (b"more" if tls is None else b"\x16\x03\x01" + first[3:])
+            if tls is not None:
+                wrapped.close()
+
+
+@pytest.mark.promise("security.tls")
+async def test_strangers_get_nothing(tls: Tls | None, caplog: pytest.LogCaptureFixture) -> None:
+    """Garbage, other protocols, ends, and TLS without a certificate: each is closed."""
+    plain = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    plain.check_hostname, plain.verify_mode = False, ssl.CERT_NONE
+    with ports(tls, tls) as (near, port):
+        await echo_at(port)
+        for said in (os.urandom(100_000), b"GET / HTTP/1.0\r\n\r\n", b"", preface(CALLS)):
+            with dial(port) as dialled, contextlib.suppress(OSError):
+                dialled.sendall(said)
+                dialled.shutdown(socket.SHUT_WR)
+                assert await asyncio.to_thread(is_closed, dialled)
+        for name in (DIRECTORY, CALLS, "torch"):
+            with dial(port) as dialled, contextlib.suppress(OSError):
+                wrapped = await asyncio.to_thread(
+                    plain.wrap_socket, dialled, server_hostname=server_name(name)
+                )
+                with wrapped:
+                    assert await asyncio.to_thread(is_closed, wrapped)
+        await check_echo(near, port)
+
+
+@pytest.mark.promise("security.tls")
+async def test_there_are_only_so_many_strangers(
+    tls: Tls | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Silent ones are closed by those that follow, and a worker still gets in."""
+    monkeypatch.setattr(module, "MAX_UNPROVEN", 3)
+    monkeypatch.setattr(module, "PROOF_TIMEOUT", SOON)
+    with ports(tls, tls) as (near, port):
+        await echo_at(port)
+        strangers = [dial(port) for _ in range(6)]
+        await check_echo(near, port)
+        for each in strangers[:3]:
+            assert await asyncio.to_thread(is_closed, each)
+        for each in strangers:
+            each.close()
+
+
+async def test_a_stranger_has_only_so_much_time(
+    tls: Tls | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that sends byte after byte."""
+    monkeypatch.setattr(module, "PROOF_TIMEOUT", 0.2)
+    with ports(tls) as (port,), dial(port) as dialled:
+        dialled.sendall(b"\x16" if tls else b"a")
+        assert await asyncio.to_thread(is_closed, dialled)
+
+
+@pytest.mark.promise("security.tls")
+async def test_certificates_that_are_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each end tells which one, and why; the log of the other end does too."""
+    authority, other = Authority(tmp_path), Authority(tmp_path, "other")
+    (cert, key, _), good = other.files(), authority.tls()
+    strange = Tls(cert, key, authority.ca)
+    for mine, theirs, text in (
+        (strange, good, f"far refuses the certificate in {cert}: .*unknown ca"),
+        (good, strange, "the certificate of far is refused, by .*: unable to get local issuer"),
+        (good, authority.expired(), "the certificate of far is refused, .* has expired"),
+        (authority.expired(), good, "far refuses the certificate in .*expired.pem: .*expired"),
+    ):
+        with ports(mine, theirs) as (near, far):
+            await echo_at(far)
+            with pytest.raises(TlsError, match=text):
+                await near.secure(dial(far), DIRECTORY, "far")
+    warned = [each.message for each in caplog.records if each.levelno == logging.WARNING]
+    refusals = [each for each in warned if each.startswith("refused a connection from 127.0.0.1: ")]
+    assert ["unable to get local issuer" in refusals[0], "expired" in refusals[-1]] == [True, True]
+
+
+async def test_another_end_without_tls(tmp_path: Path) -> None:
+    with (
+        ports(Authority(tmp_path).tls()) as (near,),
+        socket.create_server(("127.0.0.1", 0)) as plain,
+    ):
+        dialled = socket.create_connection(plain.getsockname())
+        with plain.accept()[0] as accepted:
+            accepted.sendall(b"aiorpc:1 and no TLS")
+            with pytest.raises(TlsError, match="rank 0 does not use TLS: give every worker tls="):
+                await near.secure(dialled, DIRECTORY, "rank 0")
+
+
+def test_a_port_in_use() -> None:
+    with ports(None) as (port,):
+        with pytest.raises(OSError, match=rf"port {port.number} of 127.0.0.1 is in use") as caught:
+            Port("127.0.0.1", port.number, None)
+        assert "each worker of a host needs a port= of its own" in str(caught.value)
+    again = Port("127.0.0.1", port.number, None)
+    again.close()

@@ -1,0 +1,118 @@
+"""A tunnel to a listener that names its own address, as TensorPipe's does."""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator
+
+import pytest
+from hypothesis import given, strategies as st
+
+from aiorpc_torch._port.port import Port
+from aiorpc_torch._port.tunnels import (
+    MAX_ANSWER,
+    Tunnels,
+    format_endpoint,
+    message_size,
+    replace_address,
+    split_endpoint,
+)
+
+SOON = 30.0
+
+
+def answer_with(address: str, rest: str = "\xbb\x01") -> bytes:
+    """A message of TensorPipe with an address."""
+    text = address.encode()
+    body = b"\xb9\x07\xbd\x02uv\xbd" + bytes([len(text)]) + text + rest.encode("latin-1")
+    return len(body).to_bytes(8, "little") + body
+
+
+@pytest.mark.parametrize("new", ["127.0.0.1:7", "127.0.0.1:40001", "[::1]:40001"])
+def test_an_address_is_replaced(new: str) -> None:
+    """With its length, and that of the message."""
+    old = "127.0.0.1:34567"
+    assert replace_address(answer_with(old), old, new) == answer_with(new)
+    other = answer_with("127.0.0.1:345678")
+    assert replace_address(other, old, new) == other
+
+
+@given(st.binary(min_size=8, max_size=40))
+def test_the_size_of_a_message(data: bytes) -> None:
+    size = int.from_bytes(data[:8], "little")
+    assert message_size(data) == (8 + size if size <= MAX_ANSWER else None)
+    assert message_size(data[:7]) == 8
+
+
+@pytest.mark.parametrize("host", ["10.0.0.1", "fd00:9::1"])
+def test_endpoints(host: str) -> None:
+    assert split_endpoint(format_endpoint(host, 29600)) == (host, 29600)
+
+
+@contextlib.asynccontextmanager
+async def listener() -> AsyncIterator[tuple[str, list[bytes]]]:
+    """It answers each connection with its address, and what it has got."""
+    received: list[bytes] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        received.append(await reader.readexactly(5))
+        whole = answer_with(address)
+        for part in (whole[:3], whole[3:20], whole[20:] + b"rest"):
+            writer.write(part)
+            await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(serve, "127.0.0.1", 0)
+    address = format_endpoint(*server.sockets[0].getsockname())
+    async with server:
+        yield address, received
+
+
+async def ask(address: str) -> bytes:
+    host, number = split_endpoint(address.removeprefix("uv://"))
+    async with asyncio.timeout(SOON):
+        reader, writer = await asyncio.open_connection(host, number)
+        writer.write(b"hello")
+        found = await reader.read()
+        writer.close()
+        await writer.wait_closed()
+    return found
+
+
+async def until_refused(address: str) -> None:
+    async with asyncio.timeout(SOON):
+        with contextlib.suppress(OSError):
+            while True:
+                await ask(address)
+
+
+async def test_the_first_connection_is_told_the_tunnel() -> None:
+    """The others pass as they are; a tunnel that is closed takes none."""
+    near, far = (Port("127.0.0.1", 0, None) for _ in range(2))
+    try:
+        async with listener() as (address, received):
+            far.torch = near.torch = split_endpoint(address)
+            tunnels = Tunnels(near)
+            own = tunnels.open("w1", far.endpoint, f"uv://{address}")
+            assert await ask(own) == answer_with(own.removeprefix("uv://")) + b"rest"
+            assert await ask(own) == answer_with(address) + b"rest"
+            assert received == [b"hello"] * 2
+            tunnels.close("w1")
+            await until_refused(own)
+    finally:
+        for each in (near, far):
+            each.close()
+
+
+async def test_a_worker_that_is_not_reached(caplog: pytest.LogCaptureFixture) -> None:
+    near = Port("127.0.0.1", 0, None)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as gone:
+            endpoint = format_endpoint(*gone.getsockname())
+        tunnels = Tunnels(near)
+        with contextlib.suppress(ConnectionResetError):
+            assert await ask(tunnels.open("w1", endpoint, "uv://127.0.0.1:1")) == b""
+        assert "Connect call failed" in tunnels.failures["w1"]
+        assert "no connection with worker 'w1'" in caplog.text
+    finally:
+        near.close()
