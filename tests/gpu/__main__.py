@@ -20,7 +20,8 @@ from . import carry, page
 from .stages import ROOT, Result, Runner, Stage, run_all
 
 FOLDER = Path("tests/gpu")
-PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist"]
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+PYTEST += ["-W", "default"]  # whatever versions are there: a warning decides nothing
 
 CHANNELS, DEVICE = "AIORPC_TORCH_CHANNELS", "AIORPC_TEST_DEVICE"
 OVER_CPU = "cuda_basic,basic"
@@ -69,7 +70,8 @@ def environment(packages: Path, device: str) -> dict[str, str]:
     """Return the environment of all stages: this source tree first, then what was carried."""
     paths = [str(ROOT), str(packages), os.environ.get("PYTHONPATH", "")]
     found = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "PYTHONUNBUFFERED": "1"}
-    return {**os.environ, **found, DEVICE: device}
+    alone = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}  # whatever plugins are there
+    return {**os.environ, **found, **alone, DEVICE: device}
 
 
 def channels(results: Sequence[Result]) -> str | None:

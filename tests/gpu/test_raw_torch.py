@@ -5,7 +5,9 @@ AIORPC_TORCH_CHANNELS=cuda_basic,basic lets the other tests run, and `python -m 
 """
 
 import multiprocessing
+import time
 from collections.abc import Sequence
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +24,7 @@ pytestmark = GPU
 NAMES = ["caller", "callee"]
 IPC = ["cuda_ipc", "basic"]
 OVER_CPU = ["cuda_basic", "basic"]
+SECONDS = 20.0  # for an answer, and for the end of both processes
 FOUND = [(str(HERE), [2.0] * 4)] * 3
 
 _has_ipc: list[str] = []
@@ -72,16 +75,13 @@ def echoes(channels: list[str] | None, folder: Path) -> Any:
 
 
 def _outcome(report: Any, processes: Sequence[Any]) -> Any:
-    if not report.poll(25):
-        return "no answer within 25 s"
-    try:
-        found = report.recv()
-    except EOFError:
-        found = "both processes have ended without an answer"
+    wait([report, *(process.sentinel for process in processes)], SECONDS)
+    found = report.recv() if report.poll() else "no answer"
+    end = time.monotonic() + SECONDS
     for process in processes:
-        process.join(10)
+        process.join(max(0.0, end - time.monotonic()) if found == FOUND else 0.0)
     codes = [process.exitcode for process in processes]
-    return found if codes == [0, 0] else f"exit codes {codes}; {found}"
+    return found if codes == [0, 0] else f"{found}; exit codes {codes}"
 
 
 def live(rank: int, store: str, channels: list[str] | None, report: Any) -> None:
