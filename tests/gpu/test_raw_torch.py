@@ -24,7 +24,7 @@ pytestmark = GPU
 NAMES = ["caller", "callee"]
 IPC = ["cuda_ipc", "basic"]
 OVER_CPU = ["cuda_basic", "basic"]
-SECONDS = 20.0  # for an answer, and for the end of both processes
+SECONDS = 150.0 if REHEARSED else 20.0  # for an answer, and for the end of both processes
 FOUND = [(str(HERE), [2.0] * 4)] * 3
 
 _has_ipc: list[str] = []
@@ -89,7 +89,7 @@ def live(rank: int, store: str, channels: list[str] | None, report: Any) -> None
         torch.cuda.init()
     options = rpc.TensorPipeRpcBackendOptions(
         init_method=store,
-        rpc_timeout=20,
+        rpc_timeout=SECONDS,
         device_maps={} if REHEARSED else {name: {0: 0} for name in NAMES},
         _transports=["uv"],
         _channels=channels,
