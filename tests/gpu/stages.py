@@ -91,11 +91,13 @@ class Runner:
         path.unlink(missing_ok=True)
         environment = {**stage.environment, RECORDS: str(path)}
         stage = dataclasses.replace(stage, environment=environment)
+        # pytest's own timer would replace the one of the records, which ends the process.
+        words = ["-p", "tests.gpu.records", "-o", "faulthandler_timeout=0"]
         offset, reason, code, lost = self.log.stat().st_size, "", None, -1
         while not reason and lost < (lost := len(_unfinished(read_records(path)))):
             done = [word for name in read_records(path) for word in ("--deselect", name)]
             try:
-                code = self._run(stage, [*stage.command, "-p", "tests.gpu.records", *done])
+                code = self._run(stage, [*stage.command, *words, *done])
             except StageError as exc:
                 reason = str(exc)
         tests = read_records(path)

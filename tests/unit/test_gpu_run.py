@@ -130,8 +130,11 @@ def test_last():
 """
 
 
+INI = "[pytest]\nfaulthandler_timeout = 50\nmarkers =\n    timeout: seconds\n"
+
+
 def pytest_stage(folder: Path, source: str, *words: str) -> Stage:
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    timeout: seconds\n")
+    (folder / "pytest.ini").write_text(INI)
     (folder / "test_some.py").write_text(source)
     only = ("-p", "no:cacheprovider", "-p", "no:timeout", "-p", "no:xdist", *words)
     command = [sys.executable, "-m", "pytest", "-q", *only, str(folder / "test_some.py")]
