@@ -13,7 +13,7 @@ STAMP := $(VENV)/.installed-$(subst =,-,$(TORCH))-$(subst $(comma),-,$(EXTRAS))
 # Hundreds of processes start in the tests: none of them compiles the library anew.
 export PYTHONDONTWRITEBYTECODE =
 
-.PHONY: demo test test-rest test-all test-long fuzz mutation package promises install lint types docs bench soak faults figures clean
+.PHONY: demo test test-rest test-all test-long fuzz mutation package promises install lint types docs bench soak faults figures gpu gpu-carry gpu-sanitize clean
 
 install: $(STAMP)
 
@@ -109,6 +109,19 @@ figures: install
 	$(BIN)/python -m benchmarks.rnn --plot docs/figures/rnn.svg
 	$(BIN)/python -m benchmarks.inference --plot docs/figures/inference.svg
 	$(BIN)/python -m examples.selfplay --plot docs/figures/selfplay.svg
+
+# Everything that needs a CUDA device, in at most eight minutes, with the Python that has torch with CUDA: no .venv is made.
+# The page of results is $OUT/gpu.md, else out/gpu.md. Without a device it is an error.
+gpu:
+	$(PYTHON) -m tests.gpu
+
+# The wheels that such a machine may lack, for one without a network: out/gpu-wheels.
+gpu-carry:
+	$(PYTHON) -m tests.gpu.carry
+
+# The order tests under compute-sanitizer's memcheck and racecheck, half an hour at most.
+gpu-sanitize:
+	$(PYTHON) -m tests.gpu --sanitize
 
 clean:
 	rm -rf $(VENV) .venv-* build dist mutants site out

@@ -5,9 +5,10 @@ to receive on. Raw torch calls a `def` with a WorkerInfo and no timeout; ours, o
 Throughput lets the device queue; latency waits for it after each echo. NCCL is not compared, since
 it needs a GPU for each process.
 
-    python -m benchmarks.cuda [--quick] [--repeat N] [--device cuda:0] [--channels NAME ...]
+    python -m benchmarks.cuda [--quick] [--repeat N] [--device cuda:0]
 
-`--device cpu` tries the program itself. The rows of CartPole need gymnasium.
+AIORPC_TORCH_CHANNELS in the environment chooses the channels of all ways. `--device cpu` tries the
+program itself. The rows of CartPole need gymnasium.
 """
 
 import argparse
@@ -25,6 +26,7 @@ from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import batched, call, create, remote
+from aiorpc_torch._torch.agent import CHANNELS
 
 from ._compare import Row, Runs, parse, settle, show
 
@@ -154,7 +156,7 @@ def policy_of(*, device: str, size: int) -> Any:
 async def main(given: argparse.Namespace) -> list[Row]:
     maps: Literal["auto"] | None = None if given.device == "cpu" else "auto"
     rows: list[Row] = []
-    async with aiorpc.local_world([CALLEE], device_maps=maps, channels=given.channels):
+    async with aiorpc.local_world([CALLEE], device_maps=maps):
         callee = rpc.get_worker_info(CALLEE)
         rows.append(await lone_calls(given, callee))
         for size in (1, 16) if given.quick else (1, 16, 256, 1024):
@@ -179,6 +181,8 @@ async def lone_calls(given: argparse.Namespace, callee: Any) -> Row:
     """Measure calls with a small argument on the device, one after another."""
     tensor, actor = torch.ones(256, device=given.device), remote(await create(CALLEE, Echo))
     raw, times = ask_raw(callee, echo, tensor), 50 if given.quick else 500
+    firsts = [1e3 / await rate(lambda: actor.echo(tensor), 1, wait=True) for _ in range(2)]
+    print(f"a fresh world's first call: {firsts[0]:.1f} ms, the second: {firsts[1]:.1f} ms")
     for step in (lambda: actor.echo(tensor), raw):
         await rate(step, WARM)
     found = await in_turn(
@@ -200,7 +204,7 @@ async def echoes(given: argparse.Namespace, callee: Any, size: int) -> list[Row]
 
     steps = [lambda: actor.echo(tensor), ask_raw(callee, echo, tensor), copies]
     for step in steps:
-        await rate(step, WARM if size <= 16 else 3)
+        await rate(step, WARM if size <= 256 else 3)  # each stream has memory of its own
     ways = [partial(rate, step, times, wait=wait) for wait in (False, True) for step in steps]
     rates = await in_turn(given.repeat, ways)
     scaled = [[size * 2 / 1024 * each for each in runs] for runs in rates]
@@ -292,11 +296,10 @@ if __name__ == "__main__":
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--channels", nargs="+", metavar="NAME", help="of TensorPipe")
     given = parse(parser)
     if given.device != "cpu" and not torch.cuda.is_available():
         sys.exit("no CUDA device here: torch finds none")
     show([*asyncio.run(main(given)), *cartpole(given)], other="the other way")
     if given.device != "cpu":
         print(torch.cuda.get_device_name(given.device))
-    print(f"channels: {' '.join(given.channels or ['chosen by TensorPipe'])}")
+    print(f"channels: {os.environ.get(CHANNELS) or 'chosen by TensorPipe: CUDA IPC if possible'}")

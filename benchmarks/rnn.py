@@ -30,7 +30,7 @@ async def learn(given: argparse.Namespace, training: Tensor, held_out: Tensor) -
     """Train for all epochs and print a line for each; return the curves."""
     learned, judged, steps, rows = [], [], [0.0], []
     async with local_world(["ps"], name="trainer"):
-        model = Model(await create("ps", Words, WORDS, SIZE, "cpu"), SIZE, MICROBATCHES)
+        model = Model(await create("ps", Words, WORDS, SIZE, "cpu"), SIZE, MICROBATCHES, "cpu")
         params = [each for part in model.parts for each in await parameter_rrefs(part)]
         opt = await DistributedOptimizer.create(torch.optim.Adam, params, lr=LR)
         for epoch in range(given.epochs):

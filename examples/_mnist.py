@@ -31,9 +31,9 @@ class Net(nn.Module):
         self.features.to(first)
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return log-probabilities [B, 10] of images [B, 1, 28, 28], both on the CPU."""
+        """Return log-probabilities [B, 10] of images [B, 1, 28, 28], on the images' device."""
         features = self.features(images.to(self.first)).to(self.second)
-        return functional.log_softmax(self.classes(features), dim=1).cpu()
+        return functional.log_softmax(self.classes(features), dim=1).to(images.device)
 
 
 def devices(gpus: int) -> tuple[str, str]:

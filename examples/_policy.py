@@ -40,7 +40,7 @@ class Network(nn.Module):
 
     def forward(self, boards: Tensor) -> tuple[Tensor, Tensor]:
         """Return logits [B, 7] of the columns and values [B], from -1 to 1, for the mover."""
-        features = self.body(boards)
+        features = self.body(boards.to(self.value.weight.device))
         return self.policy(features), self.value(features).squeeze(1).tanh()
 
 
@@ -52,13 +52,20 @@ class Learner:
         reuse: Number of times that a position is learnt from, on average.
         memory: Number of positions that are kept.
         batch: Number of positions of a step; their mirror images are added.
+        device: Device of the network.
     """
 
     def __init__(
-        self, seed: int, *, reuse: int = 8, memory: int = 150_000, batch: int = 512
+        self,
+        seed: int,
+        *,
+        reuse: int = 8,
+        memory: int = 150_000,
+        batch: int = 512,
+        device: str = "cpu",
     ) -> None:
         torch.manual_seed(seed)
-        self.network = Network()
+        self.network = Network().to(device)
         self.optimizer = torch.optim.AdamW(self.network.parameters(), lr=2e-3, weight_decay=1e-3)
         self.samples: deque[Sample] = deque(maxlen=memory)
         self.reuse, self.batch = reuse, batch
@@ -76,6 +83,7 @@ class Learner:
         mine, theirs, shares, results = map(torch.tensor, zip(*samples, strict=True))
         seen = boards(mine, theirs)
         logits, values = self.network(torch.cat((seen, seen.flip(3))))
+        shares, results = shares.to(logits.device), results.to(logits.device)
         policy = functional.cross_entropy(logits, torch.cat((shares, shares.flip(1))))
         loss = policy + functional.mse_loss(values, results.repeat(2))
         self.optimizer.zero_grad()

@@ -67,8 +67,8 @@ class Dropout(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         if not self.training:
             return x
-        keep = x.new_empty(*x.shape[:2], 1, 1).bernoulli_(1 - self.part, generator=self.generator)
-        return x * keep / (1 - self.part)
+        keep = torch.empty(*x.shape[:2], 1, 1).bernoulli_(1 - self.part, generator=self.generator)
+        return x * keep.to(x.device) / (1 - self.part)  # the generator is on the CPU
 
 
 class Block(nn.Module):
@@ -94,11 +94,12 @@ def convolution(inside: int, outside: int, stride: int) -> list[nn.Module]:
 
 
 class Shape(NamedTuple):
-    """The size of the model, and its seed."""
+    """The size of the model, its seed and its device."""
 
     blocks: int = 6
     width: int = 16  # channels
     seed: int = 0
+    device: str = "cpu"
 
 
 def cut(shape: Shape, stage: int = 0, stages: int = 1) -> nn.Sequential:
@@ -107,7 +108,7 @@ def cut(shape: Shape, stage: int = 0, stages: int = 1) -> nn.Sequential:
     layers = [_made(shape, 2 + block) for block in parts[stage].tolist()]
     first = [_made(shape, 0)] if stage == 0 else []
     last = [_made(shape, 1)] if stage == stages - 1 else []
-    return nn.Sequential(*first, *layers, *last)
+    return nn.Sequential(*first, *layers, *last).to(shape.device)
 
 
 def _made(shape: Shape, number: int) -> nn.Module:

@@ -5,6 +5,7 @@ batch, gets log-probabilities, computes the loss and sends the gradients back th
 both workers. Any number of trainers do so at once, without waiting for each other in an epoch.
 
     python -m examples.mnist --world-size 3
+    python -m examples.mnist --num-gpus 1 --device cuda:0  # activations from device to device
 
 Under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment of a
 terminal for each worker, rank 0 is the parameter server and all others are trainers.
@@ -75,8 +76,8 @@ class Trainer:
     async def step(self, images: Tensor, labels: Tensor) -> float:
         """Learn a batch; return its loss."""
         async with context() as ctx:
-            found = await remote(self.ps).forward(images, training=True)
-            loss = functional.nll_loss(found, labels)
+            found = await remote(self.ps).forward(images.to(self.options.device), training=True)
+            loss = functional.nll_loss(found, labels.to(found.device))
             await ctx.backward([loss], timeout=60.0)
             await self.opt.step(ctx)
         return loss.item()
@@ -85,8 +86,8 @@ class Trainer:
         """Return the numbers of recognised and of all test images of this shard."""
         right = 0
         for images, labels in self.test.batches(250):
-            found = await remote(self.ps).forward(images, training=False)
-            right += int((found.argmax(1) == labels).sum())
+            found = await remote(self.ps).forward(images.to(self.options.device), training=False)
+            right += int((found.argmax(1).cpu() == labels).sum())
         return right, len(self.test.labels)
 
 
@@ -109,8 +110,8 @@ async def main(options: argparse.Namespace) -> None:
     """Train on rank 0; serve on the other workers until rank 0 has left."""
     names = ["ps", *(f"trainer{number}" for number in range(1, options.world_size))]
     rank = os.environ.get("RANK")  # of torchrun, or of a terminal for each worker
-    local = aiorpc.local_world(names[1:], name="ps")
-    async with aiorpc.worker(names[int(rank)]) if rank else local as me:
+    local = aiorpc.local_world(names[1:], name="ps", **options.maps)
+    async with aiorpc.worker(names[int(rank)], **options.maps) if rank else local as me:
         await (me.serve("ps") if me.rank else train(me, options))
 
 
@@ -122,6 +123,7 @@ if __name__ == "__main__":
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--num-gpus", type=int, default=0, help="the server's GPUs: 0, 1 or 2")
+    parser.add_argument("--device", default="cpu", help="of the trainers: cpu, cuda:0, ...")
     parser.add_argument("--data", type=Path, default=Path("out/digits"), help="folder of MNIST/raw")
     parser.add_argument("--images", type=int, help="training images (default: all)")
     parser.add_argument("--quick", action="store_true", help="three epochs of 1,200 images")
@@ -129,4 +131,5 @@ if __name__ == "__main__":
     if options.quick:
         options.epochs, options.batch_size, options.images = 3, 16, options.images or 1200
     print(f"data: {prepare(options.data)}", flush=True)
+    options.maps = {"device_maps": None if options.device == "cpu" else "auto"}
     asyncio.run(main(options))

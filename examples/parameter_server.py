@@ -4,16 +4,16 @@ The server has the model and the optimizer. Each trainer computes gradients on p
 sends them and waits for the next model. When all have sent theirs, `step` runs once, and its one
 answer, the new model, goes to all. There is no lock, counter or callback: `Round` counts the
 members. It waits `--timeout` seconds for a killed trainer, whose replacement process takes part as
-soon as it has started.
+soon as it has started. With both sides on a GPU, gradients and model travel from device to device.
 
     python -m examples.parameter_server --trainers 3 --iterations 60
+    python -m examples.parameter_server --device cuda:0 --server-device cuda:0
     torchrun --nproc-per-node 4 -m examples.parameter_server
 """
 
 import argparse
 import asyncio
 import os
-from concurrent.futures import Future
 
 import torch
 from torch import Tensor, nn
@@ -43,13 +43,16 @@ class ParameterServer:
         torch.manual_seed(0)
         self.model = get_model(options.model, num_classes=CLASSES).to(options.server_device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, 0.9, fused=True)
-        self.losses, self.ended, self.iterations = list[float](), Future[None](), options.iterations
+        self.losses, self.iterations, self.via = list[float](), options.iterations, options.via
         rule = Round(options.trainers, options.quorum, options.timeout, member=lambda name, _: name)
         self.step = batched(rule)(self._step)
 
+    def __reduce__(self) -> tuple[type, tuple[()]]:  # torch looks for tensors in it, with maps
+        return object, ()
+
     def state(self) -> tuple[int, Tensors]:
-        """Return the number of steps and the model, which is not copied if it is on the CPU."""
-        return len(self.losses), {n: each.cpu() for n, each in self.model.state_dict().items()}
+        """Return the number of steps and the model, which is not copied if it is there already."""
+        return len(self.losses), {n: x.to(self.via) for n, x in self.model.state_dict().items()}
 
     @torch.no_grad()
     def _step(self, names: list[str], learned: list[Tensors]) -> Broadcast[tuple[int, Tensors]]:
@@ -62,8 +65,6 @@ class ParameterServer:
             self.optimizer.zero_grad()
             self.losses.append(loss := mean(learned, "loss").item())
             print(f"step {len(self.losses)}: loss {loss:.3f} of", *sorted(names), flush=True)
-            if len(self.losses) == self.iterations:
-                self.ended.set_result(None)
         return Broadcast(self.state())
 
 
@@ -72,13 +73,13 @@ def mean(learned: list[Tensors], name: str) -> Tensor:
     return torch.stack([each[name] for each in learned]).float().mean(0)
 
 
-def learn(model: nn.Module, images: Tensor, labels: Tensor, device: str) -> Tensors:
-    """Return the loss, the gradients and the buffers by name, on the CPU."""
+def learn(model: nn.Module, images: Tensor, labels: Tensor, device: str, via: str) -> Tensors:
+    """Return the loss, the gradients and the buffers by name, on the device `via` to travel."""
     loss = nn.functional.cross_entropy(model(images.to(device)), labels.to(device))
     names, parameters = zip(*model.named_parameters(), strict=True)
     gradients = zip(names, torch.autograd.grad(loss, parameters), strict=True)
     learned = {"loss": loss.detach(), **dict(gradients), **dict(model.named_buffers())}
-    return {name: each.cpu() for name, each in learned.items()}
+    return {name: each.to(via) for name, each in learned.items()}
 
 
 async def train(me: aiorpc.Worker, options: argparse.Namespace) -> None:
@@ -90,7 +91,7 @@ async def train(me: aiorpc.Worker, options: argparse.Namespace) -> None:
     while steps < options.iterations:
         model.load_state_dict(state, assign=options.device == "cpu")
         batch = pictures(options, options.batch, seed=1000 * steps + me.rank)
-        learned = await asyncio.to_thread(learn, model, *batch, options.device)
+        learned = await asyncio.to_thread(learn, model, *batch, options.device, options.via)
         try:
             steps, state = await ps.step(me.name, learned)
         except RoundTimeout:  # fewer than a quorum
@@ -109,9 +110,8 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
     """Serve on rank 0 until the last step; train on the others."""
     if me.rank:
         return await train(me, options)
-    ps = ParameterServer(options)
-    aiorpc.register("ps", ps)
-    await asyncio.wrap_future(ps.ended)
+    aiorpc.register("ps", ps := ParameterServer(options))
+    await me.serve()  # until every trainer has made its last step, or is lost
     print(f"loss, first step: {ps.losses[0]:.3f}, last of {len(ps.losses)}: {ps.losses[-1]:.3f}")
     right = await asyncio.to_thread(accuracy, ps.model, options)
     print(f"accuracy on held-out pictures: {right:.1%}")
@@ -119,7 +119,7 @@ async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
 
 async def join(name: str, options: argparse.Namespace) -> None:
     """Run `main` in the one worker of this process."""
-    async with aiorpc.worker(name) as me:
+    async with aiorpc.worker(name, device_maps=options.maps) as me:
         await main(me, options)
 
 
@@ -137,8 +137,11 @@ if __name__ == "__main__":
     add("--device", default="cpu", help="device of the trainers")
     add("--server-device", default="cpu", help="device of the model and the optimizer")
     options = parser.parse_args()
+    options.via = "cpu" if "cpu" in (options.device, options.server_device) else options.device
+    options.maps = None if options.via == "cpu" else "auto"
     names = ["ps", *(f"trainer{rank + 1}" for rank in range(options.trainers))]
     if "RANK" in os.environ:  # of torchrun, or of a terminal for each worker
         asyncio.run(join(names[int(os.environ["RANK"])], options))
     else:
-        run_local(main, names, args=(options,), restart=options.restart, on_failure="continue")
+        more = {"restart": options.restart, "device_maps": options.maps}
+        run_local(main, names, args=(options,), on_failure="continue", **more)

@@ -5,6 +5,7 @@ one coroutine that calls another. The last one computes the loss, and only the l
 While the second stage works on the first microbatch, the first stage works on the second.
 
     python -m examples.pipeline --stages 3 --micro 4
+    python -m examples.pipeline --device cuda:0    # activations travel from device to device
 
 Under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment of a
 terminal for each worker, rank 0 is the master and the others are the stages.
@@ -30,7 +31,7 @@ class Stage:
     """A stage: some layers of the model, and an RRef of the next stage."""
 
     def __init__(self, shape: Shape, stage: int, stages: int) -> None:
-        self.layers = cut(shape, stage, stages)
+        self.layers, self.device = cut(shape, stage, stages), shape.device
         self.following: RRef[Stage] | None = None
 
     async def lead_to(self, following: "RRef[Stage]") -> None:
@@ -46,14 +47,14 @@ class Stage:
         y = await self.compute(x, True)
         if self.following is not None:
             return await call(self.following, Stage.loss, y, labels)
-        return functional.cross_entropy(y, labels, reduction="sum")
+        return functional.cross_entropy(y, labels.to(y.device), reduction="sum")
 
     async def correct(self, x: Tensor, labels: Tensor) -> int:
         """Return the number of images that the model classifies correctly."""
         y = await self.compute(x, False)
         if self.following is not None:
             return await call(self.following, Stage.correct, y, labels)
-        return int((y.argmax(1) == labels).sum())
+        return int((y.argmax(1) == labels.to(y.device)).sum())
 
     @batched(max_size=1)
     def compute(self, xs: list[Tensor], training: list[bool]) -> list[Tensor]:
@@ -64,7 +65,7 @@ class Stage:
         (x,), (train,) = xs, training
         self.layers.train(train)
         with torch.set_grad_enabled(train):
-            return [self.layers(x)]
+            return [self.layers(x.to(self.device))]
 
     async def describe(self) -> str:
         count = sum(parameter.numel() for parameter in self.parameters())
@@ -83,10 +84,8 @@ class Pipeline:
         stages = await create_all(workers, Stage, shape, each(range(len(workers))), len(workers))
         await remote(stages[:-1]).lead_to(each(stages[1:]))
         parameters = [parameter for stage in stages for parameter in await parameter_rrefs(stage)]
-        options = {"lr": lr, "momentum": 0.9}
-        return cls(
-            stages, await DistributedOptimizer.create(torch.optim.SGD, parameters, **options)
-        )
+        made = await DistributedOptimizer.create(torch.optim.SGD, parameters, lr=lr, momentum=0.9)
+        return cls(stages, made)
 
     async def step(self, batch: Textures, micro: int) -> float:
         """Make a step on a batch in `micro` microbatches, all in flight; return its loss."""
@@ -107,7 +106,7 @@ class Pipeline:
 
 async def train(stages: list[str], options: argparse.Namespace) -> None:
     """Train the model in these stages, and print what it learns."""
-    shape = Shape(options.blocks, options.width, options.seed)
+    shape = Shape(options.blocks, options.width, options.seed, options.device)
     pipeline = await Pipeline.create(stages, shape, options.lr)
     for name, line in zip(stages, await remote(pipeline.stages).describe(), strict=True):
         print(f"{name}: {line}", flush=True)
@@ -125,11 +124,11 @@ async def train(stages: list[str], options: argparse.Namespace) -> None:
 
 async def main(options: argparse.Namespace) -> None:
     """Train on rank 0; serve on the other workers until rank 0 has left."""
-    stages = [f"stage{number}" for number in range(options.stages)]
+    names = ["master", *(f"stage{number}" for number in range(options.stages))]
     rank = os.environ.get("RANK")  # of torchrun, or of a terminal for each worker
-    local = aiorpc.local_world(stages, name="master")
-    async with aiorpc.worker(["master", *stages][int(rank)]) if rank else local as me:
-        await (me.serve("master") if me.rank else train(stages, options))
+    local = aiorpc.local_world(names[1:], name="master", **options.maps)
+    async with aiorpc.worker(names[int(rank)], **options.maps) if rank else local as me:
+        await (me.serve("master") if me.rank else train(names[1:], options))
 
 
 if __name__ == "__main__":
@@ -142,6 +141,7 @@ if __name__ == "__main__":
     parser.add_argument("--blocks", type=int, default=6, help="residual blocks in the model")
     parser.add_argument("--width", type=int, default=16, help="channels in the model")
     parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--device", default="cpu", help="of all stages: cpu, cuda:0, ...")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--quick", action="store_true", help="a few steps, as a check")
     options = parser.parse_args()
@@ -151,4 +151,5 @@ if __name__ == "__main__":
         parser.error(f"--micro is between 1 and the size of a --batch, {options.batch}")
     if options.quick:
         options.steps = min(options.steps, 40)
+    options.maps = {"device_maps": None if options.device == "cpu" else "auto"}
     asyncio.run(main(options))

@@ -1,11 +1,12 @@
 """A language model on two workers: the large matrices on one, the LSTM and the text on the other.
 
-The worker "ps" holds the vectors and the decoder of all words, on its device; "trainer" holds the
-LSTM between them. A batch goes as several microbatches, each in a task of its own: while one is in
+The worker "ps" holds the vectors and the decoder of all words; "trainer" holds the LSTM between
+them. A batch goes as several microbatches, each in a task of its own: while one is in
 the LSTM, the others are on the wire or on the parameter server. All share one context of
 distributed autograd, whose backward goes through both workers.
 
     python -m examples.rnn --epochs 6
+    python -m examples.rnn --device cuda:0      # both parts; vectors travel from device to device
 """
 
 import argparse
@@ -53,9 +54,8 @@ def chunks(text: Tensor, rows: int, microbatches: int) -> Iterator[list[tuple[Te
     further on. The text is cut to whole rows, and to a whole number of steps.
     """
     parts = text[: len(text) // rows * rows].view(rows, -1).tensor_split(microbatches)
-    for start in range(0, len(text) // rows - LENGTH, LENGTH):
-        end = start + LENGTH
-        yield [(part[:, start:end], part[:, start + 1 : end + 1]) for part in parts]
+    for end in range(LENGTH, len(text) // rows, LENGTH):
+        yield [(part[:, end - LENGTH : end], part[:, end - LENGTH + 1 : end + 1]) for part in parts]
 
 
 # ── the model ───────────────────────────────────────────────────────────────────────────────────
@@ -68,17 +68,17 @@ class Words(nn.Module):
         super().__init__()
         torch.manual_seed(0)
         self.table, self.decoder = nn.Embedding(count, size), nn.Linear(size, count)
-        self.dropout, self.device = nn.Dropout(dropout), device
+        self.dropout = nn.Dropout(dropout)
         self.to(device)
 
     def vectors(self, words: Tensor) -> Tensor:
-        """Map words [B, T] int64 to [B, T, size] float32, both on the CPU."""
-        return self.dropout(self.table(words.to(self.device))).cpu()  # type: ignore[no-any-return]
+        """Map words [B, T] int64 to [B, T, size] float32."""
+        return self.dropout(self.table(words))  # type: ignore[no-any-return]
 
     def loss(self, hidden: Tensor, targets: Tensor) -> Tensor:
         """Return the sum of the cross entropies of targets [B, T] in nats: a scalar travels."""
-        scores = self.decoder(self.dropout(hidden.to(self.device))).mT
-        return nn.functional.cross_entropy(scores, targets.to(self.device), reduction="sum").cpu()
+        scores = self.decoder(self.dropout(hidden)).mT
+        return nn.functional.cross_entropy(scores, targets, reduction="sum")
 
 
 def set_training(part: nn.Module, mode: bool) -> None:
@@ -89,10 +89,10 @@ def set_training(part: nn.Module, mode: bool) -> None:
 class Model:
     """A model of two parts, used on the worker of the LSTM."""
 
-    def __init__(self, words: RRef[Words], size: int, microbatches: int) -> None:
+    def __init__(self, words: RRef[Words], size: int, microbatches: int, device: str) -> None:
         torch.manual_seed(1)
-        self.words, self.microbatches = words, microbatches
-        self.lstm = nn.LSTM(size, size, batch_first=True)
+        self.words, self.microbatches, self.device = words, microbatches, device
+        self.lstm = nn.LSTM(size, size, batch_first=True).to(device)
         self.parts = Group[nn.Module]([words, RRef(self.lstm)])
 
     async def run(self, text: Tensor, rows: int, opt: DistributedOptimizer | None = None) -> Tensor:
@@ -100,14 +100,14 @@ class Model:
         await call(self.parts, set_training, opt is not None)
         self.states: list[tuple[Tensor, Tensor] | None] = [None] * self.microbatches
         losses = []
-        for batch in chunks(text, rows, self.microbatches):
+        for batch in chunks(text.to(self.device), rows, self.microbatches):
             async with context() as ctx:
                 parts = await asyncio.gather(*map(self._loss, range(len(batch)), batch))
                 losses.append(torch.stack(parts).sum() / (rows * LENGTH))
                 if opt is not None:
                     await ctx.backward(losses[-1:], timeout=60.0)
                     await opt.step(ctx)
-        return torch.stack(losses).detach()
+        return torch.stack(losses).detach().cpu()
 
     async def _loss(self, number: int, chunk: tuple[Tensor, Tensor]) -> Tensor:
         vectors = await call(self.words, Words.vectors, chunk[0])
@@ -122,7 +122,7 @@ async def train(options: argparse.Namespace) -> None:
     counts = training.bincount(minlength=options.words) + 1.0
     unigram = (counts.sum() / counts).log()[held_out].mean().exp()
     words = await create("ps", Words, options.words, options.size, options.device)
-    model = Model(words, options.size, options.microbatches)
+    model = Model(words, options.size, options.microbatches, options.device)
     params = [each for part in model.parts for each in await parameter_rrefs(part)]
     opt = await DistributedOptimizer.create(torch.optim.Adam, params, lr=options.lr)
     for epoch in range(options.epochs):
@@ -136,8 +136,8 @@ async def train(options: argparse.Namespace) -> None:
 async def main(options: argparse.Namespace) -> None:
     """Train on rank 0; serve on the other worker until rank 0 has left."""
     rank = os.environ.get("RANK")  # of torchrun, or of a terminal for each worker
-    local = aiorpc.local_world(["ps"], name="trainer")
-    async with aiorpc.worker("ps" if int(rank) else "trainer") if rank else local as me:
+    local = aiorpc.local_world(["ps"], name="trainer", **options.maps)
+    async with aiorpc.worker(["trainer", "ps"][int(rank)], **options.maps) if rank else local as me:
         await (me.serve("trainer") if me.rank else train(options))
 
 
@@ -148,9 +148,10 @@ if __name__ == "__main__":
     parser.add_argument("--words", type=int, default=2000, help="words in the vocabulary")
     parser.add_argument("--size", type=int, default=160, help="of word vectors and of the LSTM")
     parser.add_argument("--lr", type=float, default=0.01, help="Adam's learning rate at first")
-    parser.add_argument("--device", default="cpu", help="device of the parameter server")
+    parser.add_argument("--device", default="cpu", help="device of both parts of the model")
     parser.add_argument("--quick", action="store_true", help="a small model for a few seconds")
     options = parser.parse_args()
     if options.quick:
         options.epochs, options.words, options.size, options.lr = 1, 500, 48, 0.02
+    options.maps = {"device_maps": None if options.device == "cpu" else "auto"}
     asyncio.run(main(options))

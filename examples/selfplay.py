@@ -9,6 +9,7 @@ Then checkpoints play against random moves, and against the first checkpoint wit
 simulations. Each opening is played twice, with the colours exchanged.
 
     python -m examples.selfplay                     # ten minutes on two cores
+    python -m examples.selfplay --device cuda:0     # the network, for play and training
     torchrun --nproc-per-node 3 -m examples.selfplay
 """
 
@@ -65,7 +66,7 @@ class Evaluator:
     @torch.inference_mode()
     def _answer(self, mine: Tensor, theirs: Tensor) -> Tensor:
         logits, values = self.network(boards(mine, theirs))
-        return torch.cat((logits.softmax(1), values.unsqueeze(1)), 1)
+        return torch.cat((logits.softmax(1), values.unsqueeze(1)), 1).cpu()
 
 
 class Player:
@@ -150,7 +151,7 @@ class Training:
     def __init__(self, players: Group[Player], options: argparse.Namespace) -> None:
         self.players = players
         self.options = options
-        self.learner = Learner(options.seed)
+        self.learner = Learner(options.seed, device=options.device)
         self.evaluator = Evaluator(self.learner.copy())
         self.asked = RRef(self.evaluator)
         self.finished: asyncio.Queue[list[Sample]] = asyncio.Queue(options.lesson)
@@ -277,6 +278,7 @@ def arguments() -> argparse.Namespace:
     add("--match", type=int, default=100, help="games of a match, two from each opening")
     add("--match-simulations", type=int, default=80, help="visits of a search in matches")
     add("--compare", type=int, default=100, help="games that are timed, batched and not; 0: none")
+    add("--device", default="cpu", help="device of the network: cpu, cuda:0, ...")
     add("--seed", type=int, default=0, help="seed of the network's weights")
     add("--plot", type=Path, default=Path("out/selfplay.png"))
     add("--quick", action="store_true", help="a few games, as a check")

@@ -49,6 +49,7 @@ _needs_stop = False  # an agent was started, and nothing has begun to stop it
 _NO_ID = -1  # no worker has it
 
 DEFAULT_TRANSPORTS = ("uv",)
+CHANNELS = "AIORPC_TORCH_CHANNELS"
 
 # Seconds for a backward to end at the exit of the process, after a failure and without one.
 _AFTER_FAILURE, _OTHERWISE = 0.5, 5.0
@@ -120,7 +121,7 @@ class Agent:
             num_worker_threads=threads,
             device_maps={**device_maps[name]},  # type: ignore[dict-item]  # torch takes str, too
             _transports=list(transports or DEFAULT_TRANSPORTS),
-            _channels=None if channels is None else [*channels],
+            _channels=channel_names(channels),
         )
         self._name = name
         self._is_first_world = first_world
@@ -204,6 +205,17 @@ class Agent:
         """
         # torch's threads end with this object, not with the next run of the garbage collector.
         del self._agent
+
+
+def channel_names(given: Sequence[str] | None) -> list[str] | None:
+    """Return the names of TensorPipe's channels: `given`, else the environment's, else None.
+
+    Where CUDA IPC does not work, the machine is the reason, not the program: so no program needs an
+    option for it.
+    """
+    if given is not None:
+        return [*given]
+    return [name for name in os.environ.get(CHANNELS, "").split(",") if name] or None
 
 
 def _init_cuda(routes: DeviceRoutes) -> None:

@@ -202,6 +202,7 @@ def child_main(
     gc.unfreeze()  # what the process that forked this one froze: `freeze_gc` decides
     code = 0
     try:
+        config.initialize()
         with asyncio.Runner(loop_factory=config.loop_factory) as runner:
             runner.run(_run(pipe, config, main, args))
         # As at the end of any program: what was given to an executor is done. Not after a failure,

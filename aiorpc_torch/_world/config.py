@@ -2,7 +2,7 @@
 
 import re
 import secrets
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -14,6 +14,9 @@ from .._torch.devices import DeviceMaps, cuda_device_count, normalize_device_map
 from .._version import __version__
 from .._wire.handshake import network_namespace
 from .registration import MAX_PROCESSES, Registration
+
+Initializer = Callable[[str], object]
+"""A function that a process runs before its world; its argument is the name of its worker."""
 
 OnFailure = Literal["continue", "stop"]
 
@@ -56,6 +59,7 @@ class WorkerConfig(NodeConfig):
     is_local: bool = False
     join: bool = False  # enter a running world: rank and size are found there
     loop_factory: LoopFactory = new_event_loop  # in processes whose loop is ours
+    initializer: Initializer | None = None  # in processes that run this configuration
 
     def __post_init__(self) -> None:
         if not (self.join or 0 <= self.rank < self.world_size):
@@ -76,6 +80,8 @@ class WorkerConfig(NodeConfig):
         for option, names in (("transports", self.transports), ("channels", self.channels)):
             if isinstance(names, str):
                 raise TypeError(f"{option} must be a list of names, got {names!r}")
+        if not (self.initializer is None or callable(self.initializer)):
+            raise TypeError(f"initializer must be a function, got {self.initializer!r}")
         normalize_device_maps(self.device_maps)
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"port must be from 1 to 65535, got {self.port!r}")
@@ -90,6 +96,11 @@ class WorkerConfig(NodeConfig):
     def has_one_port(self) -> bool:
         """Return whether this worker has one TCP port for all connections."""
         return self.port is not None or self.tls is not None
+
+    def initialize(self) -> None:
+        """Run the initializer of the process, in the thread that will run the event loop."""
+        if self.initializer is not None:
+            self.initializer(self.name)
 
     def registration(self) -> Registration:
         """Return what this worker tells its peers."""

@@ -12,7 +12,7 @@ from .._aio.signals import graceful_signals
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
-from .config import OnFailure, WorkerConfig, new_local_url
+from .config import Initializer, OnFailure, WorkerConfig, new_local_url
 from .network import loopback_only
 from .processes import ProcessOptions, Start
 from .supervisor import Supervisor
@@ -37,11 +37,11 @@ class LocalWorker(Worker):
         Raises:
             ValueError: If a living worker has the name.
             WorkerLost, WorldTimeout: If the child dies, or does not join within `start_timeout`.
-            TypeError: If `exports` or `loop_factory` cannot be imported by children.
+            TypeError: If `exports`, `loop_factory` or `initializer` cannot be imported by children.
         """
         if name in self.peers and name not in self._node.members.lost_peers:
             raise ValueError(f"two workers are called {name!r}: the first one is alive")
-        _check_for_children(self._config.exports, self._config.loop_factory)
+        _check_for_children(self._config)
         config = replace(self._config, name=name, rank=-1, world_size=-1, join=True)
         await self._on_loop(self._supervisor.add(config, self._has_joined(name)))
 
@@ -89,6 +89,7 @@ async def local_world(
     start: Start = "forkserver",
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
+    initializer: Initializer | None = None,
 ) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
@@ -124,6 +125,9 @@ async def local_world(
             there is no such process, and they are not imported.
         loop_factory: Function or class at the top level of a module that makes the event loops of
             the children (default: uvloop's where it is installed, else asyncio's).
+        initializer: Function at the top level of a module that each child calls with its name,
+            before its event loop and its world. It may choose the child's device:
+            `torch.cuda.set_device`.
 
     Raises:
         WorldTimeout: If children did not start in time.
@@ -146,6 +150,7 @@ async def local_world(
         exports=exports,
         freeze_gc=freeze_gc,
         loop_factory=loop_factory,
+        initializer=initializer,
     )
     mine = replace(configs[0], device_maps=device_maps or {})
     supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload))
@@ -178,6 +183,7 @@ def run_local(
     start: Start = "forkserver",
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
+    initializer: Initializer | None = None,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -205,6 +211,7 @@ def run_local(
         start: As for `local_world`.
         preload: As for `local_world`.
         loop_factory: As for `local_world`, in every process.
+        initializer: As for `local_world`, in every process, this one included.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError, ImportError: As `local_world`.
@@ -227,9 +234,11 @@ def run_local(
         exports=exports,
         freeze_gc=freeze_gc,
         loop_factory=loop_factory,
+        initializer=initializer,
     )
     processes = ProcessOptions(start, preload)
     supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
+    configs[0].initialize()
     with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
         return runner.run(_run(main, configs[0], supervisor, on_failure, handle_signals))
 
@@ -272,16 +281,18 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     options["loop_factory"] = new_event_loop if factory is None else factory
     if not callable(options["loop_factory"]):
         raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
-    if len(names) > 1:
-        _check_for_children(options["exports"], options["loop_factory"])
     options |= {"world_size": len(names), "interface": loopback_only(), "is_local": True}
-    return [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
+    configs = [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
+    if len(names) > 1:
+        _check_for_children(configs[0])
+    return configs
 
 
-def _check_for_children(exports: Sequence[Export] | None, factory: LoopFactory) -> None:
-    for each in exports or ():
+def _check_for_children(config: WorkerConfig) -> None:
+    for each in config.exports or ():
         _check_importable("exports must hold", each)
-    _check_importable("loop_factory must be", factory, is_pickled=True)
+    _check_importable("loop_factory must be", config.loop_factory, is_pickled=True)
+    _check_importable("initializer must be", config.initializer, is_pickled=True)
 
 
 def _check_importable(rule: str, value: Any, *, is_pickled: bool = False) -> None:

@@ -11,7 +11,7 @@ from urllib.parse import urlsplit
 from .._aio.tasks import run_to_end
 from .._aio.threads import run_in_thread
 from .._protocol import endpoints
-from .._torch.agent import Agent, PeerInfo
+from .._torch.agent import Agent, PeerInfo, channel_names
 from .._torch.devices import DeviceRoutes, NamedDeviceMaps
 from .._torch.transport import send, wrap_future
 from . import network
@@ -103,7 +103,8 @@ class Startup:
     def _start_agent(
         self, number: int, maps: dict[str, NamedDeviceMaps], *, first_world: bool
     ) -> None:
-        config, interface, channels = self._config, self._interface(), self._config.channels
+        config, interface = self._config, self._interface()
+        channels = channel_names(config.channels)
         self._use_routes(DeviceRoutes.for_worker(config.name, maps))
         log.info("%s uses %s", config.name, network.describe(interface))
         if (one_port := self._one_port) is not None:

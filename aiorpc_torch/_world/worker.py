@@ -191,9 +191,10 @@ async def worker(
             (default: `["uv"]`, TCP, which costs nothing when idle). Shared memory
             (`["shm", "uv"]`) is faster on one host, and takes most of a core for polling.
         channels: TensorPipe's channels for the tensors of a message, in order of preference
-            (default: all that work between two workers, the fastest first). On a host whose
-            processes see different GPUs, CUDA IPC may raise when workers connect: pass
-            `["cuda_basic", "basic"]`, which copy through the CPU.
+            (default: AIORPC_TORCH_CHANNELS in the environment, separated by commas, else all that
+            work between two workers, the fastest first). On a host whose processes see different
+            GPUs, CUDA IPC may raise when workers connect: pass `["cuda_basic", "basic"]`, which
+            copy through the CPU.
         device_maps: Map for each peer from this worker's CUDA devices to the peer's, as torch's
             `device_maps`: `{"ps": {"cuda:0": "cuda:1"}}`. Arguments arrive on the peer's device,
             results on this worker's. "auto" maps each index to itself, for every peer that is in

@@ -23,6 +23,7 @@ from torch.futures import Future
 from .._aio.loops import LoopFactory
 from .._server.exports import Export
 from .._torch.devices import DeviceMaps
+from .._world.config import Initializer
 from .._world.local import LocalWorker, local_world
 from .._world.processes import Start
 from .gate import Gate as Gate
@@ -65,6 +66,7 @@ class Options(TypedDict, total=False):
     start: Start
     preload: Sequence[str]
     loop_factory: LoopFactory | None
+    initializer: Initializer | None
 
 
 class Workers(Protocol):

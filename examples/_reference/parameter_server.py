@@ -85,7 +85,7 @@ def run_trainer(ps: Any, rank: int, options: argparse.Namespace) -> None:
     for step in range(options.iterations):
         model.load_state_dict(state, assign=True)
         images, labels = pictures(options, options.batch, seed=1000 * step + rank)
-        learned = learn(model, images, labels, "cpu")
+        learned = learn(model, images, labels, "cpu", "cpu")
         state = rpc.rpc_sync(
             PS,
             BatchUpdateParameterServer.update_and_fetch_model,

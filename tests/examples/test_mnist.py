@@ -63,7 +63,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.worlds
 async def test_one_trainer_is_one_process(data: Path) -> None:
     """After five steps the parameters are those of a program without workers, dropout included."""
-    options = argparse.Namespace(data=data, images=80, batch_size=16, lr=0.1, seed=5)
+    options = argparse.Namespace(data=data, images=80, batch_size=16, lr=0.1, seed=5, device="cpu")
     async with new_world(["ps"], transports=["uv"]):
         ps = await create("ps", ParameterServer, 0, 3)
         trainer = Trainer(ps, 0, 1, options)

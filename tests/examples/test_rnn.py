@@ -39,9 +39,9 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
 async def small_model(
     microbatches: int = 3, dropout: float = 0.0, device: str = "cpu", kind: type[Words] = Words
 ) -> AsyncIterator[Model]:
-    async with world(["ps"]):
+    async with world(["ps"], device_maps=None if device == "cpu" else "auto"):
         words: RRef[Any] = await create("ps", kind, WORDS, SIZE, device, dropout)
-        yield Model(words, SIZE, microbatches)
+        yield Model(words, SIZE, microbatches, device)
 
 
 async def optimizer_of(model: Model, kind: type[torch.optim.Optimizer], lr: float) -> Any:

@@ -12,11 +12,13 @@ from aiorpc_torch._batching.cuda_collate import CudaCollator
 from tests.support.cuda_actors import (
     GPU,
     HERE,
+    REHEARSED,
     SIZE,
     Actor,
     fails_without,
     gpu_world,
     late,
+    needs_device,
     on_a_loop,
     warm_actor,
 )
@@ -29,6 +31,7 @@ def collator() -> CudaCollator:
     return CudaCollator(HERE)
 
 
+@needs_device
 @pytest.mark.parametrize(
     ("values", "expected"),
     [
@@ -49,6 +52,7 @@ def test_parameters(collator: CudaCollator, values: list[Any], expected: torch.T
     torch.testing.assert_close(copied["x"], expected)
 
 
+@needs_device
 def test_arrays(collator: CudaCollator) -> None:
     numpy = pytest.importorskip("numpy")
     with collator.on_stream(collator.record_event()):
@@ -57,6 +61,7 @@ def test_arrays(collator: CudaCollator) -> None:
     assert copied.tolist() == [[1.0, 1.0]] * 2
 
 
+@needs_device
 @fails_without("batch")
 def test_tensors_that_are_on_the_device(collator: CudaCollator) -> None:
     """Nothing is copied to the CPU and back."""
@@ -67,6 +72,7 @@ def test_tensors_that_are_on_the_device(collator: CudaCollator) -> None:
     assert copied.tolist() == [[0.0] * 4, [1.0] * 4, [2.0] * 4]
 
 
+@needs_device
 def test_gradients_go_through(collator: CudaCollator) -> None:
     """From a row to the result on the CPU."""
     row = torch.ones(3, requires_grad=True)
@@ -78,6 +84,7 @@ def test_gradients_go_through(collator: CudaCollator) -> None:
     assert row.grad.tolist() == [4.0] * 3
 
 
+@needs_device
 def test_pinned_memory_is_not_used_again_too_soon(collator: CudaCollator) -> None:
     """A column's is free for the next when its copy has been made, not when it was queued."""
     with collator.on_stream(collator.record_event()):
@@ -102,7 +109,7 @@ async def test_a_batch() -> None:
         assert [each["sums"].item() for each in more] == [8.0 * n for n in range(8)]
         assert not any(each["found"].is_cuda for each in more)
         noted = await actor.noted_streams()
-        assert noted
+        assert noted or REHEARSED
         assert all(is_own and priority < 0 for is_own, priority in noted)
 
 
@@ -148,6 +155,7 @@ async def test_a_function_that_goes_there_itself() -> None:
         assert [each.tolist() for each in found] == [[2.0 * n] * 2 for n in range(4)]
 
 
+@needs_device
 @pytest.mark.promise("devices.batches")
 @pytest.mark.parametrize("method", ["double", "adouble", "there"])
 @on_a_loop
@@ -169,6 +177,6 @@ async def test_the_loop_does_not_wait(method: str) -> None:
 async def test_a_function_that_raises() -> None:
     async with gpu_world(["a"]):
         actor = remote(await create("a", Actor))
-        with pytest.raises(LookupError, match="cuda:0"):
+        with pytest.raises(LookupError, match=str(HERE)):
             await actor.fails(torch.ones(1))
         assert (await actor.adouble(torch.ones(1)))["found"].tolist() == [2.0]

@@ -16,6 +16,7 @@ from tests.support.cuda_actors import (
     fails_without,
     gpu_world,
     late,
+    needs_device,
     on_a_loop,
     on_a_stream,
     warm_actor,
@@ -128,6 +129,7 @@ async def test_nests_and_two_hops() -> None:
 # ── forms of tensors ────────────────────────────────────────────────────────────────────────────
 
 
+@needs_device
 @fails_without("aliases")
 @on_a_loop
 async def test_tensors_that_share_memory_beside_another_device() -> None:
@@ -158,6 +160,7 @@ async def test_tensors_without_elements() -> None:
         assert (await actor.give_back(some[:0])).device == HERE
 
 
+@needs_device
 @on_a_loop
 async def test_sparse_tensors_are_refused() -> None:
     """At the call, and as the result's exception; torch would send them wrongly."""
@@ -175,6 +178,7 @@ async def test_sparse_tensors_are_refused() -> None:
 # ── maps ────────────────────────────────────────────────────────────────────────────────────────
 
 
+@needs_device
 @on_a_loop
 async def test_one_side_has_a_map() -> None:
     """The caller's: results come back where it leads."""
@@ -182,9 +186,10 @@ async def test_one_side_has_a_map() -> None:
         actor = await create("a", Actor)
         assert await remote(actor).where(torch.ones(1, device=HERE)) == ["cuda:0"]
         assert (await remote(actor).amake(1.0)).device == HERE
-        assert (await fetch(await create("a", torch.ones, 3, device="cuda:0"))).device == HERE
+        assert (await fetch(await create("a", torch.ones, 3, device=str(HERE)))).device == HERE
 
 
+@needs_device
 @pytest.mark.promise("devices.without_map")
 @on_a_loop
 async def test_without_a_map() -> None:
@@ -201,6 +206,7 @@ async def test_without_a_map() -> None:
         assert await quick == "here"
 
 
+@needs_device
 @on_a_loop
 async def test_maps_to_devices_that_are_not_there() -> None:
     count = torch.cuda.device_count()
@@ -213,10 +219,10 @@ async def test_maps_to_devices_that_are_not_there() -> None:
 async def test_the_first_message_of_a_fresh_world() -> None:
     """May be one with a tensor on a device, which neither worker has used before."""
     async with gpu_world(["a"]):
-        assert (await fetch(await create("a", torch.ones, 3, device="cuda:0"))).device == HERE
+        assert (await fetch(await create("a", torch.ones, 3, device=str(HERE)))).device == HERE
     async with gpu_world(["a"]):
         actor = await create("a", Actor)
-        assert await remote(actor).where(torch.ones(1, device=HERE)) == ["cuda:0"]
+        assert await remote(actor).where(torch.ones(1, device=HERE)) == [str(HERE)]
 
 
 # ── training ────────────────────────────────────────────────────────────────────────────────────

@@ -462,6 +462,52 @@ def test_a_program_without_a_file() -> None:
     assert (done.returncode, done.stdout) == (0, "[]\n"), done.stderr
 
 
+# ── initializers ────────────────────────────────────────────────────────────────────────────────
+
+_initialized: list[tuple[str, bool, bool, bool]] = []  # in each process
+
+
+def note_start(name: str) -> None:
+    """An initializer: the name, and whether this process has a world, a loop, CUDA by now."""
+    has_loop = asyncio._get_running_loop() is not None
+    _initialized.append((name, agent.is_running(), has_loop, torch.cuda.is_initialized()))
+
+
+def noted_start() -> list[tuple[str, bool, bool, bool]]:
+    return _initialized
+
+
+def fail_in_a(name: str) -> None:
+    if name == "a":
+        raise LookupError("no device for a")
+
+
+@pytest.mark.promise("worlds.initializer")
+async def test_children_are_initialized_before_their_world() -> None:
+    """Each once, with its name, also one that is added later; CUDA is not used by then."""
+    async with local_world(["a"], initializer=note_start) as me:
+        await me.start("b")
+        for name in "ab":
+            assert await call(name, noted_start) == [(name, False, False, False)]
+    assert not _initialized, "this process is the program's own"
+    with pytest.raises(LookupError, match="no device for a"):
+        async with local_world(["a"], initializer=fail_in_a):
+            pass
+
+
+async def tell_start(me: aiorpc.Worker) -> list[Any]:
+    return [await call(peer, noted_start) for peer in me.peers] + _initialized
+
+
+async def test_run_local_initializes_every_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """This one included, before its event loop."""
+    monkeypatch.setattr(sys.modules[__name__], "_initialized", [])
+    found = await asyncio.to_thread(
+        aiorpc.run_local, tell_start, ["b", "a"], initializer=note_start, handle_signals=False
+    )
+    assert found == [[("a", False, False, False)], ("b", False, False, False)]
+
+
 # ── event loops ─────────────────────────────────────────────────────────────────────────────────
 
 

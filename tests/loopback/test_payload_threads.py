@@ -113,7 +113,7 @@ async def test_arguments_are_unpickled_behind_their_transfer(
 
 
 async def test_channels_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`channels=` of a world are those of its agent's options; tensors travel by them."""
+    """`channels=` of a world, else the environment's, are its agent's; tensors travel by them."""
     found: list[Any] = []
     make: Any = agent_module.rpc.TensorPipeRpcBackendOptions
 
@@ -126,15 +126,25 @@ async def test_channels_are_those_of_torch(monkeypatch: pytest.MonkeyPatch) -> N
         assert await remote(RRef(Where(LARGE))).coroutine(LARGE) == ["loop"]
     async with new_world():
         pass
-    assert found == [["basic"], None]
+    monkeypatch.setenv("AIORPC_TORCH_CHANNELS", "mpt_uv,basic")
+    async with new_world():
+        pass
+    async with new_world(channels=["basic"]):
+        pass
+    assert found == [["basic"], None, ["mpt_uv", "basic"], ["basic"]]
 
 
-async def test_channels_that_do_not_exist() -> None:
+async def test_channels_that_do_not_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="Unknown channel: nope"):
         async with new_world(channels=["nope"]):
             pass
     with pytest.raises(TypeError, match="channels must be a list of names, got 'basic'"):
         async with new_world(channels="basic"):
             pass
+    with monkeypatch.context() as patches:
+        patches.setenv("AIORPC_TORCH_CHANNELS", "no_such,basic")
+        with pytest.raises(RuntimeError, match="Unknown channel: no_such"):
+            async with new_world():
+                pass
     async with new_world():  # nothing is left of it
         assert await remote(RRef(Where(LARGE))).coroutine(LARGE) == ["loop"]

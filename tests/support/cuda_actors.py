@@ -1,7 +1,7 @@
 """What tests call on workers that have a CUDA device, and how such tests run.
 
-Needs pytest and torch alone. AIORPC_TEST_CHANNELS, separated by commas, names the channels of
-TensorPipe for all of them.
+Needs pytest and torch alone. With AIORPC_TEST_DEVICE=cpu they are rehearsed without a device: it
+shows that they run, and nothing about an order.
 """
 
 import asyncio
@@ -18,18 +18,22 @@ from torch import Tensor, nn
 from aiorpc_torch import RRef, Worker, batched, create, remote, testing
 from tests.gpu.left_out import PARTS
 
+REHEARSED = os.environ.get("AIORPC_TEST_DEVICE") == "cpu"
+HAS_DEVICE = torch.cuda.is_available() and not REHEARSED
+
 GPU = [
     pytest.mark.gpu,
     pytest.mark.worlds,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
-    pytest.mark.timeout(120),
+    pytest.mark.skipif(not (HAS_DEVICE or REHEARSED), reason="needs a CUDA device"),
+    pytest.mark.timeout(60),
 ]
 
-HERE = torch.device("cuda:0")
+# For tests, or lists of tests, that cannot be rehearsed.
+needs_device = pytest.mark.skipif(not HAS_DEVICE, reason="needs a CUDA device")
+
+HERE = torch.device("cpu" if REHEARSED else "cuda:0")
 LONG = 500_000_000  # cycles: a quarter of a second, which any race loses
 SIZE = 1 << 20
-
-CHANNELS = [name for name in os.environ.get("AIORPC_TEST_CHANNELS", "").split(",") if name] or None
 
 Test = TypeVar("Test", bound=Callable[..., Any])
 
@@ -53,7 +57,7 @@ NEEDS: dict[str, str] = {}
 
 
 def fails_without(part: str) -> Callable[[Test], Test]:
-    """Name the part; `test_left_out.py` tries that the test fails if the part is left out."""
+    """Note the part; `test_left_out.py` tries that the test fails if the part is left out."""
     assert part in PARTS
 
     def note(test: Test) -> Test:
@@ -67,7 +71,7 @@ def gpu_world(workers: Sequence[str] = (), **options: Any) -> AbstractAsyncConte
     """A world with maps between all devices, unless `options` says otherwise."""
     # Children leave out a part from their start on, if it is left out here.
     options = {"preload": ("tests.gpu.left_out",), **options}
-    return testing.world(workers, **{"device_maps": "auto", "channels": CHANNELS, **options})
+    return testing.world(workers, **{"device_maps": "auto", **options})
 
 
 async def warm_actor(worker: str = "a") -> tuple[Any, "RRef[Actor]"]:
@@ -82,15 +86,23 @@ async def warm_actor(worker: str = "a") -> tuple[Any, "RRef[Actor]"]:
     return actor, rref
 
 
+def sleep(cycles: int) -> None:
+    """Keep the device busy, on the current stream of this thread."""
+    if HERE.type == "cuda":
+        torch.cuda._sleep(cycles)
+
+
 def late(value: float, size: int = SIZE) -> Tensor:
     """A tensor of which each element is `value` once a long kernel has run, and -1 before."""
     found = torch.full((size,), -1.0, device=HERE)
-    torch.cuda._sleep(LONG)
+    sleep(LONG)
     return found.fill_(value)
 
 
 def on_a_stream(value: float) -> Tensor:
     """The same from a stream of its own, with which the thread's is in order."""
+    if HERE.type == "cpu":
+        return late(value)
     stream = torch.cuda.Stream(HERE)
     stream.wait_stream(torch.cuda.current_stream(HERE))
     with torch.cuda.stream(stream):
@@ -100,6 +112,8 @@ def on_a_stream(value: float) -> Tensor:
 
 
 def is_default_stream() -> bool:
+    if HERE.type == "cpu":
+        return True
     return torch.cuda.current_stream(HERE) == torch.cuda.default_stream(HERE)
 
 
@@ -129,14 +143,14 @@ class Actor:
     async def items(self, count: int) -> AsyncIterator[Tensor]:
         buffer = torch.empty(SIZE, device=HERE)
         for index in range(count):
-            torch.cuda._sleep(LONG // 10)
+            sleep(LONG // 10)
             yield buffer.fill_(index)
 
     async def make_and_ask(self, other: Any, value: float) -> Tensor:
         """A result while a call that was made here has no answer yet."""
         self.kept = asyncio.create_task(remote(other).quick())
         await asyncio.sleep(0)
-        torch.cuda._sleep(3 * LONG)
+        sleep(3 * LONG)
         return late(value)
 
     # ── arguments ───────────────────────────────────────────────────────────────────────────────
@@ -163,6 +177,7 @@ class Actor:
         return "here"
 
     async def ask(self, other: Any, tensor: Tensor) -> Tensor:
+        await remote(other).where(tensor[:1].clone())  # the first one may synchronize the device
         return await remote(other).atotal(tensor * 2)
 
     # ── state ───────────────────────────────────────────────────────────────────────────────────
@@ -179,7 +194,7 @@ class Actor:
         return self.weights
 
     async def be_busy(self) -> None:
-        torch.cuda._sleep(4 * LONG)
+        sleep(4 * LONG)
 
     async def note(self, tensor: Tensor) -> None:
         self.sums.append(tensor.double().sum())
@@ -189,12 +204,12 @@ class Actor:
 
     # ── batches ─────────────────────────────────────────────────────────────────────────────────
 
-    @batched(max_size=8, stack=True, device="cuda:0")
+    @batched(max_size=8, stack=True, device=str(HERE))
     def double(self, rows: Tensor, by: Tensor) -> Tensor:
         self._note_stream()
         return _slowly(rows * by[:, None])
 
-    @batched(max_size=8, stack=True, device="cuda:0")
+    @batched(max_size=8, stack=True, device=str(HERE))
     async def adouble(self, rows: Tensor) -> dict[str, Tensor]:
         self._note_stream()
         found = _slowly(rows * 2)
@@ -206,17 +221,17 @@ class Actor:
     async def there(self, rows: Tensor) -> Tensor:
         return _slowly(rows.to(HERE) * 2)
 
-    @batched(max_size=8, stack=True, device="cuda:0")
+    @batched(max_size=8, stack=True, device=str(HERE))
     async def fails(self, rows: Tensor) -> Tensor:
         raise LookupError(str(rows.device))
 
-    @batched(max_size=8, stack=True, device="cuda:0")
+    @batched(max_size=8, stack=True, device=str(HERE))
     async def plus_mean_of(self, rows: Tensor, others: Tensor) -> Tensor:
         """Rows plus the mean of what another worker makes."""
         made = await remote(self.kept).amake(float(others[0]))
         return rows + made.mean()
 
-    @batched(max_size=8, stack=True, device="cuda:0")
+    @batched(max_size=8, stack=True, device=str(HERE))
     async def on_another_gpu(self, rows: Tensor) -> Tensor:
         there = rows.to("cuda:1")
         with torch.cuda.device(1):
@@ -230,11 +245,13 @@ class Actor:
         return self.streams
 
     def _note_stream(self) -> None:
-        self.streams.append((not is_default_stream(), torch.cuda.current_stream(HERE).priority))
+        if HERE.type == "cuda":
+            priority = torch.cuda.current_stream(HERE).priority
+            self.streams.append((not is_default_stream(), priority))
 
 
 def _slowly(tensor: Tensor) -> Tensor:
-    torch.cuda._sleep(LONG)
+    sleep(LONG)
     return tensor + 0
 
 
@@ -247,7 +264,7 @@ class Layer(nn.Module):
         self.linear = nn.Linear(8, 8).to(HERE)
 
     async def run(self, x: Tensor) -> Tensor:
-        torch.cuda._sleep(LONG // 10)
+        sleep(LONG // 10)
         found: Tensor = torch.tanh(self.linear(x))
         return found
 

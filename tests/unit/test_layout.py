@@ -63,7 +63,12 @@ def test_most_functions_are_short() -> None:
 # ── the tests ───────────────────────────────────────────────────────────────────────────────────
 
 TESTS = REPOSITORY / "tests"
-OF_NO_MODULE = {"test_layout.py", "test_pages.py", "test_promises.py"}  # of the project
+OF_NO_MODULE = {
+    "test_gpu_run.py",
+    "test_layout.py",
+    "test_pages.py",
+    "test_promises.py",
+}  # of the project
 UNIT_TESTS = [
     path.relative_to(TESTS / "unit").as_posix()
     for path in sorted((TESTS / "unit").rglob("test_*.py"))

@@ -22,6 +22,8 @@ import aiorpc_torch as aiorpc
             TypeError,
             "loop_factory must be what child processes can import, got .*: put it into a module",
         ),
+        ({"initializer": "cuda:0"}, TypeError, "initializer must be a function, got 'cuda:0'"),
+        ({"initializer": lambda name: None}, TypeError, "initializer must be what child processes"),
     ],
 )
 async def test_wrong_options(options: Any, error: type[Exception], match: str) -> None:
