@@ -116,3 +116,38 @@ def check_contents(packets: Packets, is_secure: bool) -> None:
     told = [flow for flow, stream in streams.items() if MARKER.encode() in stream]
     assert bool(told) is not is_secure, told
     assert all(map(is_tls, streams.values())) is is_secure
+
+
+@pytest.mark.promise("worlds.launchers")
+async def test_torchrun(hosts: tuple[Machine, Machine], tmp_path: Path) -> None:
+    """The port and the certificate of the environment; the store is torchrun's own."""
+    files = Authority(tmp_path).files()
+    names = [f"AIORPC_TORCH_TLS_{each}" for each in ("CERT", "KEY", "CA")]
+    environment = {**dict(zip(names, files, strict=True)), "AIORPC_TORCH_PORT": "29600"}
+    launcher = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc-per-node=1"]
+    launcher += ["--master-port=29500", f"--master-addr={ADDRESSES[0]}"]
+    scenario = [str(HERE / "network_scenarios.py"), "calls", "", "{}"]
+    with packets_at(hosts[0]) as packets:
+        async with contextlib.AsyncExitStack() as stack:
+            nodes = []
+            for rank, host in enumerate(hosts):
+                command = [*launcher, f"--node-rank={rank}", *scenario]
+                node = running(host, *command, **environment)
+                nodes.append(await stack.enter_async_context(node))
+            for rank, node in enumerate(nodes):
+                assert await node.hears("ready") == [rank, [ADDRESSES[rank], "127.0.0.1"]]
+            assert await nodes[0].hears("called") == [420, True, [*range(500)]]
+            for rank, node in enumerate(nodes):
+                assert await node.hears("left") == rank
+                code, errors = await node.end()
+                assert code == 0, errors
+    dialled = {far for _, far in packets.connected}
+    assert dialled <= {(ADDRESSES[0], MASTER), (ADDRESSES[0], 29600), (ADDRESSES[1], 29600)}
+    of_workers = [stream for ends, stream in packets.streams().items() if not is_of_store(ends)]
+    assert of_workers
+    assert all(map(is_tls, of_workers))
+
+
+def is_of_store(ends: tuple[tuple[str, int], tuple[str, int]]) -> bool:
+    """Whether this is the store of torchrun, which uses no TLS."""
+    return MASTER in (ends[0][1], ends[1][1])
