@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from .admission import Ticket
+from .numbers import is_count
 from .ratio import SampleLimit
 from .staleness import parked
 from .waiting import Line
@@ -32,7 +33,7 @@ class Uniform:
     """
 
     def __init__(self, capacity: int = 100_000, seed: int | None = None) -> None:
-        if not capacity >= 1:
+        if not is_count(capacity, 1):
             raise ValueError(f"capacity must be at least 1, got {capacity!r}")
         self._capacity = capacity
         self._random = random.Random(seed)
@@ -89,7 +90,8 @@ class Replay:
 
     def __repr__(self) -> str:
         waiting = f"{len(self._inserts)} inserts and {len(self._samples)} samples waiting"
-        return f"<Replay {self._inserted} in, {self._sampled} out, {waiting}>"
+        limit = "" if self._limit is None else f", {self._limit!r}"
+        return f"<Replay {self._inserted} in, {self._sampled} out, {waiting}{limit}>"
 
     @property
     def inserted(self) -> int:
@@ -118,7 +120,7 @@ class Replay:
             CallTimeout: if the deadline passes; the item was not inserted.
         """
         with parked(ticket):  # the learner, which samples, may wait for this rollout in `advance`
-            await self._inserts.turn(self._may_insert, "the insert")
+            await self._inserts.turn(self._may_insert, "the insert", self)
         self.storage.extend([item])
         self._inserted += 1
         if self._limit is not None:
@@ -137,9 +139,9 @@ class Replay:
             CallTimeout: if the deadline passes.
             ValueError: if `size` is not positive.
         """
-        if not size >= 1:
+        if not is_count(size, 1):
             raise ValueError(f"a sample must have at least 1 item, got {size!r}")
-        await self._samples.turn(lambda: self._may_sample(size), "the sample")
+        await self._samples.turn(lambda: self._may_sample(size), "the sample", self)
         found = self.storage.sample(size)
         self._sampled += size
         if self._limit is not None:
