@@ -12,7 +12,10 @@ from .waiting import Line
 
 
 class Storage(Protocol):
-    """The items of a `Replay`, such as a replay buffer of torchrl."""
+    """The items of a `Replay`, such as a replay buffer of torchrl.
+
+    If it has `add(item)` too, that is called for each item.
+    """
 
     def extend(self, items: Sequence[Any], /) -> object:
         """Add items."""
@@ -70,7 +73,8 @@ class Replay:
     RRef.
 
     Args:
-        storage: anything with `extend(items)` and `sample(size)` (default: `Uniform()`).
+        storage: anything with `extend(items)` and `sample(size)` (default: `Uniform()`). A method
+            `add(item)` is preferred to `extend`.
         limit: limit of samples for each insert (default: a sample waits for the first item alone).
 
     Raises:
@@ -121,7 +125,7 @@ class Replay:
         """
         with parked(ticket):  # the learner, which samples, may wait for this rollout in `advance`
             await self._inserts.turn(self._may_insert, "the insert", self)
-        self.storage.extend([item])
+        self._add(item)
         self._inserted += 1
         if self._limit is not None:
             self._limit.insert()
@@ -148,6 +152,13 @@ class Replay:
             self._limit.sample(size)
         self._notify()
         return found
+
+    def _add(self, item: Any) -> None:
+        # `extend` of torchrl's TensorDictReplayBuffer takes no list.
+        if (add := getattr(self.storage, "add", None)) is not None:
+            add(item)
+        else:
+            self.storage.extend([item])
 
     def _may_insert(self) -> bool:
         return self._limit is None or self._limit.may_insert()

@@ -107,9 +107,9 @@ async def test_a_batch_names_its_version() -> None:
 )
 def test_it_learns(options: tuple[str, ...]) -> None:
     """Actors that are killed are replaced; reward doubles, and is more than at random."""
-    lines = run("impala", *options, "--steps", "120000").splitlines()
+    lines = run("impala", *options, "--steps", "60000").splitlines()
     results = [int(found[1]) for line in lines if (found := re.search(r"reward (\d+);", line))]
     assert len(results) == 10
-    assert max(results[-3:]) > 60
+    assert max(results[-3:]) > 50
     assert sum("an actor is killed" in line for line in lines) == int(options[-1])
     assert re.fullmatch(r"mean reward of the last 50 episodes: \d+", lines[-1])

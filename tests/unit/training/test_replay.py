@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import aiorpc_torch as aiorpc
@@ -171,6 +172,25 @@ async def for_ever(call: Callable[[], Awaitable[Any]]) -> None:
     while True:
         await call()
         await asyncio.sleep(0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's import
+@pytest.mark.parametrize("kind", ["ReplayBuffer", "TensorDictReplayBuffer"])
+async def test_a_buffer_of_torchrl_as_the_storage(kind: str) -> None:
+    """It takes items one by one, and its samples are returned as they are."""
+    data = pytest.importorskip("torchrl.data")
+    from tensordict import TensorDict
+
+    storage = getattr(data, kind)(storage=data.LazyTensorStorage(10))
+    replay = Replay(storage, SampleLimit(4, min_size=3, slack=8))
+    sampling = asyncio.create_task(replay.sample(8))
+    for number in range(3):
+        assert not sampling.done()
+        await replay.insert(TensorDict({"state": torch.full((4,), float(number))}))
+    sample = await sampling
+    assert sample["state"].shape == (8, 4)
+    assert set(sample["state"].flatten().tolist()) <= {0.0, 1.0, 2.0}
+    assert (len(storage), replay.inserted, replay.sampled) == (3, 3, 8)
 
 
 def test_what_is_no_storage_or_limit_is_refused() -> None:
