@@ -337,7 +337,7 @@ async def learn(
 async def train(given: argparse.Namespace, report: Report) -> None:
     """Train in a world of processes; report after each update."""
     torch.manual_seed(given.seed)
-    learner = Learner(given.steps // (STEPS * given.actors * given.environments))
+    learner = Learner(max(1, given.steps // (STEPS * given.actors * given.environments)))
     weights = Weights(learner.network.state_dict())
     names = [f"actor{number}" for number in range(given.actors)]
     others = ["player"] if given.policy == "shared" else []
