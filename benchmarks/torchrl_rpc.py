@@ -3,7 +3,7 @@
 Two of them, with processes and an `init_rpc` of their own: a trainer that samples from a replay
 buffer in another process (TorchRL's `benchmark_sample_latency_over_rpc.py`, a group without
 `world_size`), and an `RPCCollector` with two collecting nodes. On the same objects, TorchRL's call
-and the awaited one take turns. Needs the extra `peers`.
+and the awaited one take turns. Needs the extra `torchrl`.
 
     python -m benchmarks.torchrl_rpc [--quick] [--repeat N]
 """

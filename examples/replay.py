@@ -3,26 +3,39 @@
 Actors in processes of their own follow the learner's network (`Weights`, `follow`), at most
 `--staleness` versions late (`StalenessLimit`). They play with their own copies, so that a step
 needs no call. The learner samples each transition `--ratio` times on average (`Replay`,
-`SampleLimit`). With `--staleness 0` actors and learner take turns: the synchronous form.
+`SampleLimit`). `--synchronous` is the same program in turns: publish, every actor plays a rollout,
+learn.
 
     python -m examples.replay --actors 2
+    python -m examples.replay --synchronous
 """
 
 import argparse
 import asyncio
 import random
 import time
+from collections.abc import Callable
 from statistics import mean
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from aiorpc_torch import create_all, each, local_world, lookup, proxy, register, remote
-from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit, Uniform, Weights, follow
+from aiorpc_torch import Group, create_all, each, local_world, lookup, proxy, register, remote
+from aiorpc_torch.training import (
+    Policy,
+    Replay,
+    SampleLimit,
+    StalenessLimit,
+    Uniform,
+    Weights,
+    follow,
+)
 
 from ._learning import CartPole
 
 BATCH, SEGMENT = 64, 32  # transitions of a step of the learner, and of a rollout
+FIRST = 500  # transitions before the first step of the learner
 EVERY = 10  # steps of the learner for each version
 GAMMA, TARGET = 0.99, 0.01
 
@@ -41,6 +54,7 @@ class Actor(CartPole):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.network, self.state, self.total = network(), self.reset(), 0.0
+        self.policy: Policy | None = None  # in the synchronous form
 
     async def run(self) -> None:
         """Play until the call is cancelled."""
@@ -48,14 +62,21 @@ class Actor(CartPole):
         async with await follow("policy", on="learner", into=self.network) as policy:
             while True:
                 async with proxy(limit).ticket() as ticket:
-                    version = await policy.wait(ticket.version)
-                    items, totals = self.segment(max(0.05, 1.0 - version / 50))
+                    items, totals = self.segment(await policy.wait(ticket.version))
                     inserts = [proxy(replay).insert(item, ticket) for item in items]
                     await asyncio.gather(
                         *inserts, *(remote(scores).append(each) for each in totals)
                     )
 
-    def segment(self, explore: float) -> tuple[list[Transition], list[float]]:
+    async def collect(self, version: int) -> tuple[list[Transition], list[float]]:
+        """Play one rollout with a version."""
+        if self.policy is None:
+            self.policy = await follow("policy", on="learner", into=self.network)
+        return self.segment(await self.policy.wait(version))
+
+    def segment(self, version: int) -> tuple[list[Transition], list[float]]:
+        """Play a rollout; return its transitions, and the rewards of the episodes that ended."""
+        explore = max(0.05, 1.0 - version / 50)
         items, totals = list[Transition](), list[float]()
         for _ in range(SEGMENT):
             action = self.draw(0.5) if self.draw(explore) else greedy(self.network, self.state)
@@ -115,52 +136,87 @@ def evaluate(model: nn.Module, episodes: int) -> float:
     return mean(totals)
 
 
-async def train(given: argparse.Namespace) -> Learner:
+class Progress(NamedTuple):
+    """How far the learner is."""
+
+    seconds: float
+    steps: int  # of environments
+    updates: int  # of the learner
+    reward: float  # mean of the last episodes
+    version: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.updates:,} steps, {self.steps:,} transitions, {self.seconds:.0f} s: version "
+            f"{self.version}, last episodes {self.reward:.0f}"
+        )
+
+
+async def learn(
+    given: argparse.Namespace, actors: Group[Actor], report: Callable[[Progress], object]
+) -> Learner:
+    """Learn while actors play, or in turns with them; report after each version."""
     learner, scores = Learner(), list[float]()
     weights = Weights(learner.network.state_dict())
     limit = StalenessLimit(given.staleness, max_in_flight=2 * given.actors)
-    ratio = SampleLimit(given.ratio, min_size=500, slack=4 * (given.ratio + BATCH))
-    replay = Replay(Uniform(20_000, given.seed), ratio)
+    ratio = SampleLimit(given.ratio, min_size=FIRST, slack=4 * (given.ratio + BATCH))
+    replay = Replay(Uniform(20_000, given.seed), None if given.synchronous else ratio)
     for name, thing in zip(("policy", *NAMES), (weights, limit, replay, scores), strict=True):
         register(name, thing)
     begun = time.perf_counter()
-    for step in range(1, given.steps + 1):
+    for update in range(1, given.steps + 1):
+        while given.synchronous and replay.inserted < FIRST + update * BATCH / given.ratio:
+            for items, totals in await remote(actors).collect(weights.version):
+                scores += totals
+                for item in items:
+                    await replay.insert(item)
         learner.learn(await replay.sample(BATCH))
-        if step % EVERY == 0:
+        if update % EVERY == 0:
             await limit.advance(await weights.publish(learner.network.state_dict()))
-        if step % (given.steps // 10) == 0:
-            seconds = time.perf_counter() - begun
-            print(
-                f"{step:,} steps, {replay.inserted:,} transitions, {seconds:.0f} s: version "
-                f"{weights.version}, last episodes {mean(scores[-20:] or [0.0]):.0f}"
-            )
+            reward, seconds = mean(scores[-20:] or [0.0]), time.perf_counter() - begun
+            report(Progress(seconds, replay.inserted, update, reward, weights.version))
     return learner
 
 
-async def main(given: argparse.Namespace) -> None:
+async def train(given: argparse.Namespace, report: Callable[[Progress], object]) -> Learner:
+    """Train in a world of processes."""
+    torch.manual_seed(given.seed)
+    random.seed(given.seed)
     names = [f"actor{number}" for number in range(given.actors)]
     async with local_world(names, name="learner", preload=("gymnasium",)):
-        actors = await create_all(names, Actor, each(range(given.actors)))
+        firsts = range(100 * given.seed, 100 * given.seed + given.actors)
+        actors = await create_all(names, Actor, each(firsts))
+        calls = [] if given.synchronous else [remote(actor).run() for actor in actors]
         async with asyncio.TaskGroup() as group:  # an actor that raises ends the program
-            playing = [group.create_task(remote(actor).run()) for actor in actors]
-            learner = await train(given)
+            playing = [group.create_task(call) for call in calls]
+            learner = await learn(given, actors, report)
             for task in playing:
                 task.cancel()
-        print(f"greedy policy: {evaluate(learner.network, 10):.0f} on average")
+    return learner
 
 
-def parse() -> argparse.Namespace:
+def main(given: argparse.Namespace) -> None:
+    """Train, print a line for each tenth of the steps, and play without exploring."""
+
+    def show(progress: Progress) -> None:
+        if progress.updates % (given.steps // 10) == 0:
+            print(progress, flush=True)
+
+    learner = asyncio.run(train(given, show))
+    print(f"greedy policy: {evaluate(learner.network, 10):.0f} on average")
+
+
+def parse(*args: str) -> argparse.Namespace:
+    """Return the options of a command line."""
     parser = argparse.ArgumentParser(description="DQN with actors that lag.")
     parser.add_argument("--actors", type=int, default=2)
+    parser.add_argument("--synchronous", action="store_true", help="actors and learner take turns")
     parser.add_argument("--staleness", type=int, default=2, help="versions")
     parser.add_argument("--ratio", type=float, default=32.0, help="samples for each transition")
     parser.add_argument("--steps", type=int, default=6_000, help="of the learner")
     parser.add_argument("--seed", type=int, default=0)
-    return parser.parse_args()
+    return parser.parse_args(args or None)
 
 
 if __name__ == "__main__":
-    arguments = parse()
-    torch.manual_seed(arguments.seed)
-    random.seed(arguments.seed)
-    asyncio.run(main(arguments))
+    main(parse())

@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from .numbers import is_count
+
 
 class Ticket(NamedTuple):
     """The admission of one rollout.
@@ -38,14 +40,14 @@ class Admission:
     """
 
     def __init__(self, max_staleness: int | None, max_in_flight: int, version: int = 0) -> None:
-        if max_staleness is not None and not (_is_count(max_staleness) and max_staleness >= 0):
+        if max_staleness is not None and not is_count(max_staleness):
             raise ValueError(
                 f"max_staleness must be a number of versions from 0 on, or None; "
                 f"got {max_staleness!r}"
             )
-        if not (_is_count(max_in_flight) and max_in_flight >= 1):
+        if not is_count(max_in_flight, 1):
             raise ValueError(f"max_in_flight must be a positive number, got {max_in_flight!r}")
-        self.version = version
+        self.version = _checked(version)
         self._max_staleness = max_staleness
         self._max_in_flight = max_in_flight
         self._out: dict[int, int] = {}  # version of each ticket
@@ -92,8 +94,12 @@ class Admission:
             del self._parked[ticket.number]
 
     def propose(self, version: int) -> None:
-        """Note a version that waits to be announced."""
-        self._proposed.append(version)
+        """Note a version that waits to be announced.
+
+        Raises:
+            ValueError: if it is no number of a version.
+        """
+        self._proposed.append(_checked(version))
 
     def withdraw(self, version: int) -> None:
         """Note that a version no longer waits."""
@@ -115,5 +121,7 @@ class Admission:
         return self._max_staleness is None or new - old <= self._max_staleness
 
 
-def _is_count(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _checked(version: int) -> int:
+    if not is_count(version):
+        raise ValueError(f"version must be a number from 0 on, got {version!r}")
+    return version

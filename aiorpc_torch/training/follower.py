@@ -10,6 +10,7 @@ import torch
 
 from .. import NotServing
 from .holds import Holds
+from .numbers import is_count, is_number
 from .placing import ForwardHolds, Into, place
 from .receiver import Receiver
 
@@ -37,7 +38,7 @@ async def follow(
         ValueError: if the names or shapes of the version and of `into` differ.
         TypeError: if `into` is none of these, or if the object of that name is no `Weights`.
     """
-    if poll is not None and not poll > 0:
+    if poll is not None and not (is_number(poll) and poll > 0):
         raise ValueError(f"poll must be a positive number of seconds, got {poll!r}")
     if not (into is None or isinstance(into, Mapping) or callable(into)):  # modules can be called
         raise TypeError(f"into must be a module, a dict of tensors or a function, got {into!r}")
@@ -98,8 +99,11 @@ class Policy:
                 or will come.
             NotServing: if this worker or the publisher's has left the world.
             RuntimeError: inside of `hold()`, or after `aclose`.
+            ValueError: if `version` is no number of a version.
         """
         self._check()
+        if not is_count(version, -1):  # the version before the first
+            raise ValueError(f"version must be a number of a version, got {version!r}")
         while self.version < version:
             await self._receiver.until(version)
             await self._put_in()

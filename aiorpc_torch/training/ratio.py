@@ -3,6 +3,8 @@
 A state machine without a clock, an event loop or torch. (tests/unit/training/test_ratio.py)
 """
 
+from .numbers import is_number
+
 
 class SampleLimit:
     """A limit of the samples for each insert into a `Replay`.
@@ -25,11 +27,11 @@ class SampleLimit:
     """
 
     def __init__(self, samples_per_insert: float, min_size: int, slack: float) -> None:
-        if not samples_per_insert > 0:
+        if not (is_number(samples_per_insert) and samples_per_insert > 0):
             raise ValueError(f"samples_per_insert must be positive, got {samples_per_insert!r}")
-        if not min_size >= 1:
+        if not (is_number(min_size) and min_size >= 1):
             raise ValueError(f"min_size must be at least 1, got {min_size!r}")
-        if not slack >= 0:
+        if not (is_number(slack) and slack >= 0):
             raise ValueError(f"slack must be a number of items from 0 on, got {slack!r}")
         self._ratio = samples_per_insert
         self._min_size = min_size
@@ -38,7 +40,8 @@ class SampleLimit:
         self._sampled = 0
 
     def __repr__(self) -> str:
-        return f"<SampleLimit of {self._ratio:g}, {self._inserted} in, {self._sampled} out>"
+        rule = f"{self._ratio:g} samples for an insert, min_size={self._min_size}"
+        return f"<SampleLimit of {rule}, slack={self._slack:g}>"
 
     @property
     def lead(self) -> float:

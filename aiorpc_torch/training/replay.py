@@ -5,13 +5,17 @@ from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from .admission import Ticket
+from .numbers import is_count
 from .ratio import SampleLimit
 from .staleness import parked
 from .waiting import Line
 
 
 class Storage(Protocol):
-    """The items of a `Replay`, such as a replay buffer of torchrl."""
+    """The items of a `Replay`, such as a replay buffer of torchrl.
+
+    If it has `add(item)` too, that is called for each item.
+    """
 
     def extend(self, items: Sequence[Any], /) -> object:
         """Add items."""
@@ -32,7 +36,7 @@ class Uniform:
     """
 
     def __init__(self, capacity: int = 100_000, seed: int | None = None) -> None:
-        if not capacity >= 1:
+        if not is_count(capacity, 1):
             raise ValueError(f"capacity must be at least 1, got {capacity!r}")
         self._capacity = capacity
         self._random = random.Random(seed)
@@ -69,7 +73,8 @@ class Replay:
     RRef.
 
     Args:
-        storage: anything with `extend(items)` and `sample(size)` (default: `Uniform()`).
+        storage: anything with `extend(items)` and `sample(size)` (default: `Uniform()`). A method
+            `add(item)` is preferred to `extend`.
         limit: limit of samples for each insert (default: a sample waits for the first item alone).
 
     Raises:
@@ -89,7 +94,8 @@ class Replay:
 
     def __repr__(self) -> str:
         waiting = f"{len(self._inserts)} inserts and {len(self._samples)} samples waiting"
-        return f"<Replay {self._inserted} in, {self._sampled} out, {waiting}>"
+        limit = "" if self._limit is None else f", {self._limit!r}"
+        return f"<Replay {self._inserted} in, {self._sampled} out, {waiting}{limit}>"
 
     @property
     def inserted(self) -> int:
@@ -118,8 +124,8 @@ class Replay:
             CallTimeout: if the deadline passes; the item was not inserted.
         """
         with parked(ticket):  # the learner, which samples, may wait for this rollout in `advance`
-            await self._inserts.turn(self._may_insert, "the insert")
-        self.storage.extend([item])
+            await self._inserts.turn(self._may_insert, "the insert", self)
+        self._add(item)
         self._inserted += 1
         if self._limit is not None:
             self._limit.insert()
@@ -137,15 +143,22 @@ class Replay:
             CallTimeout: if the deadline passes.
             ValueError: if `size` is not positive.
         """
-        if not size >= 1:
+        if not is_count(size, 1):
             raise ValueError(f"a sample must have at least 1 item, got {size!r}")
-        await self._samples.turn(lambda: self._may_sample(size), "the sample")
+        await self._samples.turn(lambda: self._may_sample(size), "the sample", self)
         found = self.storage.sample(size)
         self._sampled += size
         if self._limit is not None:
             self._limit.sample(size)
         self._notify()
         return found
+
+    def _add(self, item: Any) -> None:
+        # `extend` of torchrl's TensorDictReplayBuffer takes no list.
+        if (add := getattr(self.storage, "add", None)) is not None:
+            add(item)
+        else:
+            self.storage.extend([item])
 
     def _may_insert(self) -> bool:
         return self._limit is None or self._limit.may_insert()

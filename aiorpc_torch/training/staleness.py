@@ -73,7 +73,7 @@ class StalenessLimit:
         Raises:
             CallTimeout: if the deadline passes before the rollout may start.
         """
-        await self._rollouts.turn(self._admission.may_start, "the wait for a ticket")
+        await self._rollouts.turn(self._admission.may_start, "the wait for a ticket", self)
         ticket = self._admission.start()._replace(limit=self._name)
         try:
             yield ticket
@@ -89,12 +89,14 @@ class StalenessLimit:
 
         Raises:
             CallTimeout: if the deadline passes.
+            ValueError: if `version` is no number of a version.
         """
         self._admission.propose(version)
         try:
             await self._announcements.until(
                 lambda: self._admission.may_announce(version),
                 f"the wait for rollouts that are too old for version {version}",
+                self,
             )
             self._admission.announce(version)
         finally:

@@ -8,6 +8,8 @@ was replaced: a follower tells the highest number that it has seen.
 from collections import OrderedDict
 from typing import Generic, TypeVar
 
+from .numbers import is_count
+
 T = TypeVar("T")
 
 
@@ -21,9 +23,9 @@ class Versions(Generic[T]):
     """
 
     def __init__(self, first: T, number: int = 0, keep: int = 2) -> None:
-        if not isinstance(keep, int) or keep < 1:
+        if not is_count(keep, 1):
             raise ValueError(f"keep must be a positive number of versions, got {keep!r}")
-        if not isinstance(number, int) or number < 0:
+        if not is_count(number):
             raise ValueError(f"version must be a number from 0 on, got {number!r}")
         self._keep = keep
         self._kept: OrderedDict[int, T] = OrderedDict({number: first})

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from .. import CallTimeout, seconds_left
 
 
-async def _bounded(future: "asyncio.Future[None]", what: str) -> None:
+async def _bounded(future: "asyncio.Future[None]", what: str, state: object) -> None:
     """Wait for a future until the deadline.
 
     Raises:
@@ -24,7 +24,10 @@ async def _bounded(future: "asyncio.Future[None]", what: str) -> None:
     except TimeoutError:
         if not scope.expired():
             raise
-        raise CallTimeout(f"{what} timed out; nothing was changed", may_have_run=False) from None
+        text = f"{what} timed out; nothing was changed" + (
+            f": {state!r}" if state is not None else ""
+        )
+        raise CallTimeout(text, may_have_run=False) from None
 
 
 class Changes:
@@ -33,17 +36,17 @@ class Changes:
     def __init__(self) -> None:
         self._waiting: set[asyncio.Future[None]] = set()
 
-    async def until(self, is_true: Callable[[], bool], what: str) -> None:
+    async def until(self, is_true: Callable[[], bool], what: str, state: object = None) -> None:
         """Wait until `is_true()`.
 
         Raises:
-            CallTimeout: if the deadline passes; `what` names the wait.
+            CallTimeout: if the deadline passes; `what` names the wait, and `state` tells why.
         """
         while not is_true():
             future = asyncio.get_running_loop().create_future()
             self._waiting.add(future)
             try:
-                await _bounded(future, what)
+                await _bounded(future, what, state)
             finally:
                 self._waiting.discard(future)
 
@@ -64,11 +67,11 @@ class Line:
         """Return the number of tasks that wait."""
         return len(self._waiting)
 
-    async def turn(self, is_ready: Callable[[], bool], what: str) -> None:
+    async def turn(self, is_ready: Callable[[], bool], what: str, state: object = None) -> None:
         """Wait until this task is the first and `is_ready()`. It goes on in the same step.
 
         Raises:
-            CallTimeout: if the deadline passes; `what` names the wait.
+            CallTimeout: if the deadline passes; `what` names the wait, and `state` tells why.
         """
         if not self._waiting and is_ready():
             return
@@ -76,7 +79,7 @@ class Line:
         self._waiting.append(future)
         try:
             while self._waiting[0] is not future or not is_ready():
-                await _bounded(future, what)
+                await _bounded(future, what, state)
                 future = self._renew(future)
         finally:
             self._waiting.remove(future)

@@ -7,6 +7,7 @@ from torch import nn
 
 from .memory import Memory
 from .relays import Hosts, Version
+from .shapes import check_shapes, shapes
 from .snapshots import Snapshot, snapshot, snapshot_in_thread
 from .versions import Versions
 from .waiting import Changes, Line
@@ -37,6 +38,7 @@ class Weights:
     def __init__(self, tree: Any, *, keep: int = 2, version: int = 0) -> None:
         self._memory = Memory()
         first = snapshot(_checked(tree), self._memory)
+        self._shapes = shapes(tree)
         self._versions: Versions[Snapshot] = Versions(first, version, keep)
         self._hosts = Hosts()
         self._token = secrets.token_hex(8)
@@ -64,11 +66,13 @@ class Weights:
 
         Raises:
             TypeError: if `tree` is a module.
+            ValueError: if it lacks a tensor of the first version, or has it in another shape.
         """
+        check_shapes(self._shapes, _checked(tree))
         await self._publishing.turn(lambda: not self._is_publishing, "publish()")
         self._is_publishing = True
         try:
-            number = self._versions.add(await snapshot_in_thread(_checked(tree), self._memory))
+            number = self._versions.add(await snapshot_in_thread(tree, self._memory))
         finally:
             self._is_publishing = False
             self._publishing.notify()

@@ -10,10 +10,10 @@ from tests.support.example_programs import run
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("staleness", ["0", "2"])
-def test_it_learns(staleness: str) -> None:
+@pytest.mark.parametrize("options", [["--synchronous"], ["--staleness", "2"]])
+def test_it_learns(options: list[str]) -> None:
     """Twice what it begins with, and more than random actions reach."""
-    lines = run("replay", "--staleness", staleness, "--steps", "2500").splitlines()
+    lines = run("replay", *options, "--steps", "2500").splitlines()
     results = [int(found[1]) for line in lines if (found := re.search(r"episodes (\d+)", line))]
     assert len(results) == 10
     assert results[-1] > 2 * results[0]

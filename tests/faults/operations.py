@@ -440,10 +440,10 @@ def registered(name: str, thing: Any) -> Iterator[None]:
 
 @operation()
 async def weights_followed(_: Scene) -> Any:
-    weights = Weights([torch.ones(LARGE)])
+    weights = Weights([torch.ones(SMALL)])
     with registered("weights", weights):
         async with await follow("weights", on="main") as policy:
-            await weights.publish([torch.ones(LARGE)])
+            await weights.publish([torch.ones(SMALL), torch.ones(LARGE)])
             await policy.wait(1)
             await weights.publish([torch.ones(SMALL)])
             async with policy.hold() as version:

@@ -143,7 +143,7 @@ async def test_publications_that_are_cancelled_or_fail(
     await asyncio.wait([first])
     leave.set()
     with pytest.raises(TypeError, match="pickle"):
-        await weights.publish({"a": threading.Lock()})
+        await weights.publish({**Net().state_dict(), "a": threading.Lock()})
     assert await asyncio.gather(*others) == [1, 2]
     assert set(weights.state(2)["layers.0.bias"].tolist()) == {3.0}
 
@@ -196,7 +196,7 @@ async def test_poll(following: Following) -> None:
 async def test_a_version_that_does_not_fit(following: Following) -> None:
     weights, net = published(), Net()
     policy = await following(into=net)
-    await weights.publish({"other": torch.ones(1)})
+    await weights.publish({**Net().state_dict(), "other": torch.ones(1)})
     for _ in range(2):
         with pytest.raises(ValueError, match="different names"):
             await policy.update()
@@ -205,6 +205,23 @@ async def test_a_version_that_does_not_fit(following: Following) -> None:
         await following(into=net)
     await publish(weights)
     assert await policy.update() == 2
+
+
+@pytest.mark.promise("training.shapes")
+async def test_a_version_of_other_shapes_is_not_published(following: Following) -> None:
+    weights = published()
+    policy = await following()
+    state = Net().state_dict()
+    other = {**state, "layers.0.bias": torch.ones(9)}
+    with pytest.raises(ValueError, match=r"\['layers.0.bias'\] must be \(8,\), got \(9,\)"):
+        await weights.publish(other)
+    del state["layers.3.weight"]
+    with pytest.raises(ValueError, match=r"lacks \['layers.3.weight'\]"):
+        await weights.publish(state)
+    assert weights.version == 0
+    assert await publish(weights) == await policy.update() == 1
+    with pytest.raises(ValueError, match="version must be a number"):
+        await policy.wait(None)  # type: ignore[arg-type]
 
 
 async def test_what_is_no_tree_no_place_and_no_publisher(following: Following) -> None:

@@ -54,6 +54,9 @@ class Learner:
         self.net.fill(self.weights.version + 1 if value is None else value)
         return await self.weights.publish(self.net.state_dict())
 
+    async def state(self) -> Any:
+        return self.weights.state()
+
     async def sent(self) -> int:
         """Return how many versions were asked for."""
         return self.weights.asked

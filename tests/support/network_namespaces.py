@@ -69,6 +69,13 @@ class Machine:
     def ip(self, *words: str) -> None:
         subprocess.run(self.inside("ip", *words), check=True, timeout=PATIENCE)
 
+    def sent(self) -> int:
+        """The bytes that its interface has sent."""
+        words = self.inside("cat", "/proc/net/dev")
+        done = subprocess.run(words, check=True, capture_output=True, text=True, timeout=PATIENCE)
+        (line,) = [each for each in done.stdout.splitlines() if each.strip().startswith(f"{LINK}:")]
+        return int(line.split(":")[1].split()[8])
+
     def gets(self, address: str, interface: str = LINK) -> None:
         """An interface of it goes up with that address."""
         at_once = ["nodad"] if ":" in address else []  # IPv6 looks for a second for duplicates

@@ -72,7 +72,9 @@ def test_no_maximum() -> None:
     assert admission.may_announce(1_000)
 
 
-@pytest.mark.parametrize("arguments", [(-1, 1), (1.5, 1), (True, 1), (1, 0), (1, None)])
+@pytest.mark.parametrize(
+    "arguments", [(-1, 1), (1.5, 1), (True, 1), (1, 0), (1, None), (1, 1, "3")]
+)
 def test_arguments_that_are_refused(arguments: Any) -> None:
     with pytest.raises(ValueError, match=r"must be .*got"):
         Admission(*arguments)

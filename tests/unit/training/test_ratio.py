@@ -38,6 +38,9 @@ def test_inserts_and_samples_wait_for_each_other() -> None:
     ("arguments", "text"),
     [
         ((0, 1, 1), "samples_per_insert must be positive, got 0"),
+        ((None, 1, 1), "samples_per_insert must be positive, got None"),
+        ((1, "2", 1), "min_size must be at least 1, got '2'"),
+        ((1, 1, None), "slack must be a number of items from 0 on, got None"),
         ((1, 0, 1), "min_size must be at least 1, got 0"),
         ((8, 1, -1), "slack must be a number of items from 0 on, got -1"),
     ],

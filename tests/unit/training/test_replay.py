@@ -5,6 +5,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings, strategies as st
 
 import aiorpc_torch as aiorpc
@@ -57,13 +58,22 @@ async def test_inserts_and_samples_wait_for_each_other() -> None:
 @pytest.mark.promise("training.deadlines")
 async def test_deadlines_and_mistakes() -> None:
     replay = Replay(limit=SampleLimit(1, min_size=1, slack=2))
-    with aiorpc.timeout(0.01), pytest.raises(CallTimeout, match="the sample timed out"):
+    with (
+        aiorpc.timeout(0.01),
+        pytest.raises(
+            CallTimeout, match=r"the sample timed out.*: <Replay 0 in, 0 out, .*min_size=1,"
+        ),
+    ):
         await replay.sample(1)
-    with pytest.raises(ValueError, match="at least 1 item"):
-        await replay.sample(0)
+    for size in (0, None, 1.5):
+        with pytest.raises(ValueError, match="at least 1 item"):
+            await replay.sample(size)  # type: ignore[arg-type]
     for item in range(3):
         await replay.insert(item)
-    with aiorpc.timeout(0.01), pytest.raises(CallTimeout, match="the insert timed out"):
+    with (
+        aiorpc.timeout(0.01),
+        pytest.raises(CallTimeout, match=r"the insert timed out.*: <Replay 3 in"),
+    ):
         await replay.insert(3)
     assert replay.inserted == 3
 
@@ -113,8 +123,9 @@ def test_the_uniform_storage() -> None:
     storage.extend(range(2, 5))
     assert len(storage) == 3
     assert set(storage.sample(100)) == {2, 3, 4}
-    with pytest.raises(ValueError, match="capacity must be at least 1"):
-        Uniform(0)
+    for capacity in (0, None):
+        with pytest.raises(ValueError, match="capacity must be at least 1"):
+            Uniform(capacity)  # type: ignore[arg-type]
 
 
 @pytest.mark.promise("training.ratio")
@@ -161,6 +172,25 @@ async def for_ever(call: Callable[[], Awaitable[Any]]) -> None:
     while True:
         await call()
         await asyncio.sleep(0)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # of torchrl's import
+@pytest.mark.parametrize("kind", ["ReplayBuffer", "TensorDictReplayBuffer"])
+async def test_a_buffer_of_torchrl_as_the_storage(kind: str) -> None:
+    """It takes items one by one, and its samples are returned as they are."""
+    data = pytest.importorskip("torchrl.data")
+    from tensordict import TensorDict
+
+    storage = getattr(data, kind)(storage=data.LazyTensorStorage(10))
+    replay = Replay(storage, SampleLimit(4, min_size=3, slack=8))
+    sampling = asyncio.create_task(replay.sample(8))
+    for number in range(3):
+        assert not sampling.done()
+        await replay.insert(TensorDict({"state": torch.full((4,), float(number))}))
+    sample = await sampling
+    assert sample["state"].shape == (8, 4)
+    assert set(sample["state"].flatten().tolist()) <= {0.0, 1.0, 2.0}
+    assert (len(storage), replay.inserted, replay.sampled) == (3, 3, 8)
 
 
 def test_what_is_no_storage_or_limit_is_refused() -> None:

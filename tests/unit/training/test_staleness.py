@@ -80,11 +80,14 @@ async def test_deadlines() -> None:
     limit = StalenessLimit(0, 1)
     async with limit.ticket():
         with aiorpc.timeout(0.01):
-            with pytest.raises(CallTimeout, match="the wait for a ticket timed out"):
+            with pytest.raises(CallTimeout, match=r"the wait for a ticket timed out.*1 in flight"):
                 async with limit.ticket():
                     pass
             with pytest.raises(CallTimeout, match="rollouts that are too old for version 1"):
                 await limit.advance(1)
+    for version in (None, "1", -1):
+        with pytest.raises(ValueError, match="version must be a number from 0 on, got"):
+            await limit.advance(version)  # type: ignore[arg-type]
     assert await limit.advance(1) == 1
     assert limit.in_flight == 0
 

@@ -376,7 +376,7 @@ async def test_what_has_changed_while_there_was_no_connection(group: Group) -> N
         announce=lambda name: told.append(("announce", name)),
         detector=SimpleNamespace(on_leave_message=lambda *leave: told.append(leave)),
     )
-    listed = [Member(name, n, n, "", {}, "") for name, n in (("w0", 0), ("w1", 1), ("new", 4))]
+    listed = [Member(name, n, n, "", {}, "", "") for name, n in (("w0", 0), ("w1", 1), ("new", 4))]
     group.client(registration(0))._update(node, listed, ["entering"])
     assert told == [("add", "new"), ("announce", "new"), ("left", 2, "left", "")]
 
