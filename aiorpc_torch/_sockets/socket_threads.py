@@ -159,9 +159,9 @@ class SocketReceiver(_SocketThreads):
             self._receive_chunk(sock, *HEADER.unpack(header))
 
     def _receive_chunk(
-        self, sock: socket.socket, number: int, size: int, offset: int, length: int
+        self, sock: socket.socket, number: int, size: int, offset: int, length: int, shared: bool
     ) -> None:
-        memory = self._transfers.begin(number, size, offset, length)
+        memory = self._transfers.begin(number, size, offset, length, shared)
         if memory is None:
             _discard(sock, length)
         else:

@@ -227,7 +227,7 @@ async def test_a_peer_that_exceeds_the_limit(shelf: Shelf) -> None:
     await until(lambda: near()._sender is not None and len(near()._sender) == SOCKETS)
     await until(lambda: far()._receiver is not None)
     size = far()._limit + 1
-    near()._sender._sockets[0].sendall(HEADER.pack(1, size, 0, CHUNK))  # type: ignore[union-attr]
+    near()._sender._sockets[0].sendall(HEADER.pack(1, size, 0, CHUNK, False))  # type: ignore[union-attr]
     with pytest.raises(aiorpc.RpcError, match="may be under way"):
         await asyncio.wait_for(remote(RRef(shelf)).never(), SOON)
     assert not far_memory()
@@ -237,11 +237,16 @@ def far_memory() -> int:
     return receive_memory.memory_of(asyncio.get_running_loop())._pool.total
 
 
+def news(**fields: Any) -> tuple[int, Any]:
+    return TRANSFERS, socket_link._News(**fields)
+
+
 MALFORMED: dict[str, tuple[int, Any]] = {
     "news that are none": (TRANSFERS, 5),
-    "a transfer that there was not": (TRANSFERS, (None, False, ((7, True),), ())),
-    "drops that are none": (TRANSFERS, (None, False, (), (7,))),
-    "a caller that asks for sockets": (TRANSFERS, (None, True, (), ())),
+    "a transfer that there was not": news(confirmed=[(7, True, None)]),
+    "drops that are none": news(dropped=[7]),
+    "a caller that asks for sockets": news(wants_sockets=True),
+    "a name that is none": news(adopted=[(7, (1, 2))]),
     "a message before its transfer": (TRANSFERRED, (7, (), b"")),
     "no message": (TRANSFERRED, 5),
 }

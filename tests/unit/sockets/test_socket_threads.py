@@ -18,12 +18,16 @@ from aiorpc_torch._wire.shared_tensors import place
 SOON = 30.0
 
 
+def allocate(size: int, _: bool) -> tuple[Any, None]:
+    return bytearray(size), None
+
+
 class Ends:
     """A sender and a receiver, and what they tell."""
 
     def __init__(self) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.incoming = IncomingTransfers(1 << 26, bytearray)
+        self.incoming = IncomingTransfers(1 << 26, allocate)
         self.sender = SocketSender(self.told.put, self.told.put)
         self.receiver = SocketReceiver(self.incoming, self.told.put, self.told.put)
         self.pairs = [socket.socketpair() for _ in range(SOCKETS)]
@@ -90,14 +94,14 @@ def test_an_end_between_chunks_is_no_failure(ends: Ends) -> None:
 
 def test_an_end_within_a_chunk_is_a_failure(ends: Ends) -> None:
     near, _ = ends.pairs[0]
-    near.sendall(HEADER.pack(1, 100, 0, 100) + b"half")
+    near.sendall(HEADER.pack(1, 100, 0, 100, False) + b"half")
     near.shutdown(socket.SHUT_WR)
     assert isinstance(ends.next(), ConnectionResetError)
 
 
 def test_a_malformed_chunk_is_a_failure(ends: Ends) -> None:
     near, _ = ends.pairs[0]
-    near.sendall(HEADER.pack(1, 100, 50, 100))
+    near.sendall(HEADER.pack(1, 100, 50, 100, False))
     assert isinstance(ends.next(), ProtocolError)
 
 
