@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .._aio.entry_queue import EntryQueue
 from .._aio.loops import call_soon
+from .._aio.memory_size import memory_size
 from .._aio.segments import (
     Segment,
     SegmentError,
@@ -51,6 +52,10 @@ SWITCH = "AIORPC_TORCH_TENSOR_SOCKETS"
 END_SECONDS = 0.5
 """Seconds between the failure of a tensor socket and the end of its connection, which is about to
 tell the reason if the peer has left."""
+
+IDLE_SECONDS = 60.0
+"""Seconds after the last transfer of a direction at which its sockets and threads end. The next
+transfer opens others."""
 
 OPEN_TIMEOUT = 10.0
 """Seconds for a socket to open; torch RPC carries the tensors after that. A peer that leaves takes
@@ -96,7 +101,7 @@ def is_enabled() -> bool:
 
 def incoming_limit() -> int:
     """Return the maximum bytes that one peer may have under way: an eighth of the memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    return memory_size() // 8
 
 
 class Wire(Protocol):
@@ -212,6 +217,7 @@ class SocketLink:
         self._waiting: deque[_Job] = deque()  # for memory at the peer
         self._jobs: dict[int, _Job] = {}  # all that the peer has not confirmed
         self._sender: SocketSender | None = None
+        self._idle_timer: asyncio.TimerHandle | None = None
         self._given_up: EntryQueue[OutgoingTransfer] = EntryQueue(loop, self._on_given_up)
         # Of what it receives.
         self._receiver: SocketReceiver | None = None
@@ -334,7 +340,16 @@ class SocketLink:
             ended = partial(call_soon, self._loop, self._on_ended)
             failed = partial(call_soon, self._loop, self._on_failure)
             self._sender = SocketSender(ended, failed)
+            self._end_idle(None)
         return self._sender
+
+    def _end_idle(self, last: int | None) -> None:
+        """Close the sockets if there was no transfer since number `last`; else look again later."""
+        if last == self._last and not self._jobs and self._sender is not None:
+            self._sender.close()
+            self._sender = None
+        else:
+            self._idle_timer = self._loop.call_later(IDLE_SECONDS, self._end_idle, self._last)
 
     def _on_failure(self, error: Exception) -> None:
         """End the connection, whose calls may wait for tensors."""
@@ -568,6 +583,8 @@ class SocketLink:
     def close(self) -> None:
         """End all transfers, and their threads."""
         self.can_send = False
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         for task in self._dialing:
             task.cancel()
         for threads in (self._sender, self._receiver):

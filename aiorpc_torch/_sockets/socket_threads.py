@@ -1,13 +1,15 @@
 """Threads that send and receive transfers, one for each socket.
 
 Blocking calls leave the GIL, so the event loops stay responsive: if they carried the bytes, small
-calls would wait for large tensors. Each socket is used in one direction.
+calls would wait for large tensors. Each socket is used in one direction, with or without TLS.
 The threads end when their socket is shut down. (tests/unit/sockets/test_socket_threads.py)
 """
 
 import contextlib
+import os
 import queue
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +19,16 @@ from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
 
 SOCKETS = 2
 """Sockets for one direction of a connection. Four carry little more, and delay the event loop."""
+
+SILENCE = 120.0
+"""Seconds after which a socket fails whose peer acknowledges nothing: the link is cut, or the peer
+is frozen. The failure detector has told the callers long before; this ends threads, and frees
+tensors. Without it, TCP tries again for 15 minutes."""
+
+UNSENT = 128 * 1024
+"""Bytes beyond those on their way that the system takes from a thread. With its usual megabytes, a
+small call beside 128 MB took twice the time, and transfers took longer. Other bounds of its buffers
+would bound what is on its way on a long line. (benchmarks.between_hosts)"""
 
 _READY = b"!"
 """Sent by the end that has opened a socket: until then its transport may read what is sent."""
@@ -33,6 +45,7 @@ class _SocketThreads:
     def __init__(self, name: str, failed: Failed) -> None:
         self._name = name
         self._failed = failed
+        self._most = SOCKETS
         self._sockets: list[socket.socket] = []
         self._is_closed = False
 
@@ -47,15 +60,13 @@ class _SocketThreads:
             sock: The socket.
             is_own: True if this process has opened it.
         """
-        if self._is_closed or len(self._sockets) >= SOCKETS:
+        if self._is_closed or len(self._sockets) >= self._most:
             sock.close()
             return
         close_on_fork(sock)
         sock.setblocking(True)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # they are idle for long
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            _set_options(sock)
         self._sockets.append(sock)
         try:
             work = threading.Thread(target=self._run, args=(sock, is_own), name=self._name)
@@ -68,12 +79,14 @@ class _SocketThreads:
     def close(self) -> None:
         """End the threads, also those that send or receive."""
         self._is_closed = True
-        for sock in self._sockets:
+        for sock in [*self._sockets]:
             with contextlib.suppress(OSError):  # it is closed
-                sock.shutdown(socket.SHUT_RDWR)
+                # That of an SSLSocket would let a thread go on without TLS.
+                socket.socket.shutdown(sock, socket.SHUT_RDWR)
         self._sockets.clear()
 
     def _run(self, sock: socket.socket, is_own: bool) -> None:
+        _yield_to_loops()
         try:
             with sock:
                 if is_own:
@@ -153,10 +166,15 @@ class SocketReceiver(_SocketThreads):
         self._transfers = transfers
         self._arrived = arrived
 
+        # The peer closes idle sockets, and may open others before threads here have noticed it.
+        self._most = 2 * SOCKETS
+
     def _work(self, sock: socket.socket) -> None:
         header = memoryview(bytearray(HEADER.size))
         while _fill(sock, header, may_end=True):
             self._receive_chunk(sock, *HEADER.unpack(header))
+        with contextlib.suppress(ValueError):  # all are being closed
+            self._sockets.remove(sock)
 
     def _receive_chunk(
         self, sock: socket.socket, number: int, size: int, offset: int, length: int, shared: bool
@@ -172,8 +190,33 @@ class SocketReceiver(_SocketThreads):
             self._arrived((number, outcome))
 
 
+def _set_options(sock: socket.socket) -> None:
+    """Set the options of a TCP socket."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a receiver sends nothing
+    options = {
+        "TCP_NODELAY": 1,
+        "TCP_KEEPIDLE": int(SILENCE / 2),
+        "TCP_KEEPINTVL": max(1, int(SILENCE / 8)),
+        "TCP_USER_TIMEOUT": int(SILENCE * 1000),
+        "TCP_NOTSENT_LOWAT": UNSENT,
+    }
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _yield_to_loops() -> None:
+    """Let this thread not displace one that runs, such as an event loop's, when it wakes up."""
+    with contextlib.suppress(OSError, AttributeError):  # not allowed, or not on Linux
+        os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
+
+
 def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
     """Send buffers one after another, in one system call if possible."""
+    if isinstance(sock, ssl.SSLSocket):
+        for each in buffers:
+            sock.sendall(each)
+        return
     sent = sock.sendmsg(buffers)
     for each in buffers:
         if sent < len(each):
@@ -182,14 +225,20 @@ def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
 
 
 def _fill(sock: socket.socket, memory: memoryview, *, may_end: bool = False) -> bool:
-    """Fill memory from a socket; return False if the socket ends before, and may.
+    """Fill memory from a socket; return False if the socket ends or fails before, and may.
 
     Raises:
-        ConnectionResetError: if the socket ends and may not.
+        OSError: if the socket ends or fails and may not.
     """
-    received = 0
+    received, flags = 0, 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     while received < len(memory):
-        count = sock.recv_into(memory[received:], 0, socket.MSG_WAITALL)
+        rest = memory[received:]
+        try:
+            count = sock.recv_into(rest, len(rest), flags)
+        except OSError:  # for one, the link is cut for long
+            if may_end and not received:
+                return False
+            raise
         if not count:
             if may_end and not received:
                 return False

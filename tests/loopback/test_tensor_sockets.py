@@ -441,6 +441,22 @@ async def test_a_tensor_that_is_freed_before_it_is_sent(shelf: Shelf, line: Line
     await until(is_at_rest)
 
 
+async def test_idle_sockets_end(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends, for arguments and results; the next tensors open others."""
+    monkeypatch.setattr(socket_link, "IDLE_SECONDS", 0.01)
+    x = torch.rand(LARGE)
+    for _ in range(3):
+        assert torch.equal(await remote(RRef(shelf)).echo(x), x)
+        await until(lambda: near()._sender is far()._sender is None)
+        await until(lambda: not (len(receiver_of(near())) or len(receiver_of(far()))))
+    assert near().sent == far().sent == 3
+
+
+def receiver_of(link: socket_link.SocketLink) -> socket_threads.SocketReceiver:
+    assert link._receiver is not None
+    return link._receiver
+
+
 def test_nothing_is_left_of_a_world() -> None:
     """Neither threads nor sockets; tensors that were received can be read as before."""
 

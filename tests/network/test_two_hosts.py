@@ -195,6 +195,21 @@ async def test_a_group_on_one_remote_host(machines: tuple[Machine, Machine]) -> 
         assert await nodes[0].hears("kept") == [4] * (MEMBERS - 1)
 
 
+@pytest.mark.promise("sockets.lost")
+async def test_a_transfer_over_a_line_that_is_cut_for_long() -> None:
+    """Its call is told in time. Later neither end has a thread or a tensor of it."""
+    with line() as (machines, way):
+        async with both(machines, "cut_transfer", init_method=WHERE, interface=LINK) as nodes:
+            await nodes[0].hears("sending")
+            way.loss = 1.0
+            assert await nodes[0].hears("ended") == "WorkerLost"
+            assert await nodes[0].hears("gone")
+            await nodes[1].hears("gone")
+            way.loss = 0.0
+            nodes[0].tell()
+            assert await nodes[0].hears("resumed") == 1
+
+
 def received(machine: Machine) -> int:
     """Return the bytes that have come to a machine."""
     path = f"/sys/class/net/{LINK}/statistics/rx_bytes"

@@ -8,6 +8,7 @@ a line.
 
 import asyncio
 import ctypes
+import gc
 import json
 import logging
 import os
@@ -17,6 +18,7 @@ import sys
 import threading
 import time
 import traceback
+import weakref
 from collections.abc import Awaitable
 from typing import Any
 
@@ -159,6 +161,53 @@ async def shared(rank: int, **world: Any) -> None:
             await me.serve()
         else:
             await _share(sorted(me.peers))
+
+
+async def cut_transfer(rank: int, **world: Any) -> None:
+    """A transfer whose link is cut for longer than its sockets bear."""
+    socket_threads.SILENCE = 2.0  # seconds
+    async with aiorpc.worker(rank=rank, world_size=2, heartbeat=HEARTBEAT, **world) as me:
+        if rank == 0:
+            (peer,) = me.peers
+            await _lose_transfer(peer, remote(await create(peer, TensorShelf)))
+        else:
+            while not transfer_threads():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await until_no_threads()
+            tell("gone")
+
+
+async def _lose_transfer(peer: str, shelf: Any) -> None:
+    await until_sockets([peer])
+    x = torch.ones(4 * ELEMENTS)
+    freed = weakref.ref(x.untyped_storage())
+    running = asyncio.ensure_future(shelf.keep(x))
+    del x
+    while not is_sending(links_of([peer])[peer]):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    tell("sending")
+    (lost,) = await asyncio.gather(running, return_exceptions=True)
+    tell("ended", type(lost).__name__)
+    del running, lost
+    await until_no_threads()
+    gc.collect()
+    tell("gone", freed() is None)
+    await told()  # the link is whole
+    while (await outcome("try", shelf.echo(7)))[1] != "7":
+        pass
+    await until_sockets([peer])
+    await shelf.echo(torch.ones(ELEMENTS))
+    tell("resumed", aiorpc.stats().socket_messages)
+
+
+def transfer_threads() -> set[str]:
+    return {each.name for each in threading.enumerate()} & {"aiorpc-send", "aiorpc-receive"}
+
+
+async def until_no_threads() -> None:
+    """Wait until no thread sends or receives tensors."""
+    while transfer_threads():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
 
 
 def fork_members() -> int:
