@@ -123,15 +123,16 @@ def _view(source: Source, offset: int, size: int) -> memoryview:
 class _Arriving:
     """A transfer that comes in; `memory` is None if its bytes are discarded.
 
-    Its segment is kept until it is read and released.
+    Its segment, if it has one, is kept until it is read and released.
     """
 
-    __slots__ = ("expected", "is_dropped", "memory", "received", "segment", "size")
+    __slots__ = ("expected", "is_dropped", "is_released", "memory", "received", "segment", "size")
 
     def __init__(self, size: int) -> None:
         self.size = self.expected = size
         self.received = 0
         self.is_dropped = False
+        self.is_released = True
         self.memory: Any = None
         self.segment: Segment | None = None
 
@@ -181,6 +182,7 @@ class IncomingTransfers:
         found = self._reserve(number, size)
         try:
             found.memory, found.segment = self._allocate(size, is_shared)
+            found.is_released = found.segment is None
         except (OSError, RuntimeError, MemoryError):  # torch's error is a RuntimeError
             found.memory = None
         return found
@@ -275,7 +277,7 @@ class IncomingTransfers:
             found = self._arriving.get(number)
             if found is None:
                 return
-            found.segment = None
+            found.is_released = True
             if found.memory is None and found.received == found.expected:
                 self._forget(number)
 
@@ -287,7 +289,7 @@ class IncomingTransfers:
 
     def _forget_read(self, number: int) -> None:
         """Forget a transfer that was read or dropped, once it is released."""
-        if self._arriving[number].segment is None:
+        if self._arriving[number].is_released:
             self._forget(number)
 
     def _forget(self, number: int) -> None:

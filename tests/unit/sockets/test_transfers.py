@@ -162,18 +162,18 @@ def test_a_segment_is_held_until_it_is_read_and_released(is_read_first: bool) ->
     """Its bytes count meanwhile."""
     found, segment = shared()
     assert found.segment(1) is segment
-    if is_read_first:
-        assert found.take(1) == (segment, 192)
-    else:
+    if not is_read_first:
         found.release(1)
+    else:
+        assert found.take(1) == (segment, 192)
     assert len(found) == 1
     assert found._held == 192
     if is_read_first:
         with pytest.raises(ProtocolError, match="has not come"):
             found.take(1)
         found.release(1)
-    else:
-        found.take(1)
+    else:  # not its memory, which the siblings would see written
+        assert found.take(1) == (segment, 192)
     assert not len(found)
     assert not found._held
     assert found.segment(1) is None
