@@ -151,9 +151,12 @@ def main(given: argparse.Namespace) -> list[str]:
             elif kind == "end":
                 problems, transfers = value
                 print(f"{transfers:,} messages of the main worker had transfers")
-    for worker, was, now in zip(WORKERS, *rest, strict=True) if rest else ():
-        print(f"{worker} at rest: {was} → {now}")
-    return [*problems, *(wrong(*rest, rounds) if rest else ())]
+    if rest:
+        before, after = rest
+        for worker, was, now in zip(WORKERS, before, after, strict=True):
+            print(f"{worker} at rest: {was} → {now}")
+        problems += wrong(before, after, rounds)
+    return problems
 
 
 def arguments() -> argparse.Namespace:

@@ -345,7 +345,8 @@ class SocketLink:
 
     def _end_idle(self, last: int | None) -> None:
         """Close the sockets if there was no transfer since number `last`; else look again later."""
-        if last == self._last and not self._jobs and self._sender is not None:
+        is_idle = last == self._last and not self._jobs
+        if is_idle and self._sender is not None and len(self._sender) == SOCKETS:  # all are open
             self._sender.close()
             self._sender = None
         else:

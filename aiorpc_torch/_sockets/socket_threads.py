@@ -97,6 +97,9 @@ class _SocketThreads:
         except Exception as exc:
             if not self._is_closed:
                 self._failed(exc)
+        finally:
+            with contextlib.suppress(ValueError):  # all were closed
+                self._sockets.remove(sock)
 
     def _work(self, sock: socket.socket) -> None:
         raise NotImplementedError
@@ -173,8 +176,6 @@ class SocketReceiver(_SocketThreads):
         header = memoryview(bytearray(HEADER.size))
         while _fill(sock, header, may_end=True):
             self._receive_chunk(sock, *HEADER.unpack(header))
-        with contextlib.suppress(ValueError):  # all are being closed
-            self._sockets.remove(sock)
 
     def _receive_chunk(
         self, sock: socket.socket, number: int, size: int, offset: int, length: int, shared: bool

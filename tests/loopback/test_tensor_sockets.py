@@ -273,11 +273,13 @@ async def test_a_call_that_ends_while_it_is_sent(shelf: Shelf, line: Line, is_la
     """Its tensor and the memory for it are freed; a late one is known not to have run."""
     x = torch.ones(4 * LARGE)
     freed = weakref.ref(x.untyped_storage())
-    proxy = remote(RRef(shelf), timeout=0.05 if is_late else None)
-    call = asyncio.ensure_future(proxy.keep(x))
+    number = own_connection()._calls
+    call = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
     del x
     await line.is_held()
-    if not is_late:
+    if is_late:
+        own_connection().expire(number, 0.05, own_connection()._pending[number].source)
+    else:
         call.cancel()
     outcome = (await asyncio.gather(call, return_exceptions=True))[0]
     assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)

@@ -166,6 +166,20 @@ def test_a_receiver_takes_sockets_before_it_has_noticed_the_end_of_others() -> N
     receiver.close()
 
 
+def test_a_socket_that_ends_before_it_is_used() -> None:
+    """It leaves its place to others."""
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    receiver = SocketReceiver(IncomingTransfers(1 << 20, allocate), told.put, told.put)
+    near, far = socket.socketpair()
+    receiver.add(far, is_own=False)
+    near.close()
+    deadline = time.monotonic() + SOON
+    while len(receiver):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert told.empty()
+
+
 def test_surplus_sockets_are_closed(ends: Ends) -> None:
     """And so are those that come after the end."""
     for _ in range(2):
