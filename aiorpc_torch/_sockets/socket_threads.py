@@ -6,7 +6,6 @@ The threads end when their socket is shut down. (tests/unit/sockets/test_socket_
 """
 
 import contextlib
-import os
 import queue
 import socket
 import ssl
@@ -86,7 +85,6 @@ class _SocketThreads:
         self._sockets.clear()
 
     def _run(self, sock: socket.socket, is_own: bool) -> None:
-        _yield_to_loops()
         try:
             with sock:
                 if is_own:
@@ -204,12 +202,6 @@ def _set_options(sock: socket.socket) -> None:
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
             sock.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _yield_to_loops() -> None:
-    """Let this thread not displace one that runs, such as an event loop's, when it wakes up."""
-    with contextlib.suppress(OSError, AttributeError):  # not allowed, or not on Linux
-        os.sched_setscheduler(threading.get_native_id(), os.SCHED_BATCH, os.sched_param(0))
 
 
 def _send_all(sock: socket.socket, buffers: list[Any]) -> None:

@@ -1,5 +1,6 @@
 """One transfer for a host: one part leads, the others adopt, and none is forgotten."""
 
+import weakref
 from collections import deque
 from collections.abc import Callable
 
@@ -26,6 +27,7 @@ class Member:
 
     def send(self, *, is_shared: bool) -> None:
         assert self.state == "waits"
+        assert type(is_shared) is bool
         self.state = "is shared" if is_shared else "is sent"
 
     def adopt(self, name: SegmentName) -> None:
@@ -135,6 +137,21 @@ def test_a_receiver_without_a_segment() -> None:
     members[0].copy.on_arrived(None)
     assert states(members) == ["is shared", "is sent", "is sent"]
     assert not members[0].released
+
+
+def test_the_tensors_are_kept_until_none_can_join() -> None:
+    """Another tensor would get their address, and their key."""
+    host, keep = Host(), {1}
+    freed = weakref.ref(keep)
+    copy = host.copies.join("host", keep, host.soon.append)
+    for _ in range(2):
+        copy.add(member := Member())
+    host.start()
+    del keep
+    assert freed() is not None
+    copy.on_arrived(None)
+    assert freed() is None
+    assert member.state == "is sent"
 
 
 def test_nobody_is_left_when_it_arrives() -> None:

@@ -151,7 +151,12 @@ def test_a_transfer_that_has_not_come_whole_cannot_be_read() -> None:
 def shared() -> tuple[IncomingTransfers, Segment]:
     """A transfer into a segment, which has come whole."""
     segment = Segment(192)
-    found = IncomingTransfers(LIMIT, lambda size, is_shared: (segment.buffer(), segment))
+
+    def allocate_shared(size: int, is_shared: bool) -> tuple[Any, Segment]:
+        assert (size, is_shared) == (192, True)
+        return segment.buffer(), segment
+
+    found = IncomingTransfers(LIMIT, allocate_shared)
     found.begin(1, 192, 0, 192, True)
     assert found.end(1, 192)
     return found, segment
@@ -200,6 +205,16 @@ def test_a_shared_transfer_that_is_dropped(is_released_first: bool) -> None:
     assert found.end(2, 64) is None
     assert not len(found)
     assert not found._held
+
+
+def test_what_was_not_read_counts_beside_what_is_sent() -> None:
+    """Up to twice the limit. A chunk may have one byte."""
+    found = incoming(100)
+    for number in (1, 2):
+        assert found.begin(number, 80, 79, 1) is not None
+    with pytest.raises(ProtocolError, match="beside 160 that are not read"):
+        found.begin(3, 80, 0, 80)
+    assert found.begin(3, 40, 0, 40) is not None
 
 
 def test_memory_of_a_sibling() -> None:
