@@ -94,6 +94,7 @@ soak: install
 	$(BIN)/python -m benchmarks.shared_memory_soak
 	$(BIN)/python -m benchmarks.membership_soak
 	$(BIN)/python -m benchmarks.weights_soak
+	$(BIN)/python -m benchmarks.between_hosts_soak
 
 # Every fault in every state of a world, in about two minutes.
 faults: install

@@ -25,6 +25,23 @@ TICK = 0.001  # seconds
 Found = dict[str, list[float]]
 
 
+def resnet50() -> list[torch.Tensor]:
+    """Return tensors of the shapes of ResNet-50's parameters: 161, with 25.6 million elements."""
+
+    def convolution(out: int, into: int, kernel: int) -> list[torch.Size]:
+        """Return the shapes of one, and of its normalisation."""
+        return [torch.Size(each) for each in ((out, into, kernel, kernel), (out,), (out,))]
+
+    shapes, into = convolution(64, 3, 7), 64
+    for width, blocks in ((64, 3), (128, 4), (256, 6), (512, 3)):
+        for block in range(blocks):
+            shapes += convolution(width, into, 1) + convolution(width, width, 3)
+            shapes += convolution(4 * width, width, 1)
+            shapes += convolution(4 * width, into, 1) if block == 0 else []
+            into = 4 * width
+    return [torch.ones(each) for each in (*shapes, torch.Size((1000, into)), torch.Size((1000,)))]
+
+
 class Shelf:
     """The callee."""
 
@@ -32,9 +49,13 @@ class Shelf:
         """Return the bytes of a tensor."""
         return x.nbytes
 
-    async def echo(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the tensor."""
+    async def echo(self, x: Any) -> Any:
+        """Return the argument."""
         return x
+
+    async def count(self, x: list[torch.Tensor]) -> int:
+        """Return the number of tensors."""
+        return len(x)
 
     async def cpu(self) -> float:
         """Return the CPU seconds of this process."""
@@ -45,7 +66,7 @@ def weigh(x: torch.Tensor) -> int:
     return x.nbytes
 
 
-def echo(x: torch.Tensor) -> torch.Tensor:
+def echo(x: Any) -> Any:
     return x
 
 
@@ -78,6 +99,10 @@ async def measure(both: Sequence[Any], sizes: Sequence[int], *, is_quick: bool) 
             spent = await shelf.cpu() - there + time.process_time() - here
             moved = size * count * (1 if what == "one way" else 2)
             found[f"{what} {size} CPU"] = [spent / moved * 1e9]
+    gradients = resnet50()
+    for what, call in (("one way", shelf.count), ("both ways", shelf.echo)):
+        await call(gradients)
+        found[f"gradients {what}"] = [await seconds(partial(call, gradients), 4 if is_quick else 8)]
     found |= await beside(shelf, other, 4 if is_quick else 16)
     return found
 
@@ -124,7 +149,17 @@ async def ours(rank: int, sizes: Sequence[int], *, is_quick: bool) -> None:
 # ── plain torch ─────────────────────────────────────────────────────────────────────────────────
 
 
-def plain(rank: int, sizes: Sequence[int]) -> None:
+def duration(call: Callable[[], Any], count: int) -> float:
+    """Return the median duration of a call."""
+    durations = []
+    for _ in range(count):
+        begin = time.perf_counter()
+        call()
+        durations.append(time.perf_counter() - begin)
+    return median(durations)
+
+
+def plain(rank: int, sizes: Sequence[int], *, is_quick: bool) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=INIT)
     rpc.init_rpc(  # type: ignore[no-untyped-call]
         f"w{rank}", rank=rank, world_size=2, rpc_backend_options=options
@@ -135,16 +170,17 @@ def plain(rank: int, sizes: Sequence[int]) -> None:
         for what, function in (("one way", weigh), ("both ways", echo)):
             rpc.rpc_sync("w1", function, (x,))
             there, here = rpc.rpc_sync("w1", time.process_time), time.process_time()
-            durations = []
-            for _ in range(count):
-                begin = time.perf_counter()
-                rpc.rpc_sync("w1", function, (x,))
-                durations.append(time.perf_counter() - begin)
-            found[f"{what} {size}"] = [median(durations)]
+            call = partial(rpc.rpc_sync, "w1", function, (x,))
+            found[f"{what} {size}"] = [duration(call, count)]
             spent = rpc.rpc_sync("w1", time.process_time) - there + time.process_time() - here
             moved = size * count * (1 if what == "one way" else 2)
             found[f"{what} {size} CPU"] = [spent / moved * 1e9]
     if not rank:
+        gradients = resnet50()
+        for what, number in (("one way", len), ("both ways", echo)):
+            call = partial(rpc.rpc_sync, "w1", number, (gradients,))
+            call()
+            found[f"gradients {what}"] = [duration(call, 4 if is_quick else 8)]
         print(json.dumps(found), flush=True)
     rpc.shutdown()
 
@@ -153,7 +189,7 @@ def main(side: str, rank: str, sizes: str, is_quick: str) -> None:
     if side == "ours":
         asyncio.run(ours(int(rank), json.loads(sizes), is_quick=json.loads(is_quick)))
     else:
-        plain(int(rank), json.loads(sizes))
+        plain(int(rank), json.loads(sizes), is_quick=json.loads(is_quick))
 
 
 if __name__ == "__main__":

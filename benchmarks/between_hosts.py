@@ -1,66 +1,38 @@
 """How fast do CPU tensors travel between hosts, and what do small calls beside them cost?
 
-Two network namespaces with a cable play two hosts. Each process has namespaces for processes and
-IPC too, or torch would copy from one to the other. This library and plain torch take turns, each
-in processes of its own. Needs root on Linux.
+Two network namespaces with a cable play two hosts. Each has namespaces for processes and IPC too,
+or torch would copy from one to the other. This library and plain torch take turns, each in
+processes of its own. Needs root on Linux.
 
-    python -m benchmarks.between_hosts [--quick] [--repeat N]
+    python -m benchmarks.between_hosts [--quick] [--repeat N] [--tc]
+
+With `--tc` the cable has 10 Gbit/s, and 1 ms each way where the kernel can delay packets (netem).
 """
 
 import argparse
-import contextlib
 import json
-import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from statistics import median
 
 from ._compare import Row, Runs, parse, show
-from ._namespaces import ip, keeper, path
+from ._hosts import Host, hosts
 
 SIZES = [64 << 10, 256 << 10, 1 << 20, 16 << 20, 128 << 20, 256 << 20]  # bytes
-ADDRESSES = ("10.94.7.1", "10.94.7.2")
-LINK = "v0"
 PATIENCE = 120.0  # seconds for one run of a side
 
 Found = dict[str, list[float]]
 
 
-@contextlib.contextmanager
-def hosts() -> Iterator[list[str]]:
-    """Make two network namespaces with a cable between them; return a path of each.
-
-    Raises:
-        OSError: if `unshare` is missing.
-        subprocess.CalledProcessError: if they cannot be made.
-    """
-    with contextlib.ExitStack() as stack:
-        keepers = [stack.enter_context(keeper()) for _ in ADDRESSES]
-        one, other = map(path, keepers)
-        veth = ("type", "veth", "peer", "name", LINK, "netns", str(keepers[1].pid))
-        ip(one, "link", "add", LINK, *veth)
-        for namespace, address in zip((one, other), ADDRESSES, strict=True):
-            ip(namespace, "address", "add", f"{address}/24", "dev", LINK)
-            for device in ("lo", LINK):
-                ip(namespace, "link", "set", device, "up")
-        yield [one, other]
-
-
-def run(side: str, namespaces: Sequence[str], sizes: Sequence[int], *, is_quick: bool) -> Found:
+def run(side: str, both: Sequence[Host], sizes: Sequence[int], *, is_quick: bool) -> Found:
     """Run both ranks of one side; return the figures of rank 0."""
-    environment = os.environ | {
-        "OMP_NUM_THREADS": "1",
-        "TP_SOCKET_IFNAME": LINK,
-        "GLOO_SOCKET_IFNAME": LINK,
-    }
-    processes = []
-    for rank, namespace in enumerate(namespaces):
-        words = ["nsenter", f"--net={namespace}", "unshare", "--pid", "--fork", "--kill-child"]
-        words += ["--mount-proc", "--ipc", sys.executable, "-m", "benchmarks._between_hosts_side"]
-        words += [side, str(rank), json.dumps(sizes), json.dumps(is_quick)]
-        output = subprocess.PIPE if rank == 0 else subprocess.DEVNULL
-        processes.append(subprocess.Popen(words, stdout=output, text=True, env=environment))
+    words = [json.dumps(sizes), json.dumps(is_quick)]
+    module, pipe = "benchmarks._between_hosts_side", subprocess.PIPE
+    processes = [
+        host.start(module, side, str(rank), *words, stdout=pipe if rank == 0 else None)
+        for rank, host in enumerate(both)
+    ]
     try:
         written, _ = processes[0].communicate(timeout=PATIENCE)
         processes[1].wait(PATIENCE)
@@ -83,6 +55,9 @@ def table(runs: dict[str, list[Found]], sizes: Sequence[int]) -> list[Row]:
             rows.append(Row(f"{name}, {what}", "MB/s", Runs(*rates), aim))
             spent = [[each[f"{key} CPU"][0] for each in runs[s]] for s in runs]
             rows.append(Row(f"{name}, {what}: CPU a GB", "s", Runs(*spent)))
+    for key in ("gradients one way", "gradients both ways"):
+        durations = [[1e3 * each[key][0] for each in runs[side]] for side in runs]
+        rows.append(Row(f"ResNet-50's {key}, 102 MB", "ms", Runs(*durations)))
     mine = runs["ours"]
     idle, beside = ([1e6 * median(each[k]) for each in mine] for k in ("idle", "beside"))
     rows.append(Row("small call beside 128 MB; idle", "µs", Runs(beside, idle), "≤ 3"))
@@ -95,15 +70,31 @@ def table(runs: dict[str, list[Found]], sizes: Sequence[int]) -> list[Row]:
 def main(given: argparse.Namespace) -> list[Row]:
     sizes = SIZES[:4] if given.quick else SIZES
     runs: dict[str, list[Found]] = {"ours": [], "torch": []}
-    with hosts() as namespaces:
+    with hosts() as both:
+        if given.tc:
+            print(shape(both))
         for _ in range(given.repeat):
             for side, found in runs.items():
-                found.append(run(side, namespaces, sizes, is_quick=given.quick))
+                found.append(run(side, both, sizes, is_quick=given.quick))
     return table(runs, sizes)
 
 
+def shape(both: Sequence[Host]) -> str:
+    """Make a slower cable; return a line that describes it."""
+    try:
+        for host in both:
+            host.shape("netem", "delay", "1ms", "rate", "10gbit", "limit", "100000")
+    except subprocess.CalledProcessError:
+        for host in both:
+            host.shape("tbf", "rate", "10gbit", "burst", "4mb", "latency", "5ms")
+        return "a cable of 10 Gbit/s; this kernel has no netem, so nothing is delayed"
+    return "a cable of 10 Gbit/s and 1 ms each way"
+
+
 if __name__ == "__main__":
-    given = parse(argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0]))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--tc", action="store_true", help="10 Gbit/s and 1 ms, where possible")
+    given = parse(parser)
     try:
         rows = main(given)
     except (OSError, subprocess.CalledProcessError) as exc:

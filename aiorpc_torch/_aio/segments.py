@@ -52,6 +52,20 @@ def is_supported() -> bool:
     return hasattr(os, "memfd_create") and os.environ.get(SWITCH) != "0"
 
 
+def sharing_group() -> str:
+    """Return an id that processes have in common if they can map each other's segments.
+
+    It is "" where that is unknown. A process that is not dumpable has one, too: to map may fail.
+    """
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        spaces = [os.readlink(f"/proc/self/ns/{each}") for each in ("pid", "user")]
+    except OSError:  # not on Linux
+        return ""
+    return " ".join([boot, *spaces, str(os.getuid())]) if is_supported() else ""
+
+
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = (ctypes.c_void_p, ctypes.c_size_t, *[ctypes.c_int] * 3, ctypes.c_long)
@@ -119,6 +133,10 @@ class Segment:
 
     def __repr__(self) -> str:
         return f"<Segment {self.name}>"
+
+    def buffer(self) -> Buffer:
+        """Return the memory, to be written."""
+        return self._mapping.buffer()
 
     def write(self, offset: int, address: int, size: int) -> None:
         """Copy `size` bytes of memory to `offset`. Releases the GIL.

@@ -5,7 +5,6 @@ made on the loop, large ones in threads. (tests/loopback/test_shared_memory.py)
 """
 
 import asyncio
-import os
 import time
 import weakref
 from collections import deque
@@ -15,6 +14,7 @@ from typing import Protocol
 
 from .._aio.entry_queue import EntryQueue
 from .._aio.loops import call_soon
+from .._aio.memory_size import memory_size
 from .._aio.segments import Probe, Segment
 from .._aio.threads import ThreadCache
 from .._wire.shared_tensors import Block
@@ -35,7 +35,7 @@ Waiter = Callable[[], object]
 
 def memory_limit() -> int:
     """Return the maximum bytes of an event loop's segments: 1 GiB, or an eighth of the memory."""
-    return min(1 << 30, os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8)
+    return min(1 << 30, memory_size() // 8)
 
 
 class Forgetful(Protocol):

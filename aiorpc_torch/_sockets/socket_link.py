@@ -3,29 +3,43 @@
 A message's tensors are sent first, from their own memory into memory of the receiver. When the
 receiver has told that they have arrived, the message follows on the connection, so it keeps its
 order there. Sockets and threads begin with the first transfer of a direction.
-(tests/loopback/test_tensor_sockets.py)
+
+Messages with equal tensors for several processes of one host share one transfer (`HostCopy`): one
+of these processes receives it, and the others map its memory.
+(tests/loopback/test_tensor_sockets.py, tests/loopback/test_host_copies.py)
 """
 
 import asyncio
+import contextlib
 import contextvars
 import logging
 import os
 import socket
+import weakref
 from collections import deque
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Hashable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from torch import Tensor
 
 from .._aio.entry_queue import EntryQueue
 from .._aio.loops import call_soon
+from .._aio.memory_size import memory_size
+from .._aio.segments import (
+    Segment,
+    SegmentError,
+    SegmentName,
+    map_segment,
+    sharing_group,
+)
 from .._wire.frames import MAX_FRAME, TRANSFERRED, TRANSFERS, ProtocolError, frame
 from .._wire.handshake import ARGUMENTS, RESULTS
 from .._wire.payloads import attach_data, detach_data
 from .._wire.plain import dump, reader
 from .._wire.shared_tensors import Place, ReadyMessage, Then, check_places, place, tensors_at
+from .host_copies import HostCopies, HostCopy
 from .receive_memory import ReceiveMemory, memory_of
 from .socket_threads import SOCKETS, SocketReceiver, SocketSender
 from .transfers import IncomingTransfers, OutgoingTransfer
@@ -39,6 +53,10 @@ END_SECONDS = 0.5
 """Seconds between the failure of a tensor socket and the end of its connection, which is about to
 tell the reason if the peer has left."""
 
+IDLE_SECONDS = 60.0
+"""Seconds after the last transfer of a direction at which its sockets and threads end. The next
+transfer opens others."""
+
 OPEN_TIMEOUT = 10.0
 """Seconds for a socket to open; torch RPC carries the tensors after that. A peer that leaves takes
 no connections, and waits until its results are sent."""
@@ -46,7 +64,33 @@ no connections, and waits until its results are sent."""
 Dial = Callable[[int], Coroutine[Any, Any, socket.socket]]
 """Opens a proven socket to the peer for ARGUMENTS or RESULTS."""
 
-_read_news = reader(tuple[int | None, bool, list[tuple[int, bool]], list[tuple[int, int]]])
+_Confirmed = tuple[int, bool, SegmentName | None]
+"""Number of a transfer, whether there is memory for it, and the name of that for siblings."""
+
+
+class _News(NamedTuple):
+    """A TRANSFERS frame.
+
+    Attributes:
+        limit: bytes that may be under way to this end, None for no change.
+        host: id of processes that can map each other's segments; comes with a limit.
+        wants_sockets: whether the callee wants sockets for its results.
+        confirmed: transfers that have come to this end, or have no memory.
+        dropped: numbers and sent bytes of transfers whose messages will not come.
+        adopted: transfers that a sibling of the peer has received, with the name of the memory.
+        released: transfers that no other sibling will adopt.
+    """
+
+    limit: int | None = None
+    host: str = ""
+    wants_sockets: bool = False
+    confirmed: Sequence[_Confirmed] = ()
+    dropped: Sequence[tuple[int, int]] = ()
+    adopted: Sequence[tuple[int, SegmentName]] = ()
+    released: Sequence[int] = ()
+
+
+_read_news = reader(_News)
 _read_message = reader(tuple[int, list[Place], bytes])
 
 
@@ -57,7 +101,7 @@ def is_enabled() -> bool:
 
 def incoming_limit() -> int:
     """Return the maximum bytes that one peer may have under way: an eighth of the memory."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 8
+    return memory_size() // 8
 
 
 class Wire(Protocol):
@@ -80,26 +124,64 @@ class Wire(Protocol):
 
 @dataclass(eq=False)
 class _Job:
-    """A message whose tensors are being sent."""
+    """A message whose tensors are being sent. The part of a `HostCopy` while it has one.
 
+    Attributes:
+        content: equal for equal tensors.
+        copy: the transfer that it waits for, or leads.
+        is_adopting: True while the peer maps memory of a sibling.
+    """
+
+    link: "SocketLink"
     transfer: OutgoingTransfer
+    content: Hashable
     frame: bytes
     then: Then
     is_current: Callable[[], bool]
+    copy: HostCopy | None = None
+    is_adopting: bool = False
+
+    def is_wanted(self) -> bool:
+        return self.is_current()
+
+    def send(self, *, is_shared: bool) -> None:
+        self.transfer.is_shared = is_shared
+        if not is_shared:
+            self.copy = None
+        self.link.send_transfer(self.transfer)
+
+    def adopt(self, name: SegmentName) -> None:
+        self.is_adopting = True
+        self.link.tell_adopted(self.transfer.number, name)
+
+    def release(self) -> None:
+        self.link.release(self.transfer)
+
+    def leave_copy(self) -> None:
+        """Let the others of its host go on without it."""
+        copy, self.copy = self.copy, None
+        if copy is not None:
+            copy.remove(self)
 
 
 class _Arrival:
     """Memory of the receiver with the tensors of a message, given up unless `is_used`."""
 
-    def __init__(self, number: int, size: int, give_up: Callable[[tuple[int, int]], None]) -> None:
-        self.number = number
-        self.size = size
+    def __init__(
+        self, transfer: OutgoingTransfer, give_up: Callable[[OutgoingTransfer], None]
+    ) -> None:
+        self.transfer = transfer
         self.is_used = False
         self._give_up = give_up
 
     def __del__(self) -> None:
         if not self.is_used:
-            self._give_up((self.number, self.size))
+            self._give_up(self.transfer)
+
+
+_copies: "weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, HostCopies]" = (
+    weakref.WeakKeyDictionary()
+)
 
 
 class SocketLink:
@@ -127,21 +209,23 @@ class SocketLink:
         self._is_offered = False
         # Of what this end sends.
         self._peer_limit = 0
+        self._peer_host = ""  # of processes that can map each other's segments, "" for none
+        self._exported: set[int] = set()  # unreleased transfers whose messages were not sent either
         self._reserved = 0  # bytes of memory at the peer
         self._last = 0
         self._is_dropping = False
         self._waiting: deque[_Job] = deque()  # for memory at the peer
         self._jobs: dict[int, _Job] = {}  # all that the peer has not confirmed
         self._sender: SocketSender | None = None
-        self._given_up: EntryQueue[tuple[int, int]] = EntryQueue(loop, self._on_given_up)
+        self._idle_timer: asyncio.TimerHandle | None = None
+        self._given_up: EntryQueue[OutgoingTransfer] = EntryQueue(loop, self._on_given_up)
         # Of what it receives.
         self._receiver: SocketReceiver | None = None
         self._memory: ReceiveMemory | None = None
         self._incoming = IncomingTransfers(self._limit, self._allocate)
         self._arrived: EntryQueue[tuple[int, bool]] = EntryQueue(loop, self._on_arrived)
         self._dialing: set[asyncio.Task[None]] = set()
-        self._confirmed: list[tuple[int, bool]] = []
-        self._dropped: list[tuple[int, int]] = []
+        self._news: dict[str, Any] = {}  # fields of `_News`
 
     def __repr__(self) -> str:
         return f"<SocketLink {len(self._jobs)} transfers out, {self._incoming!r}>"
@@ -156,25 +240,30 @@ class SocketLink:
         """Tell the peer how many bytes may be under way to this end."""
         if not self._is_offered and is_enabled():
             self._is_offered = True
-            self._write(limit=self._limit)
+            self._write(_News(limit=self._limit, host=sharing_group()))
 
     def on_frame(self, data: bytes) -> None:
         """Handle a TRANSFERS frame.
 
         Raises an exception of any class if the frame is malformed.
         """
-        limit, wants_sockets, confirmed, dropped = _read_news(data)
-        if limit is not None:
+        news: _News = _read_news(data)
+        if news.limit is not None:
             self.offer()
-            self._set_limit(limit if is_enabled() else 0)
-        if wants_sockets and self._dial is None:
+            self._peer_host = news.host
+            self._set_limit(news.limit if is_enabled() else 0)
+        if news.wants_sockets and self._dial is None:
             raise ProtocolError("a caller must not ask for sockets")
-        if wants_sockets:
+        if news.wants_sockets:
             self._open(RESULTS)
-        for number, has_memory in confirmed:
-            self._on_confirmed(number, has_memory)
-        for number, sent in dropped:
+        for each in news.confirmed:
+            self._on_confirmed(*each)
+        for number, sent in news.dropped:
             self._incoming.drop(number, sent)
+        for number, name in news.adopted:
+            self._adopt(number, name)
+        for number in news.released:
+            self._incoming.release(number)
 
     def _set_limit(self, limit: int) -> None:
         """Send up to `limit` bytes at a time; 0 ends all transfers."""
@@ -183,29 +272,30 @@ class SocketLink:
         for job in [] if limit else [*self._jobs.values()]:
             self._cancel(job)
 
-    def _write(
-        self, limit: int | None = None, wants_sockets: bool = False, news: Any = ((), ())
-    ) -> None:
+    def _write(self, news: _News) -> None:
         if self._wire.is_open:
-            self._wire.write(frame(TRANSFERS, dump((limit, wants_sockets, *news))))
+            self._wire.write(frame(TRANSFERS, dump(news)))
 
-    def _tell(self, news: list[Any], item: tuple[int, Any]) -> None:
+    def _tell(self, field: str, item: Any) -> None:
         """Tell the peer, at the end of this iteration."""
-        if not (self._confirmed or self._dropped):
-            self._loop.call_soon(self._send_news)
-        news.append(item)
+        if not self._news:
+            self._soon(self._send_news)
+        self._news.setdefault(field, []).append(item)
 
     def _send_news(self) -> None:
-        news = self._confirmed, self._dropped
-        self._confirmed, self._dropped = [], []
-        self._write(news=news)
+        news, self._news = self._news, {}
+        self._write(_News(**news))
+
+    def _soon(self, step: Callable[[], object]) -> None:
+        if not self._loop.is_closed():
+            self._loop.call_soon(step)
 
     # ── sockets ─────────────────────────────────────────────────────────────────────────────────
 
     def _open(self, purpose: int) -> None:
         """Open the sockets of one direction, or let the caller open them."""
         if self._dial is None:
-            self._write(wants_sockets=True)
+            self._write(_News(wants_sockets=True))
             return
         dialing, context = self._dial_all(self._dial, purpose), contextvars.Context()
         # Without the deadline of the call whose tensors are sent.
@@ -226,7 +316,7 @@ class SocketLink:
             if purpose == ARGUMENTS:
                 self._set_limit(0)
             else:
-                self._write(limit=0)
+                self._write(_News(limit=0))
 
     def add_socket(self, purpose: int, sock: socket.socket) -> None:
         """Use a proven socket, if the connection is open."""
@@ -250,7 +340,17 @@ class SocketLink:
             ended = partial(call_soon, self._loop, self._on_ended)
             failed = partial(call_soon, self._loop, self._on_failure)
             self._sender = SocketSender(ended, failed)
+            self._end_idle(None)
         return self._sender
+
+    def _end_idle(self, last: int | None) -> None:
+        """Close the sockets if there was no transfer since number `last`; else look again later."""
+        is_idle = last == self._last and not self._jobs
+        if is_idle and self._sender is not None and len(self._sender) == SOCKETS:  # all are open
+            self._sender.close()
+            self._sender = None
+        else:
+            self._idle_timer = self._loop.call_later(IDLE_SECONDS, self._end_idle, self._last)
 
     def _on_failure(self, error: Exception) -> None:
         """End the connection, whose calls may wait for tensors."""
@@ -293,8 +393,10 @@ class SocketLink:
         if len(body) > MAX_FRAME:  # too many tensors
             return False
         self._last += 1
-        transfer = OutgoingTransfer(self._last, found[0][0])
-        job = self._jobs[self._last] = _Job(transfer, frame(TRANSFERRED, body), then, is_current)
+        block = found[0][0]
+        transfer, data = OutgoingTransfer(self._last, block), frame(TRANSFERRED, body)
+        job = _Job(self, transfer, block.content, data, then, is_current)
+        self._jobs[self._last] = job
         self._waiting.append(job)
         self._start_waiting()
         return True
@@ -302,18 +404,46 @@ class SocketLink:
     def _start_waiting(self) -> None:
         """Start the transfers for which the peer has memory."""
         while self._waiting:
-            transfer = self._waiting[0].transfer
-            if self._reserved + transfer.size > self._peer_limit:
+            job = self._waiting[0]
+            if self._reserved + job.transfer.size > self._peer_limit:
                 break
             self._waiting.popleft()
-            self._reserved += transfer.size
-            if self._sender is None:
-                self._open(ARGUMENTS if self._dial is not None else RESULTS)
-            self._open_sender().send(transfer)
+            self._reserved += job.transfer.size
+            self._start(job)
 
-    def _free(self, size: int) -> None:
-        self._reserved -= size
-        self._start_waiting()
+    def _start(self, job: _Job) -> None:
+        """Send the tensors of a message, together with others for the host of the peer."""
+        if not self._peer_host:
+            self.send_transfer(job.transfer)
+            return
+        copies = _copies.setdefault(self._loop, HostCopies())
+        # The storages in the content must not be freed: others would get their addresses.
+        key, keep = (self._peer_host, job.content), job.transfer.sources
+        job.copy = copies.join(key, keep, self._soon)
+        job.copy.add(job)
+
+    def send_transfer(self, transfer: OutgoingTransfer) -> None:
+        """Send a transfer over the network."""
+        if self._sender is None:
+            self._open(ARGUMENTS if self._dial is not None else RESULTS)
+        self._open_sender().send(transfer)
+
+    def tell_adopted(self, number: int, name: SegmentName) -> None:
+        """Let the peer map memory of a sibling in place of a transfer."""
+        self._tell("adopted", (number, name))
+
+    def release(self, transfer: OutgoingTransfer) -> None:
+        """Let the peer close the segment that it has received for its siblings."""
+        self._tell("released", transfer.number)
+        self._free(transfer)
+
+    def _free(self, transfer: OutgoingTransfer) -> None:
+        """Note that the peer has freed a transfer, or one of the two uses of its segment."""
+        if transfer.number in self._exported:
+            self._exported.remove(transfer.number)
+        else:
+            self._reserved -= transfer.size
+            self._start_waiting()
 
     def _on_ended(self, transfer: OutgoingTransfer) -> None:
         """Release the tensors of a transfer that no thread needs any more."""
@@ -321,33 +451,62 @@ class SocketLink:
         if transfer.is_cancelled and (job := self._jobs.get(transfer.number)) is not None:
             self._drop(job)
 
-    def _on_confirmed(self, number: int, has_memory: bool) -> None:
+    def _on_confirmed(self, number: int, has_memory: bool, name: SegmentName | None) -> None:
         """Send the message of a transfer that has arrived."""
         if not 0 < number <= self._last:
             raise ProtocolError(f"there was no transfer {number}")
         if (job := self._jobs.get(number)) is None:  # it was cancelled meanwhile
             return
         transfer = job.transfer
-        if not (transfer.is_complete or transfer.is_cancelled):
+        if not (job.is_adopting or transfer.is_complete or transfer.is_cancelled):
             raise ProtocolError(f"transfer {number} cannot have arrived")
+        if job.is_adopting and not has_memory:
+            self._send_unadopted(job)
+            return
         del self._jobs[number]
         if not has_memory:
-            self._free(transfer.size)
+            job.leave_copy()
+            self._free(transfer)
             job.then(None)
             return
-        arrival = _Arrival(number, transfer.size, self._given_up.put)
+        self._share(job, name)
+        arrival = _Arrival(transfer, self._given_up.put)
         job.then(ReadyMessage(partial(self._send_message, arrival, job.frame), len(job.frame)))
+
+    def _share(self, job: _Job, name: SegmentName | None) -> None:
+        """Let the siblings of the peer have what has arrived; or note that the peer has theirs."""
+        copy, job.copy = job.copy, None
+        if job.is_adopting:
+            job.transfer.release()
+            if copy is not None:
+                copy.remove(job)
+            return
+        if not job.transfer.is_shared:
+            return
+        if name is not None:
+            self._exported.add(job.transfer.number)
+        if copy is not None:
+            copy.on_arrived(name)
+
+    def _send_unadopted(self, job: _Job) -> None:
+        """Send over the network what the peer could not map at its sibling."""
+        lead = None if job.copy is None else job.copy.lead
+        if isinstance(lead, _Job) and lead.link._wire.is_open:  # it will not map any memory
+            self._peer_host = ""
+        job.is_adopting = False
+        job.leave_copy()
+        self.send_transfer(job.transfer)
 
     def _send_message(self, arrival: _Arrival, data: bytes) -> None:
         arrival.is_used = True
         self._wire.write(data)
         self.sent += 1
-        self._free(arrival.size)
+        self._free(arrival.transfer)
 
-    def _on_given_up(self, fields: tuple[int, int]) -> None:
+    def _on_given_up(self, transfer: OutgoingTransfer) -> None:
         """Let the peer free a transfer whose message is not sent."""
-        self._tell(self._dropped, fields)
-        self._free(fields[1])
+        self._tell("dropped", (transfer.number, transfer.started))
+        self._free(transfer)
 
     def drop_cancelled(self) -> None:
         """End, in the next iteration, the transfers of messages that are not wanted any more."""
@@ -362,6 +521,7 @@ class SocketLink:
                 self._cancel(job)
 
     def _cancel(self, job: _Job) -> None:
+        job.leave_copy()
         if job in self._waiting:
             self._waiting.remove(job)
             del self._jobs[job.transfer.number]
@@ -375,8 +535,10 @@ class SocketLink:
         transfer = job.transfer
         transfer.release()
         del self._jobs[transfer.number]
-        self._tell(self._dropped, (transfer.number, transfer.started))
-        self._free(transfer.size)
+        self._tell("dropped", (transfer.number, transfer.started))
+        if transfer.is_shared:
+            self._tell("released", transfer.number)
+        self._free(transfer)
         job.then(None)
 
     # ── receiving ───────────────────────────────────────────────────────────────────────────────
@@ -389,21 +551,41 @@ class SocketLink:
         number, places, rest = _read_message(data)
         memory, size = self._incoming.take(number)
         check_places(places, [size])
+        if isinstance(memory, Segment):  # what is written is not seen by the siblings
+            memory = map_segment(memory.name, private=True).buffer()
         return detach_data(rest, tensors_at(places, [memory]))
 
-    def _allocate(self, size: int) -> Any:
-        """Return memory, in a thread of the receiver."""
+    def _allocate(self, size: int, is_shared: bool) -> tuple[Any, Segment | None]:
+        """Return memory, and its segment if there is one, in a thread of the receiver."""
+        if is_shared:
+            with contextlib.suppress(OSError):  # no descriptor, for one
+                segment = Segment(size)
+                return segment.buffer(), segment
         assert self._memory is not None
-        return self._memory.take(size)
+        return self._memory.take(size), None
 
     def _on_arrived(self, arrived: tuple[int, bool]) -> None:
-        self._tell(self._confirmed, arrived)
+        number, has_memory = arrived
+        segment = self._incoming.segment(number)
+        self._tell("confirmed", (number, has_memory, segment and segment.name))
+
+    def _adopt(self, number: int, name: SegmentName) -> None:
+        """Map what a sibling has received, in place of a transfer."""
+        try:
+            memory = map_segment(name, private=True).buffer()
+        except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
+            self._tell("confirmed", (number, False, None))
+        else:
+            self._incoming.adopt(number, memory, name.size)
+            self._tell("confirmed", (number, True, None))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
     def close(self) -> None:
         """End all transfers, and their threads."""
         self.can_send = False
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
         for task in self._dialing:
             task.cancel()
         for threads in (self._sender, self._receiver):
@@ -411,7 +593,8 @@ class SocketLink:
                 threads.close()
         self._incoming.close()
         self._waiting.clear()
-        for job in [*self._jobs.values()]:
+        jobs, self._jobs = self._jobs, {}
+        for job in jobs.values():
+            job.leave_copy()
             if job.transfer.cancel():
                 job.transfer.release()
-        self._jobs.clear()

@@ -1,7 +1,7 @@
 """Threads that send and receive transfers, one for each socket.
 
 Blocking calls leave the GIL, so the event loops stay responsive: if they carried the bytes, small
-calls would wait for large tensors. Each socket is used in one direction.
+calls would wait for large tensors. Each socket is used in one direction, with or without TLS.
 The threads end when their socket is shut down. (tests/unit/sockets/test_socket_threads.py)
 """
 
@@ -19,6 +19,16 @@ from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
 SOCKETS = 2
 """Sockets for one direction of a connection. Four carry little more, and delay the event loop."""
 
+SILENCE = 120.0
+"""Seconds after which a socket fails whose peer acknowledges nothing: the link is cut, or the peer
+is frozen. The failure detector has told the callers long before; this ends threads, and frees
+tensors. Without it, TCP tries again for 15 minutes."""
+
+UNSENT = 128 * 1024
+"""Bytes beyond those on their way that the system takes from a thread. With its usual megabytes, a
+small call beside 128 MB took twice the time, and transfers took longer. Other bounds of its buffers
+would bound what is on its way on a long line. (benchmarks.between_hosts)"""
+
 _READY = b"!"
 """Sent by the end that has opened a socket: until then its transport may read what is sent."""
 
@@ -34,6 +44,7 @@ class _SocketThreads:
     def __init__(self, name: str, failed: Failed) -> None:
         self._name = name
         self._failed = failed
+        self._most = SOCKETS
         self._sockets: list[socket.socket] = []
         self._is_closed = False
 
@@ -48,15 +59,13 @@ class _SocketThreads:
             sock: The socket.
             is_own: True if this process has opened it.
         """
-        if self._is_closed or len(self._sockets) >= SOCKETS:
+        if self._is_closed or len(self._sockets) >= self._most:
             sock.close()
             return
         close_on_fork(sock)
         sock.setblocking(True)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # they are idle for long
         if sock.family != socket.AF_UNIX:
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 60)
+            _set_options(sock)
         self._sockets.append(sock)
         try:
             work = threading.Thread(target=self._run, args=(sock, is_own), name=self._name)
@@ -69,7 +78,7 @@ class _SocketThreads:
     def close(self) -> None:
         """End the threads, also those that send or receive."""
         self._is_closed = True
-        for sock in self._sockets:
+        for sock in [*self._sockets]:
             with contextlib.suppress(OSError):  # it is closed
                 # Not the method of `SSLSocket`: a thread may send in clear text before it is over.
                 socket.socket.shutdown(sock, socket.SHUT_RDWR)
@@ -86,6 +95,9 @@ class _SocketThreads:
         except Exception as exc:
             if not self._is_closed:
                 self._failed(exc)
+        finally:
+            with contextlib.suppress(ValueError):  # all were closed
+                self._sockets.remove(sock)
 
     def _work(self, sock: socket.socket) -> None:
         raise NotImplementedError
@@ -155,15 +167,18 @@ class SocketReceiver(_SocketThreads):
         self._transfers = transfers
         self._arrived = arrived
 
+        # The peer closes idle sockets, and may open others before threads here have noticed it.
+        self._most = 2 * SOCKETS
+
     def _work(self, sock: socket.socket) -> None:
         header = memoryview(bytearray(HEADER.size))
         while _fill(sock, header, may_end=True):
             self._receive_chunk(sock, *HEADER.unpack(header))
 
     def _receive_chunk(
-        self, sock: socket.socket, number: int, size: int, offset: int, length: int
+        self, sock: socket.socket, number: int, size: int, offset: int, length: int, shared: bool
     ) -> None:
-        memory = self._transfers.begin(number, size, offset, length)
+        memory = self._transfers.begin(number, size, offset, length, shared)
         if memory is None:
             _discard(sock, length)
         else:
@@ -172,6 +187,21 @@ class SocketReceiver(_SocketThreads):
         outcome = self._transfers.end(number, length)
         if outcome is not None:
             self._arrived((number, outcome))
+
+
+def _set_options(sock: socket.socket) -> None:
+    """Set the options of a TCP socket."""
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a receiver sends nothing
+    options = {
+        "TCP_NODELAY": 1,
+        "TCP_KEEPIDLE": int(SILENCE / 2),
+        "TCP_KEEPINTVL": max(1, int(SILENCE / 8)),
+        "TCP_USER_TIMEOUT": int(SILENCE * 1000),
+        "TCP_NOTSENT_LOWAT": UNSENT,
+    }
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
@@ -188,14 +218,20 @@ def _send_all(sock: socket.socket, buffers: list[Any]) -> None:
 
 
 def _fill(sock: socket.socket, memory: memoryview, *, may_end: bool = False) -> bool:
-    """Fill memory from a socket; return False if the socket ends before, and may.
+    """Fill memory from a socket; return False if the socket ends or fails before, and may.
 
     Raises:
-        ConnectionResetError: if the socket ends and may not.
+        OSError: if the socket ends or fails and may not.
     """
     received, flags = 0, 0 if isinstance(sock, ssl.SSLSocket) else socket.MSG_WAITALL
     while received < len(memory):
-        count = sock.recv_into(memory[received:], 0, flags)
+        rest = memory[received:]
+        try:
+            count = sock.recv_into(rest, len(rest), flags)
+        except OSError:  # for one, the link is cut for long
+            if may_end and not received:
+                return False
+            raise
         if not count:
             if may_end and not received:
                 return False

@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
+from .._aio.segments import Segment
 from .._wire.frames import ProtocolError
 from .._wire.shared_tensors import ALIGNMENT, Block, Source
 
@@ -21,8 +22,9 @@ larger ones gain nothing."""
 MAX_PIECES = 256
 """Tensors in one chunk."""
 
-HEADER = struct.Struct("<QQQQ")
-"""Number and bytes of the transfer, position and bytes of the chunk."""
+HEADER = struct.Struct("<QQQQ?")
+"""Number and bytes of the transfer, position and bytes of the chunk, and whether the memory of the
+transfer is for other processes, too."""
 
 _PADDING = bytes(ALIGNMENT)
 
@@ -33,7 +35,9 @@ class OutgoingTransfer:
     Attributes:
         number: Number of the transfer on its connection.
         size: Bytes of the transfer.
+        sources: Its tensors, until no thread needs them.
         started: Bytes of the chunks that were taken.
+        is_shared: True if processes of the receiver's host map its memory.
         is_cancelled: True if no further chunk is taken.
     """
 
@@ -41,8 +45,8 @@ class OutgoingTransfer:
         self.number = number
         self.size = block.size
         self.started = 0
-        self.is_cancelled = False
-        self._sources = block.sources
+        self.is_shared = self.is_cancelled = False
+        self.sources = block.sources
         self._next = 0  # index of the source that the next chunk begins with
         self._in_progress = 0  # chunks that were taken and are not sent
         self._lock = threading.Lock()
@@ -66,7 +70,7 @@ class OutgoingTransfer:
                 return None
             pieces = self._cut()
             length = sum(map(len, pieces))
-            header = HEADER.pack(self.number, self.size, self.started, length)
+            header = HEADER.pack(self.number, self.size, self.started, length, self.is_shared)
             self.started += length
             self._in_progress += 1
         return [header, *pieces]
@@ -74,8 +78,8 @@ class OutgoingTransfer:
     def _cut(self) -> list[Any]:
         pieces: list[Any] = []
         position, end = self.started, self.started + CHUNK
-        while position < end and len(pieces) < MAX_PIECES and self._next < len(self._sources):
-            (start, _, size), _, _ = source = self._sources[self._next]
+        while position < end and len(pieces) < MAX_PIECES and self._next < len(self.sources):
+            (start, _, size), _, _ = source = self.sources[self._next]
             done = position - start
             part = min(size - done, end - position)
             pieces.append(_view(source, done, part))
@@ -101,7 +105,7 @@ class OutgoingTransfer:
 
     def release(self) -> None:
         """Let go of the tensors, once no thread needs them."""
-        self._sources = []
+        self.sources = []
 
     def _is_over(self) -> bool:
         return not self._in_progress and (self.is_cancelled or self.is_complete)
@@ -117,15 +121,20 @@ def _view(source: Source, offset: int, size: int) -> memoryview:
 
 
 class _Arriving:
-    """A transfer that comes in; `memory` is None if its bytes are discarded."""
+    """A transfer that comes in; `memory` is None if its bytes are discarded.
 
-    __slots__ = ("expected", "is_dropped", "memory", "received", "size")
+    Its segment, if it has one, is kept until it is read and released.
+    """
+
+    __slots__ = ("expected", "is_dropped", "is_released", "memory", "received", "segment", "size")
 
     def __init__(self, size: int) -> None:
         self.size = self.expected = size
         self.received = 0
         self.is_dropped = False
+        self.is_released = True
         self.memory: Any = None
+        self.segment: Segment | None = None
 
 
 class IncomingTransfers:
@@ -133,10 +142,13 @@ class IncomingTransfers:
 
     Args:
         limit: Maximum bytes that the peer may have under way.
-        allocate: Returns memory for a transfer.
+        allocate: Returns memory for a transfer, and its segment if it is shared. Its arguments are
+            the bytes, and whether it is to be shared.
     """
 
-    def __init__(self, limit: int, allocate: Callable[[int], Any]) -> None:
+    def __init__(
+        self, limit: int, allocate: Callable[[int, bool], tuple[Any, Segment | None]]
+    ) -> None:
         self._limit = limit
         self._allocate = allocate
         self._arriving: dict[int, _Arriving] = {}
@@ -147,24 +159,36 @@ class IncomingTransfers:
         return f"<IncomingTransfers {len(self)}, {self._held:,} of {self._limit:,} bytes>"
 
     def __len__(self) -> int:
-        """Return the number of transfers whose messages were not read."""
+        """Return the number of transfers that were not read, or not released."""
         return len(self._arriving)
 
-    def begin(self, number: int, size: int, offset: int, length: int) -> memoryview | None:
+    def begin(
+        self, number: int, size: int, offset: int, length: int, is_shared: bool = False
+    ) -> memoryview | None:
         """Return the memory for a chunk, None if its bytes are to be discarded.
 
         Raises:
             ProtocolError: if the chunk is malformed, or its transfer exceeds the limit.
         """
         with self._lock:
-            found = self._arriving.get(number) or self._announce(number, size)
+            found = self._arriving.get(number) or self._announce(number, size, is_shared)
             if not (found.is_dropped or 0 < length <= size - offset <= size == found.size):
                 raise ProtocolError(f"malformed chunk: {length} bytes at {offset} of {size}")
             memory = found.memory
         return None if memory is None else memoryview(memory).cast("B")[offset : offset + length]
 
-    def _announce(self, number: int, size: int) -> _Arriving:
-        """Reserve memory for a transfer whose first chunk has come.
+    def _announce(self, number: int, size: int, is_shared: bool) -> _Arriving:
+        """Reserve memory for a transfer whose first chunk has come."""
+        found = self._reserve(number, size)
+        try:
+            found.memory, found.segment = self._allocate(size, is_shared)
+            found.is_released = found.segment is None
+        except (OSError, RuntimeError, MemoryError):  # torch's error is a RuntimeError
+            found.memory = None
+        return found
+
+    def _reserve(self, number: int, size: int) -> _Arriving:
+        """Add a transfer.
 
         The peer counts its transfers until their messages are sent. Those messages may wait to be
         read here, while it sends as many bytes again.
@@ -176,11 +200,25 @@ class IncomingTransfers:
             )
         found = self._arriving[number] = _Arriving(size)
         self._held += size
-        try:
-            found.memory = self._allocate(size)
-        except (OSError, RuntimeError, MemoryError):  # torch's error is a RuntimeError
-            found.memory = None
         return found
+
+    def adopt(self, number: int, memory: Any, size: int) -> None:
+        """Add a transfer that a sibling has received, in this process's mapping of its memory.
+
+        Raises:
+            ProtocolError: if the transfer exceeds the limit, or exists.
+        """
+        with self._lock:
+            if number in self._arriving:
+                raise ProtocolError(f"transfer {number} has begun")
+            found = self._reserve(number, size)
+            found.expected, found.memory = 0, memory
+
+    def segment(self, number: int) -> Segment | None:
+        """Return the segment of a transfer, None if it has none."""
+        with self._lock:
+            found = self._arriving.get(number)
+            return None if found is None else found.segment
 
     def end(self, number: int, length: int) -> bool | None:
         """Note that a chunk has come.
@@ -215,10 +253,12 @@ class IncomingTransfers:
                 raise ProtocolError(f"transfer {number} has more than {sent} bytes")
             found.expected, found.is_dropped, found.memory = sent, True, None
             if found.received == sent:
-                self._forget(number)
+                self._forget_read(number)
+            else:  # its segment has no other user
+                found.segment = None
 
     def take(self, number: int) -> tuple[Any, int]:
-        """Return memory and bytes of a transfer that has come whole, and forget it.
+        """Return memory or segment, and bytes, of a transfer that has come whole; once.
 
         Raises:
             ProtocolError: if there is none.
@@ -227,14 +267,30 @@ class IncomingTransfers:
             found = self._arriving.get(number)
             if found is None or found.memory is None or found.received < found.expected:
                 raise ProtocolError(f"transfer {number} has not come")
-            self._forget(number)
-            return found.memory, found.size
+            memory, found.memory = found.segment or found.memory, None
+            self._forget_read(number)
+            return memory, found.size
+
+    def release(self, number: int) -> None:
+        """Note that no sibling is going to map the segment of a transfer."""
+        with self._lock:
+            found = self._arriving.get(number)
+            if found is None:
+                return
+            found.is_released = True
+            if found.memory is None and found.received == found.expected:
+                self._forget(number)
 
     def close(self) -> None:
         """Free everything."""
         with self._lock:
             self._arriving.clear()
             self._limit = 0
+
+    def _forget_read(self, number: int) -> None:
+        """Forget a transfer that was read or dropped, once it is released."""
+        if self._arriving[number].is_released:
+            self._forget(number)
 
     def _forget(self, number: int) -> None:
         self._held -= self._arriving.pop(number).size

@@ -227,7 +227,7 @@ async def test_a_peer_that_exceeds_the_limit(shelf: Shelf) -> None:
     await until(lambda: near()._sender is not None and len(near()._sender) == SOCKETS)
     await until(lambda: far()._receiver is not None)
     size = far()._limit + 1
-    near()._sender._sockets[0].sendall(HEADER.pack(1, size, 0, CHUNK))  # type: ignore[union-attr]
+    near()._sender._sockets[0].sendall(HEADER.pack(1, size, 0, CHUNK, False))  # type: ignore[union-attr]
     with pytest.raises(aiorpc.RpcError, match="may be under way"):
         await asyncio.wait_for(remote(RRef(shelf)).never(), SOON)
     assert not far_memory()
@@ -237,11 +237,16 @@ def far_memory() -> int:
     return receive_memory.memory_of(asyncio.get_running_loop())._pool.total
 
 
+def news(**fields: Any) -> tuple[int, Any]:
+    return TRANSFERS, socket_link._News(**fields)
+
+
 MALFORMED: dict[str, tuple[int, Any]] = {
     "news that are none": (TRANSFERS, 5),
-    "a transfer that there was not": (TRANSFERS, (None, False, ((7, True),), ())),
-    "drops that are none": (TRANSFERS, (None, False, (), (7,))),
-    "a caller that asks for sockets": (TRANSFERS, (None, True, (), ())),
+    "a transfer that there was not": news(confirmed=[(7, True, None)]),
+    "drops that are none": news(dropped=[7]),
+    "a caller that asks for sockets": news(wants_sockets=True),
+    "a name that is none": news(adopted=[(7, (1, 2))]),
     "a message before its transfer": (TRANSFERRED, (7, (), b"")),
     "no message": (TRANSFERRED, 5),
 }
@@ -268,11 +273,13 @@ async def test_a_call_that_ends_while_it_is_sent(shelf: Shelf, line: Line, is_la
     """Its tensor and the memory for it are freed; a late one is known not to have run."""
     x = torch.ones(4 * LARGE)
     freed = weakref.ref(x.untyped_storage())
-    proxy = remote(RRef(shelf), timeout=0.05 if is_late else None)
-    call = asyncio.ensure_future(proxy.keep(x))
+    number = own_connection()._calls
+    call = asyncio.ensure_future(remote(RRef(shelf)).keep(x))
     del x
     await line.is_held()
-    if not is_late:
+    if is_late:
+        own_connection().expire(number, 0.05, own_connection()._pending[number].source)
+    else:
         call.cancel()
     outcome = (await asyncio.gather(call, return_exceptions=True))[0]
     assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
@@ -434,6 +441,22 @@ async def test_a_tensor_that_is_freed_before_it_is_sent(shelf: Shelf, line: Line
         await second
     assert await first == 1
     await until(is_at_rest)
+
+
+async def test_idle_sockets_end(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends, for arguments and results; the next tensors open others."""
+    monkeypatch.setattr(socket_link, "IDLE_SECONDS", 0.01)
+    x = torch.rand(LARGE)
+    for _ in range(3):
+        assert torch.equal(await remote(RRef(shelf)).echo(x), x)
+        await until(lambda: near()._sender is far()._sender is None)
+        await until(lambda: not (len(receiver_of(near())) or len(receiver_of(far()))))
+    assert near().sent == far().sent == 3
+
+
+def receiver_of(link: socket_link.SocketLink) -> socket_threads.SocketReceiver:
+    assert link._receiver is not None
+    return link._receiver
 
 
 def test_nothing_is_left_of_a_world() -> None:

@@ -2,6 +2,9 @@
 
 import contextlib
 import json
+import os
+import signal
+import subprocess
 import time
 from typing import Any
 
@@ -19,7 +22,7 @@ from tests.support.network_namespaces import (
     machines as machines,
     running,
 )
-from tests.support.network_scenarios import HEARTBEAT, STOP_TIMEOUT
+from tests.support.network_scenarios import ELEMENTS, HEARTBEAT, MEMBERS, STOP_TIMEOUT
 from tests.support.slack import SLACK
 
 WHERE = f"tcp://{ADDRESSES[0]}:29500"
@@ -212,6 +215,54 @@ async def check_resumed(node: Node, cut: float) -> None:
     assert counted % 100 in (0, 1, 10, 11)
     assert 1 <= counted // 100 <= tries
     assert await node.hears("cancelled") == [2, 1], "calls of a caller that gave up are cancelled"
+
+
+@pytest.mark.promise("sockets.hosts")
+async def test_a_group_on_one_remote_host(machines: tuple[Machine, Machine]) -> None:
+    """Its argument crosses the network once. If a receiver is killed, the others get it."""
+    async with contextlib.AsyncExitStack() as stack:
+        words = [str(HERE / "network_scenarios.py"), "shared"]
+        arguments = json.dumps({"init_method": WHERE, "interface": LINK})
+        nodes = [
+            await stack.enter_async_context(running(machine, *words, rank, arguments))
+            for machine, rank in zip(machines, ("0", "members"), strict=True)
+        ]
+        pids = dict([await nodes[1].hears("serves") for _ in range(MEMBERS)])
+        await nodes[0].hears("ready")
+        before = received(machines[1])
+        nodes[0].tell()
+        assert await nodes[0].hears("sums") == [[float(1 << 16), float(ELEMENTS)]] * MEMBERS
+        assert await nodes[0].hears("sent") == 2 * MEMBERS
+        crossed = received(machines[1]) - before
+        print(f"{crossed / (4 * ELEMENTS):.3f} times the size has crossed")
+        assert 1 <= crossed / (4 * ELEMENTS) < 1.1
+        os.kill(pids[await nodes[0].hears("sending")], signal.SIGKILL)
+        nodes[0].tell()
+        outcomes = await nodes[0].hears("outcomes")
+        assert sorted(outcomes) == ["WorkerLost", *["int"] * (MEMBERS - 1)]
+        assert await nodes[0].hears("kept") == [4] * (MEMBERS - 1)
+
+
+@pytest.mark.promise("sockets.lost")
+async def test_a_transfer_over_a_line_that_is_cut_for_long() -> None:
+    """Its call is told in time. Later neither end has a thread or a tensor of it."""
+    with line() as (machines, way):
+        async with both(machines, "cut_transfer", init_method=WHERE, interface=LINK) as nodes:
+            await nodes[0].hears("sending")
+            way.loss = 1.0
+            assert await nodes[0].hears("ended") == "WorkerLost"
+            assert await nodes[0].hears("gone")
+            await nodes[1].hears("gone")
+            way.loss = 0.0
+            nodes[0].tell()
+            assert await nodes[0].hears("resumed") == 1
+
+
+def received(machine: Machine) -> int:
+    """Return the bytes that have come to a machine."""
+    path = f"/sys/class/net/{LINK}/statistics/rx_bytes"
+    words = machine.inside("unshare", "--mount", "sh", "-c", f"mount -t sysfs s /sys; cat {path}")
+    return int(subprocess.run(words, capture_output=True, check=True).stdout)
 
 
 async def test_starts_that_fail() -> None:

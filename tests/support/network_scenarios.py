@@ -7,11 +7,18 @@ a line.
 """
 
 import asyncio
+import ctypes
+import gc
 import json
 import logging
+import os
+import signal
+import socket
 import sys
+import threading
 import time
 import traceback
+import weakref
 from collections.abc import Awaitable
 from typing import Any
 
@@ -19,9 +26,13 @@ import psutil
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import create, remote
+from aiorpc_torch import Group, create, remote
+from aiorpc_torch._client import pool
+from aiorpc_torch._sockets import socket_threads
+from aiorpc_torch._sockets.socket_link import SocketLink
 from aiorpc_torch.testing import Gate
 from tests.support import actors
+from tests.support.tensor_shelf import TensorShelf
 
 HEARTBEAT = 1.0
 STOP_TIMEOUT = 2.0
@@ -152,8 +163,129 @@ async def _work(peer: str) -> None:
     tell("cancelled", [await remote(gate).cancelled(2), await remote(streams).closed()])
 
 
+MEMBERS = 4
+ELEMENTS = 4 << 20  # of float32: 16 MB
+
+
+async def shared(rank: int, **world: Any) -> None:
+    """A group whose members share another host, one of which is killed."""
+    async with aiorpc.worker(f"worker{rank}", rank=rank, world_size=MEMBERS + 1, **world) as me:
+        if rank:
+            tell("serves", [f"worker{rank}", os.getpid()])
+            await me.serve()
+        else:
+            await _share(sorted(me.peers))
+
+
+async def cut_transfer(rank: int, **world: Any) -> None:
+    """A transfer whose link is cut for longer than its sockets bear."""
+    socket_threads.SILENCE = 2.0  # seconds
+    async with aiorpc.worker(rank=rank, world_size=2, heartbeat=HEARTBEAT, **world) as me:
+        if rank == 0:
+            (peer,) = me.peers
+            await _lose_transfer(peer, remote(await create(peer, TensorShelf)))
+        else:
+            while not transfer_threads():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)
+            await until_no_threads()
+            tell("gone")
+
+
+async def _lose_transfer(peer: str, shelf: Any) -> None:
+    await until_sockets([peer])
+    x = torch.ones(4 * ELEMENTS)
+    freed = weakref.ref(x.untyped_storage())
+    running = asyncio.ensure_future(shelf.keep(x))
+    del x
+    while not is_sending(links_of([peer])[peer]):  # noqa: ASYNC110
+        await asyncio.sleep(0.001)
+    tell("sending")
+    (lost,) = await asyncio.gather(running, return_exceptions=True)
+    tell("ended", type(lost).__name__)
+    del running, lost
+    await until_no_threads()
+    gc.collect()
+    tell("gone", freed() is None)
+    await told()  # the link is whole
+    while (await outcome("try", shelf.echo(7)))[1] != "7":
+        pass
+    await until_sockets([peer])
+    await shelf.echo(torch.ones(ELEMENTS))
+    tell("resumed", aiorpc.stats().socket_messages)
+
+
+def transfer_threads() -> set[str]:
+    return {each.name for each in threading.enumerate()} & {"aiorpc-send", "aiorpc-receive"}
+
+
+async def until_no_threads() -> None:
+    """Wait until no thread sends or receives tensors."""
+    while transfer_threads():  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def fork_members() -> int:
+    """Return the rank of a member, in a process of its own that ends with this one."""
+    for rank in range(1, MEMBERS + 1):
+        if not os.fork():
+            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+            return rank
+    for _ in range(MEMBERS):
+        os.wait()
+    sys.exit()
+
+
+async def _share(peers: list[str]) -> None:
+    group = Group([await create(each, TensorShelf) for each in peers])
+    x = torch.ones(ELEMENTS)
+    await until_sockets(peers)
+    await remote(group).keep(x[: 1 << 16])  # opens the sockets of one
+    tell("ready")
+    await told()
+    await remote(group).keep(x)
+    tell("sums", await remote(group).sums())
+    tell("sent", aiorpc.stats().socket_messages)
+    chunks, may_send = hold_chunks()
+    running = asyncio.ensure_future(remote(group).keep(x))
+    await asyncio.to_thread(chunks.acquire)
+    (lead,) = (name for name, link in links_of(peers).items() if is_sending(link))
+    tell("sending", lead)
+    await told()  # it was killed
+    may_send.set()
+    outcomes = (await asyncio.gather(running, return_exceptions=True))[0]
+    tell("outcomes", [type(each).__name__ for each in outcomes.results])
+    tell("kept", [await remote(each).keep(0) for each in group if each.owner_name() != lead])
+
+
+async def until_sockets(peers: list[str]) -> None:
+    """Wait until the connections know that they may use sockets."""
+    while not all(each.can_send for each in links_of(peers).values()):  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+
+
+def links_of(peers: list[str]) -> dict[str, SocketLink]:
+    return {each: pool.current().connection(each)._links.sockets for each in peers}
+
+
+def is_sending(link: SocketLink) -> bool:
+    return any(each.transfer.started for each in link._jobs.values())
+
+
+def hold_chunks() -> tuple[threading.Semaphore, threading.Event]:
+    """Count the chunks that are about to be sent, and hold them back until the event is set."""
+    waiting, may_send, send = threading.Semaphore(0), threading.Event(), socket_threads._send_all
+
+    def held(sock: socket.socket, buffers: list[Any]) -> None:
+        waiting.release()
+        may_send.wait()
+        send(sock, buffers)
+
+    socket_threads._send_all = held
+    return waiting, may_send
+
+
 if __name__ == "__main__":
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     _, scenario, rank, arguments = sys.argv
-    number = int(rank) if rank else None
+    number = fork_members() if rank == "members" else int(rank) if rank else None
     asyncio.run(globals()[scenario](number, **json.loads(arguments)))

@@ -142,3 +142,22 @@ def test_without_memfd_nothing_is_supported(monkeypatch: pytest.MonkeyPatch) -> 
     assert segments.is_supported()
     monkeypatch.delattr(os, "memfd_create")
     assert not segments.is_supported()
+
+
+def test_who_can_map_the_segments_of_whom(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes of one user in the same namespaces; none where segments are off or unknown."""
+    script = "from aiorpc_torch._aio.segments import sharing_group; print(sharing_group())"
+    group = segments.sharing_group()
+    other = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert other.stdout.strip() == group != ""
+    monkeypatch.setattr(os, "getuid", lambda: 1 << 30)
+    assert segments.sharing_group() not in ("", group)
+    with monkeypatch.context() as patch:
+        patch.setenv(segments.SWITCH, "0")
+        assert segments.sharing_group() == ""
+
+    def missing(_: str) -> str:
+        raise FileNotFoundError
+
+    monkeypatch.setattr(os, "readlink", missing)
+    assert segments.sharing_group() == ""

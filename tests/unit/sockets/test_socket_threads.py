@@ -2,31 +2,44 @@
 
 import queue
 import socket
+import ssl
+import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
 import torch
 
-from aiorpc_torch._sockets.socket_threads import SOCKETS, SocketReceiver, SocketSender, _send_all
+from aiorpc_torch._sockets.socket_threads import (
+    SILENCE,
+    SOCKETS,
+    SocketReceiver,
+    SocketSender,
+    _send_all,
+)
 from aiorpc_torch._sockets.transfers import HEADER, IncomingTransfers, OutgoingTransfer
 from aiorpc_torch._wire.frames import ProtocolError
-from aiorpc_torch._wire.shared_tensors import place
+from aiorpc_torch._wire.shared_tensors import place, tensors_at
 
 SOON = 30.0
+
+
+def allocate(size: int, _: bool) -> tuple[Any, None]:
+    return bytearray(size), None
 
 
 class Ends:
     """A sender and a receiver, and what they tell."""
 
-    def __init__(self) -> None:
+    def __init__(self, pairs: Sequence[tuple[socket.socket, socket.socket]] = ()) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self.incoming = IncomingTransfers(1 << 26, bytearray)
+        self.incoming = IncomingTransfers(1 << 26, allocate)
         self.sender = SocketSender(self.told.put, self.told.put)
         self.receiver = SocketReceiver(self.incoming, self.told.put, self.told.put)
-        self.pairs = [socket.socketpair() for _ in range(SOCKETS)]
+        self.pairs = pairs or [socket.socketpair() for _ in range(SOCKETS)]
         for near, far in self.pairs:
             self.sender.add(near, is_own=True)
             self.receiver.add(far, is_own=False)
@@ -70,6 +83,103 @@ def test_transfers_arrive_whole(ends: Ends) -> None:
         assert torch.equal(torch.frombuffer(memory, dtype=torch.float32), x)
 
 
+def tls_pair() -> tuple[socket.socket, socket.socket]:
+    """Two ends of a TLS connection, without certificates."""
+    contexts = []
+    for protocol in (ssl.PROTOCOL_TLS_CLIENT, ssl.PROTOCOL_TLS_SERVER):
+        contexts.append(context := ssl.SSLContext(protocol))
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        context.maximum_version = ssl.TLSVersion.TLSv1_2  # the last one that needs none
+        context.set_ciphers("aNULL:@SECLEVEL=0")
+    near, far = socket.socketpair()
+    with ThreadPoolExecutor(1) as thread:
+        other = thread.submit(contexts[1].wrap_socket, far, server_side=True)
+        return contexts[0].wrap_socket(near), other.result(SOON)
+
+
+def test_transfers_arrive_whole_by_tls() -> None:
+    """And the threads end with it."""
+    ends = Ends([tls_pair() for _ in range(SOCKETS)])
+    tensors = [torch.rand(1 << 19), torch.rand(3)]  # with padding behind the last
+    found = place(tensors, in_one_block=True)
+    assert found is not None
+    ends.sender.send(OutgoingTransfer(1, found[0][0]))
+    while ends.next() != (1, True):
+        pass
+    memory, _ = ends.incoming.take(1)
+    for x, y in zip(tensors, tensors_at(found[1], [memory]), strict=True):
+        assert torch.equal(x, y)
+    ends.close()
+    assert ends.told.empty() or isinstance(ends.next(), OutgoingTransfer)
+
+
+def test_bytes_of_a_cancelled_transfer_by_tls() -> None:
+    """They are discarded."""
+    ends = Ends([tls_pair()])
+    x = torch.ones(1 << 20)
+    ends.incoming.drop(1, 4 << 20)
+    ends.sender.send(transfer(1, x))
+    assert isinstance(ends.next(), OutgoingTransfer)
+    deadline = time.monotonic() + SOON
+    while len(ends.incoming):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    ends.close()
+
+
+def test_a_silent_peer_is_given_up() -> None:
+    """By the system, in time that is far beyond the failure detector's."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        near = socket.create_connection(server.getsockname())
+        far, _ = server.accept()
+    ends = Ends([(near, far)])
+    for sock in (near, far):
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 1000 * SILENCE
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        assert sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_KEEPIDLE) < SILENCE
+    ends.close()
+
+
+def test_a_failure_of_an_idle_socket_is_none(ends: Ends) -> None:
+    """Nothing is lost by it: the sender opens another one, or fails itself."""
+    near, _ = ends.pairs[0]
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+    near.close()
+    deadline = time.monotonic() + SOON
+    while len(ends.receiver) == SOCKETS:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert ends.told.empty()
+
+
+def test_a_receiver_takes_sockets_before_it_has_noticed_the_end_of_others() -> None:
+    """A sender that was idle has closed them."""
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    receiver = SocketReceiver(IncomingTransfers(1 << 20, allocate), told.put, told.put)
+    pairs = [socket.socketpair() for _ in range(2 * SOCKETS + 1)]
+    for near, far in pairs:
+        receiver.add(far, is_own=False)
+        near.close()
+    assert len(receiver) <= 2 * SOCKETS
+    assert pairs[-1][1].fileno() == -1 or len(receiver) < 2 * SOCKETS
+    receiver.close()
+
+
+def test_a_socket_that_ends_before_it_is_used() -> None:
+    """It leaves its place to others."""
+    told: queue.SimpleQueue[Any] = queue.SimpleQueue()
+    receiver = SocketReceiver(IncomingTransfers(1 << 20, allocate), told.put, told.put)
+    near, far = socket.socketpair()
+    receiver.add(far, is_own=False)
+    near.close()
+    deadline = time.monotonic() + SOON
+    while len(receiver):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    assert told.empty()
+
+
 def test_surplus_sockets_are_closed(ends: Ends) -> None:
     """And so are those that come after the end."""
     for _ in range(2):
@@ -90,14 +200,14 @@ def test_an_end_between_chunks_is_no_failure(ends: Ends) -> None:
 
 def test_an_end_within_a_chunk_is_a_failure(ends: Ends) -> None:
     near, _ = ends.pairs[0]
-    near.sendall(HEADER.pack(1, 100, 0, 100) + b"half")
+    near.sendall(HEADER.pack(1, 100, 0, 100, False) + b"half")
     near.shutdown(socket.SHUT_WR)
     assert isinstance(ends.next(), ConnectionResetError)
 
 
 def test_a_malformed_chunk_is_a_failure(ends: Ends) -> None:
     near, _ = ends.pairs[0]
-    near.sendall(HEADER.pack(1, 100, 50, 100))
+    near.sendall(HEADER.pack(1, 100, 50, 100, False))
     assert isinstance(ends.next(), ProtocolError)
 
 

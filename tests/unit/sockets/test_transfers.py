@@ -1,12 +1,14 @@
 """Chunks of transfers: every byte arrives once, in its place, and what is cancelled is freed."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from aiorpc_torch._aio.segments import Segment
 from aiorpc_torch._sockets import transfers
 from aiorpc_torch._sockets.transfers import (
     CHUNK,
@@ -28,8 +30,12 @@ def outgoing(number: int, tensors: list[torch.Tensor]) -> OutgoingTransfer:
     return OutgoingTransfer(number, found[0][0])
 
 
+def allocate(size: int, _: bool) -> tuple[Any, None]:
+    return bytearray(size), None
+
+
 def incoming(limit: int = LIMIT) -> IncomingTransfers:
-    return IncomingTransfers(limit, bytearray)
+    return IncomingTransfers(limit, allocate)
 
 
 def chunks(transfer: OutgoingTransfer) -> list[bytes]:
@@ -42,7 +48,7 @@ def chunks(transfer: OutgoingTransfer) -> list[bytes]:
 
 
 def receive(transfers: IncomingTransfers, chunk: bytes) -> bool | None:
-    number, size, offset, length = HEADER.unpack(chunk[: HEADER.size])
+    number, size, offset, length, _ = HEADER.unpack(chunk[: HEADER.size])
     assert length == len(chunk) - HEADER.size
     memory = transfers.begin(number, size, offset, length)
     if memory is not None:
@@ -110,7 +116,7 @@ def test_two_threads_need_the_tensors() -> None:
 def test_a_transfer_without_memory_is_discarded() -> None:
     """Its sender is told at its end."""
 
-    def none_left(_: int) -> bytearray:
+    def none_left(_: int, __: bool) -> Any:
         raise MemoryError
 
     found = IncomingTransfers(LIMIT, none_left)
@@ -142,13 +148,98 @@ def test_a_transfer_that_has_not_come_whole_cannot_be_read() -> None:
             found.take(number)
 
 
+def shared() -> tuple[IncomingTransfers, Segment]:
+    """A transfer into a segment, which has come whole."""
+    segment = Segment(192)
+
+    def allocate_shared(size: int, is_shared: bool) -> tuple[Any, Segment]:
+        assert (size, is_shared) == (192, True)
+        return segment.buffer(), segment
+
+    found = IncomingTransfers(LIMIT, allocate_shared)
+    found.begin(1, 192, 0, 192, True)
+    assert found.end(1, 192)
+    return found, segment
+
+
+@pytest.mark.parametrize("is_read_first", [True, False])
+def test_a_segment_is_held_until_it_is_read_and_released(is_read_first: bool) -> None:
+    """Its bytes count meanwhile."""
+    found, segment = shared()
+    assert found.segment(1) is segment
+    if not is_read_first:
+        found.release(1)
+    else:
+        assert found.take(1) == (segment, 192)
+    assert len(found) == 1
+    assert found._held == 192
+    if is_read_first:
+        with pytest.raises(ProtocolError, match="has not come"):
+            found.take(1)
+        found.release(1)
+    else:  # not its memory, which the siblings would see written
+        assert found.take(1) == (segment, 192)
+    assert not len(found)
+    assert not found._held
+    assert found.segment(1) is None
+    found.release(1)  # of one that was dropped meanwhile
+
+
+@pytest.mark.parametrize("is_released_first", [True, False])
+def test_a_shared_transfer_that_is_dropped(is_released_first: bool) -> None:
+    """When it has come whole, and before."""
+    found, _ = shared()
+    if is_released_first:
+        found.release(1)
+    found.drop(1, 192)
+    assert len(found) == (not is_released_first)
+    found.release(1)
+    assert not len(found)
+    found.begin(2, 192, 0, 64, True)
+    found.end(2, 64)
+    found.drop(2, 128)
+    assert found.segment(2) is None
+    found.release(2)
+    assert len(found) == 1
+    found.begin(2, 192, 64, 64, True)
+    assert found.end(2, 64) is None
+    assert not len(found)
+    assert not found._held
+
+
+def test_what_was_not_read_counts_beside_what_is_sent() -> None:
+    """Up to twice the limit. A chunk may have one byte."""
+    found = incoming(100)
+    for number in (1, 2):
+        assert found.begin(number, 80, 79, 1) is not None
+    with pytest.raises(ProtocolError, match="beside 160 that are not read"):
+        found.begin(3, 80, 0, 80)
+    assert found.begin(3, 40, 0, 40) is not None
+
+
+def test_memory_of_a_sibling() -> None:
+    """It counts as a transfer until it is read or dropped."""
+    found = incoming(100)
+    found.adopt(1, memory := bytearray(60), 60)
+    with pytest.raises(ProtocolError, match="has begun"):
+        found.adopt(1, memory, 60)
+    found.adopt(2, memory, 60)
+    assert found._held == 120
+    with pytest.raises(ProtocolError, match="under way"):
+        found.adopt(3, bytearray(101), 101)
+    assert found.take(1) == (memory, 60)
+    found.drop(2, 0)
+    assert not len(found)
+    assert not found._held
+
+
 class Transfers(RuleBasedStateMachine):
     """A model of both ends: chunks and cancellations cross; memory is held for what is wanted."""
 
     def __init__(self) -> None:
         super().__init__()
         self.limit = 64 * 50
-        self.ends = IncomingTransfers(self.limit, bytearray)
+        self.ends = IncomingTransfers(self.limit, allocate)
         self.out: dict[int, OutgoingTransfer] = {}
         self.on_their_way: list[bytes] = []
         self.drops: list[tuple[int, int]] = []

@@ -1,0 +1,149 @@
+"""One transfer for several processes of one host: which link sends it, and which wait for it.
+
+A state machine without sockets, threads or a clock. Messages with equal tensors, for links whose
+peers share a host, meet in one `HostCopy`. Its first part, the lead, is sent over the network into
+shared memory of its peer. The peers of the other parts map that memory. If the lead is lost before
+its transfer has arrived, another part is the next lead. (tests/unit/sockets/test_host_copies.py)
+"""
+
+from collections.abc import Callable, Hashable
+from typing import Any, Protocol
+
+from .._aio.segments import SegmentName
+
+Soon = Callable[[Callable[[], object]], object]
+"""Calls a function in the next iteration of the event loop."""
+
+
+class Part(Protocol):
+    """The tensors of one message for one peer of a host."""
+
+    def is_wanted(self) -> bool:
+        """Return whether the message is still wanted, so that its tensors may not be changed."""
+
+    def send(self, *, is_shared: bool) -> None:
+        """Send the tensors to the peer, into memory that its siblings can map if `is_shared`."""
+
+    def adopt(self, name: SegmentName) -> None:
+        """Let the peer map the memory that a sibling has received."""
+
+    def release(self) -> None:
+        """Let the peer free the memory that it has received for its siblings."""
+
+
+class HostCopy:
+    """One transfer of equal tensors to the processes of one host.
+
+    Args:
+        keep: what has to be kept until the transfer has arrived.
+        soon: calls a function in the next iteration.
+        close: is called once no further part may join.
+
+    Attributes:
+        lead: the part that is or was sent over the network.
+    """
+
+    def __init__(
+        self,
+        keep: object,
+        soon: Soon,
+        close: Callable[["HostCopy"], None],
+    ) -> None:
+        self.lead: Part | None = None
+        self._keep: object | None = keep
+        self._soon = soon
+        self._close = close
+        self._waiting: list[Part] = []  # for the start, or for the lead's transfer to arrive
+        self._adopting: list[Part] = []
+        self._start_soon()
+
+    def __repr__(self) -> str:
+        return f"<HostCopy of {self.lead}, {len(self._waiting) + len(self._adopting)} others>"
+
+    def may_join(self) -> bool:
+        """Return whether the tensors that are sent cannot have been changed meanwhile."""
+        return self.lead is None or self.lead.is_wanted()
+
+    def add(self, part: Part) -> None:
+        """Let a part wait for the transfer."""
+        self._waiting.append(part)
+
+    def remove(self, part: Part) -> None:
+        """Forget a part that is cancelled, lost or adopted; another one may have to lead."""
+        if part is self.lead:
+            self.lead = None
+            self._start_soon()
+        elif part in self._waiting:
+            self._waiting.remove(part)
+        elif part in self._adopting:
+            self._adopting.remove(part)
+            self._release_adopted()
+
+    def on_arrived(self, name: SegmentName | None) -> None:
+        """Let the waiting parts adopt the memory of the lead; without a name they are sent."""
+        self._end()
+        waiting, self._waiting = self._waiting, []
+        if name is None:
+            for each in waiting:
+                each.send(is_shared=False)
+            return
+        self._adopting = waiting
+        for each in waiting:
+            each.adopt(name)
+        self._release_adopted()
+
+    def _start_soon(self) -> None:
+        # An idle connection sends its call at once, the others at the end of the iteration: that
+        # is after what is scheduled now.
+        self._soon(lambda: self._soon(self._start))
+
+    def _start(self) -> None:
+        """Send one part; the others wait for it."""
+        if self.lead is not None:  # two leads were lost in one iteration
+            return
+        # A part that is not wanted is about to be removed by its link.
+        wanted = [each for each in self._waiting if each.is_wanted()]
+        if not wanted:
+            self._end()
+            return
+        self.lead = lead = wanted[0]
+        self._waiting.remove(lead)
+        is_shared = len(wanted) > 1
+        if not is_shared:
+            self._end()
+        lead.send(is_shared=is_shared)
+
+    def _release_adopted(self) -> None:
+        if not self._adopting and self.lead is not None:
+            self.lead.release()
+
+    def _end(self) -> None:
+        self._keep = None
+        self._close(self)
+
+
+class HostCopies:
+    """The transfers that parts may join, of the links of one event loop."""
+
+    def __init__(self) -> None:
+        self._copies: dict[Hashable, HostCopy] = {}
+
+    def __repr__(self) -> str:
+        return f"<HostCopies {[*self._copies.values()]}>"
+
+    def join(self, key: Hashable, keep: Any, soon: Soon) -> HostCopy:
+        """Return the transfer of a host and a content, a new one if there is none to join.
+
+        Args:
+            key: the host and the content.
+            keep: what has to be kept so that an equal key means an equal content.
+            soon: calls a function in the next iteration.
+        """
+        found = self._copies.get(key)
+        if found is None or not found.may_join():
+            found = self._copies[key] = HostCopy(keep, soon, lambda copy: self._close(key, copy))
+        return found
+
+    def _close(self, key: Hashable, copy: HostCopy) -> None:
+        if self._copies.get(key) is copy:
+            del self._copies[key]

@@ -1,0 +1,238 @@
+"""One transfer for several receivers of one host, in a world of one that is its own remote host."""
+
+import asyncio
+import socket
+from typing import Any
+
+import pytest
+import torch
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import Broadcast, Group, Round, RRef, batched, remote
+from aiorpc_torch._aio.segments import SegmentName
+from aiorpc_torch._sockets import socket_link, socket_threads
+from tests.support.segment_files import mapped_segments, open_segments
+
+from .test_tensor_sockets import (
+    LARGE,
+    SOON,
+    Line,
+    Shelf,
+    far,
+    is_at_rest,
+    line,
+    near,
+    own_connection,
+    until,
+)
+
+__all__ = ["line"]
+
+BYTES = 4 * LARGE
+pytestmark = pytest.mark.usefixtures("over_sockets")
+
+
+class Crowd(Shelf):
+    """Gives one tensor to several callers."""
+
+    @batched(Round(3))
+    async def gather(self, values: list[int]) -> Any:
+        return Broadcast(torch.full((LARGE,), float(sum(values))))
+
+
+@pytest.fixture
+async def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The bytes of each chunk that is sent."""
+    found: list[int] = []
+    send = socket_threads._send_all
+
+    def counted(sock: socket.socket, buffers: list[Any]) -> None:
+        found.append(sum(map(len, buffers[1:])))
+        send(sock, buffers)
+
+    monkeypatch.setattr(socket_threads, "_send_all", counted)
+    return found
+
+
+@pytest.fixture
+async def shelves(
+    over_sockets: None, monkeypatch: pytest.MonkeyPatch, sent: list[int], world: aiorpc.Worker
+) -> list[Shelf]:
+    """Four, of a peer that says that its siblings can map its memory."""
+    monkeypatch.setattr(socket_link, "sharing_group", lambda: "another host")
+    found: list[Shelf] = [Crowd() for _ in range(4)]
+    await remote(RRef(found[0])).echo(0)
+    await until(lambda: near().can_send and far().can_send)
+    return found
+
+
+def group(shelves: list[Shelf]) -> "Group[Any]":
+    return Group([RRef(each) for each in shelves])
+
+
+def nothing_is_held() -> bool:
+    return is_at_rest() and not near()._exported and open_segments() == 0
+
+
+# ── values ──────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("sockets.hosts")
+async def test_the_members_of_a_host_get_one_transfer(
+    shelves: list[Shelf], sent: list[int]
+) -> None:
+    """Each has its own tensor: the others do not see what it writes."""
+    x = torch.ones(LARGE)
+    assert await remote(group(shelves)).keep(x) == [1] * 4
+    assert sum(sent) == BYTES
+    assert near().sent == 4
+    shelves[0].kept[0].add_(1)
+    shelves[1].kept[0].mul_(5)
+    assert [float(each.kept[0].mean()) for each in shelves] == [2, 5, 1, 1]
+    assert float(x.mean()) == 1
+    await until(nothing_is_held)
+    shelves.clear()
+    await until(lambda: is_at_rest() and mapped_segments() == 0)
+
+
+@pytest.mark.promise("sockets.hosts")
+async def test_a_broadcast_result_is_one_transfer(shelves: list[Shelf], sent: list[int]) -> None:
+    proxy = remote(RRef(shelves[0]))
+    found = await asyncio.gather(*(proxy.gather(each) for each in range(3)))
+    assert sum(sent) == BYTES
+    assert far().sent == 3
+    found[0].zero_()
+    assert [float(each.mean()) for each in found] == [0, 3, 3]
+    await until(nothing_is_held)
+
+
+@pytest.mark.promise("sockets.hosts")
+async def test_lone_calls_with_one_tensor_are_one_transfer(
+    shelves: list[Shelf], sent: list[int]
+) -> None:
+    """Also one that is made while the tensor is sent; a changed tensor is another."""
+    x = torch.ones(LARGE)
+    assert await asyncio.gather(*(remote(RRef(each)).keep(x) for each in shelves)) == [1] * 4
+    assert sum(sent) == BYTES
+    x.add_(1)
+    assert await remote(RRef(shelves[0])).keep(x) == 2
+    assert float(shelves[0].kept[1].mean()) == 2
+    assert sum(sent) == 2 * BYTES
+
+
+async def test_tensors_that_differ_have_their_own_transfers(
+    shelves: list[Shelf], sent: list[int]
+) -> None:
+    values = [torch.full((LARGE,), float(each)) for each in range(4)]
+    await remote(group(shelves)).keep(aiorpc.each(values))
+    assert sum(sent) == 4 * BYTES
+    assert [float(each.kept[0].mean()) for each in shelves] == [0, 1, 2, 3]
+
+
+@pytest.mark.promise("sockets.order")
+async def test_calls_of_a_member_stay_in_order(shelves: list[Shelf], line: Line) -> None:
+    """Those behind a call that waits for the transfer of another."""
+    rrefs = [RRef(each) for each in shelves]
+    first = asyncio.ensure_future(remote(Group(rrefs[:2])).keep(torch.ones(LARGE)))
+    await line.is_held()
+    later = [asyncio.ensure_future(remote(each).keep(2)) for each in rrefs]
+    assert await asyncio.gather(*later[2:]) == [1, 1]
+    assert not later[0].done()
+    assert not later[1].done()
+    line.may_send.set()
+    assert await first == [1, 1]
+    assert await asyncio.gather(*later[:2]) == [2, 2]
+
+
+# ── failures ────────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.promise("sockets.hosts")
+async def test_the_call_whose_transfer_others_wait_for_is_cancelled(
+    shelves: list[Shelf], line: Line
+) -> None:
+    """They get another one."""
+    x = torch.ones(LARGE)
+    calls = [asyncio.ensure_future(remote(RRef(each)).keep(x)) for each in shelves]
+    await line.is_held()
+    calls[0].cancel()
+    await asyncio.wait(calls[:1])
+    line.may_send.set()
+    assert await asyncio.gather(*calls[1:]) == [1] * 3
+    assert not shelves[0].kept
+    await until(nothing_is_held)
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_a_group_call_that_ends_while_it_is_sent(shelves: list[Shelf], line: Line) -> None:
+    """Nothing is left of it at either end."""
+    running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))
+    await line.is_held()
+    running.cancel()
+    await asyncio.wait((running,))
+    line.may_send.set()
+    del running
+    await until(nothing_is_held)
+    assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [1] * 4
+
+
+@pytest.mark.promise("sockets.hosts")
+@pytest.mark.parametrize("wrong", [{"inode": 1}, {"pid": 1 << 40}, {"size": -1}])
+async def test_memory_that_cannot_be_mapped(
+    shelves: list[Shelf],
+    sent: list[int],
+    monkeypatch: pytest.MonkeyPatch,
+    wrong: dict[str, int],
+) -> None:
+    """Each has its own transfer."""
+    tell = socket_link.SocketLink.tell_adopted
+
+    def tell_another(self: Any, number: int, name: SegmentName) -> None:
+        tell(self, number, name._replace(**wrong))
+
+    monkeypatch.setattr(socket_link.SocketLink, "tell_adopted", tell_another)
+    for number in (1, 2):
+        assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [number] * 4
+    assert sum(sent) == 8 * BYTES
+    assert not near()._peer_host  # its memory is not offered again
+    await until(nothing_is_held)
+
+
+@pytest.mark.promise("sockets.hosts")
+async def test_a_receiver_that_makes_no_segment(
+    shelves: list[Shelf], sent: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each has its own transfer."""
+
+    class NoneLeft(socket_link.Segment):
+        def __init__(self, size: int) -> None:
+            raise OSError(24, "too many open files")
+
+    monkeypatch.setattr(socket_link, "Segment", NoneLeft)
+    assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [1] * 4
+    assert sum(sent) == 4 * BYTES
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.lost")
+async def test_the_connection_ends_while_others_wait(shelves: list[Shelf], line: Line) -> None:
+    """All calls fail, and nothing is left."""
+    running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))
+    await line.is_held()
+    copies = socket_link._copies[asyncio.get_running_loop()]
+    own_connection().abort()
+    line.may_send.set()
+    with pytest.raises(aiorpc.GroupError):
+        await asyncio.wait_for(running, SOON)
+    await until(lambda: not copies._copies)
+
+
+async def test_limits_hold_for_what_is_shared(
+    monkeypatch: pytest.MonkeyPatch, shelves: list[Shelf], sent: list[int]
+) -> None:
+    """Transfers of equal tensors wait for memory as others do."""
+    near()._peer_limit = BYTES
+    x = torch.ones(LARGE)
+    assert await remote(group(shelves)).keep(x) == [1] * 4
+    assert sum(sent) == 4 * BYTES  # one at a time
+    await until(nothing_is_held)
