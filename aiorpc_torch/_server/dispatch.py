@@ -64,17 +64,19 @@ def _calls_in(
         else:
             call = kind(session, reply, number, function, row, worker, on_loop, joiner, key)
         calls.append(call)
-    if group.budgets or group.batches:
+    if group.budgets or group.batches or group.carried:
         _bound(calls, group, session, worker)
     return calls
 
 
 def _bound(calls: Sequence[RpcCall], group: Group, session: Session, worker: str) -> None:
-    """Give calls their deadlines and the batches that wait for them."""
+    """Give calls their deadlines, the batches that wait for them, and their context variables."""
     for call, budget in zip(calls, group.budgets, strict=False):  # as many, or none
         call.deadline = None if budget is None else deadline_after(budget)
     for call in calls if group.batches else ():
         call.scope = _batch_scope(from_wire(worker, group.batches), session, call.number)
+    for call in calls if group.carried else ():
+        call.carried = group.carried
 
 
 def _new_head(session: Session, data: bytes) -> KnownHead:

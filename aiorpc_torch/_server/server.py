@@ -11,13 +11,16 @@ import logging
 import socket
 import time
 from collections.abc import Callable, Sequence
+from sys import modules
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
+from .._protocol import propagation
 from .._protocol.endpoints import completed_future
+from .._protocol.interception import TRACER, is_needed
 from .._protocol.members import Members
 from .._protocol.name_table import NameTable
 from .._protocol.peer_observer import PeerObserver
@@ -162,6 +165,8 @@ class Server:
         if self._routes.used:
             call.fence = fence_tree((args, kwargs))
         call.recording = record_of_torch_context()
+        if is_needed():
+            call.carried = ()
         self._executor.call_on_loop(functools.partial(self._executor.start, (call,)))
         return reply
 
@@ -225,6 +230,9 @@ class Server:
             calls = failing_calls(numbers, session, reply, self.name, exc)
         if fence is not None or profiler_enabled():
             _note(calls, fence)
+        if (propagation.used or TRACER in modules) and is_needed():
+            for call in calls:
+                call.carried = call.carried or ()  # interceptors are told of it
         if reply is None and session.slots.queues:
             calls = [call for call in calls if session.admit(call)]
         self._executor.start(calls)

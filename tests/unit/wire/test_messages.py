@@ -293,7 +293,7 @@ def test_a_lone_call_is_a_group_of_one() -> None:
     ((head, columns),) = [(each.head, each[2:]) for each in message_of([sent])[0]]
     assert head is not sent.head.data
     assert head == sent.head.data
-    assert columns == ([[7]], [], ())
+    assert columns == ([[7]], [], (), ())
     assert len(dump(encode_calls([sent], NOW, TensorTable()))) < len(head) + 12
 
 
