@@ -1,12 +1,18 @@
 """Spans of OpenTelemetry's SDK for calls, streams, batches, groups and maps."""
 
 import asyncio
+import gzip
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
 
 import pytest
 from opentelemetry import baggage, context, trace
+from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
 from opentelemetry.sdk.trace import ReadableSpan, TracerProvider
-from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+from opentelemetry.sdk.trace.export import BatchSpanProcessor, SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 from opentelemetry.trace import SpanKind, StatusCode, Tracer
 from torch.distributed import rpc
@@ -259,3 +265,72 @@ async def test_it_begins_by_itself(global_provider: Callable[[], Spans]) -> None
     seen = await model.answer()
     assert seen == id_of(spans.one("Model/answer", SpanKind.SERVER))
     assert [span.kind for span in spans.all()] == [SpanKind.SERVER, SpanKind.CLIENT]
+
+
+# ── exported ────────────────────────────────────────────────────────────────────────────────────
+
+
+class Receiver(ThreadingHTTPServer):
+    """A collector that takes spans over OTLP, as protobuf over HTTP."""
+
+    def __init__(self) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.requests: list[ExportTraceServiceRequest] = []
+
+    def spans(self) -> list[Any]:
+        return [
+            span
+            for request in self.requests
+            for resource in request.resource_spans
+            for scope in resource.scope_spans
+            if scope.scope.name == "aiorpc_torch"
+            for span in scope.spans
+        ]
+
+
+class _Handler(BaseHTTPRequestHandler):
+    server: Receiver
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers["Content-Length"]))
+        if self.headers.get("Content-Encoding") == "gzip":
+            body = gzip.decompress(body)
+        self.server.requests.append(ExportTraceServiceRequest.FromString(body))
+        self.send_response(200)
+        self.send_header("Content-Type", "application/x-protobuf")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Print nothing."""
+
+
+@pytest.fixture
+def receiver() -> Iterator[Receiver]:
+    server = Receiver()
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    yield server
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+@pytest.mark.promise("watching.spans")
+async def test_a_collector_gets_the_spans(hooks: None, receiver: Receiver) -> None:
+    """What the SDK's exporter sends over OTLP has both ends of a call and a batch's links."""
+    provider = TracerProvider(shutdown_on_exit=False)
+    exporter = OTLPSpanExporter(f"http://127.0.0.1:{receiver.server_port}/v1/traces")
+    provider.add_span_processor(BatchSpanProcessor(exporter))
+    aiorpc.intercept(Tracing(provider))
+    model = remote(RRef(Model()))
+    await asyncio.gather(*(model.together(x) for x in range(3)))
+    await asyncio.to_thread(provider.shutdown)  # which flushes
+    found = receiver.spans()
+    clients = {span.span_id: span for span in found if span.kind == 3}
+    servers = [span for span in found if span.kind == 2]
+    (batch,) = (span for span in found if span.kind == 1)
+    assert len(clients) == len(servers) == 3
+    assert {span.parent_span_id for span in servers} == {*clients}
+    assert {link.span_id for link in batch.links} == {span.span_id for span in servers}
+    attributes = {each.key: each.value.string_value for each in servers[0].attributes}
+    assert (attributes["rpc.service"], attributes["rpc.method"]) == ("Model", "together")
