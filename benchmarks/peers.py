@@ -57,6 +57,7 @@ def all_systems() -> list[System]:
         System("ray", "_peers_ray", "ray", ("ray", "uvloop")),
         System("xoscar", "_peers_xoscar", "xoscar", ("xoscar", "uvloop")),
         System("grpc.aio", "_peers_grpc", "grpc", ("grpcio", "uvloop")),
+        System("monarch", "_peers_monarch", "monarch", ("torchmonarch",)),
     ]
 
 

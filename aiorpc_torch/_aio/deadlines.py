@@ -1,11 +1,20 @@
-"""Deadlines of calls: `time.monotonic()` in a process, seconds left on the wire (clocks differ)."""
+"""Deadlines of calls: `time.monotonic()` in a process, seconds left on the wire (clocks differ).
 
+The deadline of the anyio scopes around a call travels with it as that of `timeout` does. On the
+caller the scope enforces it by cancelling, so it never is the call's own deadline.
+"""
+
+import asyncio
 import contextlib
+import math
+import sys
 import time
 from collections.abc import Iterator
 from contextvars import ContextVar
 from numbers import Real
 from typing import Any
+
+import anyio
 
 _deadline: ContextVar[float | None] = ContextVar("aiorpc_deadline", default=None)
 
@@ -83,3 +92,21 @@ def set_deadline(deadline: float | None) -> None:
 def in_seconds(seconds: float) -> str:
     """Return a time limit as text for errors."""
     return f"{round(seconds, 2) or seconds:.3g} s"
+
+
+# ── scopes of anyio ─────────────────────────────────────────────────────────────────────────────
+
+# The first scope of a process imports anyio's private asyncio backend. While it is not imported
+# there is no scope, and no need to ask, which takes 2.5 µs.
+# (tests/loopback/test_deadlines.py::test_callee_sees_the_time_left)
+ANYIO_BACKEND = "anyio._backends._asyncio"
+
+
+def anyio_scope_deadline() -> float | None:
+    """Return when the scopes around this task end as a `time.monotonic()`, None if never."""
+    if ANYIO_BACKEND not in sys.modules:
+        return None
+    deadline = anyio.current_effective_deadline()
+    if not math.isfinite(deadline):  # no deadline, or a scope that is cancelled already
+        return None
+    return time.monotonic() + deadline - asyncio.get_running_loop().time()

@@ -8,10 +8,16 @@ import asyncio
 import time
 import warnings
 from collections.abc import AsyncIterator, Callable, Coroutine, Generator
+from sys import modules
 from typing import Any, NoReturn, TypeVar
 
-from .._aio.deadlines import deadline_in, earlier
-from .._aio.scopes import anyio_scope_deadline, is_unbounded
+from .._aio.deadlines import (
+    ANYIO_BACKEND,
+    anyio_scope_deadline,
+    current_deadline,
+    deadline_in,
+    earlier,
+)
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
 from .._wire.entered import Entered
@@ -103,9 +109,12 @@ class RemoteCall(LazyCall[Any]):
     # ── awaited ─────────────────────────────────────────────────────────────────────────────────
 
     def _run(self) -> Generator[Any, Any, Any]:
-        connection = self._connect()
+        try:
+            connection = connection_to(self._worker)
+        except WorkerLost as exc:
+            raise self._not_sent(exc) from None
         due = bound = None
-        if self._timeout is not None or not is_unbounded():
+        if self._timeout is not None or current_deadline() is not None or ANYIO_BACKEND in modules:
             due, bound = self._bounds(connection)
         # The target keeps its RRef, so the object lives until the result is here.
         number, future = connection.call(self._target, self._arguments, bound)
@@ -135,7 +144,10 @@ class RemoteCall(LazyCall[Any]):
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
-        connection = self._connect()
+        try:
+            connection = connection_to(self._worker)
+        except WorkerLost as exc:
+            raise self._not_sent(exc) from None
         due, bound = self._bounds(connection)
         number, reader = connection.stream(self._target, self._arguments, bound)
         timer = None if due is None else self._start_timer(connection, number, due)
@@ -154,12 +166,9 @@ class RemoteCall(LazyCall[Any]):
         finally:
             await self._entered.aclose()
 
-    def _connect(self) -> Connection:
-        try:
-            return connection_to(self._worker)
-        except WorkerLost as exc:
-            method = call_name(self._target)
-            raise WorkerLost(exc.worker, exc.reason, method=method, may_have_run=False) from None
+    def _not_sent(self, exc: WorkerLost) -> WorkerLost:
+        method = call_name(self._target)
+        return WorkerLost(exc.worker, exc.reason, method=method, may_have_run=False)
 
     # ── deadlines ───────────────────────────────────────────────────────────────────────────────
 

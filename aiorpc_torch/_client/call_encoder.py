@@ -9,8 +9,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .._protocol.recording import record_for_call
+from .._protocol.recording import current_record
 from .._torch import rrefs
+from .._torch.compat import current_context_id
 from .._torch.rrefs import RRefId
 from .._wire.ancestry import entered_scopes, to_wire
 from .._wire.columns import PACKED
@@ -60,7 +61,9 @@ class CallEncoder:
     ) -> tuple[EncodedTarget, bytes] | None:
         """Return target and frame of a call that is sent at once, None if `call` encodes it."""
         known = self._methods.get(target.name) if type(target) is MethodTarget else None
-        if known is None or len(args) != 1 or entered_scopes() or record_for_call() is not None:
+        if known is None or len(args) != 1 or entered_scopes():
+            return None
+        if current_record() is not None or current_context_id() >= 0:  # it is recorded
             return None
         rref, encoded, heads = known
         data = encode_lone(heads, number, args[0]) if rref() is target.on else None

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from .._aio.deadlines import in_seconds
-from .._aio.inline_future import InlineFuture, resume_all
+from .._aio.tasks import InlineFuture, resume_all
 from .._protocol import propagation
 from .._protocol.channel import Channel, channel_repr
 from .._protocol.interception import TRACER, CallInfo, Kind, begin_call, is_needed
@@ -29,7 +29,9 @@ from .._protocol.tensor_links import TensorLinks
 from .._torch.compat import WorkerInfo
 from .._torch.profiling import call_event, profiler_enabled
 from .._wire.columns import STREAM_END
+from .._wire.connection_state import FlowWindow
 from .._wire.frames import (
+    CALLS,
     RESULTS,
     RETIRE,
     SHARED,
@@ -84,14 +86,17 @@ class Connection(Channel):
         self._observer = observer
         self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
         self._calls = 0
-        self._pending = PendingCalls()
+        self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
+        window = FlowWindow()
+        self._pending = PendingCalls(window, self.release_held)
         self._links = TensorLinks(self, self._loop, self._dial)
         self._transfers = TorchTransfers(peer, self._key, self._pending, self._links, self)
+        self._pending.collect = self._transfers.collect
+        ways = self._links, self._transfers
         self._sender = CallSender(
-            self, peer.name, self._loop, self._pending, self._links, self._transfers, self._fail
+            self, peer.name, self._loop, self._pending, window, *ways, self._fail
         )
         self._state = self._sender.state
-        self._wake: list[InlineFuture] = []  # resolved by the current read
         self._introductions: Introductions | None = None
         self._opening: asyncio.Task[None] | None = None
         self._holding: Holding | None = None  # until the peer is reached
@@ -127,8 +132,8 @@ class Connection(Channel):
             "calls": self._calls,
             "in_flight": len(self._pending),
             "unsent": len(self._state),
-            "messages": self._sender.messages,
-            "bytes_sent": self._sender.bytes,
+            "messages": self._sender.messages + self._lone_calls,
+            "bytes_sent": self._sender.bytes + self._lone_bytes,
             "late": self._pending.late,
             "shared_messages": self._links.segments.sent,
             "socket_messages": self._links.sockets.sent,
@@ -145,8 +150,12 @@ class Connection(Channel):
             lone = self.encoder.lone(number, target, args[0])
             large = self._transfers.large_results
             if lone is not None and not (large and lone[0] in large):
-                self._register(number, future, target, lone[0])
-                self._sender.send_alone(number, lone[1])
+                encoded, data = lone
+                self._register(number, future, target, encoded)
+                self._lone_calls += 1
+                self._lone_bytes += len(data)
+                self._state.window.sent(number, len(data))
+                self.write(frame(CALLS, data))
                 return number, future
         self._submit(self.encoder.call(number, target, False, args, due), future, target)
         return number, future
@@ -301,10 +310,10 @@ class Connection(Channel):
 
     def on_frame(self, kind: int, data: bytes) -> int:
         if kind == RESULTS:
-            self._deliver(outcomes := decode_reply(data))
+            self._pending.deliver(outcomes := decode_reply(data))
             return len(outcomes)
         if kind in (SHARED, TRANSFERRED):
-            self._deliver(decode_reply(*self._links.read(kind, data)))
+            self._pending.deliver(decode_reply(*self._links.read(kind, data)))
             return 1
         if kind in TensorLinks.NEWS:
             self._on_tensor_news(kind, data)
@@ -313,12 +322,6 @@ class Connection(Channel):
             self._retire()
             return 0
         return super().on_frame(kind, data)
-
-    def _deliver(self, outcomes: Sequence[Any]) -> None:
-        ended = self._pending.resolve(
-            outcomes, self._wake, self._transfers.collect, self.release_held
-        )
-        self._state.window.answered(ended)
 
     def _on_tensor_news(self, kind: int, data: bytes) -> None:
         """Handle what the peer tells of tensors. Once a way is open, results use it, too."""
@@ -340,9 +343,9 @@ class Connection(Channel):
             observer.on_message(self._peer_name)
         if self._state.queue:
             self.flush()
-        if not (wake := self._wake):
+        if not (wake := self._pending.wake):
             return
-        self._wake, self._state.woken = [], len(wake)
+        self._pending.wake, self._state.woken = [], len(wake)
         if len(wake) == 1:
             wake[0].resume()
         else:
@@ -356,7 +359,7 @@ class Connection(Channel):
 
     def on_results(self, outcomes: Sequence[Any]) -> None:
         """Deliver results that torch RPC has brought."""
-        self._deliver(outcomes)
+        self._pending.deliver(outcomes)
         self.on_read()
 
     # ── opening and closing ─────────────────────────────────────────────────────────────────────

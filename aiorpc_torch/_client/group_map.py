@@ -21,10 +21,9 @@ from typing import Any, TypeGuard, TypeVar
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import deadline_in, earlier
-from .._aio.inline_future import InlineFuture
+from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
 from .._aio.loops import call_soon
-from .._aio.scopes import anyio_scope_deadline
+from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
 from .._protocol.interception import CallInfo, End, begin_group, is_needed
 from .._torch.rrefs import identity, owner_name

@@ -7,9 +7,10 @@ import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from .._aio.inline_future import InlineFuture
+from .._aio.tasks import InlineFuture
 from .._protocol.interception import End
 from .._wire.columns import STREAM_END, HeldResult
+from .._wire.connection_state import FlowWindow
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import ResultKey
 from .._wire.pickling import CallAborted
@@ -33,36 +34,33 @@ Release = Callable[[int], None]
 class PendingCalls(dict[int, ReplyReceiver]):
     """The pending calls of one connection.
 
+    Args:
+        window: the calls that were sent; those that end leave it.
+        release: is called for the call of a held result that is not wanted any more.
+
     Attributes:
+        collect: is called for each wanted result that the callee holds.
         late: number of replies to calls that were given up.
+        wake: resolved futures, whose tasks the reader of the results has to resume.
     """
 
-    late = 0
+    collect: Collect
 
-    def __init__(self) -> None:
+    def __init__(self, window: FlowWindow, release: Release) -> None:
         super().__init__()
+        self.late = 0
+        self.wake: list[InlineFuture] = []
+        self._window = window
+        self._release = release
         self._observed: dict[int, tuple[Target, End]] = {}  # of interceptors
 
-    def resolve(
-        self,
-        outcomes: Iterable[tuple[ResultKey, Any]],
-        wake: list[InlineFuture],
-        collect: Collect,
-        release: Release,
-    ) -> list[int]:
-        """Deliver results and items; return the numbers of the calls that have ended.
-
-        Args:
-            outcomes: keys and values of the results and items.
-            wake: futures whose tasks the caller has to resume are added to it.
-            collect: is called for each result that the callee holds.
-            release: is called instead for the call of one that is not wanted any more.
-        """
+    def deliver(self, outcomes: Iterable[tuple[ResultKey, Any]]) -> None:
+        """Deliver results and items, given with their keys."""
         ended = []
         for key, value in outcomes:
             if type(key) is int:
                 if type(value) is HeldResult and key in self:
-                    collect(key, self[key], None)
+                    self.collect(key, self[key], None)
                     continue
                 ended.append(key)
                 receiver = self.pop(key, None)
@@ -70,18 +68,18 @@ class PendingCalls(dict[int, ReplyReceiver]):
                     self._end(key, value)
                 if type(receiver) is InlineFuture:
                     if receiver.set_result(value):
-                        wake.append(receiver)
+                        self.wake.append(receiver)
                 elif receiver is None:
                     self.late += 1
                     if type(value) is HeldResult:
-                        release(key)
+                        self._release(key)
                 elif isinstance(receiver, StreamReader):  # the callee could not begin the stream
                     receiver.fail(value if type(value) is RemoteFailure else _NOT_A_STREAM)
-            elif self._add_item(key, value, collect, release):
+            elif self._add_item(key, value):
                 ended.append(key[0])  # type: ignore[index]
-        return ended
+        self._window.answered(ended)
 
-    def _add_item(self, key: Any, value: Any, collect: Collect, release: Release) -> bool:
+    def _add_item(self, key: Any, value: Any) -> bool:
         """Deliver an item of a stream; return whether the stream has ended."""
         number, index, price = key
         if not (type(number) is type(index) is type(price) is int):
@@ -91,12 +89,12 @@ class PendingCalls(dict[int, ReplyReceiver]):
             if receiver is not None:
                 raise TypeError(f"an item of a stream came for call {number}, which is no stream")
             if type(value) is HeldResult:
-                release(number)
+                self._release(number)
             return price == 0  # only the end is free
         if price == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):
             raise TypeError(f"an item of the stream of call {number} must have a price, got 0")
         if (item := receiver.add(value, price)) is not None:
-            collect(key, receiver, item)
+            self.collect(key, receiver, item)
         if price == 0:
             del self[number]
             if self._observed:

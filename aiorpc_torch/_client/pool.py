@@ -311,7 +311,7 @@ AGENT_ENDED = "torch's RPC of this process has ended: attach again after rpc.ini
 
 def find_current() -> ConnectionPool | None:
     """Return the pool of this process, None if it can make no calls."""
-    node = endpoints.current()
+    node = endpoints.here
     return None if node is None or node.pool.refusal else node.pool
 
 
@@ -321,10 +321,10 @@ def current() -> ConnectionPool:
     Raises:
         NotServing: if this process is in no world.
     """
-    node = endpoints.current()
-    if node is None or (pool := node.pool).refusal:
+    if (pool := find_current()) is None:
+        node = endpoints.here
         raise NotServing(endpoints.NO_WORLD if node is None else node.pool.refusal)
-    return pool  # type: ignore[no-any-return]
+    return pool
 
 
 def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
@@ -334,7 +334,8 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         NotServing: if this process is in no world.
         ValueError: if there is no such worker.
     """
-    pool = current()
+    node = endpoints.here
+    pool: ConnectionPool = current() if node is None or node.pool.refusal else node.pool
     if not isinstance(worker, RRefBase):
         return pool.connection(pool.find(worker))
     try:

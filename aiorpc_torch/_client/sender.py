@@ -12,13 +12,12 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .._protocol.tensor_links import TensorLinks
-from .._wire.connection_state import SendState
+from .._wire.connection_state import TRICKLE_INTERVAL, FlowWindow, SendState
 from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
 from .._wire.shared_tensors import ReadyMessage
 from .._wire.tensor_table import TensorTable
-from .._wire.window import TRICKLE_INTERVAL, FlowWindow
 from ..errors import RpcError
 from .call_encoder import slot_key
 from .pending import PendingCalls
@@ -58,6 +57,7 @@ class CallSender:
         wire: the connection.
         peer: name of the callee.
         pending: its calls that wait for a reply.
+        window: those that were sent.
         links: its ways for large CPU tensors.
         by_torch: its transfers by torch RPC.
         fail: ends the calls of these numbers with an error.
@@ -74,11 +74,12 @@ class CallSender:
         peer: str,
         loop: asyncio.AbstractEventLoop,
         pending: PendingCalls,
+        window: FlowWindow,
         links: TensorLinks,
         by_torch: ByTorch,
         fail: Callable[[Sequence[int], RpcError], None],
     ) -> None:
-        self.state = SendState[EncodedCall](pending, FlowWindow(), _on_dropped, self._object_of)
+        self.state = SendState[EncodedCall](pending, window, _on_dropped, self._object_of)
         self.messages = self.bytes = 0
         self._wire = wire
         self._peer = peer
@@ -91,13 +92,6 @@ class CallSender:
 
     def __repr__(self) -> str:
         return f"<CallSender {self.messages} messages, {self.state!r}>"
-
-    def send_alone(self, number: int, data: bytes) -> None:
-        """Send a call without the queue."""
-        self.messages += 1
-        self.bytes += len(data)
-        self.state.window.sent(number, len(data))
-        self._wire.write(frame(CALLS, data))
 
     def flush(self) -> None:
         """Send what may be sent now."""

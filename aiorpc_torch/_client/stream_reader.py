@@ -10,9 +10,9 @@ from typing import Any
 
 from .._aio.wakeup import Wakeup
 from .._wire.columns import STREAM_END, HeldResult
+from .._wire.connection_state import INITIAL_CREDIT
 from .._wire.exceptions import RemoteFailure
 from .._wire.pickling import CallAborted
-from .._wire.window import INITIAL_CREDIT
 from .answers import raise_aborted
 
 

@@ -90,34 +90,37 @@ class Node(Protocol):
         """Note that a worker has entered or left the group of torch's agent."""
 
 
-_node: Node | None = None
+here: Node | None = None
+"""The node of this process, None if it is in no world. Only `enter` and `leave` set it. Each call
+reads it; other code may ask `current`."""
+
 _lock = threading.Lock()
 
 
 def enter(node: Node) -> None:
     """Make this the current node. Raises RuntimeError if there is one."""
-    global _node
+    global here
     with _lock:
-        if _node is not None:
+        if here is not None:
             raise RuntimeError(IN_A_WORLD)
-        _node = node
+        here = node
 
 
 def leave(node: Node) -> None:
     """Let this process be in no world, if this is its node."""
-    global _node
-    if _node is node:
-        _node = None
+    global here
+    if here is node:
+        here = None
 
 
 def current() -> Node | None:
     """Return the node of this process, None if it is in no world."""
-    return _node
+    return here
 
 
 def serving() -> Endpoint | None:
     """Return the server of this process, None if it is in no world."""
-    return None if (node := _node) is None else node.server
+    return None if (node := here) is None else node.server
 
 
 def not_serving() -> "Future[Any]":
@@ -142,33 +145,33 @@ def ping(_: bytes) -> "Future[Any]":
 def introduce(data: bytes) -> "Future[Any]":
     """Introduce a caller that wants a connection."""
     pin_thread_state()
-    return not_serving() if (node := _node) is None else node.introduce(data)
+    return not_serving() if (node := here) is None else node.introduce(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def payload(data: bytes, tensors: Sequence[Tensor] = ()) -> "Future[Any]":
     """Take the payload of a call; return its result."""
     pin_thread_state()
-    return not_serving() if (node := _node) is None else node.server.payload(data, tensors)
+    return not_serving() if (node := here) is None else node.server.payload(data, tensors)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def collect(data: bytes) -> "Future[Any]":
     """Return a result that is kept for its caller."""
     pin_thread_state()
-    return not_serving() if (node := _node) is None else node.server.collect(data)
+    return not_serving() if (node := here) is None else node.server.collect(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def leave_message(data: bytes) -> "Future[Any]":
     """Note that a peer leaves, or has failed."""
-    return not_serving() if (node := _node) is None else node.leave_message(data)
+    return not_serving() if (node := here) is None else node.leave_message(data)
 
 
 @functions.async_execution  # type: ignore[untyped-decorator]
 def departure(data: bytes) -> "Future[Any]":
     """Note what a peer does; answer when those that it waits for have left."""
-    return not_serving() if (node := _node) is None else node.departure(data)
+    return not_serving() if (node := here) is None else node.departure(data)
 
 
 _epoch = 0  # how many times this process has attached
@@ -198,12 +201,12 @@ read_attach_message = reader(tuple[bytes, str, int, bool, dict[str, str]])
 @functions.async_execution  # type: ignore[untyped-decorator]
 def attach_message(data: bytes) -> "Future[Any]":
     """Note that a peer is attached or has left, and answer with this process's own message."""
-    answer = None if (node := _node) is None else node.attach_message(data)
+    answer = None if (node := here) is None else node.attach_message(data)
     return answer or completed_future(attach_message_of(Party("", -1), _epoch, False))
 
 
 def _note_group_change(worker: WorkerInfo, is_join: bool) -> None:
-    if (node := _node) is not None:
+    if (node := here) is not None:
         node.group_change(worker, is_join)
 
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import set_deadline
@@ -18,11 +19,20 @@ from .._protocol.recording import ContextRecord, enter_record
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event
 from .._wire.ancestry import BatchScope, enter_scopes
-from .._wire.columns import FAILED, PACKED, PLAIN, SharedValue, cell_tensors, direct_cell
+from .._wire.columns import (
+    FAILED,
+    PACKED,
+    PLAIN,
+    SharedValue,
+    cell_tensors,
+    direct_cell,
+    plain_cell,
+)
 from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.messages import Arguments, Carried
 from .._wire.pickling import pack
 from .._wire.targets import GENERATOR_HINT, function_name
+from .._wire.tensors import small_tensor
 from .reply import DeferredReply
 from .session import Session
 
@@ -187,17 +197,22 @@ class RpcCall(ServerCall):
             end(asyncio.CancelledError())
 
     def succeed(self, value: Any) -> None:
-        is_plain = self.reply is None and self.sends_value and not self.is_cancelled
-        if is_plain and self.on_end is None and self.session.send_lone_result(self.number, value):
-            self.leave_batch = None
-            return
+        small = None
         try:
-            kind, content = self._encode(value)
+            if self.reply is None and self.sends_value and not self.is_cancelled:
+                small = small_tensor(value) if type(value) is Tensor else plain_cell(value)
+            kind, content = small or self._encode(value)
         except BaseException as exc:  # pickling a user's object may raise anything
             try_add_note(exc, f"(while pickling the result of {self.name}{_stream_hint(value)})")
             self.fail(exc)
-        else:
+            return
+        if small is None:
             self._finish(kind, content)
+        elif self.session.calls.pop(self.number, None) is not None:
+            self.leave_batch = None
+            if self.on_end is not None:
+                self.on_end(None)
+            self.session.send_small_result(self.number, kind, content)
 
     def fail(self, exc: BaseException) -> None:
         if self.number in self.session.calls:

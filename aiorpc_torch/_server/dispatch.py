@@ -1,21 +1,115 @@
-"""Turn groups of calls into `RpcCall`s. A call that cannot be read or resolved fails alone."""
+"""The way of received calls from their frame to the executor.
 
+A group of calls becomes `RpcCall`s. Its head is resolved once in a session, and verified at each
+group. A call that cannot be read or resolved fails alone.
+"""
+
+import contextlib
 import functools
+import logging
+import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from sys import modules
+from types import MethodType
 from typing import Any
 
 from torch import Tensor
 
 from .._aio.deadlines import deadline_after
+from .._protocol import propagation
+from .._protocol.exclusive import is_exclusive, turns_of
+from .._protocol.interception import TRACER, is_needed
+from .._protocol.runtime import runs_on_loop
+from .._torch import rrefs
+from .._torch.cuda import StreamFence
+from .._torch.profiling import profiler_enabled
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
-from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, Group
-from .calls import RpcCall
+from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
+from .._wire.targets import CreateTarget, MethodTarget, Target, order_key
+from .._wire.wire_targets import decode_target
+from .calls import CreateCall, Joiner, RpcCall, batch_joiner
+from .exclusive import unguarded
+from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
+from .executor import Executor
 from .exports import ExportPolicy
-from .methods import KnownHead
-from .session import Session
+from .session import Payload, Session
 from .stream_writer import StreamCall
+
+log = logging.getLogger("aiorpc_torch")
+
+NO_RESULTS, _ = encode_reply(())  # the reply to a cancelled call
+
+
+class Dispatcher:
+    """The way of a session's calls from their frame to the executor.
+
+    Args:
+        worker: name of this worker.
+        executor: runs the calls.
+        exports: what calls may reach, None for everything.
+    """
+
+    def __init__(self, worker: str, executor: Executor, exports: ExportPolicy | None) -> None:
+        self._worker = worker
+        self._executor = executor
+        self._exports = exports
+
+    def start_calls(
+        self,
+        session: Session,
+        groups: Sequence[Group],
+        tensors: Sequence[Tensor] = (),
+        reply: Any = None,
+        fence: StreamFence | None = None,
+    ) -> int:
+        """Start the calls of a message, in order; return their number.
+
+        Args:
+            tensors: Those that came outside the bytes.
+            reply: Answers a call that came by torch RPC; its turn has come already.
+            fence: Is awaited in the thread that uses the tensors.
+        """
+        numbers = groups[0].numbers if len(groups) == 1 else numbers_of(groups)
+        if not session.calls.keys().isdisjoint(numbers):
+            raise ValueError("a message has the number of a call that is already running")
+        session.served += len(numbers)
+        session.read_at = time.monotonic()
+        try:
+            calls = calls_of(groups, tensors, session, reply, self._worker, self._exports)
+        except BaseException as exc:  # later calls of the session must still be served
+            log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
+            calls = failing_calls(numbers, session, reply, self._worker, exc)
+        if fence is not None or profiler_enabled():
+            _note(calls, fence)
+        if (propagation.used or TRACER in modules) and is_needed():
+            for call in calls:
+                call.carried = call.carried or ()  # interceptors are told of it
+        if reply is None and session.slots.queues:
+            calls = [call for call in calls if session.admit(call)]
+        self._executor.start(calls)
+        return len(numbers)
+
+    def start_payload_call(self, session: Session, payload: Payload) -> None:
+        """Start a call whose payload has arrived."""
+        if payload.groups[0].numbers[0] in session.calls:
+            payload.reply.set_result(NO_RESULTS)  # the caller repeated a number
+            return
+        if payload.fence is not None:  # before user code that unpickles the arguments
+            payload.fence.wait()
+        self.start_calls(session, payload.groups, payload.tensors, payload.reply, payload.fence)
+
+
+def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
+    for call in calls:
+        call.fence = fence
+        if profiler_enabled():
+            call.record()
+
+
+# ── calls ───────────────────────────────────────────────────────────────────────────────────────
 
 
 def calls_of(
@@ -31,41 +125,31 @@ def calls_of(
     `reply` answers calls that came by torch RPC. If it is None, the session answers.
     """
     rest = iter(tensors)
-    calls = _calls_in(groups[0], rest, session, reply, worker, exports)
+    calls: list[RpcCall] = []
+    for group in groups:
+        head, before = session.heads.get(group.head), len(calls)
+        if head is None:
+            head = _new_head(session, group.head)
+        wire = head.wire
+        try:
+            function, on_loop, joiner, kind = head.resolve(rest, exports)
+        except BaseException as exc:  # each call of the group raises it
+            wire.skip(group, rest)
+            calls += failing_calls(group.numbers, session, reply, worker, exc, stream=wire.stream)
+            continue
+        key = head.key
+        for number, row in zip(group.numbers, wire.rows(group, rest)):  # noqa: B905 - 0.2 µs
+            if type(row) is RemoteFailure:
+                failing = _failing_kind(stream=wire.stream)
+                work = row.raise_, _NOTHING
+                call = failing(session, reply, number, *work, worker, on_loop, None, key)
+            else:
+                call = kind(session, reply, number, function, row, worker, on_loop, joiner, key)
+            calls.append(call)
+        if group.budgets or group.batches or group.carried:
+            _bound(calls[before:], group, session, worker)
     if len(groups) > 1:
-        for group in groups[1:]:
-            calls += _calls_in(group, rest, session, reply, worker, exports)
         calls.sort(key=attrgetter("number"))
-    return calls
-
-
-def _calls_in(
-    group: Group,
-    tensors: Iterator[Tensor],
-    session: Session,
-    reply: Any,
-    worker: str,
-    exports: ExportPolicy | None,
-) -> list[RpcCall]:
-    head, numbers = session.heads.get(group.head), group.numbers
-    if head is None:
-        head = _new_head(session, group.head)
-    try:
-        function, on_loop, joiner, kind = head.resolve(tensors, exports)
-    except BaseException as exc:  # each call of the group raises it
-        head.wire.skip(group, tensors)
-        return failing_calls(numbers, session, reply, worker, exc, stream=head.wire.stream)
-    calls, key = [], head.key
-    for number, row in zip(numbers, head.wire.rows(group, tensors)):  # noqa: B905 - 0.2 µs
-        if type(row) is RemoteFailure:
-            failing = _failing_kind(stream=head.wire.stream)
-            work = row.raise_, _NOTHING
-            call = failing(session, reply, number, *work, worker, on_loop, None, key)
-        else:
-            call = kind(session, reply, number, function, row, worker, on_loop, joiner, key)
-        calls.append(call)
-    if group.budgets or group.batches or group.carried:
-        _bound(calls, group, session, worker)
     return calls
 
 
@@ -79,7 +163,7 @@ def _bound(calls: Sequence[RpcCall], group: Group, session: Session, worker: str
         call.carried = group.carried
 
 
-def _new_head(session: Session, data: bytes) -> KnownHead:
+def _new_head(session: Session, data: bytes) -> "KnownHead":
     head = KnownHead(data)
     # What is pickled differs from call to call, and so does a fork of an RRef.
     target = head.wire.target
@@ -129,3 +213,87 @@ _NOTHING: Any = (), {}
 
 def _raise(exc: BaseException, *_: Any, **__: Any) -> None:
     raise exc
+
+
+# ── heads ─────────────────────────────────────────────────────────────────────────────────────────
+
+
+Resolved = tuple[Callable[..., Any], bool, Joiner | Entrance | None, Callable[..., RpcCall]]
+"""The function of a group of calls, whether it starts on the loop, what its calls join or enter,
+and their class."""
+
+
+class KnownHead:
+    """The head of groups of calls, read once in a session, and the method that it named last.
+
+    It refers to the object weakly. While the object and its function are those of the last call, no
+    other look-up is needed.
+    """
+
+    __slots__ = ("_function", "_join", "_kind", "_object", "_on_loop", "_target", "key", "wire")
+
+    def __init__(self, data: bytes) -> None:
+        self.wire = CallHead(data)
+        self._target: Any = self.wire.target
+        self.key: Any = None  # of the object, whose calls stay in order
+        self._object: Callable[[], Any] = _nothing
+        self._function: Any = None
+        self._on_loop = False
+        self._join: Callable[..., Any] | None = None
+        self._kind: Callable[..., RpcCall] = RpcCall
+
+    def resolve(self, tensors: Iterator[Tensor], exports: ExportPolicy | None) -> Resolved:
+        """Return the function of a group; take the tensors of its target.
+
+        Raises an exception of any class if the object is gone, the call is not exported, or user
+        code raises.
+        """
+        owner = self._object()
+        if owner is not None:
+            function = getattr(owner, self._target.name, None)
+            if type(function) is MethodType and function.__func__ is self._function:
+                join = self._join
+                # Its own object's batches: it may be a method of another object.
+                joiner = None if join is None else functools.partial(join, function.__self__)
+                return function, self._on_loop, joiner, self._kind
+        return self._resolve_again(self.wire.tensors_of_target(tensors), exports)
+
+    def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
+        decode = decode_target if exports is None else exports.load_target
+        target: Any = decode(self._target, tensors)
+        if isinstance(target, RemoteFailure):
+            target.raise_()
+        self.key, self._object = order_key(target), _nothing
+        owner = None if target.on is None else rrefs.find_object(target.on)
+        found = _resolve_on(owner, target, exports, self.wire.stream)
+        function: Any = found[0]
+        _, on_loop, joiner, kind = found
+        is_method = isinstance(target, MethodTarget) and type(function) is MethodType
+        if is_method and function.__self__ is owner and type(joiner) is not Entrance:
+            with contextlib.suppress(TypeError):  # its class has no weak references
+                self._object = weakref.ref(owner)
+            self._function, self._on_loop, self._kind = function.__func__, on_loop, kind
+            self._join = joiner.func if isinstance(joiner, functools.partial) else None
+        return found
+
+
+def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream: bool) -> Resolved:
+    if exports is not None:
+        exports.check(target, owner)
+    function = target.bind(owner)
+    on_loop, joiner = runs_on_loop(function), batch_joiner(function)
+    # A batch takes the turn when it runs. If its calls took it when they join, each would wait for
+    # the batch of the one before.
+    if joiner is None and is_exclusive(owner):
+        entrance = Entrance(turns_of(owner), on_loop)
+        kind = ExclusiveStream if stream else ExclusiveCall
+        return unguarded(function), True, entrance, kind
+    if isinstance(target, CreateTarget):
+        return function, on_loop, joiner, CreateCall
+    if stream:
+        return function, on_loop, None, StreamCall
+    return function, on_loop, joiner, RpcCall
+
+
+def _nothing() -> None:
+    """Return no object: none is remembered."""

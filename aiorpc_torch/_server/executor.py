@@ -5,6 +5,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from types import CoroutineType
@@ -41,6 +42,8 @@ class Executor:
 
     Attributes:
         refusal: makes the error of calls that may not start any more, None while they may.
+        call_on_loop: runs a step on the loop, in the order in which it gets them. In any thread.
+        submit_to_threads: runs each of some tasks in a thread. They start in order.
     """
 
     def __init__(self, threads: int) -> None:
@@ -50,20 +53,14 @@ class Executor:
         self._context.run(set_deadline, None)
         self._context.run(enter_scopes, ())
         self._context.run(enter_record, None)
-        self._steps: EntryQueue[Callable[[], None]] = EntryQueue(self._loop, lambda step: step())
+        steps: EntryQueue[Callable[[], None]] = EntryQueue(self._loop, operator.call)
+        self.call_on_loop = steps.put
         settings = thread_settings()
         settings()
         self._threads = DaemonThreadPool(threads, settings)
+        self.submit_to_threads = self._threads.submit
         self._deferring = 0  # scheduled steps that no later call may overtake
         self._scheduled: weakref.ref[ServerCall] | None = None  # the last scheduled start
-
-    def call_on_loop(self, step: Callable[[], None]) -> None:
-        """Run `step` on the loop, in the order of the calls to this method. In any thread."""
-        self._steps.put(step)
-
-    def submit_to_threads(self, tasks: Iterable[Callable[[], None]]) -> None:
-        """Run each task in a thread. The tasks start in order."""
-        self._threads.submit(tasks)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
 
@@ -81,25 +78,27 @@ class Executor:
             if plain:
                 self._start_in_threads(plain)
                 plain = []
-            self._start_on_loop(call)
+            if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
+                continue
+            if call.joiner is None:
+                self._start_task(call)
+            else:
+                self._join(call, call.joiner)
         if plain:
             self._start_in_threads(plain)
 
-    def _start_on_loop(self, call: ServerCall) -> None:
-        if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
-            return
-        if call.joiner is None:
-            self._start_task(call)
-        elif isinstance(call, CallInTurn):
+    def _join(self, call: ServerCall, joiner: Joiner) -> None:
+        """Let a call join the batches of its instance, or wait for the turn of its object."""
+        if isinstance(call, CallInTurn):
             self._wait_for_turn(call)
         else:
             # A copy: `key=` and `weight=` are functions of the user, and may set variables.
-            self._context.copy().run(_join, call, call.joiner)
+            self._context.copy().run(_join_batch, call, joiner)
 
     def _start_task(self, call: ServerCall) -> None:
         name = getattr(call.function, "__qualname__", None) or call.name
         coroutine, context = _run(call, name), self._context.copy()
-        if self._must_defer():
+        if (self._deferring or self._scheduled) and self._must_defer():
             call.task = self._loop.create_task(coroutine, name=name, context=context)
         else:
             call.task = start_task(coroutine, self._loop, name, context)
@@ -171,8 +170,9 @@ class Executor:
     # ── in a thread ─────────────────────────────────────────────────────────────────────────────
 
     def _run_in_thread(self, call: ServerCall) -> None:
-        if not _fail_if_expired(call):
-            self._context.copy().run(self._run_plain, call)
+        if (call.is_cancelled or call.deadline is not None) and _fail_if_expired(call):
+            return
+        self._context.copy().run(self._run_plain, call)
 
     def _run_plain(self, call: ServerCall) -> None:
         try:
@@ -227,7 +227,7 @@ def _fail_if_expired(call: ServerCall) -> bool:
     return True
 
 
-def _join(call: ServerCall, joiner: Joiner) -> None:
+def _join_batch(call: ServerCall, joiner: Joiner) -> None:
     try:
         if call.scope is not None or call.recording is not None or call.carried is not None:
             call.enter_context()

@@ -9,42 +9,35 @@ import contextlib
 import functools
 import logging
 import socket
-import time
 from collections.abc import Callable, Sequence
-from sys import modules
 from typing import Any
 
 from torch import Tensor
 from torch.futures import Future
 
 from .._aio.tasks import detach_task
-from .._protocol import propagation
 from .._protocol.endpoints import completed_future
-from .._protocol.interception import TRACER, is_needed
+from .._protocol.interception import is_needed
 from .._protocol.members import Members
 from .._protocol.name_table import NameTable
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import record_of_torch_context
 from .._torch.compat import RawFuture
-from .._torch.cuda import StreamFence, fence_tensors, fence_tree
+from .._torch.cuda import fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
-from .._torch.profiling import profiler_enabled
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import Party, dump_introduction
 from .._wire.messages import (
-    Group,
     ResultKey,
     SessionKey,
-    encode_reply,
     load_payload,
-    numbers_of,
 )
 from .._wire.payloads import detach_data
 from .._wire.plain import reader
 from ..errors import NotServing, RemoteError, RpcError, WorkerLost
 from .calls import RpcCall, ServerCall
 from .created import CreatedObjects
-from .dispatch import calls_of, failing_calls
+from .dispatch import NO_RESULTS, Dispatcher
 from .executor import Executor
 from .exports import ExportPolicy
 from .listener import Listener
@@ -60,8 +53,6 @@ _read_party = reader(tuple[str, int])
 
 DRAIN_POLL = 0.01  # seconds between two looks at the calls that run
 RETIRE_TIMEOUT = 2.0  # seconds for callers to answer that they send no further calls
-
-NO_RESULTS, _ = encode_reply(())  # the reply to a cancelled call
 
 
 class Server:
@@ -88,9 +79,11 @@ class Server:
         self._members = members
         self._observer = observer
         self.on_message = observer.on_message
-        self._exports = exports
         self._routes = DeviceRoutes()
         self._executor = Executor(threads)
+        dispatcher = Dispatcher(members.name, self._executor, exports)
+        self.start_calls = dispatcher.start_calls
+        self.start_payload_call = dispatcher.start_payload_call
         self._created = CreatedObjects(self._executor.call_on_loop)
         self._listener: Listener | None = None
         self._is_leaving = False
@@ -202,50 +195,6 @@ class Server:
             return RemoteFailure.of(
                 RemoteError(f"no connection to worker {self.name!r}: {exc}"), ""
             )
-
-    def start_calls(
-        self,
-        session: Session,
-        groups: Sequence[Group],
-        tensors: Sequence[Tensor] = (),
-        reply: Any = None,
-        fence: StreamFence | None = None,
-    ) -> int:
-        """Start the calls of a message, in order; return their number.
-
-        Args:
-            tensors: Those that came outside the bytes.
-            reply: Answers a call that came by torch RPC; its turn has come already.
-            fence: Is awaited in the thread that uses the tensors.
-        """
-        numbers = groups[0].numbers if len(groups) == 1 else numbers_of(groups)
-        if not session.calls.keys().isdisjoint(numbers):
-            raise ValueError("a message has the number of a call that is already running")
-        session.served += len(numbers)
-        session.read_at = time.monotonic()
-        try:
-            calls = calls_of(groups, tensors, session, reply, self.name, self._exports)
-        except BaseException as exc:  # later calls of the session must still be served
-            log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
-            calls = failing_calls(numbers, session, reply, self.name, exc)
-        if fence is not None or profiler_enabled():
-            _note(calls, fence)
-        if (propagation.used or TRACER in modules) and is_needed():
-            for call in calls:
-                call.carried = call.carried or ()  # interceptors are told of it
-        if reply is None and session.slots.queues:
-            calls = [call for call in calls if session.admit(call)]
-        self._executor.start(calls)
-        return len(numbers)
-
-    def start_payload_call(self, session: Session, payload: Payload) -> None:
-        """Start a call whose payload has arrived."""
-        if payload.groups[0].numbers[0] in session.calls:
-            payload.reply.set_result(NO_RESULTS)  # the caller repeated a number
-            return
-        if payload.fence is not None:  # before user code that unpickles the arguments
-            payload.fence.wait()
-        self.start_calls(session, payload.groups, payload.tensors, payload.reply, payload.fence)
 
     def start_held_call(self, call: RpcCall) -> None:
         """Start a call that waited for the payload of an earlier call."""
@@ -368,10 +317,3 @@ class Server:
     async def end_objects(self, timeout: float) -> None:
         """End the objects that callers have created here, each in at most `timeout` seconds."""
         await self._created.close(timeout)
-
-
-def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
-    for call in calls:
-        call.fence = fence
-        if profiler_enabled():
-            call.record()

@@ -21,7 +21,7 @@ from .._protocol.channel import Channel, channel_repr
 from .._protocol.tensor_links import TensorLinks
 from .._torch import devices
 from .._torch.rrefs import RRefId
-from .._wire.columns import FAILED
+from .._wire.columns import FAILED, CellKind
 from .._wire.exceptions import RemoteFailure
 from .._wire.frames import (
     CALLS,
@@ -228,23 +228,23 @@ class Session(Channel):
         else:
             self._call_on_loop(functools.partial(self._queue_result, result))
 
-    def send_lone_result(self, number: int, value: Any) -> bool:
-        """Send the result of the only running call at once; return whether this was possible."""
-        if len(self.calls) != 1 or self._results.replies.results:
-            return False
-        if get_ident() != self._loop_thread or not self.is_open:
-            return False
-        try:
-            data = encode_lone_result(number, value)
-        except Exception:  # out of memory, for one: the queue answers with a failure
-            return False
-        if data is None:
-            return False
-        if self.calls.pop(number, None) is not None:
-            self.write(frame(RESULTS, data))
-        if self.events:
-            self._end_event(number)
-        return True
+    def send_small_result(self, number: int, kind: CellKind, cell: Any) -> None:
+        """Send a result that has a place in a frame, at once if no call runs. In any thread."""
+        if get_ident() != self._loop_thread:
+            again = functools.partial(self.send_small_result, number, kind, cell)
+            self._call_on_loop(again)
+            return
+        if not (self.calls or self._results.replies.results) and self.is_open:
+            try:
+                data = encode_lone_result(number, kind, cell)
+            except Exception as exc:  # out of memory, for one: the queue answers with a failure
+                log.debug("a result cannot be sent alone: %r", exc)
+            else:
+                if self.events:
+                    self._end_event(number)
+                self.write(frame(RESULTS, data))
+                return
+        self._queue_result((number, kind, cell))
 
     def check_sendable(self, tensors: Iterable[Tensor]) -> None:
         """Raise for a tensor that torch cannot send back, since it would fail its whole message."""

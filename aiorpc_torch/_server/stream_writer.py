@@ -13,9 +13,9 @@ from typing import Any
 
 from .._aio.tasks import warn_if_blocking
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
+from .._wire.connection_state import INITIAL_CREDIT, credit_cost
 from .._wire.entered import Entered
 from .._wire.exceptions import try_add_note
-from .._wire.window import INITIAL_CREDIT, credit_cost
 from .calls import RpcCall
 
 

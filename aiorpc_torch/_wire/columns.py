@@ -52,19 +52,18 @@ _ATOMS = frozenset((float, bool, type(None)))
 
 def direct_cell(value: Any) -> tuple[CellKind, Any] | None:
     """Return the kind and the cell of a value that needs no pickling, None for any other."""
-    found = small_cell(value)
-    if found is not None or type(value) is not Tensor:
+    if type(value) is not Tensor:
+        return plain_cell(value)
+    if (found := small_tensor(value)) is not None:
         return found
     if value.is_cuda or value.layout in COMPRESSED:
         return None  # it is packed with its call, as only a PickledValue has a fence
     return TENSOR, compact_at_call(value)
 
 
-def small_cell(value: Any) -> tuple[CellKind, Any] | None:
-    """Return the kind and the cell of a value that has a place in a frame, None for any other."""
+def plain_cell(value: Any) -> tuple[CellKind, Any] | None:
+    """Return the kind and the cell of a number, bytes or short text, None for any other value."""
     cls = type(value)
-    if cls is Tensor:
-        return small_tensor(value)
     if cls in _ATOMS or (cls is int and MIN_INT <= value <= MAX_INT):
         return PLAIN, value
     if cls is bytes or cls is str:
@@ -152,6 +151,7 @@ def write_kind(kind: CellKind) -> WireKind:
     return kind if isinstance(kind, str) else (wire_dtype(kind[0]), tuple(kind[1]))
 
 
+@functools.lru_cache(maxsize=1024)
 def read_kind(kind: WireKind) -> CellKind:
     """Return the argument of `write_kind`.
 
@@ -208,8 +208,6 @@ def read_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: i
         ValueError: if the column has another number of cells. Nothing was allocated for them.
     """
     if isinstance(cells, bytes):
-        if isinstance(kind, str):
-            raise ValueError(f"bytes in a column of kind {kind}")
         return from_bytes(kind, cells, count)
     if kind == TENSOR:
         found = [*islice(tensors, count)]

@@ -7,21 +7,69 @@ A lone call or result is sent at once: another loop iteration would be a tenth o
 of one iteration are sent at its end, in one frame. Callers that were woken together call together
 again; sending the first call early would split their batch. While the tensors of a call are copied
 to shared memory, later calls of its object wait here; their own tensors are copied meanwhile.
+
+Unanswered calls are bounded in number and bytes; further calls wait at the caller. So a fast caller
+exhausts no memory. But sent calls may wait for one that is not sent yet. To avoid that deadlock, a
+full window without answers admits one more call at each `TRICKLE_INTERVAL`.
 (tests/unit/wire/test_connection_state.py)
 """
 
 from collections import deque
-from collections.abc import Callable, Container, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterable, Iterator, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from .slots import Slots
-from .window import FlowWindow
 
 MAX_CALLS = 256
 """Calls or results in one frame, and in one callback of the loop."""
 
 FRAME_BYTES = 512 * 1024
 """Bytes of calls or results in one frame, unless it has only one."""
+
+MAX_OPEN_CALLS = 131_072  # calls without an answer
+MAX_OPEN_BYTES = 1 << 30  # bytes of such calls
+TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window admits one call
+
+
+class FlowWindow(dict[int, int]):
+    """The calls that were sent and not answered: the number of each, and its bytes."""
+
+    def __init__(self, calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES) -> None:
+        super().__init__()
+        self._calls = calls
+        self._bytes = size
+        self._size = 0
+        self.answers = 0
+
+    def __repr__(self) -> str:
+        return f"<Window {len(self)} calls, {self._size} bytes>"
+
+    def admits(self, size: int) -> bool:
+        """Return whether a call of `size` bytes may be sent. A single call always may."""
+        return not self or (len(self) < self._calls and self._size + size <= self._bytes)
+
+    def sent(self, number: int, size: int) -> None:
+        """Count a sent call."""
+        self[number] = size
+        self._size += size
+
+    def answered(self, numbers: Iterable[int]) -> None:
+        """Release these calls; ignore unknown numbers."""
+        for number in numbers:
+            size = self.pop(number, None)
+            if size is not None:
+                self._size -= size
+                self.answers += 1
+
+    def release_all(self) -> list[int]:
+        """Release every call; return their numbers."""
+        numbers = [*self]
+        self.clear()
+        self._size = 0
+        return numbers
+
+
+# ── calls ───────────────────────────────────────────────────────────────────────────────────────
 
 
 class Sendable(Protocol):
@@ -192,6 +240,9 @@ class SendState(Generic[C]):
         return self.window.release_all()
 
 
+# ── results and items ───────────────────────────────────────────────────────────────────────────
+
+
 class ReplyState:
     """Unsent results of a connection."""
 
@@ -233,3 +284,12 @@ def _frames(sizes: Sequence[int]) -> Iterator[tuple[int, int]]:
             yield start, index
             start, total = index, size
     yield start, len(sizes)
+
+
+INITIAL_CREDIT = 64  # small items of a stream that may be sent before the consumer takes one
+BYTES_PER_CREDIT = 64 * 1024  # each of these blocks of bytes in an item costs one more credit
+
+
+def credit_cost(size: int) -> int:
+    """Return the credit that an item of `size` bytes takes."""
+    return 1 + size // BYTES_PER_CREDIT

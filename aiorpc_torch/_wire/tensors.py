@@ -1,7 +1,9 @@
 """Small tensors as bytes: a few µs. In a table of torch's, they cost about 100 µs a message."""
 
 import ctypes
+import functools
 import math
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -35,30 +37,50 @@ def small_tensor(tensor: Tensor) -> tuple[TensorKind, bytes] | None:
     if dispatch_keys(tensor).raw_repr() not in PLAIN_KEYS or tensor.requires_grad:
         return None
     size = tensor.nbytes
-    if size > INLINE_BYTES or not has_memory(tensor, size):
+    if size > INLINE_BYTES:
+        return None
+    if not size:
+        return (tensor.dtype, tensor.shape), b""
+    if not tensor.is_contiguous():
+        if not has_memory(tensor, size):
+            return None
+        tensor = tensor.contiguous()
+    # As `has_memory`, without the parts that are known here.
+    address, end = tensor.data_ptr(), size
+    if offset := tensor.storage_offset():
+        end += int(offset) * tensor.itemsize
+    if not address or end > tensor.untyped_storage().nbytes():
         return None
     # Not numpy(): it has no bfloat16 and may not be installed.
-    if not tensor.is_contiguous():
-        tensor = tensor.contiguous()
-    data = _copy(tensor.data_ptr(), size) if size else b""
-    return (tensor.dtype, tensor.shape), data
+    return (tensor.dtype, tensor.shape), _copy(address, size)
 
 
-def from_bytes(kind: TensorKind, data: bytes, count: int) -> list[Tensor]:
-    """Return the `count` tensors whose bytes were joined.
+def from_bytes(kind: Any, data: bytes, count: int) -> list[Tensor]:
+    """Return the `count` tensors of a `TensorKind` whose bytes were joined.
 
     Raises:
-        ValueError: if the number of bytes is wrong.
+        ValueError: if the number of bytes is wrong, or the kind is not one of tensors.
     """
+    size = _bytes_of_one(kind)
     dtype, shape = kind
-    length = math.prod(shape)
-    if dtype not in _NAMES or len(data) != count * length * dtype.itemsize:
+    if len(data) != count * size:
         raise ValueError(f"{len(data)} bytes are not {count} tensors of {dtype} {shape}")
-    if not length:
+    if not size:
         return [torch.empty(shape, dtype=dtype) for _ in range(count)]
     buffer = bytearray(data)
     flat = [torch.frombuffer(buffer, dtype=dtype)] if count == 1 else _rows(buffer, dtype, count)
     return flat if len(shape) == 1 else [row.view(shape) for row in flat]
+
+
+@functools.lru_cache(maxsize=1024)
+def _bytes_of_one(kind: TensorKind | str) -> int:
+    """Return the bytes of one tensor of a kind. Raises ValueError if it is none of tensors."""
+    if isinstance(kind, str):
+        raise ValueError(f"bytes in a column of kind {kind}")
+    dtype, shape = kind
+    if dtype not in _NAMES:
+        raise ValueError(f"bytes are not tensors of {dtype}")
+    return math.prod(shape) * dtype.itemsize
 
 
 def _rows(buffer: bytearray, dtype: torch.dtype, count: int) -> list[Tensor]:

@@ -256,7 +256,7 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
         NotServing, RuntimeError, ValueError: As `attach`.
     """
     # Not anyio's portal, which opens a scope: from the first scope of a process on, each call has
-    # to ask for deadlines (`_aio.scopes`).
+    # to ask for deadlines (`_aio.deadlines`).
     entered: concurrent.futures.Future[AttachedThread] = concurrent.futures.Future()
     left = asyncio.Event()  # set on the thread's loop
     failure: list[BaseException] = []

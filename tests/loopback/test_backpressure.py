@@ -15,8 +15,8 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotServing, RRef, call, remote, stats
-from aiorpc_torch._client import sender
-from aiorpc_torch._wire.window import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
+from aiorpc_torch._client import connection, sender
+from aiorpc_torch._wire.connection_state import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
 
 Bounds = Callable[..., None]
 
@@ -28,7 +28,7 @@ def bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
     def bound(
         calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES, trickle: float = 60.0
     ) -> None:
-        monkeypatch.setattr(sender, "FlowWindow", partial(FlowWindow, calls=calls, size=size))
+        monkeypatch.setattr(connection, "FlowWindow", partial(FlowWindow, calls=calls, size=size))
         monkeypatch.setattr(sender, "TRICKLE_INTERVAL", trickle)
 
     return bound

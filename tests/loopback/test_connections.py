@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -282,6 +282,10 @@ async def test_no_memory_for_a_frame_loses_no_call(
     assert len(own_connection()._state.window) == stats().in_flight == stats().unsent == 0
 
 
+def no_memory(*_: Any) -> NoReturn:
+    raise MemoryError("no memory")
+
+
 @pytest.mark.promise("transport.memory")
 @pytest.mark.parametrize("calls", [1, 5])
 async def test_no_memory_for_results_loses_no_call(
@@ -293,7 +297,7 @@ async def test_no_memory_for_results_loses_no_call(
     monkeypatch.setattr(results, "number", functools.partial(results.number_once, is_open))
     number = remote(RRef(results)).number
     fail_once(monkeypatch, result_sender, "encode_reply", MemoryError("no memory"))
-    monkeypatch.setattr(session, "encode_lone_result", lambda *_: None)
+    monkeypatch.setattr(session, "encode_lone_result", no_memory)
     calling = start(*(number() for _ in range(calls)))
     while stats().running < calls:  # noqa: ASYNC110 - the event would be set in the worker
         await asyncio.sleep(0)
@@ -326,7 +330,7 @@ async def test_no_memory_for_a_failure_ends_the_connection(
     number = remote(RRef(Results())).number
     assert await number() == 7
     with monkeypatch.context() as patch:
-        patch.setattr(session, "encode_lone_result", lambda *_: None)
+        patch.setattr(session, "encode_lone_result", no_memory)
         for _ in range(2):
             fail_once(patch, result_sender, "encode_reply", MemoryError("no memory"))
         (found,) = await ends(*start(number()))

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.usefixtures("hooks", "world")
 DASHBOARD = Path(__file__).parents[2] / "docs" / "figures" / "grafana-dashboard.json"
 
 
-class Model:
+class Measured:
     async def answer(self, _: int = 0) -> None:
         await asyncio.sleep(0)
 
@@ -63,7 +63,7 @@ def key(name: str, **labels: str) -> Any:
 async def test_a_scrape() -> None:
     """Calls, errors, durations, waits, batches and the counters of `stats`."""
     with serve_metrics() as server:
-        model = RRef(Model())
+        model = RRef(Measured())
         for _ in range(3):
             await remote(model).answer()
         with pytest.raises(LookupError):
@@ -71,15 +71,15 @@ async def test_a_scrape() -> None:
         assert await asyncio.gather(*(remote(model).together(x) for x in range(4))) == [0, 1, 2, 3]
         found = await scraped(server)
     duration = "rpc_server_call_duration_seconds"
-    answered = {"rpc_method": "Model.answer", "error_type": ""}
+    answered = {"rpc_method": "Measured.answer", "error_type": ""}
     assert found[key(f"{duration}_count", client_address="main", **answered)] == 3
     client = "rpc_client_call_duration_seconds"
     assert found[key(f"{client}_count", server_address="main", **answered)] == 3
-    failed = {"rpc_method": "Model.fail", "error_type": "LookupError"}
+    failed = {"rpc_method": "Measured.fail", "error_type": "LookupError"}
     assert found[key(f"{duration}_count", client_address="main", **failed)] == 1
     assert found[key(f"{duration}_sum", client_address="main", **answered)] > 0
     assert found[key(f"{duration}_bucket", client_address="main", le="+Inf", **answered)] == 3
-    together = {"rpc_method": "Model.together"}
+    together = {"rpc_method": "Measured.together"}
     assert found[key("aiorpc_server_queue_duration_seconds_count", **together)] == 4
     assert found[key("aiorpc_batch_size_sum", **together)] == 4
     assert found[key("aiorpc_batch_size_bucket", le="4.0", **together)] == 1
@@ -108,7 +108,7 @@ async def test_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Methods beyond the limit are one."""
     monkeypatch.setattr(recorder, "MAX_METHODS", 1)
     with serve_metrics() as server:
-        group = Group([RRef(Model()), RRef(Model())])
+        group = Group([RRef(Measured()), RRef(Measured())])
         await remote(group).answer()
         for _ in range(2):
             with pytest.raises(LookupError):
@@ -119,7 +119,7 @@ async def test_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
         for (name, labels), value in found.items()
         if name == "rpc_server_call_duration_seconds_count"
     }
-    assert counts == {"Model.answer": 2, OTHER: 2}
+    assert counts == {"Measured.answer": 2, OTHER: 2}
 
 
 async def test_what_close_ends() -> None:
@@ -149,7 +149,7 @@ async def test_no_loop_runs() -> None:
 async def test_the_dashboard_names_metrics_that_exist() -> None:
     """Each name in its queries is one of a scrape."""
     with serve_metrics() as server:
-        model = RRef(Model())
+        model = RRef(Measured())
         await asyncio.gather(*(remote(model).together(x) for x in range(4)))
         found = await scraped(server)
     dashboard = json.loads(DASHBOARD.read_text())

@@ -24,7 +24,7 @@ from aiorpc_torch import (
     remote,
 )
 from aiorpc_torch._client import pool
-from aiorpc_torch._wire.window import INITIAL_CREDIT, credit_cost
+from aiorpc_torch._wire.connection_state import INITIAL_CREDIT, credit_cost
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Notes, Streams, TwoArguments
@@ -190,7 +190,7 @@ async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
 @kinds
 async def test_item_larger_than_the_credit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The item is sent nevertheless, and so are later items."""
-    monkeypatch.setattr("aiorpc_torch._wire.window.BYTES_PER_CREDIT", 64)
+    monkeypatch.setattr("aiorpc_torch._wire.connection_state.BYTES_PER_CREDIT", 64)
     rref = await streams()
     items = [item async for item in getattr(remote(rref), kind)(5, size=MEGABYTE)]
     assert [int(item[0]) for item in items] == [0, 1, 2, 3, 4]

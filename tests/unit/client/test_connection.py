@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch._aio.inline_future import InlineFuture
+from aiorpc_torch._aio.tasks import InlineFuture
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.stream_reader import StreamReader
 from aiorpc_torch._torch.compat import WorkerInfo

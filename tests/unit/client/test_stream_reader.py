@@ -8,9 +8,9 @@ from hypothesis import given, strategies as st
 
 from aiorpc_torch._client.stream_reader import Item, StreamReader
 from aiorpc_torch._wire.columns import STREAM_END, HeldResult
+from aiorpc_torch._wire.connection_state import BYTES_PER_CREDIT, INITIAL_CREDIT, credit_cost
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.pickling import CallAborted
-from aiorpc_torch._wire.window import BYTES_PER_CREDIT, INITIAL_CREDIT, credit_cost
 from aiorpc_torch.errors import WorkerLost
 
 FAILURE = RemoteFailure.of(ValueError("of the generator"), "there")

@@ -14,7 +14,7 @@ from aiorpc_torch._server.stream_writer import (
     pump_async,
     pump_in_thread,
 )
-from aiorpc_torch._wire.window import INITIAL_CREDIT
+from aiorpc_torch._wire.connection_state import INITIAL_CREDIT
 from tests.support.two_ends import SOON, TwoEnds, two_ends, until
 
 UNKNOWN = 1 << 40  # no call of the caller has that number: it drops the items

@@ -14,7 +14,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from torch import Tensor
 
 from aiorpc_torch._wire.columns import FAILED, HELD, HeldResult, encode_cell
-from aiorpc_torch._wire.connection_state import ReplyState, SendState
+from aiorpc_torch._wire.connection_state import FlowWindow, ReplyState, SendState
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.frames import CALLS, CONTROL, SHARED, SLOT
 from aiorpc_torch._wire.messages import (
@@ -34,7 +34,6 @@ from aiorpc_torch._wire.plain import dump, reader
 from aiorpc_torch._wire.slots import UNKNOWN_OBJECT, Slots
 from aiorpc_torch._wire.targets import FunctionTarget, MethodTarget, order_key
 from aiorpc_torch._wire.tensor_table import TensorTable
-from aiorpc_torch._wire.window import FlowWindow
 from aiorpc_torch._wire.wire_targets import decode_target, encode_target
 
 SESSION = "me", 1, 2
