@@ -8,7 +8,7 @@ from torch import Tensor
 
 from .._torch.tree import children
 from .._wire.columns import SharedValue
-from .._wire.exceptions import copy_exception, ensure_raisable
+from .._wire.exceptions import copy_exception, ensure_raisable, try_add_note
 from ..errors import BatchContractError
 from .collate import uncollate
 
@@ -46,6 +46,10 @@ def split_results(result: Any, size: int, name: str, *, stacked: bool = False) -
 
 def failure_per_caller(exc: BaseException, size: int, name: str) -> list[Any]:
     """Return one copy of `exc` for each of `size` callers, with `exc` as its cause."""
+    if isinstance(exc, TypeError) and "must be Tensor, not list" in str(exc):
+        try_add_note(
+            exc, f"({name} gets lists, one item per caller; stack=True makes them tensors)"
+        )
     return [copy_exception(exc, name) for _ in range(size)]
 
 

@@ -53,7 +53,26 @@ class RemoteProxy(Generic[T]):
             return _own_attribute(self, name)  # type: ignore[no-any-return]
         rref = _rref_of(self)
         target = MethodTarget(rref, check_public_name(name))
-        return partial(RemoteCall, rref, target, _timeout_of(self))
+        return RemoteMethod(RemoteCall, rref, target, _timeout_of(self))
+
+
+class RemoteMethod(partial[RemoteCall]):
+    """A method of a remote object, as `remote(rref).name`: a call of it returns an awaitable."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<remote method {self._name}>"
+
+    def __await__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._name} was not called: write `await remote(rref).{self._name}()`. Only methods "
+            f"are reached by remote(); for data, add a method that returns it, or fetch the object"
+        )
+
+    @property
+    def _name(self) -> str:
+        return str(self.args[1].name)
 
 
 _slots: Any = vars(RemoteProxy)

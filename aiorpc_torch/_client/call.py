@@ -21,7 +21,7 @@ from .._aio.deadlines import (
 from .._torch.compat import RRefBase
 from .._torch.rrefs import note_class
 from .._wire.entered import Entered
-from .._wire.exceptions import RemoteFailure
+from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
 from ..errors import CallTimeout, WorkerLost
@@ -65,6 +65,10 @@ class LazyCall(Coroutine[Any, Any, R]):
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = steps = self._run()
         return steps
+
+    @property
+    def __name__(self) -> str:  # for the repr of a task
+        return repr(self).strip("<>")
 
     def send(self, value: Any) -> Any:
         """Run the next step, for a task."""
@@ -203,8 +207,19 @@ _FAILURES = frozenset((RemoteFailure, CallAborted))
 
 def _raise(answer: Any, target: Target) -> NoReturn:
     if type(answer) is RemoteFailure:
-        answer.raise_()
+        try:
+            answer.raise_()
+        except TypeError as exc:
+            if "keyword argument 'timeout'" in str(exc):
+                try_add_note(exc, _TIMEOUT_HINT)
+            raise
     raise_aborted(answer, call_name(target))
+
+
+_TIMEOUT_HINT = (
+    "(a deadline is no argument of the method: `with aiorpc_torch.timeout(5):` around the call, or "
+    "`remote(rref, timeout=5)`)"
+)
 
 
 class RemoteStream(AsyncIterator[Any]):

@@ -1,0 +1,56 @@
+"""Errors of frequent mistakes say what to write instead."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc_torch import RRef, batched, call, remote
+
+pytestmark = pytest.mark.usefixtures("world")
+
+
+class Model:
+    size = 3
+
+    def double(self, x: int) -> int:
+        return 2 * x
+
+    @batched(max_size=4)
+    def relu(self, xs: Any) -> Any:
+        return torch.relu(xs)
+
+
+def notes(error: pytest.ExceptionInfo[BaseException]) -> str:
+    return "\n".join(error.value.__notes__)
+
+
+async def test_a_method_that_is_not_called() -> None:
+    model = RRef(Model())
+    assert repr(remote(model).size) == "<remote method size>"
+    with pytest.raises(TypeError, match=r"size was not called: write `await remote\(rref\).size"):
+        await remote(model).size  # type: ignore[misc]
+
+
+async def test_a_timeout_among_the_arguments() -> None:
+    model = RRef(Model())
+    with pytest.raises(TypeError) as error:
+        await remote(model).double(1, timeout=5)
+    assert "aiorpc_torch.timeout(5)" in notes(error)
+    with pytest.raises(TypeError) as error:
+        await call("main", int, 1, 2, 3)
+    assert not hasattr(error.value, "__notes__")
+
+
+async def test_a_batch_that_is_not_stacked() -> None:
+    model = RRef(Model())
+    with pytest.raises(TypeError) as error:
+        await remote(model).relu(torch.ones(2))
+    assert "stack=True" in notes(error)
+
+
+async def test_a_task_is_named_by_its_call() -> None:
+    task = asyncio.ensure_future(remote(RRef(Model())).double(1))
+    assert "coro=<call of double()>" in repr(task)
+    assert await task == 2
