@@ -72,7 +72,8 @@ async def measure(mode: str, lone: int, rounds: int) -> dict[str, float]:
             await work()  # warms up
             before = await server.used() + time.process_time()
             await work()
-            return 1e6 * (await server.used() + time.process_time() - before) / calls
+            used: float = await server.used() + time.process_time() - before
+            return 1e6 * used / calls
 
         return {
             "lone": await cost(alone, lone),
