@@ -14,10 +14,12 @@ Objects that are made again: `supervised`, `supervised_all`, `Supervised`.
 Groups and names: `create_all`, `each`, `Group`; `register`, `lookup`; `members`, `NamedMembers`.
 Batches: `batched` with `Fill` or `Round`, `Broadcast`.
 Counters: `stats`, `pending`.
+Context variables and interceptors: `propagate`; `intercept`, `Interceptor`, `CallInfo`.
 Membership: `Change`, which `Worker.changes` yields.
 Plain torch clients: `async_execution`.
 Errors: `RpcError` and its subclasses, and `RemoteTraceback`, the cause of remote exceptions.
-Modules: `aiorpc_torch.autograd`, `aiorpc_torch.training` and `aiorpc_torch.testing`.
+Modules: `aiorpc_torch.autograd`, `aiorpc_torch.observe`, `aiorpc_torch.training` and
+`aiorpc_torch.testing`.
 Names with a leading underscore are private.
 """
 
@@ -25,6 +27,7 @@ Names with a leading underscore are private.
 # each other.
 #
 #     __main__    the command line
+#     observe     traces and metrics, on the public names alone
 #     training    versioned weights, staleness and replay, on the public names alone
 #     testing     worlds, gates and leak checks for the tests of users
 #     _stats      counters of this process
@@ -68,7 +71,13 @@ from ._client.lookup import lookup as lookup
 from ._client.named_members import NamedMembers as NamedMembers, members as members
 from ._client.supervised import Supervised as Supervised
 from ._port.tls import Tls as Tls
+from ._protocol.interception import (
+    CallInfo as CallInfo,
+    Interceptor as Interceptor,
+    intercept as intercept,
+)
 from ._protocol.names import register as register, unregister as unregister
+from ._protocol.propagation import propagate as propagate
 from ._server.exclusive import exclusive as exclusive
 from ._server.torch_clients import async_execution as async_execution
 from ._stats import Stats as Stats, stats as stats

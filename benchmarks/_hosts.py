@@ -42,6 +42,11 @@ class Host:
         enter = [f"--{kind}=/proc/{self.keeper}/ns/{file}" for kind, file in spaces.items()]
         return ["nsenter", *enter, *words]
 
+    @property
+    def network(self) -> str:
+        """Return the path of its network namespace."""
+        return f"/proc/{self.keeper}/ns/net"
+
     def run(self, *words: str) -> None:
         """Run a command on this host.
 
@@ -98,7 +103,7 @@ def hosts(count: int = 2) -> Iterator[list[Host]]:
 def _connect(one: Host, name: str, other: Host) -> None:
     far: Sequence[str] = ("type", "veth", "peer", "name", LINK, "netns", str(other.keeper))
     # From this process's namespace for processes, in which the number of the other one counts.
-    enter = ["nsenter", f"--net=/proc/{one.keeper}/ns/net"]
+    enter = ["nsenter", f"--net={one.network}"]
     subprocess.run([*enter, "ip", "link", "add", name, *far], check=True, capture_output=True)
 
 

@@ -28,8 +28,8 @@ from aiorpc_torch._world.directory import Directory
 from aiorpc_torch._world.directory_server import DirectoryServer
 from aiorpc_torch._world.directory_stream import encode
 
-from . import _namespaces
 from ._compare import lay_out, machine
+from ._hosts import Host, hosts
 from ._process import private_memory
 
 SIZES, QUICK = [8, 16, 32, 64], [8, 16]
@@ -129,7 +129,7 @@ class Phase:
 class World:
     """The processes of one world."""
 
-    def __init__(self, hosts: Sequence[str]) -> None:
+    def __init__(self, hosts: Sequence[Host]) -> None:
         self._hosts = hosts
         self._members: dict[str, tuple[BaseProcess, Connection]] = {}
         self._heard: list[tuple[str, str, Any]] = []
@@ -138,8 +138,8 @@ class World:
         """Start a worker on the next host."""
         ours, theirs = multiprocessing.Pipe()
         host = self._hosts[len(self._members) % len(self._hosts)]
-        where = {"init_method": f"tcp://{_namespaces.address(0)}:{PORT}"}
-        args = (theirs, host, {"name": name, **where, **options})
+        where = {"init_method": f"tcp://{self._hosts[0].address}:{PORT}"}
+        args = (theirs, host.network, {"name": name, **where, **options})
         process = multiprocessing.get_context("fork").Process(target=live, args=args, daemon=True)
         process.start()
         theirs.close()
@@ -201,7 +201,7 @@ class World:
             self.kill(name)
 
 
-def measure(size: int, hosts: Sequence[str]) -> Iterator[Phase]:
+def measure(size: int, hosts: Sequence[Host]) -> Iterator[Phase]:
     """Let a world live through all phases."""
     with contextlib.closing(World(hosts)) as world:
         begin = time.monotonic()
@@ -251,9 +251,9 @@ def row(phase: Phase) -> tuple[str, ...]:
 def main(given: argparse.Namespace) -> None:
     """Print a row for each phase of each world."""
     phases: list[Phase] = []
-    with _namespaces.hosts(HOSTS) as hosts:
+    with hosts(HOSTS) as found:
         for size in given.sizes or (QUICK if given.quick else SIZES):
-            phases += measure(size, hosts)
+            phases += measure(size, found)
     lay_out([HEAD, *map(row, phases)])
     print("\nbytes a worker: both directions; news: median; last\n")
     starts = [each for each in phases if each.name == "start"]

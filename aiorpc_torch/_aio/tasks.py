@@ -18,6 +18,8 @@ from typing import Any, TypeVar
 
 import anyio
 
+from .slow_steps import note_slow_step
+
 R = TypeVar("R")
 
 log = logging.getLogger("aiorpc_torch")
@@ -27,7 +29,7 @@ SLOW_STEP = 0.1  # seconds of one step, in which the event loop serves nothing e
 
 @types.coroutine
 def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R]:
-    """Await `coroutine`; log a warning for each step that blocks the loop for over `SLOW_STEP`."""
+    """Await `coroutine`; warn of steps that block the loop for over `SLOW_STEP`, once a minute."""
     step, value = coroutine.send, None
     while True:
         start = perf_counter()
@@ -37,12 +39,7 @@ def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[
             return stop.value  # type: ignore[no-any-return]
         finally:
             if (seconds := perf_counter() - start) > SLOW_STEP:
-                log.warning(
-                    "%s held the event loop for %.2f s: nothing else was served meanwhile. "
-                    "A plain `def` would run in a thread",
-                    name,
-                    seconds,
-                )
+                note_slow_step(name, seconds, start + seconds)
         try:
             step, value = coroutine.send, (yield waits_for)
         except GeneratorExit:

@@ -6,13 +6,16 @@ The scheduler decides when a batch starts; `results` splits the result per calle
 
 import asyncio
 import contextvars
+import time
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 from .._aio.identity import WeakIdentityDict
 from .._aio.tasks import detach_task, warn_if_blocking
+from .._protocol.endpoints import serving
 from .._protocol.exclusive import is_exclusive, own_call_error, own_turn, turns_of
+from .._protocol.interception import CallInfo, End, caller_context, enter_batch
 from .._protocol.recording import ContextRecord, current_record, enter_record
 from .._wire.ancestry import (
     BatchId,
@@ -76,6 +79,7 @@ class QueuedCall:
     arrival: float
     scopes: frozenset[BatchScope] = field(default_factory=current_scopes)
     recording: ContextRecord | None = field(default_factory=current_record)
+    context: contextvars.Context | None = field(default_factory=caller_context)
 
     def resolve(self, result: Any) -> None:
         """Pass the result to the caller, and release the caller and the arguments."""
@@ -309,12 +313,28 @@ class BatchQueue:
         enter_scopes(frozenset((running.scope(),)).union(*of_callers))
         size, name = len(batch.items), self._function.name
         args = [call.args for call in batch.items]
+        end = self._observe(batch)
+        failure: BaseException | None = None
         try:
             results = await warn_if_blocking(self._run_function(batch, args), name)
         except BaseException as exc:  # SystemExit too: every caller gets a result
-            results = failure_per_caller(exc, size, name)
+            results, failure = failure_per_caller(exc, size, name), exc
+        if end is not None:
+            end(failure)
         args.clear()  # an exception keeps this frame alive
         self._finish_batch(batch, running, results)
+
+    def _observe(self, batch: Batch[QueuedCall]) -> End | None:
+        """Enter the context variables that its callers share, and tell the interceptors of it."""
+        callers = [call.context for call in batch.items if call.context is not None]
+        if not callers:
+            return None
+        server = serving()
+        waited = asyncio.get_running_loop().time() - batch.items[0].arrival
+        began = time.monotonic() - waited
+        worker = "" if server is None else server.name
+        info = CallInfo("batch", self._function.name, worker, "", began, len(batch.items))
+        return enter_batch(info, callers)
 
     def _run_function(
         self, batch: Batch[QueuedCall], args: Sequence[CallArgs]

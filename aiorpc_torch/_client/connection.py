@@ -13,13 +13,16 @@ import logging
 import socket
 import time
 from collections.abc import Collection, Sequence
+from sys import modules
 from typing import Any
 
 import torch
 
 from .._aio.deadlines import in_seconds
 from .._aio.tasks import InlineFuture, resume_all
+from .._protocol import propagation
 from .._protocol.channel import Channel, channel_repr
+from .._protocol.interception import TRACER, CallInfo, Kind, begin_call, is_needed
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import RecordedCall, record_for_call
 from .._protocol.tensor_links import TensorLinks
@@ -142,7 +145,8 @@ class Connection(Channel):
         """Send a call; return its number and the future of its value, or of its failure."""
         future = InlineFuture(self._loop)
         number = self._calls
-        if due is None and not args[1] and self._state.may_send_alone():
+        is_bare = not ((propagation.used or TRACER in modules) and is_needed())
+        if due is None and not args[1] and is_bare and self._state.may_send_alone():
             lone = self.encoder.lone(number, target, args[0])
             large = self._transfers.large_results
             if lone is not None and not (large and lone[0] in large):
@@ -188,7 +192,7 @@ class Connection(Channel):
 
     def cancel(self, number: int) -> None:
         """Cancel a call: its caller does not wait any more."""
-        if self._pending.pop(number, None) is not None and not self._loop.is_closed():
+        if self._pending.drop(number) and not self._loop.is_closed():
             self._state.cancel(number)
             self._links.sockets.drop_cancelled()
             self.flush_soon()
@@ -212,6 +216,8 @@ class Connection(Channel):
         self.flush_soon()
 
     def _submit(self, call: EncodedCall, receiver: ReplyReceiver, target: Target) -> None:
+        if is_needed():
+            self._carry(call, target, is_stream=type(receiver) is StreamReader)
         if (recording := record_for_call()) is not None:  # in an autograd context
             name = target_name(target)
             call.recorded = recording.begin(name, self.peer.name, self._recorded_calls)
@@ -228,6 +234,16 @@ class Connection(Channel):
             self.flush()
         else:
             self.flush_soon()
+
+    def _carry(self, call: EncodedCall, target: Target, *, is_stream: bool) -> None:
+        """Let the context variables travel with a call, and tell the interceptors of it."""
+        kind: Kind = "stream" if is_stream else "call"
+        info = CallInfo(kind, call_name(target), self._me.name, self._peer_name, time.monotonic())
+        carried, end = begin_call(info)
+        if carried:
+            call.carry(carried)
+        if end is not None:
+            self._pending.observe(call.number, target, end)
 
     def _give_up(self, number: int, seconds: float) -> None:
         """End a call that was held for `seconds`, if it still is."""

@@ -18,6 +18,7 @@ from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
+from .._protocol.interception import CallInfo, End, begin_group, is_needed
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.exceptions import try_add_note
@@ -127,6 +128,7 @@ class _Running:
         self._pool = current()  # also without members: a loop of such calls ends with the world
         self.members = members
         self._context = contextvars.Context()  # of callbacks; they run no user code
+        self._end: End | None = None  # of interceptors
         self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
         self._waits: dict[int, Waiter] = {}  # of supervised members that are lost
         self._supervised: dict[int, tuple[RRef[Any], MemberArguments]] = {}  # RRefs that are called
@@ -162,11 +164,22 @@ class _Running:
             else:
                 encoded = connection.encoder.member_target(target, row)
                 prepared.append((position, connection, target, encoded, row))
+        send: Callable[..., None] = self._send
+        if is_needed() and self.members:
+            send = self._observe()
         for each in prepared:
-            self._send(*each)
+            send(*each)
         if due is not None and (self._calls or self._waits):
             left = due - time.monotonic()
             self._timer = self._loop.call_later(left, self._expire, left)
+
+    def _observe(self) -> Callable[..., None]:
+        """Tell the interceptors of the call; return how to send a member's."""
+        me, now = self._pool.worker, time.monotonic()
+        info = CallInfo("group", self.name, me, "", now, len(self.members))
+        self._context, self._end = begin_group(info)
+        run: Callable[..., None] = self._context.run
+        return functools.partial(run, self._send)
 
     def _send(
         self,
@@ -259,11 +272,14 @@ class _Running:
         for waiter in self._waits.values():
             waiter.cancel()
         self._waits.clear()
-        self._stop_timer()
+        self._finish(asyncio.CancelledError())
 
-    def _stop_timer(self) -> None:
+    def _finish(self, failure: BaseException | None) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        end, self._end = self._end, None
+        if end is not None:
+            end(failure)
 
     def _on_answer(self, position: int, future: InlineFuture) -> None:
         if self._calls.pop(position, None) is not None:
@@ -284,7 +300,7 @@ class _Running:
         self.results[position] = answer if failure is None else self.failures[position]
         self.left -= 1
         if not self.left:
-            self._stop_timer()
+            self._finish(next(iter(self.failures.values()), None))
         self.on_outcome(self, position)
 
     def _noted(self, position: int, failure: BaseException) -> Exception:

@@ -25,6 +25,7 @@ from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
+from .._protocol.interception import CallInfo, End, begin_group, is_needed
 from .._protocol.members import left_text
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
@@ -144,7 +145,7 @@ class _MapRun:
         self._changes = follow is not None  # the members do
         self._schedule = MapSchedule(len(self._members), in_flight, retries, changes=self._changes)
         self._pool = current()
-        self._context = contextvars.copy_context()  # of the calls
+        self._context, self._observed = self._begin()  # of the calls, and of interceptors
         self._items: dict[int, tuple[Any, ...]] = {}  # without an outcome
         self._calls: dict[int, tuple[Connection, int, BoundTarget]] = {}
         self._waits: dict[int, Waiter] = {}  # for supervised members that are lost
@@ -157,8 +158,16 @@ class _MapRun:
             self._timer = self.loop.call_later(left, self._expire, left)
         self._returning: dict[int, asyncio.Task[None]] = {}  # for members that may be alive
         self._slots = Wakeup()  # is set when an item may be taken
-        self._taking = self.loop.create_task(self._take_items(sources), name="aiorpc-map")
+        taking = self._take_items(sources)
+        context = self._context.copy()  # a context is entered once at a time
+        self._taking = self.loop.create_task(taking, name="aiorpc-map", context=context)
         self._follow_no_more = None if follow is None else follow(self._on_change)
+
+    def _begin(self) -> tuple[contextvars.Context, End | None]:
+        if not is_needed():
+            return contextvars.copy_context(), None
+        me, now, size = self._pool.worker, time.monotonic(), len(self._members)
+        return begin_group(CallInfo("map", self._name, me, "", now, size))
 
     async def next(self) -> Any:
         """Return the next result in order, or raise the exception in its place."""
@@ -183,6 +192,9 @@ class _MapRun:
             connection.cancel(number)
         self._calls.clear()
         self._stop_waiting()
+        end, self._observed = self._observed, None
+        if end is not None:
+            end(self._failure)
 
     def _stop_waiting(self) -> None:
         for waiter in [*self._waits.values(), *self._returning.values()]:

@@ -3,16 +3,20 @@
 Each is resolved once, by the first result or error. Confined to the loop of its connection.
 """
 
+import asyncio
 from collections.abc import Callable, Iterable
 from typing import Any
 
 from .._aio.tasks import InlineFuture
+from .._protocol.interception import End
 from .._wire.columns import STREAM_END, HeldResult
 from .._wire.connection_state import FlowWindow
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import ResultKey
 from .._wire.pickling import CallAborted
+from .._wire.targets import Target
 from ..errors import RemoteError, RpcError
+from .answers import exception_of
 from .stream_reader import Item, StreamReader
 
 ReplyReceiver = InlineFuture | StreamReader
@@ -48,6 +52,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
         self.wake: list[InlineFuture] = []
         self._window = window
         self._release = release
+        self._observed: dict[int, tuple[Target, End]] = {}  # of interceptors
 
     def deliver(self, outcomes: Iterable[tuple[ResultKey, Any]]) -> None:
         """Deliver results and items, given with their keys."""
@@ -59,6 +64,8 @@ class PendingCalls(dict[int, ReplyReceiver]):
                     continue
                 ended.append(key)
                 receiver = self.pop(key, None)
+                if self._observed:
+                    self._end(key, value)
                 if type(receiver) is InlineFuture:
                     if receiver.set_result(value):
                         self.wake.append(receiver)
@@ -90,6 +97,8 @@ class PendingCalls(dict[int, ReplyReceiver]):
             self.collect(key, receiver, item)
         if price == 0:
             del self[number]
+            if self._observed:
+                self._end(number, value)
             receiver.add(STREAM_END, 0)  # also after a held end: a failure too large for a frame
         return price == 0
 
@@ -98,8 +107,31 @@ class PendingCalls(dict[int, ReplyReceiver]):
         aborted = CallAborted(error, was_sent=were_sent)
         for number in numbers:
             receiver = self.pop(number, None)
+            if self._observed:
+                self._end(number, aborted)
             if isinstance(receiver, StreamReader):
                 receiver.fail(aborted)
             elif receiver is not None and receiver.set_result(aborted):
                 # A task may call this, and no task's step can run inside another's.
                 receiver.get_loop().call_soon(receiver.resume)
+
+    # ── given up, and observed ──────────────────────────────────────────────────────────────────
+
+    def drop(self, number: int) -> bool:
+        """Forget a call whose caller does not wait any more; return whether it was pending."""
+        if (receiver := self.pop(number, None)) is None:
+            return False
+        if self._observed:  # to leave a stream early is no failure
+            is_stream = type(receiver) is StreamReader
+            self._end(number, None if is_stream else asyncio.CancelledError())
+        return True
+
+    def observe(self, number: int, target: Target, end: End) -> None:
+        """Call `end` when a call of `target` has ended."""
+        self._observed[number] = target, end
+
+    def _end(self, number: int, answer: Any) -> None:
+        target, end = self._observed.pop(number, (None, None))
+        if end is not None and target is not None:
+            is_given_up = isinstance(answer, asyncio.CancelledError)
+            end(answer if is_given_up else exception_of(answer, target))

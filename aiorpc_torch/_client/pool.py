@@ -43,12 +43,14 @@ class ConnectionPool:
     The observer is told what the connections see of the peers.
 
     Attributes:
+        worker: name of this process's worker.
         refusal: why no calls can be made, "" if they can.
     """
 
     def __init__(
         self, members: Members, observer: PeerObserver, introductions: Introductions
     ) -> None:
+        self.worker = members.name
         self.refusal = endpoints.NO_WORLD
         self._members = members
         self._observer = observer

@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import set_deadline
+from .._protocol.interception import CallInfo, End, Kind, enter_call
 from .._protocol.recording import ContextRecord, enter_record
 from .._torch.cuda import StreamFence
 from .._torch.profiling import call_event
@@ -28,7 +29,7 @@ from .._wire.columns import (
     plain_cell,
 )
 from .._wire.exceptions import RemoteFailure, try_add_note
-from .._wire.messages import Arguments
+from .._wire.messages import Arguments, Carried
 from .._wire.pickling import pack
 from .._wire.targets import GENERATOR_HINT, function_name
 from .._wire.tensors import small_tensor
@@ -59,6 +60,9 @@ class ServerCall:
     scope: BatchScope | None = None  # batches that wait for it
     fence: StreamFence | None = None  # until its arguments are ready
     recording: ContextRecord | None = None  # set in an autograd context
+    carried: Carried | None = None  # its context variables, until its context is entered
+    on_end: End | None = None  # of interceptors
+    kind: Kind = "call"
 
     def __init__(self, function: Callable[..., Any], arguments: Arguments) -> None:
         self.function = function
@@ -89,7 +93,7 @@ class ServerCall:
         """Run the function in the current thread and context."""
         if self.deadline is not None:
             set_deadline(self.deadline)
-        if self.scope is not None or self.recording is not None:
+        if self.scope is not None or self.recording is not None or self.carried is not None:
             self.enter_context()
         if self.fence is None:  # as `take_arguments`, without another function for each call
             (args, kwargs), self.arguments = self.arguments, _TAKEN
@@ -103,6 +107,15 @@ class ServerCall:
             enter_scopes((self.scope,))
         if self.recording is not None:
             enter_record(self.recording)
+        if self.carried is not None:
+            carried, self.carried = self.carried, None
+            info = CallInfo(self.kind, self.name, self.worker, self.caller, self.started)
+            if (end := enter_call(info, carried)) is not None:
+                self.observe(end)
+
+    def observe(self, end: End) -> None:
+        """Call `end` when this call has ended."""
+        self.on_end = end
 
     def take_arguments(self) -> Arguments:
         """Return the arguments and release them, so that a long call does not keep them alive.
@@ -178,6 +191,11 @@ class RpcCall(ServerCall):
     def grant(self, credit: int) -> None:
         """Add stream credit. Ignored unless the call is a stream."""
 
+    def observe(self, end: End) -> None:
+        self.on_end = end
+        if self.number not in self.session.calls:  # answered before a thread was free
+            end(asyncio.CancelledError())
+
     def succeed(self, value: Any) -> None:
         small = None
         try:
@@ -192,11 +210,13 @@ class RpcCall(ServerCall):
             self._finish(kind, content)
         elif self.session.calls.pop(self.number, None) is not None:
             self.leave_batch = None
+            if self.on_end is not None:
+                self.on_end(None)
             self.session.send_small_result(self.number, kind, content)
 
     def fail(self, exc: BaseException) -> None:
         if self.number in self.session.calls:
-            self._finish(FAILED, RemoteFailure.of(exc, self.worker))
+            self._finish(FAILED, RemoteFailure.of(exc, self.worker), exc)
 
     def _encode(self, value: Any) -> tuple[Any, Any]:
         if self.is_cancelled:  # nobody would collect a large result
@@ -209,9 +229,11 @@ class RpcCall(ServerCall):
             self.session.check_sendable(tensors)
         return kind, content
 
-    def _finish(self, kind: Any, content: Any) -> None:
+    def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:
         if self.session.calls.pop(self.number, None) is not None:
             self.leave_batch = None
+            if self.on_end is not None:
+                self.on_end(failure)
             self.session.send_result((self.number, kind, content), self.reply)
 
 

@@ -11,13 +11,16 @@ import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
+from sys import modules
 from types import MethodType
 from typing import Any
 
 from torch import Tensor
 
 from .._aio.deadlines import deadline_after
+from .._protocol import propagation
 from .._protocol.exclusive import is_exclusive, turns_of
+from .._protocol.interception import TRACER, is_needed
 from .._protocol.runtime import runs_on_loop
 from .._torch import rrefs
 from .._torch.cuda import StreamFence
@@ -81,6 +84,9 @@ class Dispatcher:
             calls = failing_calls(numbers, session, reply, self._worker, exc)
         if fence is not None or profiler_enabled():
             _note(calls, fence)
+        if (propagation.used or TRACER in modules) and is_needed():
+            for call in calls:
+                call.carried = call.carried or ()  # interceptors are told of it
         if reply is None and session.slots.queues:
             calls = [call for call in calls if session.admit(call)]
         self._executor.start(calls)
@@ -140,7 +146,7 @@ def calls_of(
             else:
                 call = kind(session, reply, number, function, row, worker, on_loop, joiner, key)
             calls.append(call)
-        if group.budgets or group.batches:
+        if group.budgets or group.batches or group.carried:
             _bound(calls[before:], group, session, worker)
     if len(groups) > 1:
         calls.sort(key=attrgetter("number"))
@@ -148,11 +154,13 @@ def calls_of(
 
 
 def _bound(calls: Sequence[RpcCall], group: Group, session: Session, worker: str) -> None:
-    """Give calls their deadlines and the batches that wait for them."""
+    """Give calls their deadlines, the batches that wait for them, and their context variables."""
     for call, budget in zip(calls, group.budgets, strict=False):  # as many, or none
         call.deadline = None if budget is None else deadline_after(budget)
     for call in calls if group.batches else ():
         call.scope = _batch_scope(from_wire(worker, group.batches), session, call.number)
+    for call in calls if group.carried else ():
+        call.carried = group.carried
 
 
 def _new_head(session: Session, data: bytes) -> "KnownHead":

@@ -228,9 +228,9 @@ def _fail_if_expired(call: ServerCall) -> bool:
 
 
 def _join_batch(call: ServerCall, joiner: Joiner) -> None:
-    if call.scope is not None or call.recording is not None:
-        call.enter_context()
     try:
+        if call.scope is not None or call.recording is not None or call.carried is not None:
+            call.enter_context()
         call.leave_batch = joiner(call.settle, call.take_arguments(), call.caller)
     except BaseException as exc:  # raised by user code
         call.fail(exc)

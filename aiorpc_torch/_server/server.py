@@ -18,6 +18,7 @@ from torch.futures import Future
 from .._aio.tasks import detach_task
 from .._port.port import Port
 from .._protocol.endpoints import completed_future
+from .._protocol.interception import is_needed
 from .._protocol.members import Members, left_text
 from .._protocol.name_table import NameTable
 from .._protocol.peer_observer import PeerObserver
@@ -163,6 +164,8 @@ class Server:
         if self._routes.used:
             call.fence = fence_tree((args, kwargs))
         call.recording = record_of_torch_context()
+        if is_needed():
+            call.carried = ()
         self._executor.call_on_loop(functools.partial(self._executor.start, (call,)))
         return reply
 

@@ -22,6 +22,8 @@ from .calls import RpcCall
 class StreamCall(RpcCall):
     """A call of a generator. It ends when the generator ends."""
 
+    kind = "stream"
+
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self._items = 0
@@ -87,9 +89,11 @@ class StreamCall(RpcCall):
             self.abandon(asyncio.CancelledError())
             resume()
 
-    def _finish(self, kind: Any, content: Any) -> None:
+    def _finish(self, kind: Any, content: Any, failure: BaseException | None = None) -> None:
         # Numbered as an item, so that the caller reads it after all items.
         if self.session.calls.pop(self.number, None) is not None:
+            if self.on_end is not None:
+                self.on_end(failure)
             self.session.send_result(((self.number, self._items, 0), kind, content))
             if self.reply is not None:  # torch RPC awaits a reply to its message
                 self.session.send_result((self.number, ENDED, None), self.reply)

@@ -89,11 +89,13 @@ class TorchCall(ServerCall):
         # torch 2.11 to 2.15 decodes the message with unicode_escape (internal.py). Unencoded, text
         # beyond ASCII would be garbled and a backslash would raise.
         message = message.encode("unicode_escape").decode("ascii")
-        self._finish(RemoteException(message, type(exc)))
+        self._finish(RemoteException(message, type(exc)), exc)
 
-    def _finish(self, answer: Any) -> None:
+    def _finish(self, answer: Any, failure: BaseException | None = None) -> None:
         try:
             self._open_calls.remove(self)
         except KeyError:  # ended before
             return
+        if self.on_end is not None:
+            self.on_end(failure)
         self.reply.set_result(answer)

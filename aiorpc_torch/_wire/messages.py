@@ -47,6 +47,9 @@ MAX_KNOWN_HEAD = 4096  # bytes of a head that is remembered
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 """Positional and keyword arguments."""
 
+Carried = tuple[tuple[str, bytes], ...]
+"""Context variables that travel with a call: name and pickled value of each."""
+
 
 class EncodedHead:
     """The common part of a group, as bytes.
@@ -127,11 +130,13 @@ class EncodedCall:
         by_torch: Whether it has to travel by torch RPC.
         shared: The `SharedMessage` once its tensors are in shared memory, else None.
         recorded: The `RecordedCall` if the call is in an autograd context, else None.
+        carried: Its context variables.
     """
 
     __slots__ = (
         "batches",
         "by_torch",
+        "carried",
         "cells",
         "due",
         "head",
@@ -160,6 +165,7 @@ class EncodedCall:
         self.by_torch = False
         self.recorded: Any = None
         self.shared: Any = None
+        self.carried: Carried = ()
         size += head.size
         if batches:
             size += sum(len(name) + NUMBER_BYTES for name, _ in batches)
@@ -168,6 +174,12 @@ class EncodedCall:
 
     def __repr__(self) -> str:
         return f"<EncodedCall {self.number}, {self.size} bytes>"
+
+    def carry(self, carried: Carried) -> None:
+        """Let context variables travel with the call."""
+        self.carried = carried
+        self.size += sum(len(name) + len(data) + NUMBER_BYTES for name, data in carried)
+        self.is_large = self.is_large or self.size > INLINE_BYTES
 
 
 def encode_call(
@@ -266,6 +278,7 @@ class Group(NamedTuple):
         columns: The cells of each argument.
         budgets: Seconds left for each call; empty if none has a deadline.
         batches: Ancestor batches of the calls.
+        carried: Their context variables.
     """
 
     head: bytes
@@ -273,6 +286,7 @@ class Group(NamedTuple):
     columns: list[Cells]
     budgets: list[float | None] = []  # noqa: RUF012 - never changed, and msgspec copies it
     batches: tuple[BatchId, ...] = ()
+    carried: Carried = ()
 
 
 def encode_calls(
@@ -281,12 +295,12 @@ def encode_calls(
     """Group calls; add tensors that travel outside the bytes to `tensors`."""
     if len(calls) == 1:
         first = calls[0]
-        if first.head.is_direct and first.due is None and not first.batches:
+        if first.head.is_direct and not (first.due or first.batches or first.carried):
             return [(first.head.data, (first.number,), _direct_columns(first))]
         return [_encode_group(calls, now, tensors)]
     groups: dict[Any, list[EncodedCall]] = {}
     for call in calls:
-        key = call.head, call.batches
+        key = call.head, call.batches, call.carried
         if (known := groups.get(key)) is None:
             groups[key] = [call]
         else:
@@ -307,6 +321,8 @@ def _encode_group(
     ]
     numbers = [call.number for call in calls]
     budgets = [call.due and float(call.due - now) for call in calls]
+    if first.carried:
+        return head.data, numbers, columns, budgets, first.batches, first.carried
     if first.batches or budgets.count(None) < len(budgets):
         return head.data, numbers, columns, budgets, first.batches
     return head.data, numbers, columns

@@ -133,6 +133,7 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         "caller: calls behind copies": len(state._unsent),
         **_of_slots("caller: copies of calls", state._copies),
         "caller: calls of contexts": len(connection._recorded_calls),
+        "caller: calls that interceptors know": len(connection._pending._observed),
         "caller: unresumed callers": len(connection._pending.wake),
         **_of_link("caller", connection._links.segments),
     }

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 import aiorpc_torch
+import aiorpc_torch.observe
 import aiorpc_torch.training
 from tests.support import guides
 
@@ -58,7 +59,7 @@ def test_defaults_of_worlds(name: str) -> None:
         assert cells[position] == ("–" if found is None else repr(found.default)), cells[0]
 
 
-@pytest.mark.parametrize("heading", ["Calls", "Batches", "Training"])
+@pytest.mark.parametrize("heading", ["Calls", "Batches", "Training", "Metrics"])
 def test_other_defaults(heading: str) -> None:
     """`Fill(max_wait=)`: the parameter of that public function or class."""
     for cell, default in rows(REFERENCE / "defaults.md", heading):

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 
 from aiorpc_torch._aio import tasks
+from aiorpc_torch._aio.slow_steps import SlowSteps
 from aiorpc_torch._aio.tasks import (
     SLOW_STEP,
     InlineFuture,
@@ -40,6 +41,7 @@ class Clock:
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(tasks, "perf_counter", clock)
+    monkeypatch.setattr(tasks, "note_slow_step", SlowSteps().note)
     return clock
 
 
@@ -203,14 +205,18 @@ def test_close_closes_the_coroutine() -> None:
 
 @pytest.mark.promise("worlds.slow_loop")
 def test_a_slow_step_is_named(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
-    """The method and for how long, once for each slow step."""
+    """The method and for how long."""
 
     async def method() -> None:
         clock.now += 0.25
         await pause()
         clock.now += 1.5
 
-    run(warn_if_blocking(method(), "Policy.act"), None)
+    steps = warn_if_blocking(method(), "Policy.act")
+    steps.send(None)
+    clock.now += 60  # it is warned of once a minute
+    with pytest.raises(StopIteration):
+        steps.send(None)
     assert len(caplog.messages) == 2
     assert caplog.messages[0].startswith("Policy.act held the event loop for 0.25 s")
     assert caplog.messages[1].startswith("Policy.act held the event loop for 1.50 s")

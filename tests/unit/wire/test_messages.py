@@ -293,7 +293,7 @@ def test_a_lone_call_is_a_group_of_one() -> None:
     ((head, columns),) = [(each.head, each[2:]) for each in message_of([sent])[0]]
     assert head is not sent.head.data
     assert head == sent.head.data
-    assert columns == ([[7]], [], ())
+    assert columns == ([[7]], [], (), ())
     assert len(dump(encode_calls([sent], NOW, TensorTable()))) < len(head) + 12
 
 
@@ -525,6 +525,8 @@ MALFORMED: dict[str, Any] = {
     "a number that is a fraction": fields(numbers=[4.5]),
     "a negative number": fields(numbers=[-4]),
     "a head that is a text": fields(head="m"),
+    "context variables that are numbers": fields(carried=[5]),
+    "a context variable that is a text": fields(carried=[("name", "value")]),
     "a head that is no bytes": fields(head=[HEAD]),
     "columns that are a text": fields(columns=""),
     "a column that is a text": fields(columns=["7"]),

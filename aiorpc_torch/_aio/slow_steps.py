@@ -1,0 +1,57 @@
+"""Warnings of steps that block an event loop: one a minute for each method, with their number."""
+
+import logging
+from dataclasses import dataclass
+
+log = logging.getLogger("aiorpc_torch")
+
+INTERVAL = 60.0  # seconds between two warnings of one method
+MAX_NAMES = 1024  # methods that are remembered
+
+
+@dataclass(slots=True)
+class _Method:
+    """The slow steps of one method since its last warning."""
+
+    warned: float
+    steps: int = 0
+    seconds: float = 0.0
+
+
+class SlowSteps:
+    """The slow steps of all methods. In any thread: a race costs or doubles one warning."""
+
+    def __init__(self) -> None:
+        self._methods: dict[str, _Method] = {}
+
+    def note(self, name: str, seconds: float, now: float) -> None:
+        """Log a slow step that ended at time `now`, or count it for a later warning."""
+        method = self._methods.get(name)
+        if method is None:
+            if len(self._methods) >= MAX_NAMES:
+                self._methods.clear()
+            self._methods[name] = _Method(now)
+            _warn(name, seconds, "")
+        elif now - method.warned < INTERVAL:
+            method.steps += 1
+            method.seconds += seconds
+        else:
+            more = (
+                f"; {method.steps} more steps of it, {method.seconds:.2f} s in all, were not logged"
+            )
+            self._methods[name] = _Method(now)
+            _warn(name, seconds, more if method.steps else "")
+
+
+def _warn(name: str, seconds: float, more: str) -> None:
+    log.warning(
+        "%s held the event loop for %.2f s: nothing else was served meanwhile. "
+        "A plain `def` would run in a thread%s",
+        name,
+        seconds,
+        more,
+    )
+
+
+note_slow_step = SlowSteps().note
+"""Log or count a slow step of this process."""

@@ -1,0 +1,160 @@
+"""`observe.serve_metrics`, scraped over HTTP and read with Prometheus's parser."""
+
+import asyncio
+import json
+import re
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+from prometheus_client.openmetrics.parser import text_string_to_metric_families
+
+from aiorpc_torch import Group, RRef, batched, remote
+from aiorpc_torch.observe import MetricsServer, recorder, serve_metrics
+from aiorpc_torch.observe.histograms import OTHER
+from tests.support.hooks import hooks as hooks
+
+pytestmark = pytest.mark.usefixtures("hooks", "world")
+
+DASHBOARD = Path(__file__).parents[2] / "docs" / "figures" / "grafana-dashboard.json"
+
+
+class Measured:
+    async def answer(self, _: int = 0) -> None:
+        await asyncio.sleep(0)
+
+    def fail(self) -> None:
+        raise LookupError
+
+    @batched(max_size=4, max_wait=30.0)
+    async def together(self, xs: list[int]) -> list[int]:
+        return xs
+
+
+def scrape(server: MetricsServer) -> str:
+    """Return what a scrape gets, as OpenMetrics."""
+    accepts = {"Accept": "application/openmetrics-text; version=1.0.0"}
+    request = urllib.request.Request(server.url, headers=accepts)
+    with urllib.request.urlopen(request, timeout=30.0) as answer:
+        assert answer.headers["Content-Type"].startswith("application/openmetrics-text")
+        return answer.read().decode()  # type: ignore[no-any-return]
+
+
+def samples(text: str) -> dict[tuple[str, frozenset[tuple[str, str]]], float]:
+    """Return the values by name and labels."""
+    return {
+        (sample.name, frozenset(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def scraped(server: MetricsServer) -> dict[Any, float]:
+    return samples(await asyncio.to_thread(scrape, server))
+
+
+def key(name: str, **labels: str) -> Any:
+    return name, frozenset(labels.items())
+
+
+@pytest.mark.promise("watching.metrics")
+async def test_a_scrape() -> None:
+    """Calls, errors, durations, waits, batches and the counters of `stats`."""
+    with serve_metrics() as server:
+        model = RRef(Measured())
+        for _ in range(3):
+            await remote(model).answer()
+        with pytest.raises(LookupError):
+            await remote(model).fail()
+        assert await asyncio.gather(*(remote(model).together(x) for x in range(4))) == [0, 1, 2, 3]
+        found = await scraped(server)
+    duration = "rpc_server_call_duration_seconds"
+    answered = {"rpc_method": "Measured.answer", "error_type": ""}
+    assert found[key(f"{duration}_count", client_address="main", **answered)] == 3
+    client = "rpc_client_call_duration_seconds"
+    assert found[key(f"{client}_count", server_address="main", **answered)] == 3
+    failed = {"rpc_method": "Measured.fail", "error_type": "LookupError"}
+    assert found[key(f"{duration}_count", client_address="main", **failed)] == 1
+    assert found[key(f"{duration}_sum", client_address="main", **answered)] > 0
+    assert found[key(f"{duration}_bucket", client_address="main", le="+Inf", **answered)] == 3
+    together = {"rpc_method": "Measured.together"}
+    assert found[key("aiorpc_server_queue_duration_seconds_count", **together)] == 4
+    assert found[key("aiorpc_batch_size_sum", **together)] == 4
+    assert found[key("aiorpc_batch_size_bucket", le="4.0", **together)] == 1
+    assert found[key("aiorpc_batch_wait_seconds_count", **together)] == 1
+    assert found[key("aiorpc_batches_total", reason="full", **together)] == 1
+    assert found[key("aiorpc_client_calls_total")] == 8
+    assert found[key("aiorpc_server_calls_total")] == 8
+    assert found[key("aiorpc_client_active_calls")] == 0
+    assert found[key("target_info", service_name="aiorpc_torch", service_instance_id="main")] == 1
+
+
+@pytest.mark.promise("watching.metrics")
+async def test_a_blocked_loop_is_scraped() -> None:
+    """From this very step of the loop: its lag is in the answer."""
+    with serve_metrics() as server:
+        await asyncio.sleep(0)
+        while server._lag is not None and server._lag._asked is None:
+            time.sleep(0.05)  # noqa: ASYNC251 - until it is asked, and cannot answer
+        time.sleep(0.2)  # noqa: ASYNC251
+        found = samples(scrape(server))
+    assert found[key("aiorpc_event_loop_lag_seconds")] >= 0.2
+
+
+@pytest.mark.promise("watching.metrics")
+async def test_labels_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Methods beyond the limit are one."""
+    monkeypatch.setattr(recorder, "MAX_METHODS", 1)
+    with serve_metrics() as server:
+        group = Group([RRef(Measured()), RRef(Measured())])
+        await remote(group).answer()
+        for _ in range(2):
+            with pytest.raises(LookupError):
+                await remote(group[0]).fail()
+        found = await scraped(server)
+    counts = {
+        dict(labels)["rpc_method"]: value
+        for (name, labels), value in found.items()
+        if name == "rpc_server_call_duration_seconds_count"
+    }
+    assert counts == {"Measured.answer": 2, OTHER: 2}
+
+
+async def test_what_close_ends() -> None:
+    """The port, the threads and the counting; twice is once."""
+    server = serve_metrics()
+    assert repr(server) == f"<MetricsServer {server.url}>"
+    server.close()
+    server.close()
+    assert repr(server).endswith(", closed>")
+    with pytest.raises(OSError, match="refused"):
+        await scraped(server)
+    again = serve_metrics(server.port)
+    with pytest.raises(OSError, match="in use"):
+        serve_metrics(server.port)
+    again.close()
+
+
+async def test_no_loop_runs() -> None:
+    """There is no lag to measure."""
+    server = await asyncio.to_thread(serve_metrics)
+    found = await scraped(server)
+    await asyncio.to_thread(server.close)
+    assert key("aiorpc_event_loop_lag_seconds") not in found
+    assert found[key("aiorpc_client_calls_total")] == 0
+
+
+async def test_the_dashboard_names_metrics_that_exist() -> None:
+    """Each name in its queries is one of a scrape."""
+    with serve_metrics() as server:
+        model = RRef(Measured())
+        await asyncio.gather(*(remote(model).together(x) for x in range(4)))
+        found = await scraped(server)
+    dashboard = json.loads(DASHBOARD.read_text())
+    queries = [each["expr"] for panel in dashboard["panels"] for each in panel["targets"]]
+    names = {name for query in queries for name in re.findall(r"\b(?:aiorpc|rpc)_\w+", query)}
+    labels = {"rpc_method", "rpc_system"}
+    assert len(queries) >= 10
+    assert names - labels <= {name for name, _ in found}

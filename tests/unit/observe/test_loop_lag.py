@@ -1,0 +1,33 @@
+"""The lag of an event loop, measured from a thread."""
+
+import asyncio
+import threading
+import time
+
+from aiorpc_torch.observe.loop_lag import LoopLag
+
+
+async def test_a_blocked_loop_is_seen_while_it_is_blocked() -> None:
+    """And for some time afterwards."""
+    lag = LoopLag(asyncio.get_running_loop(), interval=0.01)
+    lag.start()
+    try:
+        time.sleep(0.3)  # noqa: ASYNC251 - the loop is blocked
+        assert lag.longest() >= 0.2
+        await asyncio.sleep(0.05)
+        assert lag.longest() >= 0.2
+        assert lag._asked is None or len(lag._lags) > 1
+    finally:
+        lag.close()
+
+
+def test_a_loop_that_has_ended() -> None:
+    """The thread ends; there is no lag."""
+    loop = asyncio.new_event_loop()
+    loop.close()
+    lag = LoopLag(loop)
+    lag.start()
+    lag._thread.join(30.0)
+    assert lag.longest() == 0.0
+    lag.close()
+    assert not any(each.name == "aiorpc-loop-lag" for each in threading.enumerate())
