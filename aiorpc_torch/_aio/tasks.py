@@ -19,6 +19,9 @@ log = logging.getLogger("aiorpc_torch")
 
 SLOW_STEP = 0.1  # seconds of one step, in which the event loop serves nothing else
 
+slow_steps: dict[str, tuple[int, float]] = {}
+"""The number of such steps of this process and the seconds of the longest, by coroutine."""
+
 
 @types.coroutine
 def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[Any, Any, R]:
@@ -32,6 +35,8 @@ def warn_if_blocking(coroutine: Coroutine[Any, Any, R], name: str) -> Generator[
             return stop.value  # type: ignore[no-any-return]
         finally:
             if (seconds := perf_counter() - start) > SLOW_STEP:
+                number, longest = slow_steps.get(name, (0, 0.0))
+                slow_steps[name] = number + 1, max(seconds, longest)
                 log.warning(
                     "%s held the event loop for %.2f s: nothing else was served meanwhile. "
                     "A plain `def` would run in a thread",

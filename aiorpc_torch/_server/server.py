@@ -7,6 +7,7 @@ to the loop.
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import socket
 import time
@@ -22,6 +23,7 @@ from .._protocol.members import Members
 from .._protocol.name_table import NameTable
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import record_of_torch_context
+from .._protocol.timings import timings
 from .._torch.compat import RawFuture
 from .._torch.cuda import StreamFence, fence_tensors, fence_tree
 from .._torch.devices import DeviceRoutes
@@ -223,7 +225,7 @@ class Server:
         except BaseException as exc:  # later calls of the session must still be served
             log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
             calls = failing_calls(numbers, session, reply, self.name, exc)
-        if fence is not None or profiler_enabled():
+        if fence is not None or timings.is_on or profiler_enabled():
             _note(calls, fence)
         if reply is None and session.slots.queues:
             calls = [call for call in calls if session.admit(call)]
@@ -273,11 +275,12 @@ class Server:
 
         Calls of the function `but` are left out.
         """
-        calls = [call for call in self._open_calls() if call.function is not but]
+        calls = [call for call in self.open_calls() if call.function is not but]
         return [(call.name, call.caller, call.started) for call in calls]
 
-    def _open_calls(self) -> list[ServerCall]:
-        return [*self.sessions.open_calls(), *self._torch_calls]
+    def open_calls(self, most: int | None = None) -> list[ServerCall]:
+        """Return the unanswered calls; at most the `most` oldest of each caller. In any thread."""
+        return [*self.sessions.open_calls(most), *itertools.islice([*self._torch_calls], most)]
 
     def end_process(self, peer: str, text: str) -> None:
         """End what a member's process has here, which was replaced or has left; tell it why."""
@@ -335,7 +338,7 @@ class Server:
         self._is_leaving, self._failure = True, failure
         self._executor.refusal = self._not_serving_error
         self.names.clear()
-        calls = self._open_calls()
+        calls = self.open_calls()
         for call in calls:
             call.abandon(self._not_serving_error())
         for call in calls:
@@ -365,5 +368,5 @@ class Server:
 def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
     for call in calls:
         call.fence = fence
-        if profiler_enabled():
+        if timings.is_on or profiler_enabled():
             call.record()

@@ -31,6 +31,7 @@ from .network import loopback_only, requested_interface
 from .node import Node
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
+from .watched import offered
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -270,7 +271,8 @@ async def run_worker(
         with cpp_warnings_hidden():
             startup = Startup(config, directory, node.server.set_device_routes)
             agent, workers = await startup.run()
-            with _gc_frozen(config.freeze_gc), dump_on_signal():
+            watched = offered(node, config.init_method)
+            with _gc_frozen(config.freeze_gc), dump_on_signal(), watched:
                 async with _running(config, node, directory, agent, workers) as me:
                     yield me
     finally:
