@@ -10,12 +10,12 @@ import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .model import History, by_world
+from .model import History, Row, by_world
 from .probe import Prober
-from .verdicts import verdicts
+from .verdicts import Verdict, verdicts
 
 INTERVAL = 1.0  # seconds between two looks
 LOOKS, LOOK_INTERVAL = 5, 0.5  # of `--json`, which needs differences
@@ -27,19 +27,25 @@ NO_RICH = "top needs rich: pip install 'aiorpc_torch[top]'; without it, use --js
 NO_TERMINAL = "top needs a terminal; use --json elsewhere"
 
 
-def run_top(*, as_json: bool = False, pid: int | None = None) -> int:
+def run_top(*, as_json: bool = False, svg: str | None = None, pid: int | None = None) -> int:
     """Run `top`; return its exit code.
 
     Args:
         as_json: whether to print the rows and verdicts once, as JSON.
+        svg: file for the picture, which is drawn once (default: none, it is shown live).
         pid: process whose worlds are shown (default: all of this user).
     """
     if as_json:
-        sys.stdout.write(json.dumps(look(pid), indent=1) + "\n")
+        sys.stdout.write(json.dumps(report(*look(pid)), indent=1) + "\n")
         return 0
     if importlib.util.find_spec("rich") is None:
         sys.stderr.write(f"{NO_RICH}\n")
         return 1
+    if svg is not None:
+        from .view import save
+
+        save(svg, *look(pid))
+        return 0
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
         sys.stderr.write(f"{NO_TERMINAL}\n")
         return 1
@@ -48,8 +54,8 @@ def run_top(*, as_json: bool = False, pid: int | None = None) -> int:
     return 0
 
 
-def look(pid: int | None = None) -> dict[str, Any]:
-    """Return rows and verdicts after a few looks, as `--json` prints them."""
+def look(pid: int | None = None) -> tuple[list[Row], list[Verdict]]:
+    """Return rows and verdicts after a few looks."""
     history = History()
     with contextlib.closing(Prober()) as prober:
         for number in range(LOOKS):
@@ -57,12 +63,17 @@ def look(pid: int | None = None) -> dict[str, Any]:
                 time.sleep(LOOK_INTERVAL)
             history.add(prober.sample())
     rows = history.rows(pid)
+    return rows, verdicts(history, rows)
+
+
+def report(rows: Sequence[Row], found: Sequence[Verdict]) -> dict[str, Any]:
+    """Return rows and verdicts as JSON has them."""
     return {
         "worlds": {
             world: [dataclasses.asdict(row) for row in of_world]
             for world, of_world in by_world(rows).items()
         },
-        "verdicts": [dataclasses.asdict(each) for each in verdicts(history, rows)],
+        "verdicts": [dataclasses.asdict(each) for each in found],
     }
 
 

@@ -1,10 +1,14 @@
 """The picture of `top`, made with rich: a table of workers, the verdicts, one worker in detail."""
 
+import io
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
@@ -113,6 +117,18 @@ def _help() -> Text:
         before, _, after = word.partition(key)
         found.append(before).append(key, style="bold underline not dim").append(f"{after} ")
     return found
+
+
+def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict], width: int = WIDE) -> None:
+    """Draw the picture once, as SVG."""
+    console = Console(record=True, file=io.StringIO(), width=width, force_terminal=True)
+    console.print(
+        picture(Screen(selected=-1), rows, verdicts, {}, width, len(rows) + MOST_VERDICTS)
+    )
+    # Without the fonts, which a browser would get from a third party.
+    template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    text = console.export_svg(title="python -m aiorpc_torch top", code_format=template)
+    Path(path).write_text("".join(f"{line.rstrip()}\n" for line in text.splitlines()))
 
 
 def _cut(group: Group) -> Group:
