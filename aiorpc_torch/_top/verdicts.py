@@ -21,6 +21,8 @@ KINDS: tuple[Kind, ...] = (
 HELD = 0.25  # seconds of lag that are told although no method is known for it
 WAIT = 1.0  # seconds from which a wait is told
 GROWTH, SHARE = 8, 0.1  # calls, and share of the queue, by which it has grown
+FEWEST_VALUES = 4  # looks at a queue, before it is judged
+FULL_BATCHES = 2  # that wait; fewer are no queue
 SLOWER, LEAST, FEWEST = 3.0, 0.01, 3  # times as long, seconds, calls in the window
 
 
@@ -93,9 +95,9 @@ def _window(track: Track) -> str:
 def _grows(row: Row, track: Track) -> Iterator[Verdict]:
     """Yield the queues that grow: of batched functions, else of all calls that are served."""
     is_known = False
-    for name in track.data.get("stats", {}).get("batches", {}):
+    for name, counters in track.data.get("stats", {}).get("batches", {}).items():
         values = track.values("stats", "batches", name, "waiting")
-        if is_growing(values):
+        if is_growing(values) and values[-1] > FULL_BATCHES * counters["size"]:
             is_known = True
             text = f"queue of {name} grows: {_change(values)} calls in {_window(track)}"
             yield Verdict("grows", row.world, row.name, text, name)
@@ -108,11 +110,17 @@ def _grows(row: Row, track: Track) -> Iterator[Verdict]:
 
 
 def is_growing(values: Sequence[float]) -> bool:
-    """Return whether a queue grows: it is longer than ever in the window, and than at its start."""
-    if len(values) < 2:
+    """Return whether a queue grows all the time: in the first half of the values and the second.
+
+    The queue of a fixed number of callers goes up and down, or rises once as they start.
+    """
+    if len(values) < FEWEST_VALUES:
         return False
-    grown = values[-1] - values[0]
-    return values[-1] >= max(values) and grown >= max(GROWTH, SHARE * values[0])
+    half = len(values) // 2
+    first, middle, last = values[0], values[half], values[-1]
+    least = max(GROWTH, SHARE * first) / 2
+    is_rising = min(values[half:]) >= max(values[:half])
+    return is_rising and middle - first >= least and last - middle >= least
 
 
 def _change(values: Sequence[float]) -> str:

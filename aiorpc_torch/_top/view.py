@@ -44,7 +44,7 @@ COLUMNS = (  # title, width, key of `SORTS`
     ("mem", 4, "m"),
     ("seg", 3, ""),
 )
-HELP = "↑↓ select  enter open  q quit  sort: "
+HELP = "↑↓ enter open  q quit  sort: "
 SORT_WORDS = ("rank", "name", "in", "out", "wait", "oldest", "bat", "p99", "lag", "mem")
 
 

@@ -236,7 +236,7 @@ async def test_keys_in_a_terminal(tmp_path: Any) -> None:
         try:
             for keys, text in (
                 *((b"", "nothing stands out"), (b"\x1b[B", "env0"), (b"\r", "rank 1")),
-                *((b"\x1b", "select"), (b"p", "p99"), (b"\x1bOB", "env0")),
+                *((b"\x1b", "enter open"), (b"p", "p99"), (b"\x1bOB", "env0")),
             ):
                 if keys:
                     terminal.press(keys)

@@ -46,7 +46,7 @@ def history(*looks: Sequence[Sample]) -> History:
 
 def batches(waiting: int, number: int = 0, items: int = 0) -> dict[str, dict[str, int]]:
     """Return the counters of one batched function."""
-    return {"Model.infer": {"batches": number, "items": items, "waiting": waiting}}
+    return {"Model.infer": {"batches": number, "items": items, "waiting": waiting, "size": 8}}
 
 
 def durations(**calls: tuple[float, int]) -> dict[str, dict[str, int]]:

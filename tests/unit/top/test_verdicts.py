@@ -39,33 +39,39 @@ def test_a_method_that_held_the_loop_is_named() -> None:
     assert found.text == "act held the loop 3 times in 1s, at most 900ms"
 
 
+def test_a_short_queue_is_none() -> None:
+    """Two full batches may wait: callers that are answered together call again together."""
+    assert not of(*(data(stats={"batches": batches(n)}) for n in (0, 5, 10, 16)))
+
+
 def test_a_lag_without_a_method() -> None:
     [found] = of(data(loop={"lag": 0.4}))
     assert (found.kind, found.method) == ("held", "")
 
 
 def test_a_queue_that_grows() -> None:
-    looks = (data(stats={"batches": batches(n), "running": n}) for n in (100, 180, 300))
+    looks = (data(stats={"batches": batches(n), "running": n}) for n in (100, 180, 240, 300))
     [found] = of(*looks)
     assert (found.kind, found.method) == ("grows", "Model.infer")
-    assert found.text == "queue of Model.infer grows: 100 → 300 calls in 2s"
+    assert found.text == "queue of Model.infer grows: 100 → 300 calls in 3s"
 
 
 def test_calls_that_come_faster_than_their_answers() -> None:
     call = {"method": "PS.update", "worker": "a", "age": 0.5, "stream": False}
-    [found] = of(data(), data(stats={"running": 40}, serving=[call]))
+    [found] = of(*(data(stats={"running": n}, serving=[call]) for n in (0, 10, 20, 40)))
     assert (found.kind, found.method) == ("grows", "PS.update")
 
 
 @pytest.mark.parametrize(
     ("values", "grows"),
     [
-        ([0, 8], True),
-        ([0, 7], False),
-        ([5], False),
-        ([1000, 1050], False),
-        ([1000, 1100], True),
-        ([0, 90, 80], False),
+        ([0, 2, 4, 8], True),
+        ([0, 2, 4, 7], False),
+        ([0, 100, 200], False),
+        ([1000, 1010, 1030, 1050], False),
+        ([1000, 1010, 1050, 1100], True),
+        ([0, 64, 0, 64], False),
+        ([0, 0, 64, 64, 64], False),
     ],
 )
 def test_growth(values: list[float], grows: bool) -> None:
