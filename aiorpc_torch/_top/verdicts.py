@@ -64,7 +64,7 @@ def _of_state(row: Row) -> Iterator[Verdict]:
         yield Verdict("silent", row.world, row.name, text)
     elif row.state == "blocked":
         place = f" ({_place(row.stack[0])})" if row.stack else ""
-        text = f"loop blocked for {seconds(row.blocked)} in {row.function}{place}"
+        text = f"loop blocked for over {seconds(row.blocked)} in {row.function}{place}"
         yield Verdict("blocked", row.world, row.name, text, row.function)
 
 

@@ -14,7 +14,7 @@ from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
 from .config import OnFailure, WorkerConfig, new_local_url
 from .network import loopback_only
-from .processes import ProcessOptions, Start
+from .processes import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
 from .worker import Worker, run_worker
 
@@ -89,6 +89,7 @@ async def local_world(
     start: Start = "forkserver",
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
+    logs: Logs | None = None,
 ) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
@@ -124,6 +125,9 @@ async def local_world(
             there is no such process, and they are not imported.
         loop_factory: Function or class at the top level of a module that makes the event loops of
             the children (default: uvloop's where it is installed, else asyncio's).
+        logs: "names": each line that a child prints or logs begins with its name, and the last
+            lines of a child that dies are in its `WorkerLost`. C++'s lines too. None: children
+            write to the streams of this process themselves.
 
     Raises:
         WorldTimeout: If children did not start in time.
@@ -148,7 +152,7 @@ async def local_world(
         loop_factory=loop_factory,
     )
     mine = replace(configs[0], device_maps=device_maps or {})
-    supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload))
+    supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload, logs))
     with graceful_signals(handle_signals):
         async with supervisor.running():
             async with contextlib.AsyncExitStack() as stack:
@@ -178,6 +182,7 @@ def run_local(
     start: Start = "forkserver",
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
+    logs: Logs | None = None,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -205,6 +210,7 @@ def run_local(
         start: As for `local_world`.
         preload: As for `local_world`.
         loop_factory: As for `local_world`, in every process.
+        logs: As for `local_world`.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError, ImportError: As `local_world`.
@@ -228,7 +234,7 @@ def run_local(
         freeze_gc=freeze_gc,
         loop_factory=loop_factory,
     )
-    processes = ProcessOptions(start, preload)
+    processes = ProcessOptions(start, preload, logs)
     supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
     with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
         return runner.run(_run(main, configs[0], supervisor, on_failure, handle_signals))

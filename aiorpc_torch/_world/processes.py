@@ -13,6 +13,7 @@ from ..errors import WorldTimeout
 from . import forkserver
 
 Start = Literal["forkserver", "spawn"]
+Logs = Literal["names"]
 
 ProcessFactory = Callable[[Callable[..., Any], tuple[Any, ...], str], BaseProcess]
 """A function that makes a process of a target function, its arguments and a name."""
@@ -24,8 +25,11 @@ class ProcessOptions:
 
     start: Start = "forkserver"
     preload: Sequence[str] = ()
+    logs: Logs | None = None
 
     def __post_init__(self) -> None:
+        if self.logs not in (None, "names"):
+            raise ValueError(f'logs must be "names" or None, got {self.logs!r}')
         if self.start not in ("forkserver", "spawn"):
             raise ValueError(f'start must be "forkserver" or "spawn", got {self.start!r}')
         names = self.preload

@@ -28,7 +28,7 @@ def test_a_blocked_loop_is_named() -> None:
     loop = {"lag": 3.2, "blocked": 3.2, "function": "Policy.act", "stack": stack}
     [found] = of(data(loop=loop))
     assert (found.kind, found.worker, found.method) == ("blocked", "w", "Policy.act")
-    assert found.text == "loop blocked for 3.2s in Policy.act (policy.py:12)"
+    assert found.text == "loop blocked for over 3.2s in Policy.act (policy.py:12)"
 
 
 def test_a_method_that_held_the_loop_is_named() -> None:
