@@ -9,6 +9,7 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
+from .._aio.waiting import announced
 from ..errors import WorldTimeout
 from . import forkserver
 
@@ -47,10 +48,11 @@ class ProcessOptions:
             return spawned_process
         with sigint_blocked():
             server = forkserver.obtain(self.preload)
+        names = ", ".join(("torch", *self.preload))
         try:
-            await server.ready(timeout)
+            with announced(f"children wait until their server has imported {names}"):
+                await server.ready(timeout)
         except TimeoutError:
-            names = ", ".join(("torch", *self.preload))
             raise WorldTimeout(
                 f"the process that forks the children did not import {names} within {timeout:g} s",
                 [],
