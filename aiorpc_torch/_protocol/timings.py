@@ -45,7 +45,9 @@ class Timings:
 
         It holds the event of a profiler, which ends when the record is released.
         """
-        counts = self._counts.setdefault(method, Counter()) if self.is_on else None
+        counts = None
+        if self.is_on and (counts := self._counts.get(method)) is None:
+            counts = self._counts[method] = Counter()
         return CallRecord(started, counts, event)
 
     def snapshot(self) -> dict[str, dict[int, int]]:

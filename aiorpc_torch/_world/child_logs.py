@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from multiprocessing.connection import Connection
 
 from .._aio.fork import close_on_fork
@@ -254,23 +254,15 @@ def _is_same_file(one: int, other: int) -> bool:
         return False
 
 
-@contextlib.contextmanager
-def _flushed() -> Iterator[None]:
-    for stream in (sys.stdout, sys.stderr):
-        if stream is not None:
-            stream.flush()
-    yield
-
-
 def use_outputs(outputs: Outputs) -> None:
     """Let this process, a child, write to its pipes, each line at once."""
     if not outputs:
         return
-    with _flushed():
-        os.dup2(outputs[0].fileno(), STDOUT)
-        os.dup2(outputs[-1].fileno(), STDERR)
-    for each in outputs:
-        each.close()
     for stream in (sys.stdout, sys.stderr):
         if stream is not None:
+            stream.flush()
             stream.reconfigure(line_buffering=True)  # type: ignore[union-attr]
+    os.dup2(outputs[0].fileno(), STDOUT)
+    os.dup2(outputs[-1].fileno(), STDERR)
+    for each in outputs:
+        each.close()

@@ -15,7 +15,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .._aio.fork import close_on_fork
@@ -94,7 +94,7 @@ class Watched:
     # ── in the thread ───────────────────────────────────────────────────────────────────────────
 
     def _serve(self) -> None:
-        with self._socket:
+        with self._socket, contextlib.closing(self):  # `close` again: it may have met a request
             while not self._is_closed:
                 try:
                     viewer, _ = self._socket.accept()
@@ -128,10 +128,11 @@ class Watched:
             self._lag.probe()
 
 
-def _encoded(take: Any) -> bytes:
+def _encoded(take: Callable[[], Any]) -> bytes:
+    """Return a snapshot as a line of JSON, or its failure: that must not hide the worker."""
     try:
-        found = take()
-    except Exception as exc:  # a defect here must not hide the worker
+        text = json.dumps(take(), default=str)
+    except Exception as exc:
         log.debug("a snapshot failed: %r", exc)
-        found = {"error": repr(exc)}
-    return json.dumps(found, default=str).encode() + b"\n"
+        text = json.dumps({"error": repr(exc)})
+    return f"{text}\n".encode()
