@@ -24,7 +24,7 @@ from .._aio.loops import LoopFactory
 from .._server.exports import Export
 from .._torch.devices import DeviceMaps
 from .._world.local import LocalWorker, local_world
-from .._world.processes import Start
+from .._world.processes import Logs, Start
 from .gate import Gate as Gate
 from .leaks import no_leaks as no_leaks
 
@@ -65,6 +65,7 @@ class Options(TypedDict, total=False):
     start: Start
     preload: Sequence[str]
     loop_factory: LoopFactory | None
+    logs: Logs | None
 
 
 class Workers(Protocol):
