@@ -32,6 +32,7 @@ NAME_LENGTH = 60  # characters of a worker's name in that of its socket: for one
 PROBE_INTERVAL = 0.1  # seconds between two looks at the event loop, while a viewer watches
 QUIET = 10.0  # seconds after a request until nothing is measured any more
 REQUEST_TIMEOUT = 0.5  # seconds for a viewer to send its request, and to take the snapshot
+END_TIMEOUT = 1.0  # seconds for the thread to end
 RETRY = 1.0  # seconds, where a viewer cannot be accepted for lack of descriptors
 
 # No dash: at the interpreter's end it is not waited for, since it enters no operator of torch's.
@@ -78,23 +79,25 @@ class Watched:
         self._socket = listen_unix(name)
         self._socket.setblocking(True)
         close_on_fork(self._socket)
+        self._thread = threading.Thread(target=self._serve, name=THREAD, daemon=True)
         try:
-            threading.Thread(target=self._serve, name=THREAD, daemon=True).start()
+            self._thread.start()
         except BaseException:
             self._socket.close()
             raise
 
     def close(self) -> None:
-        """Let the thread end; do not wait for it."""
+        """End the thread, which closes the socket: at once, unless it answers a viewer."""
         self._is_closed = True
-        timings.is_on = False
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # wakes the thread from `accept`
+        self._thread.join(END_TIMEOUT)
+        timings.is_on = False
 
     # ── in the thread ───────────────────────────────────────────────────────────────────────────
 
     def _serve(self) -> None:
-        with self._socket, contextlib.closing(self):  # `close` again: it may have met a request
+        with self._socket:
             while not self._is_closed:
                 try:
                     viewer, _ = self._socket.accept()

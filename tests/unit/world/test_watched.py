@@ -23,11 +23,6 @@ def threads() -> list[threading.Thread]:
     return [each for each in threading.enumerate() if each.name == THREAD]
 
 
-async def until_ended(thread: threading.Thread) -> None:
-    await asyncio.to_thread(thread.join, 60.0)
-    assert not thread.is_alive()
-
-
 @contextlib.asynccontextmanager
 async def watched_ends() -> AsyncIterator[tuple[Any, str, threading.Thread]]:
     """Two ends of which the far one is offered: they, the name of its socket, and its thread."""
@@ -37,7 +32,7 @@ async def watched_ends() -> AsyncIterator[tuple[Any, str, threading.Thread]]:
             [name] = [each for each in listening() - before if each.endswith("-far")]
             [thread] = [each for each in threads() if each not in known]
             yield ends, name, thread
-        await until_ended(thread)
+        assert not thread.is_alive()
         assert name not in listening()
         assert not timings.is_on
 
