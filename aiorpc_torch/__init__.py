@@ -27,11 +27,12 @@ Names with a leading underscore are private.
 # each other.
 #
 #     __main__    the command line
+#     _top        the viewer of running workers: probes, model, terminal
 #     observe     traces and metrics, on the public names alone
 #     training    versioned weights, staleness and replay, on the public names alone
 #     testing     worlds, gates and leak checks for the tests of users
-#     _stats      counters of this process
 #     _world      the node, directory, failure detection, shutdown, child processes
+#     _stats      counters of this process
 #     autograd    contexts and optimizers of distributed autograd
 #     _batching   @batched: policies, scheduler, queue, collation, results
 #     _client     calls out: connection pool, connections, pending calls, streams in

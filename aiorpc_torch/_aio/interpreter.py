@@ -27,6 +27,7 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (asyncio.Task, "_log_destroy_pending"),
     (asyncio.tasks, "_unregister_task"),
     (atexit, "_run_exitfuncs"),
+    (sys, "_current_frames"),
     (threading, "_shutdown"),
     (copyreg, "_slotnames"),
     (weakref, "finalize._registry"),

@@ -11,11 +11,13 @@ MAX_NAMES = 1024  # methods that are remembered
 
 @dataclass(slots=True)
 class _Method:
-    """The slow steps of one method since its last warning."""
+    """The slow steps of one method: `steps` and `seconds` since its last warning, and all."""
 
     warned: float
     steps: int = 0
     seconds: float = 0.0
+    number: int = 0
+    longest: float = 0.0
 
 
 class SlowSteps:
@@ -30,17 +32,20 @@ class SlowSteps:
         if method is None:
             if len(self._methods) >= MAX_NAMES:
                 self._methods.clear()
-            self._methods[name] = _Method(now)
-            _warn(name, seconds, "")
-        elif now - method.warned < INTERVAL:
+            method = self._methods[name] = _Method(now - INTERVAL)
+        method.number += 1
+        method.longest = max(method.longest, seconds)
+        if now - method.warned < INTERVAL:
             method.steps += 1
             method.seconds += seconds
-        else:
-            more = (
-                f"; {method.steps} more steps of it, {method.seconds:.2f} s in all, were not logged"
-            )
-            self._methods[name] = _Method(now)
-            _warn(name, seconds, more if method.steps else "")
+            return
+        more = f"; {method.steps} more steps of it, {method.seconds:.2f} s in all, were not logged"
+        _warn(name, seconds, more if method.steps else "")
+        method.warned, method.steps, method.seconds = now, 0, 0.0
+
+    def counts(self) -> dict[str, tuple[int, float]]:
+        """Return the number of slow steps and the seconds of the longest, by method."""
+        return {name: (each.number, each.longest) for name, each in [*self._methods.items()]}
 
 
 def _warn(name: str, seconds: float, more: str) -> None:
@@ -53,5 +58,8 @@ def _warn(name: str, seconds: float, more: str) -> None:
     )
 
 
-note_slow_step = SlowSteps().note
+slow_steps = SlowSteps()
+"""Those of this process."""
+
+note_slow_step = slow_steps.note
 """Log or count a slow step of this process."""

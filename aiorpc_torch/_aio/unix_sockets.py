@@ -40,12 +40,25 @@ def connect_unix(name: str) -> socket.socket:
     return found
 
 
+def peer_pid(peer: socket.socket) -> int:
+    """Return the pid of the process at the other end, 0 if it is in another pid namespace.
+
+    At the end that has connected it is known before the other process answers.
+    """
+    return _credentials(peer)[0]
+
+
 def is_same_user(peer: socket.socket) -> bool:
     """Return whether the other end is a process of this process's user.
 
     A user that this user namespace does not map has the overflow id, 65534 mostly, which is also
     the id of a real user: it is another one, like all others.
     """
+    return _credentials(peer)[1] == os.geteuid()
+
+
+def _credentials(peer: socket.socket) -> tuple[int, int, int]:
+    """Return pid, user and group of the process at the other end."""
     data = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
-    uid: int = _UCRED.unpack(data)[1]
-    return uid == os.geteuid()
+    pid, uid, gid = _UCRED.unpack(data)
+    return pid, uid, gid

@@ -13,6 +13,7 @@ import logging
 import socket
 import time
 from collections.abc import Collection, Sequence
+from itertools import islice
 from sys import modules
 from typing import Any
 
@@ -125,6 +126,15 @@ class Connection(Channel):
         """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
         receivers = [*self._pending.values()]
         return [(target_name(each.source), self.peer.name, each.started) for each in receivers]
+
+    def oldest_calls(self, most: int) -> list[tuple[str, float]]:
+        """Return method and `time.monotonic()` of the oldest pending calls, but streams.
+
+        In any thread.
+        """
+        receivers = [*islice(self._pending.values(), most)]
+        calls = [each for each in receivers if not isinstance(each, StreamReader)]
+        return [(target_name(each.source), each.started) for each in calls]
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""

@@ -184,6 +184,19 @@ class ConnectionPool:
         """Return method, worker and `time.monotonic()` of each pending call. In any thread."""
         return [call for _, each in self._connections() for call in each.pending_calls()]
 
+    def waits(self, most: int) -> dict[str, tuple[int, list[tuple[str, float]]]]:
+        """Return for each peer the number of pending calls, and the oldest of each connection.
+
+        In any thread.
+        """
+        found: dict[str, tuple[int, list[tuple[str, float]]]] = {}
+        for _, each in self._connections():
+            if each.waiting:
+                count, oldest = found.get(each.peer.name, (0, []))
+                oldest = [*oldest, *each.oldest_calls(most)]
+                found[each.peer.name] = count + each.waiting, oldest
+        return found
+
     def connected(self) -> set[str]:
         """Return the peers to which the running loop has a connection."""
         by_peer = self._connections_of(asyncio.get_running_loop())

@@ -16,8 +16,9 @@ from torch.distributed.rpc import RRef
 from .._aio.deadlines import set_deadline
 from .._protocol.interception import CallInfo, End, Kind, enter_call
 from .._protocol.recording import ContextRecord, enter_record
+from .._protocol.timings import timings
 from .._torch.cuda import StreamFence
-from .._torch.profiling import call_event
+from .._torch.profiling import call_event, profiler_enabled
 from .._wire.ancestry import BatchScope, enter_scopes
 from .._wire.columns import (
     FAILED,
@@ -184,9 +185,11 @@ class RpcCall(ServerCall):
         return self.session.caller
 
     def record(self) -> None:
-        """Record this call in the trace of a profiler, until it is answered. On the loop."""
-        event = call_event("serve", self.name, self.caller, self.worker)
-        self.session.events[self.number] = event
+        """Record this call until it is answered: for a profiler, and for `top`. On the loop."""
+        name, event = self.name, None
+        if profiler_enabled():
+            event = call_event("serve", name, self.caller, self.worker)
+        self.session.events[self.number] = timings.record(name, self.started, event)
 
     def grant(self, credit: int) -> None:
         """Add stream credit. Ignored unless the call is a stream."""

@@ -22,6 +22,7 @@ from .._protocol import propagation
 from .._protocol.exclusive import is_exclusive, turns_of
 from .._protocol.interception import TRACER, is_needed
 from .._protocol.runtime import runs_on_loop
+from .._protocol.timings import timings
 from .._torch import rrefs
 from .._torch.cuda import StreamFence
 from .._torch.profiling import profiler_enabled
@@ -82,7 +83,7 @@ class Dispatcher:
         except BaseException as exc:  # later calls of the session must still be served
             log.warning("calls from worker %r cannot be read: %r", session.caller, exc)
             calls = failing_calls(numbers, session, reply, self._worker, exc)
-        if fence is not None or profiler_enabled():
+        if fence is not None or timings.is_on or profiler_enabled():
             _note(calls, fence)
         if (propagation.used or TRACER in modules) and is_needed():
             for call in calls:
@@ -105,7 +106,7 @@ class Dispatcher:
 def _note(calls: Sequence[RpcCall], fence: StreamFence | None) -> None:
     for call in calls:
         call.fence = fence
-        if profiler_enabled():
+        if timings.is_on or profiler_enabled():
             call.record()
 
 

@@ -7,6 +7,7 @@ to the loop.
 import asyncio
 import contextlib
 import functools
+import itertools
 import logging
 import socket
 from collections.abc import Callable, Sequence
@@ -236,11 +237,12 @@ class Server:
 
         Calls of the function `but` are left out.
         """
-        calls = [call for call in self._open_calls() if call.function is not but]
+        calls = [call for call in self.open_calls() if call.function is not but]
         return [(call.name, call.caller, call.started) for call in calls]
 
-    def _open_calls(self) -> list[ServerCall]:
-        return [*self.sessions.open_calls(), *self._torch_calls]
+    def open_calls(self, most: int | None = None) -> list[ServerCall]:
+        """Return the unanswered calls; at most the `most` oldest of each caller. In any thread."""
+        return [*self.sessions.open_calls(most), *itertools.islice([*self._torch_calls], most)]
 
     def end_process(self, peer: str, text: str) -> None:
         """End what a member's process has here, which was replaced or has left; tell it why."""
@@ -298,7 +300,7 @@ class Server:
         self._is_leaving, self._failure = True, failure
         self._executor.refusal = self._not_serving_error
         self.names.clear()
-        calls = self._open_calls()
+        calls = self.open_calls()
         for call in calls:
             call.abandon(self._not_serving_error())
         for call in calls:

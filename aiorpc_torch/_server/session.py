@@ -126,7 +126,7 @@ class Session(Channel):
         self.retired = asyncio.Event()  # set when no further call comes
         self.served = 0
         self.read_at = 0.0  # `time.monotonic()` of the last message with calls
-        self.events: dict[int, Any] = {}  # of calls that a profiler records
+        self.events: dict[int, Any] = {}  # of calls that are recorded: `timings.CallRecord`
         self._handler = handler
         self._call_on_loop = call_on_loop
         self._mapped = mapped
@@ -260,9 +260,11 @@ class Session(Channel):
     def _end_event(self, key: Any) -> None:
         """End the event of an answered call. A profiler accepts that on the loop's thread only."""
         if type(key) is int:
-            self.events.pop(key, None)
-        elif key[2] == 0:  # the end of a stream
-            self.events.pop(key[0], None)
+            event = self.events.pop(key, None)
+        else:  # at the end of a stream, which is free
+            event = self.events.pop(key[0], None) if key[2] == 0 else None
+        if event is not None:
+            event.end()
 
     def collect(self, key: Any, reply: Any) -> None:
         """Complete `reply` with a held result, or with none if it was released."""

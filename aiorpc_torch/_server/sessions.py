@@ -1,6 +1,7 @@
 """The sessions of one worker: its connected callers, and the running calls of each."""
 
 import asyncio
+from itertools import islice
 
 from .._wire.messages import SessionKey
 from .calls import RpcCall
@@ -53,9 +54,10 @@ class SessionTable(dict[SessionKey, Session]):
         """Return the workers that have an open connection to this one."""
         return {each.caller for each in [*self.values()] if each.is_open}
 
-    def open_calls(self) -> list[RpcCall]:
-        """Return the unanswered calls."""
-        return [call for each in (*self.values(), *self._ended) for call in [*each.calls.values()]]
+    def open_calls(self, most: int | None = None) -> list[RpcCall]:
+        """Return the unanswered calls; at most the `most` oldest of each session."""
+        every = (*self.values(), *self._ended)
+        return [call for each in every for call in [*islice(each.calls.values(), most)]]
 
     def tally(self) -> tuple[int, int, int]:
         """Return the calls served, those that run, and the bytes of held results."""

@@ -32,6 +32,7 @@ from ..errors import NotServing
 from . import network
 from .config import NodeConfig
 from .node import Node
+from .watched import offered
 from .worker import Worker
 
 log = logging.getLogger("aiorpc_torch")
@@ -108,15 +109,16 @@ async def attach(
     host = _host(interface)
     attached = _Attached(config, Members(agent_name()))
     endpoints.enter(attached.node)  # before torch's table is read: no later change of it is missed
-    try:
-        attached.enter(host, adopt_agent())
-        with forks_exit_here():
-            yield Worker._of(attached.node)
-    except BaseException:
-        await attached.leave(0.0)
-        raise
-    else:
-        await attached.leave(stop_timeout)
+    with offered(attached.node, init_method()):
+        try:
+            attached.enter(host, adopt_agent())
+            with forks_exit_here():
+                yield Worker._of(attached.node)
+        except BaseException:
+            await attached.leave(0.0)
+            raise
+        else:
+            await attached.leave(stop_timeout)
 
 
 def _host(interface: str | None) -> str | None:

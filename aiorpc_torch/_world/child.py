@@ -25,6 +25,7 @@ from .._aio.signals import end_process
 from .._wire.by_value import is_main_without_file
 from .._wire.exceptions import RemoteFailure
 from ..errors import WorkerLost
+from .child_logs import ChildOutput, Outputs, use_outputs
 from .config import WorkerConfig
 from .processes import ProcessFactory, sigint_blocked
 from .worker import run_worker
@@ -75,16 +76,23 @@ class ChildProcess:
         config: WorkerConfig,
         main: Main | None,
         args: tuple[Any, ...],
+        output: ChildOutput | None = None,
     ) -> None:
         self.name = config.name
+        self._output = output
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
         self._is_watched = True
         # This end stays open until `close`: its end would mean this process's death to the child.
         self._pipe, theirs = multiprocessing.Pipe()
-        self._process = make_process(child_main, (theirs, config, main, args), config.name)
-        with sigint_blocked(), _main_importable():
-            self._process.start()
+        writers = () if output is None else output.writers
+        self._process = make_process(child_main, (theirs, config, main, args, writers), config.name)
+        try:
+            with sigint_blocked(), _main_importable():
+                self._process.start()
+        finally:
+            if output is not None:
+                output.started()
         theirs.close()
         close_on_fork(self._pipe)
         _running.add(self)
@@ -120,7 +128,12 @@ class ChildProcess:
 
     def _exit_failure(self) -> BaseException | None:
         code = self._process.exitcode
-        return None if code == 0 else WorkerLost(self.name, describe_exit(code))
+        if code == 0:
+            return None
+        lost = WorkerLost(self.name, describe_exit(code))
+        if self._output is not None and (note := self._output.note()):
+            lost.add_note(note)
+        return lost
 
     def is_exiting(self) -> bool:
         """Return whether the process has ended or ends now. In any thread."""
@@ -192,9 +205,14 @@ def _kill_all() -> None:
 
 
 def child_main(
-    pipe: Connection, config: WorkerConfig, main: Main | None, args: tuple[Any, ...]
+    pipe: Connection,
+    config: WorkerConfig,
+    main: Main | None,
+    args: tuple[Any, ...],
+    outputs: Outputs = (),
 ) -> NoReturn:
     """Run in the child from its start to its end."""
+    use_outputs(outputs)
     # A handler, not SIG_IGN, which programs that the child starts would inherit.
     close_on_fork(pipe)  # a process of a pool that outlives this one must not hide its death
     signal.signal(signal.SIGINT, lambda *_: None)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from .._aio.loops import await_on
+from .._aio.waiting import WaitReport
 from .._client.pool import ConnectionPool
 from .._protocol import endpoints
 from .._protocol.members import Members
@@ -160,18 +161,17 @@ class Departures:
 
     async def _wait(self, goal: Activity, among: Sequence[str], level: int) -> None:
         """Wait until the peers `among` (default: all) have reached `goal`."""
-        missing: Sequence[str] = ()
         token, is_reached = next(self._tokens), not self.members.peers
-        next_log = self._loop.time() + LOG_INTERVAL
         self._serving += goal is Activity.SERVING
         self._report()
         try:
-            while not is_reached:
-                is_reached, missing = await self._wait_once(token, goal, among)
-                if not is_reached and self._loop.time() >= next_log:
-                    next_log = self._loop.time() + LOG_INTERVAL
-                    names, verb = ", ".join(missing), "leaves" if len(missing) == 1 else "leave"
-                    log.log(level, "%s is serving until %s %s", self.members.name, names, verb)
+            with WaitReport(level, LOG_INTERVAL) as waiting:
+                while not is_reached:
+                    patience = waiting.pause
+                    is_reached, missing = await self._wait_once(token, goal, among, patience)
+                    if not is_reached:
+                        names, verb = ", ".join(missing), "leaves" if len(missing) == 1 else "leave"
+                        waiting.tell(f"{self.members.name} is serving until {names} {verb}")
         finally:
             self._serving -= goal is Activity.SERVING
             self._report()
@@ -179,13 +179,13 @@ class Departures:
                 self._withdraw(token)
 
     async def _wait_once(
-        self, token: int, goal: Activity, among: Sequence[str]
+        self, token: int, goal: Activity, among: Sequence[str], patience: float
     ) -> tuple[bool, Sequence[str]]:
-        """Wait for a while; return whether the goal is reached, and the peers of whom it is not."""
+        """Wait for `patience` seconds; return whether the goal is reached, and who has not."""
         coordinator = self._coordinator()
         if goal is Activity.SERVING and coordinator not in (None, self.members.name):
             self._renew_report()
-        request = self._request(token, goal, among, LOG_INTERVAL)
+        request = self._request(token, goal, among, patience)
         if coordinator is None:
             return await self._ask_all(request)
         if coordinator == self.members.name:

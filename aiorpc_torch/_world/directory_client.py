@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from .._aio.fork import close_on_fork
 from .._aio.threads import run_in_thread
+from .._aio.waiting import WaitReport
 from .._port.port import Port
 from .._port.purposes import DIRECTORY
 from .._port.tls import TlsError
@@ -237,26 +238,26 @@ class DirectoryClient:
         return message
 
     async def _receive(self) -> ToWorker:
-        """Return the next message that is no failure, and log which ranks are missing."""
-        while True:
-            message = await self._next()
-            if isinstance(message, wire.Failed):
-                if message.missing is None:
-                    raise ValueError(message.text)
-                raise WorldTimeout(message.text, message.missing)
-            if isinstance(message, wire.Ended):
-                raise _DirectoryEndedError("the last world there is ending")
-            if not isinstance(message, wire.Missing):
-                return message
-            listed = ", ".join(map(str, message.ranks))
-            log.warning("%s waits for rank %s to %s", self.registration, listed, message.action)
+        """Return the next message that is no failure, and report which ranks are missing."""
+        with WaitReport(logging.WARNING, LOG_INTERVAL) as waiting:
+            while isinstance(message := await self._next(waiting.pause), wire.Missing):
+                listed = ", ".join(map(str, message.ranks))
+                waiting.tell(f"{self.registration} waits for rank {listed} to {message.action}")
+        if isinstance(message, wire.Failed):
+            if message.missing is None:
+                raise ValueError(message.text)
+            raise WorldTimeout(message.text, message.missing)
+        if isinstance(message, wire.Ended):
+            raise _DirectoryEndedError("the last world there is ending")
+        return message
 
-    async def _next(self) -> ToWorker:
+    async def _next(self, pause: float) -> ToWorker:
+        """Return the next message; ask for the missing ranks after `pause` seconds without one."""
         assert self._stream is not None
         reading = asyncio.ensure_future(self._stream.receive())
         try:
             while self.remaining() and not reading.done():
-                await asyncio.wait((reading,), timeout=min(LOG_INTERVAL, self.remaining()))
+                await asyncio.wait((reading,), timeout=min(pause, self.remaining()))
                 if not reading.done() and self.remaining():
                     self._send(wire.AskMissing())
             if not reading.done():

@@ -58,7 +58,7 @@ def report(loop: asyncio.AbstractEventLoop) -> str:
     calls = [_describe(call) for call in pending()]
     lines = [f"{len(calls)} calls in flight in process {os.getpid()}, the oldest first:", *calls]
     for task in asyncio.all_tasks(loop):
-        lines += [f"Task {task.get_name()!r}:", *_stack(task.get_coro())]
+        lines += [f"Task {task.get_name()!r}:", *stack_of(task.get_coro())]
     return "\n".join(lines)
 
 
@@ -67,7 +67,7 @@ def _describe(call: PendingCall) -> str:
     return f"  {call.method} {way} worker {call.worker!r}, {call.age:.2f} s"
 
 
-def _stack(awaited: Any) -> Iterator[str]:
+def stack_of(awaited: Any) -> Iterator[str]:
     """Describe the frames of a coroutine and of those that it awaits, the outermost first."""
     while awaited is not None:
         kinds = [kind for kind in ("cr", "gi", "ag") if hasattr(awaited, f"{kind}_frame")]

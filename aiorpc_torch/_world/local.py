@@ -14,7 +14,7 @@ from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
 from .config import Initializer, OnFailure, WorkerConfig, new_local_url
 from .network import loopback_only
-from .processes import ProcessOptions, Start
+from .processes import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
 from .worker import Worker, run_worker
 
@@ -90,6 +90,7 @@ async def local_world(
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
     initializer: Initializer | None = None,
+    logs: Logs | None = None,
 ) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
@@ -128,6 +129,9 @@ async def local_world(
         initializer: Function at the top level of a module that each child calls with its name,
             before its event loop and its world. It may choose the child's device:
             `torch.cuda.set_device`.
+        logs: "names": each line that a child prints or logs begins with its name, and the last
+            lines of a child that dies are in its `WorkerLost`. C++'s lines too. None: children
+            write to the streams of this process themselves.
 
     Raises:
         WorldTimeout: If children did not start in time.
@@ -153,7 +157,7 @@ async def local_world(
         initializer=initializer,
     )
     mine = replace(configs[0], device_maps=device_maps or {})
-    supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload))
+    supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload, logs))
     with graceful_signals(handle_signals):
         async with supervisor.running():
             async with contextlib.AsyncExitStack() as stack:
@@ -184,6 +188,7 @@ def run_local(
     preload: Sequence[str] = (),
     loop_factory: LoopFactory | None = None,
     initializer: Initializer | None = None,
+    logs: Logs | None = None,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -212,6 +217,7 @@ def run_local(
         preload: As for `local_world`.
         loop_factory: As for `local_world`, in every process.
         initializer: As for `local_world`, in every process, this one included.
+        logs: As for `local_world`.
 
     Raises:
         WorldTimeout, WorkerLost, ValueError, ImportError: As `local_world`.
@@ -236,7 +242,7 @@ def run_local(
         loop_factory=loop_factory,
         initializer=initializer,
     )
-    processes = ProcessOptions(start, preload)
+    processes = ProcessOptions(start, preload, logs)
     supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
     configs[0].initialize()
     with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:

@@ -9,10 +9,12 @@ from multiprocessing import resource_tracker
 from multiprocessing.process import BaseProcess
 from typing import Any, Literal
 
+from .._aio.waiting import announced
 from ..errors import WorldTimeout
 from . import forkserver
 
 Start = Literal["forkserver", "spawn"]
+Logs = Literal["names"]
 
 ProcessFactory = Callable[[Callable[..., Any], tuple[Any, ...], str], BaseProcess]
 """A function that makes a process of a target function, its arguments and a name."""
@@ -24,8 +26,11 @@ class ProcessOptions:
 
     start: Start = "forkserver"
     preload: Sequence[str] = ()
+    logs: Logs | None = None
 
     def __post_init__(self) -> None:
+        if self.logs not in (None, "names"):
+            raise ValueError(f'logs must be "names" or None, got {self.logs!r}')
         if self.start not in ("forkserver", "spawn"):
             raise ValueError(f'start must be "forkserver" or "spawn", got {self.start!r}')
         names = self.preload
@@ -43,10 +48,11 @@ class ProcessOptions:
             return spawned_process
         with sigint_blocked():
             server = forkserver.obtain(self.preload)
+        names = ", ".join(("torch", *self.preload))
         try:
-            await server.ready(timeout)
+            with announced(f"children wait until their server has imported {names}"):
+                await server.ready(timeout)
         except TimeoutError:
-            names = ", ".join(("torch", *self.preload))
             raise WorldTimeout(
                 f"the process that forks the children did not import {names} within {timeout:g} s",
                 [],

@@ -11,6 +11,7 @@ from .._aio.interruption import Interrupt, interruptible
 from .._aio.threads import run_in_thread
 from ..errors import WorkerLost
 from .child import ChildProcess, Main, ParentCommand
+from .child_logs import LogReader
 from .config import OnFailure, WorkerConfig
 from .failure_detector import FailureDetector
 from .processes import ProcessFactory, ProcessOptions
@@ -44,6 +45,7 @@ class Supervisor:
     _children: list[ChildProcess] = field(default_factory=list)
     _stopping: set[ChildProcess] = field(default_factory=set)
     _make_process: ProcessFactory | None = None
+    _logs: LogReader | None = None
     _command: ParentCommand | None = None  # the last one that was sent
     # Set once the world is complete: before, no child can rejoin.
     _detector: FailureDetector | None = None
@@ -156,7 +158,10 @@ class Supervisor:
 
     def _begin(self, config: WorkerConfig) -> ChildProcess:
         assert self._make_process is not None
-        child = ChildProcess(self._make_process, config, self.main, self.args)
+        if self.processes.logs is not None and self._logs is None:
+            self._logs = LogReader()
+        output = None if self._logs is None else self._logs.open(config.name)
+        child = ChildProcess(self._make_process, config, self.main, self.args, output)
         self._children.append(child)
         return child
 
@@ -236,6 +241,8 @@ class Supervisor:
     def _reap(self) -> None:
         for child in self._children:
             child.close()
+        if self._logs is not None:
+            self._logs.close()
 
 
 def _reason(name: str, failure: BaseException) -> str:

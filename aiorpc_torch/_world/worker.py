@@ -37,6 +37,7 @@ from .node import Node, host_for
 from .one_port import OnePort, host_of_port
 from .shutdown import Shutdown, describe_failure
 from .startup import Startup
+from .watched import offered
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -123,7 +124,7 @@ class Worker:
                 await me.serve()
 
         A driver and any number of servers end together: when the driver leaves, each server's wait
-        ends. Lost peers are not waited for; replacement processes are. Every 10 s the log names the
+        ends. Lost peers are not waited for; replacement processes are. After 10 s the log names the
         awaited peers, at level INFO. Bound the wait with `asyncio.timeout`.
 
         Args:
@@ -203,7 +204,7 @@ async def worker(
         start_timeout: Seconds until the world must be complete.
         stop_timeout: Seconds that exit waits for peers, still serving (default: as long as live
             peers are inside). Lost peers are not waited for. A cancellation, Ctrl-C or SIGTERM ends
-            the wait. Every 10 s the log names who is awaited.
+            the wait. After 10 s the log names who is awaited.
         heartbeat: Seconds of silence after which a peer that something waits for is lost: it is
             frozen or unreachable. (A peer that dies is detected at once.)
         interface: Network interface of this worker, such as `"eth1"` (default: AIORPC_INTERFACE in
@@ -316,7 +317,8 @@ async def _entered(
         with cpp_warnings_hidden():
             startup = Startup(config, directory, node.server.set_device_routes, one_port)
             agent, workers = await startup.run()
-            with _gc_frozen(config.freeze_gc), dump_on_signal():
+            watched = offered(node, config.init_method)
+            with _gc_frozen(config.freeze_gc), dump_on_signal(), watched:
                 async with _running(config, node, directory, agent, workers, port) as me:
                     yield me
     finally:

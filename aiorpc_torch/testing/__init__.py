@@ -25,7 +25,7 @@ from .._server.exports import Export
 from .._torch.devices import DeviceMaps
 from .._world.config import Initializer
 from .._world.local import LocalWorker, local_world
-from .._world.processes import Start
+from .._world.processes import Logs, Start
 from .gate import Gate as Gate
 from .leaks import no_leaks as no_leaks
 
@@ -67,6 +67,7 @@ class Options(TypedDict, total=False):
     preload: Sequence[str]
     loop_factory: LoopFactory | None
     initializer: Initializer | None
+    logs: Logs | None
 
 
 class Workers(Protocol):

@@ -35,3 +35,12 @@ def test_methods_are_bounded(
         steps.note(name, 1.0, 0.0)
     assert len(steps._methods) == 1
     assert len(caplog.messages) == 3
+
+
+def test_all_steps_are_counted() -> None:
+    """Those that were logged, and those that were not."""
+    steps = SlowSteps()
+    for seconds in (0.2, 0.5, 0.3):
+        steps.note("Policy.act", seconds, 7.0)
+    steps.note("Policy.act", 0.1, 7.0 + slow_steps.INTERVAL)
+    assert steps.counts() == {"Policy.act": (4, 0.5)}

@@ -1,0 +1,1 @@
+"""The viewer of `python -m aiorpc_torch top`: probes, a pure model, and the terminal."""

@@ -1,0 +1,211 @@
+"""Snapshots of all workers of this user on this host, over their abstract Unix sockets.
+
+Each process has at most one request under way. One that does not answer, since it is stopped, say,
+delays the others once, and its request stays until it goes on.
+"""
+
+import contextlib
+import json
+import select
+import socket
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .._aio.unix_sockets import connect_unix, is_same_user, peer_pid
+from .._world.watched import PREFIX
+
+SOCKETS = Path("/proc/net/unix")
+LISTENS = "00010000"  # in the column of the flags
+ANSWER_TIMEOUT = 0.4  # seconds for all the processes that have answered before
+_TOKEN_LENGTH = 17  # of the name of a socket, before the name of the worker
+# The kernel takes 7 ms for the pages of a worker: a few workers are read in each look, in turn.
+MEMORY_INTERVAL = 10.0  # seconds between two reads of one worker's memory
+MEMORY_READS = 8  # in one look
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """A look at one process.
+
+    Attributes:
+        key: name of its socket.
+        name: name of its worker.
+        time: `time.monotonic()` of the look.
+        data: its snapshot, None if it has not answered.
+        silent: seconds since it was asked, if it has not answered.
+        pid: its pid, 0 if it is unknown here.
+        state: letter of its state in /proc: "T" is a stopped process.
+        memory: bytes of its own, 0 if they are unknown. Pages that forked children share with the
+            process that forked them are not its own.
+    """
+
+    key: str
+    name: str
+    time: float
+    data: dict[str, Any] | None
+    silent: float = 0.0
+    pid: int = 0
+    state: str = "?"
+    memory: int = 0
+
+
+def listening() -> set[str]:
+    """Return the names of the sockets of workers in this network namespace, of all users."""
+    found = set()
+    for line in SOCKETS.read_text(errors="replace").splitlines():
+        _, _, name = line.rpartition(f" @{PREFIX}")
+        if name and line.split()[3] == LISTENS:
+            found.add(PREFIX + name)
+    return found
+
+
+class Prober:
+    """Takes samples of all workers of this user."""
+
+    def __init__(self) -> None:
+        self._requests: dict[str, _Request] = {}
+        self._foreign: set[str] = set()  # sockets of other users
+        self._memory: dict[str, tuple[float, int]] = {}  # time of the read, and bytes
+
+    def sample(self, detail: Iterable[str] = (), timeout: float = ANSWER_TIMEOUT) -> list[Sample]:
+        """Return a sample of each worker.
+
+        Args:
+            detail: sockets that are asked for their calls and stacks, too.
+            timeout: seconds for those to answer that were not waited for before.
+        """
+        names = listening()
+        self._foreign &= names
+        for name in self._requests.keys() - names:
+            self._requests.pop(name).close()
+        asked = (self._ask(name, detail) for name in sorted(names - self._foreign))
+        fresh = [each for each in asked if each is not None]
+        self._receive(fresh, time.monotonic() + timeout)
+        self._read_memory()
+        return [self._finish(name, each) for name, each in [*self._requests.items()]]
+
+    def close(self) -> None:
+        """Close the connections."""
+        for each in self._requests.values():
+            each.close()
+        self._requests.clear()
+
+    def _ask(self, name: str, detail: Iterable[str]) -> "_Request | None":
+        """Send a request, unless one is under way; return it if it is new."""
+        if name in self._requests:
+            return None
+        try:
+            request = _Request(connect_unix(name), b"detail\n" if name in detail else b"brief\n")
+        except PermissionError:
+            self._foreign.add(name)
+        except BlockingIOError:  # its backlog is full: many viewers, and it does not answer
+            self._requests[name] = _Request(None, b"")
+        except OSError:  # it has ended
+            pass
+        else:
+            self._requests[name] = request
+            return request
+        return None
+
+    def _receive(self, fresh: list["_Request"], end: float) -> None:
+        """Read what has come; wait for the fresh requests only."""
+        while True:
+            reading = {each.fileno(): each for each in self._requests.values() if each.is_waiting}
+            left = max(0.0, end - time.monotonic()) if any(e.is_waiting for e in fresh) else 0.0
+            ready = _readable(reading, left)
+            for descriptor in ready:
+                reading[descriptor].receive()
+            if not ready:
+                return
+
+    def _read_memory(self) -> None:
+        """Read the memory of the workers whose last read is the oldest, a few at a time."""
+        now, known = time.monotonic(), self._memory
+        self._memory = {name: known.get(name, (0.0, 0)) for name in self._requests}
+        for name in sorted(self._memory, key=lambda name: self._memory[name])[:MEMORY_READS]:
+            if now - self._memory[name][0] > MEMORY_INTERVAL:
+                self._memory[name] = now, _own_memory(self._requests[name].pid)
+
+    def _finish(self, name: str, request: "_Request") -> Sample:
+        """Return the sample of a request; forget the request if it is answered."""
+        data, worker = request.data(), name[len(PREFIX) + _TOKEN_LENGTH :]
+        now, silent = time.monotonic(), 0.0
+        if request.is_waiting:
+            silent = now - request.started
+        else:
+            self._requests.pop(name).close()
+        pid = request.pid
+        return Sample(name, worker, now, data, silent, pid, _state(pid), self._memory[name][1])
+
+
+class _Request:
+    """A request to one process, and what has come of the answer."""
+
+    def __init__(self, connection: socket.socket | None, request: bytes) -> None:
+        self.started = time.monotonic()
+        self.pid = 0
+        self._received = bytearray()
+        self._connection = connection
+        self.is_waiting = connection is not None
+        if connection is None:
+            return
+        if not is_same_user(connection):
+            connection.close()
+            raise PermissionError("a process of another user")
+        self.pid = peer_pid(connection)
+        with contextlib.suppress(OSError):  # it ends: so `receive` sees
+            connection.send(request)
+
+    def fileno(self) -> int:
+        assert self._connection is not None
+        return self._connection.fileno()
+
+    def receive(self) -> None:
+        """Read what has come."""
+        assert self._connection is not None
+        try:
+            data = self._connection.recv(1 << 20)
+        except BlockingIOError:
+            return
+        except OSError:
+            data = b""
+        self._received += data
+        self.is_waiting = bool(data)
+
+    def data(self) -> dict[str, Any] | None:
+        """Return the snapshot, None without a whole one."""
+        if not self._received.endswith(b"\n"):
+            return None
+        found = json.loads(self._received)
+        return found if isinstance(found, dict) and "error" not in found else None
+
+    def close(self) -> None:
+        """Close the connection."""
+        if self._connection is not None:
+            self._connection.close()
+
+
+def _readable(descriptors: Iterable[int], timeout: float) -> list[int]:
+    poller = select.poll()
+    for each in descriptors:
+        poller.register(each, select.POLLIN)
+    return [descriptor for descriptor, _ in poller.poll(timeout * 1000)]
+
+
+def _state(pid: int) -> str:
+    with contextlib.suppress(OSError, IndexError):
+        text = Path(f"/proc/{pid}/stat").read_text(errors="replace")
+        return text.rpartition(")")[2].split()[0]
+    return "?"
+
+
+def _own_memory(pid: int) -> int:
+    found = 0
+    with contextlib.suppress(OSError, ValueError):
+        for line in Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines():
+            if line.startswith("Private_"):
+                found += int(line.split()[1]) * 1024
+    return found

@@ -1,0 +1,235 @@
+"""The picture of `top`, made with rich: a table of workers, the verdicts, one worker in detail."""
+
+import io
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich._export_format import CONSOLE_SVG_FORMAT
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from .format import number, seconds, size
+from .model import SORTS, Row, by_world, sort_rows
+from .verdicts import Verdict
+
+WIDE = 100  # columns from which there is place for what a worker waits for
+MOST_VERDICTS = 8
+FRAMES = 4  # of a call's stack
+STYLES = {
+    "ok": "green",
+    "blocked": "bold red",
+    "stopped": "bold red",
+    "silent": "bold red",
+    "lost": "bold red",
+    "held": "red",
+    "grows": "yellow",
+    "slow": "yellow",
+    "waits": "cyan",
+}
+COLUMNS = (  # title, width, key of `SORTS`
+    ("state", 7, ""),
+    ("in/s", 5, "i"),
+    ("out/s", 5, "u"),
+    ("wait", 4, "w"),
+    ("oldst", 5, "o"),
+    ("bat/s", 5, "b"),
+    ("size", 4, ""),
+    ("p50", 5, ""),
+    ("p99", 5, "p"),
+    ("lag", 5, "l"),
+    ("mem", 4, "m"),
+    ("seg", 3, ""),
+)
+HELP = "↑↓ enter open  q quit  sort: "
+SORT_WORDS = ("rank", "name", "in", "out", "wait", "oldest", "bat", "p99", "lag", "mem")
+
+
+@dataclass
+class Screen:
+    """The choices of the user: the order, the selected worker and the opened one."""
+
+    sort: str = "r"
+    selected: int = 0
+    opened: str = ""
+    """The socket of the worker in detail, "" for the table."""
+
+    def handle(self, key: str, rows: Sequence[Row]) -> bool:
+        """Handle a key; return whether to go on."""
+        if key in ("q", "\x03"):
+            return False
+        if key in SORTS:
+            self.sort = key
+        elif key in ("up", "k"):
+            self.selected -= 1
+        elif key in ("down", "j"):
+            self.selected += 1
+        elif key in ("escape", "left", "\x7f"):
+            self.opened = ""
+        elif key in ("\r", "\n", "right"):
+            self.opened = self._selected_key(rows)
+        self.selected = max(0, min(self.selected, len(rows) - 1))
+        return True
+
+    def _selected_key(self, rows: Sequence[Row]) -> str:
+        ordered = self.order(rows)
+        return ordered[self.selected].key if ordered else ""
+
+    def order(self, rows: Iterable[Row]) -> list[Row]:
+        """Return the rows as they are shown."""
+        return sort_rows(rows, self.sort)
+
+
+def picture(
+    screen: Screen,
+    rows: Sequence[Row],
+    verdicts: Sequence[Verdict],
+    detail: Mapping[str, Any],
+    width: int,
+    height: int,
+) -> RenderableType:
+    """Return the picture for a terminal of that many columns and lines.
+
+    `detail` is the snapshot of the opened worker.
+    """
+    opened = next((row for row in rows if row.key and row.key == screen.opened), None)
+    if opened is not None:
+        lines = [*_detail(opened, [v for v in verdicts if v.worker == opened.name], detail)]
+        return _cut(Group(*lines[: height - 2], Text("esc back  q quit", style="dim")))
+    if not rows:
+        return Text("no worker of this user in this network namespace; q quit")
+    shown = [_verdict_line(each) for each in verdicts[:MOST_VERDICTS]]
+    if len(verdicts) > MOST_VERDICTS:
+        shown.append(Text(f"and {len(verdicts) - MOST_VERDICTS} more", style="dim"))
+    shown = shown or [Text("nothing stands out", style="green")]
+    room = max(3, height - len(shown) - 3)
+    table = _table(screen, rows, width, room)
+    return _cut(Group(*shown, table, _help()))
+
+
+def _help() -> Text:
+    """Return the line of the keys: those that sort are letters of the columns' names."""
+    found = Text(HELP, style="dim")
+    for key, word in zip(SORTS, SORT_WORDS, strict=True):
+        before, _, after = word.partition(key)
+        found.append(before).append(key, style="bold underline not dim").append(f"{after} ")
+    return found
+
+
+def save(path: str, rows: Sequence[Row], verdicts: Sequence[Verdict], width: int = WIDE) -> None:
+    """Draw the picture once, as SVG."""
+    console = Console(record=True, file=io.StringIO(), width=width, force_terminal=True)
+    console.print(
+        picture(Screen(selected=-1), rows, verdicts, {}, width, len(rows) + MOST_VERDICTS)
+    )
+    # Without the fonts, which a browser would get from a third party.
+    template = re.sub(r"@font-face \{\{.*?\}\}", "", CONSOLE_SVG_FORMAT, flags=re.DOTALL)
+    text = console.export_svg(title="python -m aiorpc_torch top", code_format=template)
+    Path(path).write_text("".join(f"{line.rstrip()}\n" for line in text.splitlines()))
+
+
+def _cut(group: Group) -> Group:
+    for each in group.renderables:
+        if isinstance(each, Text):
+            each.no_wrap, each.overflow = True, "ellipsis"
+    return group
+
+
+def _verdict_line(verdict: Verdict) -> Text:
+    text = Text(f"{verdict.worker}: ", style=f"bold {STYLES[verdict.kind]}")
+    return text.append(verdict.text, style="not bold")
+
+
+def _table(screen: Screen, rows: Sequence[Row], width: int, room: int) -> Table:
+    """Return the table, scrolled to the selected worker."""
+    table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
+    table.add_column("worker", ratio=1, min_width=9, no_wrap=True)
+    for title, columns, key in COLUMNS:
+        is_sorted = key and key == screen.sort
+        style = "bold reverse" if is_sorted else "bold"
+        table.add_column(
+            Text(title, style=style), width=columns, no_wrap=True, justify="right", overflow="crop"
+        )
+    if width >= WIDE:
+        table.add_column("waits for", no_wrap=True, width=width - 84)
+    lines = [*_lines(screen.order(rows), screen.selected)]
+    at = next((n for n, (is_selected, _) in enumerate(lines) if is_selected), 0)
+    first = max(0, min(at - room // 2, len(lines) - room))
+    for is_selected, cells in lines[first : first + room]:
+        kept = cells if width >= WIDE else cells[: 1 + len(COLUMNS)]
+        table.add_row(*kept, style="reverse" if is_selected else "")
+    return table
+
+
+def _lines(rows: Sequence[Row], selected: int) -> Iterable[tuple[bool, list[RenderableType]]]:
+    """Yield the lines of the table: a line for each world if there are several, and the rows."""
+    worlds = by_world(rows)
+    position = 0
+    for world, of_world in worlds.items():
+        if len(worlds) > 1:
+            yield False, [Text(f"{_short(world)}: {len(of_world)} workers", style="dim")]
+        for row in of_world:
+            yield position == selected, _cells(row)
+            position += 1
+
+
+def _short(world: str) -> str:
+    scheme, _, rest = world.partition("://")
+    return f"local world {rest[:6]}" if scheme == "unix" else world
+
+
+def _cells(row: Row) -> list[RenderableType]:
+    numbers = (
+        *(number(row.incoming), number(row.outgoing), number(row.waiting), seconds(row.oldest)),
+        *(number(row.batches), number(row.batch_size), seconds(row.p50), seconds(row.p99)),
+        *(seconds(row.lag), size(row.memory), number(row.segments)),
+    )
+    is_known = row.state in ("ok", "blocked")
+    waits = ", ".join(f"{e.worker} {seconds(e.age)}" for e in row.waits if e.method)
+    return [
+        row.name,
+        Text(row.state, style=STYLES[row.state]),
+        *(each if is_known else "-" for each in numbers),
+        waits,
+    ]
+
+
+# ── one worker ──────────────────────────────────────────────────────────────────────────────────
+
+
+def _detail(
+    row: Row, verdicts: Iterable[Verdict], data: Mapping[str, Any]
+) -> Iterable[RenderableType]:
+    yield Text.assemble((row.name, "bold"), f"  rank {row.rank}  pid {row.pid}  {row.state}")
+    yield from map(_verdict_line, verdicts)
+    if row.state == "blocked":
+        yield Text("stack of the event loop's thread, the innermost frame first:", style="bold")
+        yield from _stack(row.stack)
+    for method in row.methods:
+        times = f"p50 {seconds(method.p50)}  p99 {seconds(method.p99)}"
+        yield Text(f"{method.name}  {number(method.calls)} calls in 10 s  {times}")
+    for each in row.functions:
+        batches = f"{number(each.rate)} batches/s of {number(each.size)}"
+        yield Text(f"{each.name}  {batches}  {number(each.waiting)} calls wait")
+    for wait in row.waits:
+        calls = f"{number(wait.calls)} calls, {wait.method} for {seconds(wait.age)}"
+        yield Text(f"waits for {wait.worker}: {calls}", style="cyan")
+    yield from _calls(data)
+
+
+def _calls(data: Mapping[str, Any]) -> Iterable[RenderableType]:
+    if calls := data.get("calls", ()):
+        yield Text("oldest calls that run here:", style="bold")
+    for call in calls:
+        yield Text(f"{call['method']} of {call['worker']} for {seconds(call['age'])}")
+        yield from _stack(call["stack"][-FRAMES:])
+    for name, frames in data.get("threads", {}).items():
+        yield Text(f"thread {name}:", style="bold")
+        yield from _stack(frames[:FRAMES])
+
+
+def _stack(frames: Iterable[str]) -> Iterable[Text]:
+    return (Text(f"  {frame}", style="dim") for frame in frames)

@@ -1,0 +1,248 @@
+"""`python -m aiorpc_torch top` beside worlds: what it names, and that it never hangs."""
+
+import asyncio
+import contextlib
+import importlib
+import json
+import os
+import pty
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import aiorpc_torch as aiorpc
+from aiorpc_torch import call, create, remote
+from aiorpc_torch.__main__ import main as command_line
+from aiorpc_torch._top.model import History, Row
+from aiorpc_torch._top.probe import Prober
+from aiorpc_torch._top.terminal import look
+from aiorpc_torch._top.verdicts import Verdict, verdicts
+from tests.support import attached, guides
+from tests.support.attached import cast
+from tests.support.scripts import ROOT
+
+SOON = 60.0  # seconds after which something will never happen
+
+
+class Holder:
+    """Blocks its event loop until a file is there."""
+
+    async def hold(self, path: str) -> None:
+        while not Path(path).exists():  # noqa: ASYNC240
+            time.sleep(0.01)  # noqa: ASYNC251
+
+    async def pid(self) -> int:
+        return os.getpid()
+
+
+async def rows_until(is_there: Callable[[Row], bool]) -> list[Row]:
+    """Look again and again until there is such a row among those of this world."""
+    history = History()
+    with contextlib.closing(Prober()) as prober:
+        async with asyncio.timeout(SOON):
+            while True:
+                history.add(await asyncio.to_thread(prober.sample))
+                rows = history.rows(os.getpid())
+                if any(map(is_there, rows)):
+                    return rows
+                await asyncio.sleep(0.05)
+
+
+@pytest.mark.promise("watching.states")
+async def test_a_blocked_a_stopped_and_a_lost_worker(tmp_path: Path) -> None:
+    """Each has its row. The lost one has no process; the others answer, or are known without."""
+    free = tmp_path / "free"
+    async with aiorpc.local_world(["held", "stopped", "dead", "well"]) as me:
+        holder = await create("held", Holder)
+        pids = {name: await call(name, os.getpid) for name in me.peers}
+        holding = asyncio.ensure_future(remote(holder).hold(str(free)))
+        os.kill(pids["stopped"], signal.SIGSTOP)
+        os.kill(pids["dead"], signal.SIGKILL)
+        try:
+            await rows_until(lambda row: row.name == "dead" and row.state == "lost")
+            rows = await rows_until(lambda row: row.state == "blocked")
+        finally:
+            os.kill(pids["stopped"], signal.SIGCONT)
+            free.touch()
+        await holding
+        found = {row.name: row for row in rows}
+        states = {name: row.state for name, row in found.items() if name != "main"}
+        assert states == {"held": "blocked", "stopped": "stopped", "dead": "lost", "well": "ok"}
+        assert found["held"].function == "Holder.hold"
+        assert "in Holder.hold" in found["held"].stack[0]
+        assert (found["held"].pid, found["stopped"].pid) == (pids["held"], pids["stopped"])
+        assert [wait.worker for wait in found["main"].waits] == ["held"]
+        assert found["well"].memory > 0
+
+
+async def test_processes_that_attach_are_there() -> None:
+    """Also the world of `rpc.init_rpc`; without `attach` a process has no row."""
+    with cast("ps", "t0", "t1") as players:
+        for name in ("ps", "t0"):
+            players[name].run(attached.enter)
+        pid = players["ps"].run(os.getpid)
+        rows, _ = await asyncio.to_thread(look, pid)
+        assert sorted(row.name for row in rows) == ["ps", "t0"]
+        for name in ("ps", "t0"):
+            players[name].run(attached.leave)
+        rows, _ = await asyncio.to_thread(look, pid)
+        assert not rows
+
+
+async def test_a_world_of_one_and_a_fork_of_it() -> None:
+    """A child that `os.fork` has made is no worker, and the worker's row stays."""
+    async with aiorpc.local_world(0):
+        read, write = os.pipe()
+        if (child := os.fork()) == 0:
+            os.close(write)
+            os.read(read, 1)
+            os._exit(0)
+        try:
+            [row] = await rows_until(lambda row: row.state == "ok")
+            assert (row.name, row.pid) == ("main", os.getpid())
+        finally:
+            os.close(write)
+            os.close(read)
+            os.waitpid(child, 0)  # noqa: ASYNC222
+
+
+# ── the programs of the guide ───────────────────────────────────────────────────────────────────
+
+GUIDE = guides.read(guides.DOCS / "guides" / "find-out-why-it-is-slow.md")
+
+
+@contextlib.asynccontextmanager
+async def running(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
+    """Run a program of the guide in the block, in this process."""
+    (folder / f"{name}.py").write_text(
+        GUIDE.files[f"{name}.py"].replace("range(100)", "range(10**6)")
+    )
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    program = asyncio.ensure_future(importlib.import_module(name).main())
+    try:
+        yield
+    finally:
+        program.cancel()
+        await asyncio.wait((program,))
+
+
+async def verdict_of(kind: str) -> Verdict:
+    """Look at the world of this process until there is a verdict of that kind with a method."""
+    history = History()
+    with contextlib.closing(Prober()) as prober:
+        async with asyncio.timeout(SOON):
+            while True:
+                history.add(await asyncio.to_thread(prober.sample))
+                for each in verdicts(history, history.rows(os.getpid())):
+                    if each.kind == kind and each.method:
+                        return each
+                await asyncio.sleep(0.2)
+
+
+@pytest.mark.promise("watching.faults")
+@pytest.mark.parametrize(
+    ("program", "kind", "worker", "method"),
+    [
+        ("blocking", "held", "policy", "Policy.act"),
+        ("straggler", "slow", "env2", "Env.step"),
+        ("unbounded", "grows", "model", "Model.infer"),
+    ],
+)
+async def test_the_fault_of_a_program_of_the_guide_is_named(
+    program: str,
+    kind: str,
+    worker: str,
+    method: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running(program, tmp_path, monkeypatch):
+        found = await verdict_of(kind)
+    assert (found.worker, found.method) == (worker, method)
+
+
+# ── the command ─────────────────────────────────────────────────────────────────────────────────
+
+
+async def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """And a picture, in which no font is fetched."""
+    async with aiorpc.local_world(0):
+        arguments = ["top", "--json", "--pid", str(os.getpid())]
+        assert await asyncio.to_thread(command_line, arguments) == 0
+        [[row]] = json.loads(capsys.readouterr().out)["worlds"].values()
+        assert (row["name"], row["state"], row["rank"]) == ("main", "ok", 0)
+        pytest.importorskip("rich")
+        picture = tmp_path / "top.svg"
+        arguments = ["top", "--svg", str(picture), "--pid", str(os.getpid())]
+        assert await asyncio.to_thread(command_line, arguments) == 0
+        assert ">main" in picture.read_text()
+        assert "https" not in picture.read_text().partition("<style>")[2]
+
+
+def test_without_rich_it_says_so(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda _: None)
+    assert command_line(["top"]) == 1
+    assert "pip install 'aiorpc_torch[top]'" in capsys.readouterr().err
+
+
+class Terminal:
+    """A pseudo-terminal of 80 columns in which `top` runs."""
+
+    def __init__(self, pid: int) -> None:
+        self._master, slave = pty.openpty()
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "aiorpc_torch", "top", "--pid", str(pid)],
+            stdin=slave,
+            stdout=slave,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "80"},
+        )
+        os.close(slave)
+        self.text = ""
+
+    def press(self, keys: bytes) -> None:
+        self.text = ""
+        os.write(self._master, keys)
+
+    def until(self, text: str) -> None:
+        """Wait until the terminal was sent this text since the last key."""
+        end = time.monotonic() + SOON
+        while text not in self.text:
+            assert select.select([self._master], [], [], end - time.monotonic())[0], self.text
+            self.text += os.read(self._master, 1 << 16).decode(errors="replace")
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait()
+        os.close(self._master)
+
+
+async def test_keys_in_a_terminal(tmp_path: Any) -> None:
+    """The arrows select, Enter opens, Escape closes, letters sort, "q" ends it."""
+    pytest.importorskip("rich")
+    async with aiorpc.local_world(["env0"]) as me:
+        holder = await create("env0", Holder)
+        await remote(holder).pid()
+        terminal = Terminal(os.getpid())
+        try:
+            for keys, text in (
+                *((b"", "nothing stands out"), (b"\x1b[B", "env0"), (b"\r", "rank 1")),
+                *((b"\x1b", "enter open"), (b"p", "p99"), (b"\x1bOB", "env0")),
+            ):
+                if keys:
+                    terminal.press(keys)
+                await asyncio.to_thread(terminal.until, text)
+            terminal.press(b"q")
+            assert await asyncio.to_thread(terminal.process.wait, SOON) == 0
+        finally:
+            terminal.close()
+        assert me.peers == ("env0",)

@@ -1,0 +1,112 @@
+"""The rows of `top`: rates and quantiles are differences between snapshots."""
+
+from collections import Counter
+
+import pytest
+
+from aiorpc_torch._protocol.timings import bucket_of
+from aiorpc_torch._top.model import WINDOW, Row, quantile, sort_rows
+from tests.support.top_samples import WORLD, batches, data, durations, history, sample
+
+
+def only(*snapshots: dict[str, object]) -> Row:
+    """Return the row of one worker, with a snapshot in each second."""
+    [row] = history(*([sample(at, each)] for at, each in enumerate(snapshots))).rows()
+    return row
+
+
+def test_rates_are_differences() -> None:
+    before, after = {"served": 100, "calls": 5}, {"served": 150, "calls": 25}
+    row = only(data(stats=before), data(stats=before), data(stats=after))
+    assert (row.incoming, row.outgoing) == (25.0, 10.0)
+
+
+def test_one_snapshot_has_no_rate() -> None:
+    row = only(data(stats={"served": 100}))
+    assert (row.incoming, row.waiting, row.rank, row.state) == (None, 0, 1, "ok")
+
+
+def test_a_counter_that_began_anew_is_no_negative_rate() -> None:
+    assert only(data(stats={"served": 100}), data(stats={"served": 3})).incoming == 0.0
+
+
+def test_quantiles_are_of_the_window() -> None:
+    first = durations(step=(5.0, 1000))
+    last = {"step": first["step"] | durations(step=(0.010, 99))["step"]}
+    last["step"] |= durations(step=(0.5, 1))["step"]
+    row = only(data(timings=first), data(timings=last))
+    assert row.p50 == pytest.approx(0.010, rel=0.1)
+    assert row.methods[0].calls == 100
+    assert quantile(Counter({bucket_of(0.5): 1}), 0.99) == pytest.approx(0.5, rel=0.1)
+    assert quantile({}, 0.5) is None
+
+
+def test_batches() -> None:
+    row = only(data(stats={"batches": batches(3)}), data(stats={"batches": batches(4, 10, 80)}))
+    assert (row.batches, row.batch_size, row.functions[0].waiting) == (10.0, 8.0, 4)
+
+
+def test_the_oldest_call_is_no_stream() -> None:
+    serving = [
+        {"method": "Env.watch", "worker": "a", "age": 900.0, "stream": True},
+        {"method": "Env.step", "worker": "a", "age": 1.0, "stream": False},
+    ]
+    wait = {"worker": "ps", "calls": 3, "method": "update", "age": 2.0}
+    assert only(data(serving=serving)).oldest_method == "Env.step"
+    row = only(data(serving=serving, waits=[wait]))
+    assert (row.oldest, row.oldest_method, row.waits[0].worker) == (2.0, "update", "ps")
+
+
+def test_a_worker_that_does_not_answer_keeps_its_row() -> None:
+    looks = [[sample(0.0, data())], [sample(3.0, None, silent=2.5, pid=7)]]
+    [row] = history(*looks).rows()
+    assert (row.state, row.silent, row.world, row.rank) == ("silent", 3.0, WORLD, 1)
+
+
+def test_a_stopped_process_is_known_without_an_answer() -> None:
+    [row] = history([sample(0.0, None, name="env", state="T", pid=9)]).rows()
+    assert (row.state, row.name, row.pid) == ("stopped", "env", 9)
+
+
+def test_a_slow_answer_is_no_silence() -> None:
+    [row] = history([sample(0.0, data())], [sample(0.2, None, silent=0.2)]).rows()
+    assert row.state == "ok"
+
+
+def test_a_lost_worker_without_a_process_has_a_row() -> None:
+    """Once, however many peers tell of it; one with a process has its own row."""
+    members = ("main", "w", "x", "y")
+    told = {"lost": {"x": "its process was killed by SIGKILL", "y": "silent"}}
+    look = [sample(0.0, data(name, members, **told)) for name in ("main", "w")]
+    rows = history([*look, sample(0.0, None, name="y", state="T")]).rows()
+    [lost] = [row for row in rows if row.state == "lost"]
+    assert (lost.name, lost.rank, lost.key) == ("x", 2, "")
+    assert [row.name for row in rows if row.state == "stopped"] == ["y"]
+
+
+def test_a_process_that_has_ended_has_no_row() -> None:
+    found = history(
+        [sample(0.0, data("main")), sample(0.0, data("w"))], [sample(1.0, data("main"))]
+    )
+    assert [row.name for row in found.rows()] == ["main"]
+    assert len(found.tracks) == 1
+
+
+def test_old_samples_are_dropped() -> None:
+    found = history(*([sample(at, data())] for at in range(100)))
+    [track] = found.tracks.values()
+    assert track.seconds() == WINDOW
+
+
+def test_only_the_worlds_of_one_process() -> None:
+    other = data("other") | {"world": "tcp://host:1"}
+    found = history([sample(0.0, data(), pid=5), sample(0.0, other, pid=6)])
+    assert [row.name for row in found.rows(of_pid=6)] == ["other"]
+    assert len(found.rows()) == 2
+
+
+def test_sorting() -> None:
+    rows = [Row("1", "a", "b", 1, p99=0.1), Row("2", "a", "a", 0), Row("3", "a", "c", 2, p99=0.5)]
+    assert [row.name for row in sort_rows(rows, "p")] == ["c", "b", "a"]
+    assert [row.name for row in sort_rows(rows, "n")] == ["a", "b", "c"]
+    assert [row.name for row in sort_rows(rows, "r")] == ["a", "b", "c"]
