@@ -105,6 +105,7 @@ faults: install
 figures: install
 	$(BIN)/python -m benchmarks.figures
 	$(BIN)/python -m benchmarks.timeline --plot docs/figures/timeline.svg
+	$(BIN)/python -m benchmarks.observe --trace docs/figures/trace.svg
 	$(BIN)/python -m benchmarks.waiting --plot docs/figures/waiting.svg
 	$(BIN)/python -m benchmarks.scale --sizes 2 8 32 --repeat 2 --plot docs/figures/scale.svg
 	$(BIN)/python -m benchmarks.pipeline --plot docs/figures/pipeline.svg

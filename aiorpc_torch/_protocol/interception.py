@@ -124,6 +124,9 @@ def is_needed() -> bool:
 def _start_tracing() -> None:
     global _is_tracing
     api: Any = sys.modules[TRACER]
+    # Private, and None until a provider is set: `get_tracer_provider` reads the environment, 1 µs.
+    if getattr(api, "_TRACER_PROVIDER", api) is None:
+        return
     try:
         if isinstance(api.get_tracer_provider(), api.ProxyTracerProvider):  # none is set
             return
