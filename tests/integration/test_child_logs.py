@@ -45,7 +45,7 @@ class Output:
                 self.lines += text.splitlines()
 
 
-@pytest.mark.promise("watching.logs")
+@pytest.mark.promise("top.logs")
 @pytest.mark.parametrize("start", ["forkserver", pytest.param("spawn", marks=pytest.mark.slow)])
 async def test_lines_have_names(start: Any, capfd: pytest.CaptureFixture[str]) -> None:
     """They come while the loop of the parent is blocked; a dead child's are in its error."""
@@ -65,7 +65,7 @@ async def test_lines_have_names(start: Any, capfd: pytest.CaptureFixture[str]) -
     assert "  last words" in note.splitlines()
 
 
-@pytest.mark.promise("watching.logs")
+@pytest.mark.promise("top.logs")
 async def test_without_logs_lines_are_as_they_are(capfd: pytest.CaptureFixture[str]) -> None:
     output = Output(capfd)
     async with aiorpc.local_world(1):

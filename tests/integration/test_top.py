@@ -55,7 +55,7 @@ async def rows_until(is_there: Callable[[Row], bool]) -> list[Row]:
                 await asyncio.sleep(0.05)
 
 
-@pytest.mark.promise("watching.states")
+@pytest.mark.promise("top.states")
 async def test_a_blocked_a_stopped_and_a_lost_worker(tmp_path: Path) -> None:
     """Each has its row. The lost one has no process; the others answer, or are known without."""
     free = tmp_path / "free"
@@ -147,7 +147,7 @@ async def verdict_of(kind: str) -> Verdict:
                 await asyncio.sleep(0.2)
 
 
-@pytest.mark.promise("watching.faults")
+@pytest.mark.promise("top.faults")
 @pytest.mark.parametrize(
     ("program", "kind", "worker", "method"),
     [

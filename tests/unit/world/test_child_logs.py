@@ -90,7 +90,7 @@ def write_and_end(output: ChildOutput, *texts: bytes) -> None:
     output.started()
 
 
-@pytest.mark.promise("watching.logs")
+@pytest.mark.promise("top.logs")
 def test_nothing_is_lost_at_an_end(reader: LogReader, written: dict[int, bytes]) -> None:
     """Also the line without an end; the last lines are known at once."""
     output = reader.open("a")

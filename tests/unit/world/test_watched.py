@@ -65,7 +65,7 @@ async def test_a_snapshot() -> None:
         await calling
 
 
-@pytest.mark.promise("watching.nothing")
+@pytest.mark.promise("top.nothing")
 async def test_durations_are_measured_from_the_first_look() -> None:
     async with watched_ends() as (ends, name, _):
         ends.gate.open()
@@ -77,7 +77,7 @@ async def test_durations_are_measured_from_the_first_look() -> None:
         assert "gated" in (await asyncio.to_thread(ask, name, b"brief\n"))["timings"]
 
 
-@pytest.mark.promise("watching.nothing")
+@pytest.mark.promise("top.nothing")
 async def test_nothing_is_measured_once_no_viewer_looks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watched, "QUIET", 0.0)
     monkeypatch.setattr(watched, "PROBE_INTERVAL", 0.001)
