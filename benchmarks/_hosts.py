@@ -18,6 +18,7 @@ NETWORK = "10.94.7"
 
 _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
+    "PYTHONWARNINGS": "ignore",  # torch's `init_rpc` warns of torch's own calls
     "TP_SOCKET_IFNAME": LINK,
     "GLOO_SOCKET_IFNAME": LINK,
     "PYTHONPATH": str(Path(__file__).parents[1]),  # `nsenter` leaves the working directory
