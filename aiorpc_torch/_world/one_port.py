@@ -4,7 +4,10 @@ With it torch's RPC listens on the loopback interface alone, and reaches workers
 tunnels between the ports. (tests/network/test_one_port.py)
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
+
+import torch
 
 from .._port.port import Port
 from .._port.tunnels import Tunnels
@@ -14,14 +17,20 @@ from . import network
 from .config import WorkerConfig
 from .registration import Registration
 
-CHANNELS = ("cuda_ipc", "cma", "cuda_basic", "basic")
-"""TensorPipe's channels, in its order, that need no further ports nor other networks."""
+_CHANNELS = ("cuda_ipc", "cma", "cuda_basic", "basic")  # in TensorPipe's order
 
 
 def host_of_port(interface: str | None, rank_0: str | None) -> str:
     """Return the address to listen at: of the interface, else of the one towards rank 0's host."""
     interface = interface or network.interface_towards(rank_0)
     return network.own_address(interface) or network.loopback_address()
+
+
+def channels_at_port(given: Sequence[str] | None) -> list[str]:
+    """Return TensorPipe's channels, of those `given`, that need no further ports nor networks."""
+    has_cuda = torch.version.cuda is not None  # else torch does not know the channels for it
+    known = [each for each in _CHANNELS if has_cuda or not each.startswith("cuda")]
+    return [each for each in known if given is None or each in given]
 
 
 class OnePort:

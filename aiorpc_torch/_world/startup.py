@@ -19,7 +19,7 @@ from .config import WorkerConfig
 from .device_maps import resolve_device_maps
 from .directory_client import DirectoryClient
 from .directory_messages import Entering
-from .one_port import CHANNELS, OnePort
+from .one_port import OnePort, channels_at_port
 from .registration import assign_worker_ids
 
 log = logging.getLogger("aiorpc_torch")
@@ -109,7 +109,7 @@ class Startup:
         log.info("%s uses %s", config.name, network.describe(interface))
         if (one_port := self._one_port) is not None:
             interface = network.loopback_only()
-            channels = [each for each in CHANNELS if channels is None or each in channels]
+            channels = channels_at_port(channels)
         with network.interface_env(interface):
             self._agent = Agent(
                 config.name,

@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+import torch
 
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tls import Tls
@@ -13,7 +14,7 @@ from aiorpc_torch._world import directory_messages as wire, meeting as meeting_m
 from aiorpc_torch._world.config import WorkerConfig
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.meeting import Meeting
-from aiorpc_torch._world.one_port import OnePort, host_of_port
+from aiorpc_torch._world.one_port import OnePort, channels_at_port, host_of_port
 from aiorpc_torch._world.registration import Registration
 from tests.support.certificates import Authority
 from tests.support.example_programs import free_port
@@ -120,3 +121,12 @@ def test_transports_that_reach_no_other_host() -> None:
 def test_a_number_that_is_no_port(port: int) -> None:
     with pytest.raises(ValueError, match="port must be from 1 to 65535, got"):
         WorkerConfig("w", 0, 1, "unix://x", port=port)
+
+
+@pytest.mark.parametrize("cuda", [None, "13.2"])
+def test_channels_that_torch_knows(monkeypatch: pytest.MonkeyPatch, cuda: str | None) -> None:
+    """A build without CUDA has no channels for it."""
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    of_cuda = [] if cuda is None else ["cuda_ipc", "cuda_basic"]
+    assert sorted(channels_at_port(None)) == sorted(["basic", "cma", *of_cuda])
+    assert channels_at_port(["basic", "cuda_gdr"]) == ["basic"]
