@@ -159,13 +159,12 @@ async def local_world(
     mine = replace(configs[0], device_maps=device_maps or {})
     supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload, logs))
     with graceful_signals(handle_signals):
-        async with supervisor.running():
-            async with contextlib.AsyncExitStack() as stack:
-                async with supervisor.raising_failures("stop"):
-                    me = await stack.enter_async_context(run_worker(mine, supervisor))
-                supervisor.watch_children(me)
-                with supervisor.notifying_on_exit():
-                    yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
+        async with supervisor.running(), contextlib.AsyncExitStack() as stack:
+            async with supervisor.raising_failures("stop"):
+                me = await stack.enter_async_context(run_worker(mine, supervisor))
+            supervisor.watch_children(me)
+            with supervisor.notifying_on_exit():
+                yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
 
 
 def run_local(

@@ -569,7 +569,7 @@ async def test_a_call_in_a_context_keeps_its_place(tap: Tap) -> None:
 @pytest.fixture
 async def listening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[aiorpc.Worker]:
     """A world that listens on a Unix socket and on TCP; strangers have a fifth of a second."""
-    monkeypatch.setattr(worker, "_host_for_others", lambda *_: "127.0.0.1")
+    monkeypatch.setattr(worker, "host_for", lambda *_: "127.0.0.1")
     monkeypatch.setattr(listener, "PROOF_TIMEOUT", 0.2)
     async with aiorpc.local_world(0) as me:
         yield me

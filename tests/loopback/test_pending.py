@@ -103,7 +103,9 @@ async def test_calls_of_plain_torch_clients() -> None:
     waits = Waits()
     rref = RRef(waits)
     done = asyncio.create_task(asyncio.to_thread(lambda: rref.rpc_sync().batch(1)))
-    await waits.gate.entered()
+    entered = asyncio.create_task(waits.gate.entered())
+    await asyncio.wait({done, entered}, return_when=asyncio.FIRST_COMPLETED)
+    assert entered.done(), await done
     (found,) = pending()
     assert (found.method, found.worker, found.incoming) == ("Waits.batch", "a torch client", True)
     await waits.gate.open()
