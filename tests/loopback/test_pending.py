@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
+from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import PendingCall, RRef, batched, call, pending, remote, testing
@@ -102,10 +103,10 @@ async def test_every_thread_of_the_worker_hangs() -> None:
 async def test_calls_of_plain_torch_clients() -> None:
     waits = Waits()
     rref = RRef(waits)
-    done = asyncio.create_task(asyncio.to_thread(lambda: rref.rpc_sync().batch(1)))
-    entered = asyncio.create_task(waits.gate.entered())
-    await asyncio.wait({done, entered}, return_when=asyncio.FIRST_COMPLETED)
-    assert entered.done(), await done
+    # Not `rref.rpc_sync()`: torch asks the agent of the first world of this process for its name.
+    sending = asyncio.to_thread(rpc.rpc_sync, "main", Waits.batch, args=(rref, 1))
+    done = asyncio.create_task(sending)
+    await waits.gate.entered()
     (found,) = pending()
     assert (found.method, found.worker, found.incoming) == ("Waits.batch", "a torch client", True)
     await waits.gate.open()

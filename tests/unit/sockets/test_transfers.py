@@ -20,7 +20,7 @@ from aiorpc_torch._sockets.transfers import (
 from aiorpc_torch._wire.frames import ProtocolError
 from aiorpc_torch._wire.shared_tensors import place, tensors_at
 
-LIMIT = 1 << 24
+LIMIT = 1 << 25
 WHICH = st.integers(0, 1000)
 
 
