@@ -15,6 +15,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
+from .._aio.deadlines import deadline_in, time_left
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.shared_arguments import EachValue, arguments_of
@@ -476,6 +477,7 @@ class AnyCall(SupervisedCall):
         RemoteCall.__init__(self, "", target, timeout, *args, **kwargs)
 
     def _run(self) -> Generator[Any, Any, Any]:
+        steps, due = self._steps, None if self._timeout is None else deadline_in(self._timeout)
         refused: set[str] = set()  # workers that leave, if the news of it has not come yet
         while not self._choose(refused):
             try:
@@ -484,6 +486,7 @@ class AnyCall(SupervisedCall):
                 refused.add(owner_name(self._worker))
                 if exc.may_have_run or isinstance(exc.__cause__, RemoteTraceback):
                     raise  # the method itself may raise it, too
+            self._steps, self._timeout = steps, time_left(due)  # it is not over
         return (yield from super()._run())
 
     def _iterate(self, *, enters: bool) -> RemoteStream | SupervisedStream:  # type: ignore[override]

@@ -258,10 +258,10 @@ class SocketLink:
             self._open(RESULTS)
         for each in news.confirmed:
             self._on_confirmed(*each)
-        for number, sent in news.dropped:
-            self._incoming.drop(number, sent)
         for number, name in news.adopted:
             self._adopt(number, name)
+        for number, sent in news.dropped:  # also what was to be adopted
+            self._incoming.drop(number, sent)
         for number in news.released:
             self._incoming.release(number)
 
@@ -487,6 +487,8 @@ class SocketLink:
             self._exported.add(job.transfer.number)
         if copy is not None:
             copy.on_arrived(name)
+        elif name is not None:  # it was cancelled meanwhile: the others have another lead
+            self.release(job.transfer)
 
     def _send_unadopted(self, job: _Job) -> None:
         """Send over the network what the peer could not map at its sibling."""

@@ -170,7 +170,8 @@ class DirectoryClient:
     async def _through_port(self, connected: socket.socket) -> socket.socket:
         if self._port is None or not self._is_through_port(connected):
             return connected
-        return await self._port.secure(connected, DIRECTORY, f"rank 0 at {self._meeting}")
+        async with asyncio.timeout(GREETING_TIMEOUT):  # a host that is frozen accepts connections
+            return await self._port.secure(connected, DIRECTORY, f"rank 0 at {self._meeting}")
 
     async def _in_thread(self, step: Callable[[], _Sockets]) -> _Sockets:
         self._attempt = asyncio.ensure_future(run_in_thread(step, "aiorpc-join"))
@@ -215,8 +216,9 @@ class DirectoryClient:
     async def _pause(self, exc: Exception) -> None:
         """Wait before the next attempt. Raises WorldTimeout if there is no time for one."""
         if not self.remaining():
+            reason = str(exc) or "what listens there does not answer"
             raise WorldTimeout(
-                f"no rank 0 at {self._meeting} within {self._timeout:g} s ({exc}). Check that "
+                f"no rank 0 at {self._meeting} within {self._timeout:g} s ({reason}). Check that "
                 "rank 0 runs and that its address is reachable. If rank 0 of a world has ended, no "
                 "process can enter that world any more",
                 [0],

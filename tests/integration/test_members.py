@@ -64,10 +64,11 @@ async def keep_unaware(envs: list[Any]) -> None:
 
 
 async def add_unaware() -> list[str]:
-    """Call any of those members, with and without a map."""
+    """Call any of those members, in tasks too, and by a map."""
     [envs] = joiners.kept
     group: Group[Env] = Group(envs)
     results = [await remote(group.any()).add(value) for value in range(3)]
+    results += await asyncio.gather(*(remote(group.any()).add(value) for value in range(3)))
     results += [result async for result in group.map(Env.add, range(3))]
     with pytest.raises(NotServing, match="the workers of all members"):
         await remote(Group(envs[:1]).any()).add(1)
@@ -92,7 +93,7 @@ async def test_a_worker_that_leaves_while_its_calls_run() -> None:
         assert me.peers == ("a", "c")
         assert [await remote(envs.any()).add(value) for value in range(3)] == ["a0", "a1", "a2"]
         assert [result async for result in envs.map(Env.add, range(3))] == ["a0", "a1", "a2"]
-        assert await call("c", add_unaware) == ["a0", "a1", "a2"] * 2
+        assert await call("c", add_unaware) == ["a0", "a1", "a2"] * 3
         with pytest.raises(NotServing, match="worker 'b' has left its world"):
             await remote(both[0]).add(1)
         assert not stopping.done()

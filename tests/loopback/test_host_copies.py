@@ -2,6 +2,7 @@
 
 import asyncio
 import socket
+import threading
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Broadcast, Group, Round, RRef, batched, remote
 from aiorpc_torch._aio.segments import SegmentName
-from aiorpc_torch._sockets import socket_link, socket_threads
+from aiorpc_torch._sockets import socket_link, socket_threads, transfers
 from tests.support.segment_files import mapped_segments, open_segments
 
 from .test_tensor_sockets import (
@@ -174,6 +175,54 @@ async def test_a_group_call_that_ends_while_it_is_sent(shelves: list[Shelf], lin
     del running
     await until(nothing_is_held)
     assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [1] * 4
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_a_call_is_cancelled_as_the_transfer_it_waits_for_arrives(
+    shelves: list[Shelf], line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The peer is told of both at once, and frees what it maps."""
+    x = torch.ones(LARGE)
+    calls = [asyncio.ensure_future(remote(RRef(each)).keep(x)) for each in shelves[:2]]
+    tell = socket_link.SocketLink.tell_adopted
+
+    def cancel_and_tell(self: Any, number: int, name: SegmentName) -> None:
+        own_connection().cancel(max(own_connection()._pending))
+        tell(self, number, name)
+
+    monkeypatch.setattr(socket_link.SocketLink, "tell_adopted", cancel_and_tell)
+    await line.is_held()
+    line.may_send.set()
+    assert await calls[0] == 1
+    calls[1].cancel()
+    await until(nothing_is_held)
+
+
+@pytest.mark.promise("sockets.cancelled")
+async def test_the_call_whose_transfer_others_wait_for_is_cancelled_as_it_arrives(
+    shelves: list[Shelf], line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its peer confirms it before a thread here has noted that it is sent."""
+    may_note = threading.Event()
+    sent = transfers.OutgoingTransfer.sent
+
+    def note_late(self: Any) -> bool:
+        if self.is_cancelled:
+            assert may_note.wait(SOON)
+        return sent(self)
+
+    monkeypatch.setattr(transfers.OutgoingTransfer, "sent", note_late)
+    x = torch.ones(LARGE // 4)  # one chunk
+    calls = [asyncio.ensure_future(remote(RRef(each)).keep(x)) for each in shelves[:2]]
+    await line.is_held(1)
+    [lead] = [each.transfer for each in near()._jobs.values() if each.transfer.is_complete]
+    calls[0].cancel()
+    await until(lambda: lead.is_cancelled)
+    line.may_send.set()
+    await until(lambda: lead.number not in near()._jobs)
+    may_note.set()
+    assert await calls[1] == 1
+    await until(nothing_is_held)
 
 
 @pytest.mark.promise("sockets.hosts")

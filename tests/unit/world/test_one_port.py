@@ -2,15 +2,21 @@
 
 import asyncio
 import contextlib
+import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 import torch
 
+import aiorpc_torch as aiorpc
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tls import Tls
-from aiorpc_torch._world import directory_messages as wire, meeting as meeting_module
+from aiorpc_torch._world import (
+    directory_client,
+    directory_messages as wire,
+    meeting as meeting_module,
+)
 from aiorpc_torch._world.config import WorkerConfig
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.meeting import Meeting
@@ -25,7 +31,7 @@ STARTED = Registration("w0", 0, 2, "1")
 
 @contextlib.asynccontextmanager
 async def client(
-    rank: int, url: str, tls: Tls | None, *, has_port: bool = True
+    rank: int, url: str, tls: Tls | None, *, has_port: bool = True, seconds: float = SOON
 ) -> AsyncIterator[tuple[DirectoryClient, Port | None]]:
     """The connection of a worker to the directory, as `worker` makes it."""
     one_port = OnePort(WorkerConfig(f"w{rank}", rank, 2, url, tls=tls), "127.0.0.1")
@@ -33,7 +39,7 @@ async def client(
     port = one_port.port if has_port else None
     if has_port:
         meeting.port, registration = port, one_port.registration(registration)
-    found = DirectoryClient(meeting, registration, SOON, port)
+    found = DirectoryClient(meeting, registration, seconds, port)
     try:
         yield found, port
     finally:
@@ -86,6 +92,18 @@ async def test_workers_that_do_not_get_in(url: str, tmp_path: Path) -> None:
                     await refused.register()
         assert isinstance(await second.register(), wire.Registered)
         await starting
+
+
+@pytest.mark.promise("security.tls")
+async def test_rank_0_does_not_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that is stopped, say: the system accepts connections for it."""
+    monkeypatch.setattr(directory_client, "GREETING_TIMEOUT", 0.1)
+    tls = Authority(tmp_path).tls()
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        url = f"tcp://127.0.0.1:{silent.getsockname()[1]}"
+        async with client(1, url, tls, seconds=0.3) as (found, _), asyncio.timeout(SOON):
+            with pytest.raises(aiorpc.WorldTimeout, match="what listens there does not answer"):
+                await found.register()
 
 
 def test_an_expired_certificate(tmp_path: Path) -> None:
