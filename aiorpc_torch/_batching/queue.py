@@ -313,9 +313,10 @@ class BatchQueue:
         enter_scopes(frozenset((running.scope(),)).union(*of_callers))
         size, name = len(batch.items), self._function.name
         args = [call.args for call in batch.items]
-        end = self._observe(batch)
+        end: End | None = None
         failure: BaseException | None = None
         try:
+            end = self._observe(batch)
             results = await warn_if_blocking(self._run_function(batch, args), name)
         except BaseException as exc:  # SystemExit too: every caller gets a result
             results, failure = failure_per_caller(exc, size, name), exc

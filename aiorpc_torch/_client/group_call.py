@@ -150,6 +150,9 @@ class _Running:
         """Send the calls. If encoding fails, raise its exception before any call is sent."""
         due = self._bounds(timeout)
         rows = self._encode(arguments)
+        send: Callable[..., None] = self._send
+        if is_needed() and self.members:
+            send = self._observe()  # first: a member may wait, in this context, for its object
         prepared = []
         for position, ((worker, target), row) in enumerate(zip(self.members, rows, strict=True)):
             if isinstance(worker, Supervised):
@@ -164,9 +167,6 @@ class _Running:
             else:
                 encoded = connection.encoder.member_target(target, row)
                 prepared.append((position, connection, target, encoded, row))
-        send: Callable[..., None] = self._send
-        if is_needed() and self.members:
-            send = self._observe()
         for each in prepared:
             send(*each)
         if due is not None and (self._calls or self._waits):

@@ -186,7 +186,7 @@ def _tell(hook: str, call: CallInfo, *args: Any) -> End | None:
     for each in interceptors:
         try:
             end = getattr(each, hook)(call, *args)
-        except Exception as exc:
+        except BaseException as exc:  # SystemExit, say: a caller would wait for ever
             log.warning("%s of %r failed for %s: %r", hook, each, call.method, exc)
         else:
             if end is not None:
@@ -198,5 +198,5 @@ def _end(ends: Sequence[End], method: str, failure: BaseException | None) -> Non
     for end in reversed(ends):
         try:
             end(failure)
-        except Exception as exc:
+        except BaseException as exc:
             log.warning("an interceptor failed at the end of %s: %r", method, exc)

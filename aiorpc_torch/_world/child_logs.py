@@ -241,8 +241,9 @@ class LogReader:
         for each in [*self._sources]:
             if not each.has_ended:
                 each.pump()
+            has_ended = each.has_ended  # before: `note` may read the last lines meanwhile
             each.print(self._printer)
-            if each.has_ended:
+            if has_ended:
                 self._sources.remove(each)
                 each.close()
 

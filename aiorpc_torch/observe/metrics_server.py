@@ -1,6 +1,7 @@
 """`serve_metrics`: the metrics of this process over HTTP, from a thread of its own."""
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -9,6 +10,8 @@ from .. import intercept
 from .loop_lag import LoopLag
 from .metrics import Metrics
 from .recorder import Recorder
+
+CLIENT_TIMEOUT = 5.0  # seconds for which a client may be silent; it holds a thread
 
 
 def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> "MetricsServer":
@@ -43,6 +46,7 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> "MetricsServer":
     registry = CollectorRegistry()
     registry.register(Metrics(recorder, lag))
     server, thread = start_http_server(port, host, registry)
+    server.RequestHandlerClass = _bounded(server.RequestHandlerClass)
     if lag is not None:
         lag.start()
     return MetricsServer(server, thread, lag, intercept(recorder))
@@ -91,6 +95,19 @@ class MetricsServer:
         self._thread.join()
         if self._lag is not None:
             self._lag.close()
+
+
+def _bounded(handler: Any) -> Any:
+    """Return a class of handlers that end the connection of a silent client."""
+
+    class Bounded(handler):  # type: ignore[misc]
+        timeout = CLIENT_TIMEOUT
+
+        def handle(self) -> None:
+            with contextlib.suppress(TimeoutError):
+                super().handle()
+
+    return Bounded
 
 
 def _loop_lag() -> LoopLag | None:

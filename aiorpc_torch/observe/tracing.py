@@ -89,16 +89,22 @@ class Tracing(Interceptor):
         return self._tracer.start_span(name, parent, kind, attributes, links, began)
 
     def _end(self, span: Any, failure: BaseException | None) -> None:
-        if failure is not None:
-            span.set_attribute("error.type", type(failure).__qualname__)
-            if isinstance(failure, CallTimeout):
-                span.set_attribute("aiorpc_torch.deadline_exceeded", True)
-            if isinstance(failure, RpcError) and hasattr(failure, "may_have_run"):
-                span.set_attribute("aiorpc_torch.may_have_run", failure.may_have_run)
-            span.record_exception(failure)
-            text = f"{type(failure).__name__}: {failure}"
-            span.set_status(self._trace.Status(self._trace.StatusCode.ERROR, text))
-        span.end()
+        try:
+            if failure is not None:
+                self._note_failure(span, failure)
+        finally:  # the text of a user's exception may raise
+            span.end()
+
+    def _note_failure(self, span: Any, failure: BaseException) -> None:
+        status, name = self._trace.Status, type(failure).__name__
+        span.set_status(status(self._trace.StatusCode.ERROR, name))
+        span.set_attribute("error.type", type(failure).__qualname__)
+        if isinstance(failure, CallTimeout):
+            span.set_attribute("aiorpc_torch.deadline_exceeded", True)
+        if isinstance(failure, RpcError) and hasattr(failure, "may_have_run"):
+            span.set_attribute("aiorpc_torch.may_have_run", failure.may_have_run)
+        span.record_exception(failure)
+        span.set_status(status(self._trace.StatusCode.ERROR, f"{name}: {failure}"))
 
 
 def _attributes(

@@ -171,3 +171,48 @@ async def test_an_interceptor_that_fails(notes: Notes, caplog: pytest.LogCapture
     caplog.clear()
     await remote(RRef(Model())).answer()
     assert not caplog.records
+
+
+class Ended(BaseException):
+    """As SystemExit is, and `pytest.fail`."""
+
+
+class Ending(Interceptor):
+    """Raises in one hook, or at the end that the hook returns."""
+
+    def __init__(self, hook: str, *, at_end: bool) -> None:
+        self._hook = hook
+        self._at_end = at_end
+
+    def _note(self, hook: str) -> Any:
+        def end(_: BaseException | None) -> None:
+            if hook == self._hook:
+                raise Ended(hook)
+
+        if not self._at_end:
+            end(None)
+        return end
+
+    def on_call(self, call: CallInfo) -> Any:
+        return self._note("on_call")
+
+    def on_receive(self, call: CallInfo) -> Any:
+        return self._note("on_receive")
+
+    def on_batch(self, batch: CallInfo, callers: Sequence[Context]) -> Any:
+        return self._note("on_batch")
+
+
+@pytest.mark.promise("watching.interceptors")
+@pytest.mark.parametrize("at_end", [False, True])
+@pytest.mark.parametrize("hook", ["on_call", "on_receive", "on_batch"])
+async def test_an_interceptor_that_raises_anything(notes: Notes, hook: str, at_end: bool) -> None:
+    """Each call still has its result, and other interceptors are told of its end."""
+    aiorpc.intercept(Ending(hook, at_end=at_end))
+    model = RRef(Model())
+    async with asyncio.timeout(30):
+        assert await remote(model).answer() == "on_receive"
+        assert await remote(model).in_thread() == "on_receive"
+        assert await asyncio.gather(*(remote(model).together(x) for x in range(2))) == [0, 1]
+        assert len(await remote(Group([model, model])).answer()) == 2
+    assert len(notes.ends) == len(notes.told)

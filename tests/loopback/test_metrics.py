@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+import socket
 import time
 import urllib.request
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 from prometheus_client.openmetrics.parser import text_string_to_metric_families
 
 from aiorpc_torch import Group, RRef, batched, remote
-from aiorpc_torch.observe import MetricsServer, recorder, serve_metrics
+from aiorpc_torch.observe import MetricsServer, metrics_server, recorder, serve_metrics
 from aiorpc_torch.observe.histograms import OTHER
 from tests.support.hooks import hooks as hooks
 
@@ -158,3 +159,13 @@ async def test_the_dashboard_names_metrics_that_exist() -> None:
     labels = {"rpc_method", "rpc_system"}
     assert len(queries) >= 10
     assert names - labels <= {name for name, _ in found}
+
+
+def test_a_client_that_sends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is disconnected, so it keeps no thread of a run that lasts for weeks."""
+    monkeypatch.setattr(metrics_server, "CLIENT_TIMEOUT", 0.01)
+    with (
+        serve_metrics() as metrics,
+        socket.create_connection(("127.0.0.1", metrics.port), timeout=30) as client,
+    ):
+        assert client.recv(1) == b""

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, Round, RRef, batched, call, remote
+from aiorpc_torch import Group, Round, RRef, batched, call, remote, supervised
 from aiorpc_torch._protocol import propagation
 from aiorpc_torch.testing import Gate
 from tests.support.hooks import hooks as hooks
@@ -182,6 +182,41 @@ async def test_a_value_that_cannot_be_read() -> None:
         with pytest.raises(LookupError, match="unreadable") as caught:
             await method(0)
         assert "unpickling the context variable" in str(caught.value.__notes__)
+
+
+class Unpicklable:
+    def __reduce__(self) -> Any:
+        raise Ended
+
+
+class Ended(BaseException):
+    """As SystemExit is."""
+
+
+async def test_values_that_local_callers_of_a_batch_cannot_compare() -> None:
+    """Whatever their pickling raises, each caller is answered."""
+    aiorpc.propagate(VAR)
+    seer = Seer()
+
+    async def call_with_own_value() -> None:
+        VAR.set(Unpicklable())
+        await seer.together(0)
+
+    async with asyncio.timeout(30):
+        found = await asyncio.gather(
+            *(call_with_own_value() for _ in range(4)), return_exceptions=True
+        )
+    assert [type(each) for each in found] == [Ended] * 4
+
+
+async def test_members_of_a_group_that_wait_for_their_objects() -> None:
+    """Their calls, which are sent later, carry the values of the group's call."""
+    aiorpc.propagate(VAR)
+    seer = await supervised(0, Seer)
+    VAR.set("of the caller")
+    seer.lose(seer.rref)  # calls wait until it is known that its process is the same
+    assert seer.start() is None
+    assert await remote(Group([seer])).on_loop() == ["of the caller"]
 
 
 class Unreadable:

@@ -219,6 +219,25 @@ async def test_failures_and_deadlines(spans: Spans) -> None:
     await remote(gate).open()
 
 
+class Textless(Exception):
+    def __str__(self) -> str:
+        raise LookupError("no text")
+
+
+async def raise_textless() -> None:
+    raise Textless
+
+
+async def test_a_failure_without_a_text(spans: Spans) -> None:
+    """The spans end, as failures, though the text of the exception cannot be made."""
+    with pytest.raises(Textless):
+        await call("main", raise_textless)
+    assert [span.kind for span in spans.all()] == [SpanKind.SERVER, SpanKind.CLIENT]
+    for span in spans.all():
+        assert span.status.status_code == StatusCode.ERROR
+        assert span.status.description == "Textless"
+
+
 async def test_baggage_travels(spans: Spans) -> None:
     """All that the global propagator writes."""
     token = context.attach(baggage.set_baggage("user", "ada"))

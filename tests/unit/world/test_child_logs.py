@@ -109,6 +109,27 @@ def test_the_last_lines_are_bounded(reader: LogReader, written: dict[int, bytes]
     assert reader.open("b").note() == ""
 
 
+def test_lines_that_come_with_the_end_while_others_are_printed(
+    reader: LogReader, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread prints, and the end of the child is noted in another one: nothing is lost."""
+    reader.close()  # its steps are taken here
+    output, written = reader.open("a"), b""
+
+    def write(stream: int, data: bytes) -> None:
+        nonlocal written
+        written += data
+        if data == b"[a] one\n":
+            write_and_end(output, b"two\n")
+            output.note()
+
+    monkeypatch.setattr(child_logs, "_write", write)
+    os.write(output.writers[0].fileno(), b"one\n")
+    for _ in range(2):
+        reader._print()
+    assert written == b"[a] one\n[a] two\n"
+
+
 @pytest.mark.parametrize("same", [True, False])
 def test_one_pipe_where_both_streams_are_one_file(
     same: bool, monkeypatch: pytest.MonkeyPatch, written: dict[int, bytes]
