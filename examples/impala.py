@@ -379,6 +379,8 @@ def parse(*args: str) -> argparse.Namespace:
     add("--actors", type=int, default=2, help="number of actor processes")
     add("--environments", type=int, default=16, help="number of environments of an actor")
     add("--steps", type=int, default=300_000, help="of all environments")
+    steps = "20,000 steps, as a check"
+    add("--quick", dest="steps", action="store_const", const=20_000, help=steps)
     add("--seed", type=int, default=0)
     return parser.parse_args(args or None)
 

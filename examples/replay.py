@@ -209,12 +209,14 @@ def main(given: argparse.Namespace) -> None:
 def parse(*args: str) -> argparse.Namespace:
     """Return the options of a command line."""
     parser = argparse.ArgumentParser(description="DQN with actors that lag.")
-    parser.add_argument("--actors", type=int, default=2)
-    parser.add_argument("--synchronous", action="store_true", help="actors and learner take turns")
-    parser.add_argument("--staleness", type=int, default=2, help="versions")
-    parser.add_argument("--ratio", type=float, default=32.0, help="samples for each transition")
-    parser.add_argument("--steps", type=int, default=6_000, help="of the learner")
-    parser.add_argument("--seed", type=int, default=0)
+    add = parser.add_argument
+    add("--actors", type=int, default=2)
+    add("--synchronous", action="store_true", help="actors and learner take turns")
+    add("--staleness", type=int, default=2, help="versions")
+    add("--ratio", type=float, default=32.0, help="samples for each transition")
+    add("--steps", type=int, default=6_000, help="of the learner")
+    add("--quick", dest="steps", action="store_const", const=600, help="600 steps, as a check")
+    add("--seed", type=int, default=0)
     return parser.parse_args(args or None)
 
 

@@ -200,9 +200,12 @@ class BatchQueue:
         tasks = [batch.task for batch in self._running.values()]
         if queued:
             self._counters.count_rejected("closed")
-        running = (call for batch in self._running for call in batch.items)
-        for call in (*queued, *running):
-            call.resolve(NotServing(f"the worker stopped before {self._function.name} returned"))
+        running = [call for batch in self._running for call in batch.items]
+        for calls, may_have_run in ((queued, False), (running, True)):
+            for call in calls:
+                error = NotServing(f"the worker stopped before {self._function.name} returned")
+                error.may_have_run = may_have_run
+                call.resolve(error)
         for task in tasks:
             task.cancel()
         for task in tasks and (await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT))[1]:

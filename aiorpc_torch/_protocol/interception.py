@@ -88,8 +88,13 @@ def intercept(interceptor: Interceptor) -> Callable[[], None]:
 
     What it does is added to the time of each call. Calls from several event loops and threads reach
     it at the same time.
+
+    Raises:
+        TypeError: if it is not an instance of `Interceptor`.
     """
     global interceptors
+    if not isinstance(interceptor, Interceptor):
+        raise TypeError(f"intercept takes an instance of Interceptor, got {interceptor!r}")
     interceptors = (*interceptors, interceptor)
     propagation.mark_used()
     return functools.partial(_remove, interceptor)

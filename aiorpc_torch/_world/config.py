@@ -83,6 +83,8 @@ class WorkerConfig(NodeConfig):
         if not (self.initializer is None or callable(self.initializer)):
             raise TypeError(f"initializer must be a function, got {self.initializer!r}")
         normalize_device_maps(self.device_maps)
+        if not (self.port is None or isinstance(self.port, int)):
+            raise TypeError(f"port must be an int, got {self.port!r}")
         if self.port is not None and not 0 < self.port < 65536:
             raise ValueError(f"port must be from 1 to 65535, got {self.port!r}")
 

@@ -208,7 +208,7 @@ class DirectoryClient:
         return stream
 
     def _reject(self, exc: NoDirectoryError, world: str) -> NoReturn:
-        text = f"at {self._meeting} listens something that is no world of this library: {exc}"
+        text = f"at {self._meeting} listens what this worker cannot enter: {exc}"
         if not world:
             raise ValueError(text) from exc
         raise OSError(text) from exc  # the port of an earlier run

@@ -34,7 +34,7 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> "MetricsServer":
 
     Raises:
         ImportError: without `prometheus_client`.
-        OSError: if the port is taken.
+        OSError: if the port is taken; the text names it.
     """
     try:
         from prometheus_client import CollectorRegistry, start_http_server
@@ -45,7 +45,11 @@ def serve_metrics(port: int = 0, host: str = "127.0.0.1") -> "MetricsServer":
     recorder, lag = Recorder(), _loop_lag()
     registry = CollectorRegistry()
     registry.register(Metrics(recorder, lag))
-    server, thread = start_http_server(port, host, registry)
+    try:
+        server, thread = start_http_server(port, host, registry)
+    except OSError as exc:
+        text = f"metrics cannot be served at port {port} of {host}: {exc.strerror or exc}"
+        raise OSError(exc.errno, text) from exc
     server.RequestHandlerClass = _bounded(server.RequestHandlerClass)
     if lag is not None:
         lag.start()

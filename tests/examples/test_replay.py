@@ -1,12 +1,20 @@
 """DQN with actors that lag: it learns, in turns and at the same time."""
 
+import argparse
 import re
+from collections.abc import Callable
 
 import pytest
 
 pytest.importorskip("gymnasium")
 
+from examples import impala, replay
 from tests.support.example_programs import run
+
+
+@pytest.mark.parametrize("parse", [impala.parse, replay.parse])
+def test_quick_is_fewer_steps(parse: Callable[..., argparse.Namespace]) -> None:
+    assert 0 < parse("--quick").steps < parse("--seed", "0").steps / 5
 
 
 @pytest.mark.slow

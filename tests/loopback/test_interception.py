@@ -158,6 +158,13 @@ class Broken(Interceptor):
         return end
 
 
+@pytest.mark.parametrize("given", [Interceptor, 3])
+def test_what_is_no_interceptor(given: Any) -> None:
+    """A class is one of them."""
+    with pytest.raises(TypeError, match="takes an instance of Interceptor, got"):
+        aiorpc.intercept(given)
+
+
 async def test_an_interceptor_that_fails(notes: Notes, caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, and changes nothing for the call and for other interceptors."""
     remove = aiorpc.intercept(Broken())

@@ -133,7 +133,7 @@ async def test_what_close_ends() -> None:
     with pytest.raises(OSError, match="refused"):
         await scraped(server)
     again = serve_metrics(server.port)
-    with pytest.raises(OSError, match="in use"):
+    with pytest.raises(OSError, match=f"port {again.port} of 127.0.0.1: .* in use"):
         serve_metrics(server.port)
     again.close()
 

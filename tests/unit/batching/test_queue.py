@@ -883,6 +883,7 @@ async def test_closing_fails_every_call() -> None:
     await close_queues()
     got = await asyncio.gather(*calls, met)
     assert [type(each) for each in got] == [NotServing] * 6
+    assert [each.may_have_run for each in got] == [True] * 3 + [False] * 3
     assert len({id(each) for each in got}) == 6
     assert "Gated.pass_" in str(got[0])
     assert "Gated.meet" in str(got[5])

@@ -72,8 +72,10 @@ async def test_a_worker_that_leaves_fails_what_runs(
     await ends.gate.wait_for()
     await ends.server.close(SOON, failure, failure)
     expected = WorkerLost if failure else NotServing
-    with pytest.raises(expected, match=failure or "has left its world"):
+    with pytest.raises(expected, match=failure or "has left its world") as raised:
         await running
+    assert isinstance(raised.value, WorkerLost | NotServing)
+    assert raised.value.may_have_run
     assert ends.gate.cancelled == (not plain)
     assert not ends.server.sessions
 

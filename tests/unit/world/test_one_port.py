@@ -5,6 +5,7 @@ import contextlib
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ async def test_workers_that_do_not_get_in(url: str, tmp_path: Path) -> None:
                 Tls(cert, key, other.ca),
                 "no connection to rank 0: the certificate of rank 0 at .* is",
             ),
-            (None, "it uses TLS: give every worker tls="),
+            (None, "it uses TLS, and this worker has no tls="),
         ):
             is_plain = strange is None
             if is_plain and url.startswith("file"):
@@ -133,6 +134,12 @@ def test_transports_that_reach_no_other_host() -> None:
     with pytest.raises(ValueError, match=r'the last one of transports must be "uv", .* .*shm'):
         WorkerConfig("w", 0, 1, "unix://x", port=29600, transports=["shm"])
     WorkerConfig("w", 0, 1, "unix://x", port=29600, transports=["shm", "uv"])
+
+
+def test_a_port_that_is_no_number() -> None:
+    port: Any = "29600"
+    with pytest.raises(TypeError, match="port must be an int, got '29600'"):
+        WorkerConfig("w", 0, 1, "unix://x", port=port)
 
 
 @pytest.mark.parametrize("port", [0, -1, 65536])
