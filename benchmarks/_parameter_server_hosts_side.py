@@ -92,7 +92,7 @@ class PlainServer:
     @staticmethod
     @rpc.functions.async_execution  # type: ignore[untyped-decorator]
     def update(server: "rpc.RRef[PlainServer]", gradient: Tensor) -> "Future[Tensor]":
-        self = server.local_value()
+        self: PlainServer = server.local_value()
         with self.lock:
             self.gradients.append(gradient)
             future = self.future

@@ -30,6 +30,7 @@ from .test_tensor_sockets import (
 __all__ = ["line"]
 
 BYTES = 4 * LARGE
+_before = {"open segments": 0}  # of other worlds in this process
 pytestmark = pytest.mark.usefixtures("over_sockets")
 
 
@@ -61,6 +62,7 @@ async def shelves(
 ) -> list[Shelf]:
     """Four, of a peer that says that its siblings can map its memory."""
     monkeypatch.setattr(socket_link, "sharing_group", lambda: "another host")
+    monkeypatch.setitem(_before, "open segments", open_segments())
     found: list[Shelf] = [Crowd() for _ in range(4)]
     await remote(RRef(found[0])).echo(0)
     await until(lambda: near().can_send and far().can_send)
@@ -72,7 +74,7 @@ def group(shelves: list[Shelf]) -> "Group[Any]":
 
 
 def nothing_is_held() -> bool:
-    return is_at_rest() and not near()._exported and open_segments() == 0
+    return is_at_rest() and not near()._exported and open_segments() <= _before["open segments"]
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────
@@ -83,7 +85,7 @@ async def test_the_members_of_a_host_get_one_transfer(
     shelves: list[Shelf], sent: list[int]
 ) -> None:
     """Each has its own tensor: the others do not see what it writes."""
-    x = torch.ones(LARGE)
+    x, before = torch.ones(LARGE), mapped_segments()
     assert await remote(group(shelves)).keep(x) == [1] * 4
     assert sum(sent) == BYTES
     assert near().sent == 4
@@ -92,8 +94,9 @@ async def test_the_members_of_a_host_get_one_transfer(
     assert [float(each.kept[0].mean()) for each in shelves] == [2, 5, 1, 1]
     assert float(x.mean()) == 1
     await until(nothing_is_held)
-    shelves.clear()
-    await until(lambda: is_at_rest() and mapped_segments() == 0)
+    for each in shelves:  # in a later world of a process torch may keep what had an RRef
+        each.kept.clear()
+    await until(lambda: is_at_rest() and mapped_segments() <= before)
 
 
 @pytest.mark.promise("sockets.hosts")
