@@ -21,7 +21,7 @@ from typing import Any, TypeGuard, TypeVar
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier
+from .._aio.deadlines import anyio_scope_deadline, deadline_in, earlier, in_seconds
 from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
@@ -363,7 +363,7 @@ class _MapRun:
 
     def _expire(self, seconds: float) -> None:
         """End the map with CallTimeout: at the items that run, and at those not taken."""
-        text = f"the map of {self._name} timed out after {seconds:.3g} s"
+        text = f"the map of {self._name} timed out after {in_seconds(seconds)}"
         self._end(CallTimeout(text, method=self._name))
         for connection, number, target in [*self._calls.values()]:
             connection.expire(number, seconds, target)

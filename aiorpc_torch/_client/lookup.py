@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import checked_timeout, deadline_in, time_left
+from .._aio.deadlines import checked_timeout, deadline_in, in_seconds, time_left
 from .._protocol.names import watch_name
 from .._torch.compat import RRefBase
 from .._wire.targets import FunctionTarget
@@ -69,7 +69,7 @@ async def _wait_until_alive(
 def _timed_out(
     name: str, worker: str, names: Sequence[str] | None, seconds: float | None
 ) -> CallTimeout:
-    limit = "" if seconds is None else f" after {seconds:.3g} s"
+    limit = "" if seconds is None else f" after {in_seconds(seconds)}"
     found = "it has not answered" if names is None else f"registered there: {_listed(names)}"
     text = f"lookup of {name!r} on worker {worker!r} timed out{limit}; {found}"
     return CallTimeout(text, worker=worker, method="lookup")

@@ -13,6 +13,7 @@ from typing import Any, Generic, NoReturn, TypeVar
 
 from torch.distributed.rpc import RRef
 
+from .._aio.deadlines import in_seconds
 from .._aio.loops import run_on_loop
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
@@ -270,7 +271,7 @@ def late_wait(target: Target, worker: str, seconds: float) -> CallAborted:
     """Return the outcome of a call whose deadline passed while it waited for the object."""
     method = call_name(target)
     text = (
-        f"{method} on worker {worker!r} timed out after {max(seconds, 0.0):.3g} s, while the "
+        f"{method} on worker {worker!r} timed out after {in_seconds(max(seconds, 0.0))}, while the "
         "supervised object was awaited; it was not sent"
     )
     error = CallTimeout(text, worker=worker, method=method, may_have_run=False)
