@@ -9,6 +9,9 @@ from typing import Any
 import pytest
 from torch._jit_internal import _extract_tensors
 
+# RuntimeError: it was built for another torch.
+pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
+
 import aiorpc_torch
 from examples import _mnist as mnist_module, mnist, parameter_server, pipeline, rnn
 from examples._textures import Shape
