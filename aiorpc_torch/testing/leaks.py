@@ -27,7 +27,7 @@ from .._world.forkserver import server_pid
 Process = tuple[int, str]  # pid and start time, since pids are reused
 
 # Seconds in which threads and processes that are ending may end.
-THREADS = 1.0
+THREADS = 5.0
 PROCESSES = 2.0
 
 
