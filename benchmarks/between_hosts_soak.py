@@ -22,6 +22,7 @@ from typing import Any
 
 from ._between_hosts_soak_side import SURVIVORS, WORKERS, Sample, left
 from ._hosts import Host, hosts
+from ._soak_end import end, parse_sizes
 
 SIDE = "benchmarks._between_hosts_soak_side"
 CUT = 4.0  # seconds, twice the heartbeat
@@ -165,11 +166,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds (400)")
     parser.add_argument("--messages", type=int, metavar="N", help="messages of a round (1,000)")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the clients (0)")
-    given = parser.parse_args()
-    usual = (4, 100) if given.quick else (400, 1_000)
-    given.rounds = usual[0] if given.rounds is None else given.rounds
-    given.messages = usual[1] if given.messages is None else given.messages
-    return given
+    return parse_sizes(parser, rounds=(4, 400), messages=(100, 1_000))
 
 
 if __name__ == "__main__":
@@ -179,7 +176,4 @@ if __name__ == "__main__":
         reason = getattr(exc, "stderr", b"") or str(exc)
         print(f"no network namespaces here, nothing was tested: {reason!r}")
         sys.exit(0)
-    for problem in found[:20]:
-        print(f"WRONG  {problem}")
-    print(f"{len(found)} things are wrong" if found else "all is well")
-    sys.exit(bool(found))
+    end(found)

@@ -11,7 +11,6 @@ if this process or the child that stays holds more with each worker that has lef
 import argparse
 import asyncio
 import itertools
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Iterator
@@ -24,6 +23,7 @@ from aiorpc_torch import NotServing, WorkerLost, call, create, remote
 
 from ._compare import lay_out
 from ._process import census_at_rest, open_descriptors, swept_memory
+from ._soak_end import end, parse_sizes
 
 HERE, THERE = "main", "stays"  # where counts are taken
 WARM_UP = 20  # joins until every table and thread has been used
@@ -208,10 +208,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="20 workers")
     parser.add_argument("--joins", type=int, metavar="N", help="number of workers (1,000)")
     parser.add_argument("--at-once", type=int, default=4, metavar="N", help="at once (4)")
-    given = parser.parse_args()
-    if given.joins is None:
-        given.joins = 20 if given.quick else 1_000
-    return given
+    return parse_sizes(parser, joins=(20, 1_000))
 
 
 async def main(given: argparse.Namespace) -> list[str]:
@@ -227,8 +224,4 @@ async def main(given: argparse.Namespace) -> list[str]:
 
 
 if __name__ == "__main__":
-    wrong = asyncio.run(main(arguments()))
-    for problem in wrong[:20]:
-        print(f"WRONG  {problem}")
-    print(f"\n{len(wrong)} things are wrong" if wrong else "\nall is well")
-    sys.exit(bool(wrong))
+    end(asyncio.run(main(arguments())), "\n")

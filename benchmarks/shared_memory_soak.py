@@ -9,7 +9,6 @@ a call ended wrongly or did not end, or if something is left.
 
 import argparse
 import asyncio
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -22,6 +21,7 @@ from aiorpc_torch._wire.tensors import INLINE_BYTES
 from ._compare import lay_out
 from ._process import mapped_segments, open_descriptors, swept_memory
 from ._shared_memory_shelf import Client, Shelf
+from ._soak_end import end, parse_sizes
 
 SURVIVORS, VICTIMS = ["main", "a"], ["b", "c"]
 WORKERS = [*SURVIVORS, *VICTIMS]
@@ -261,17 +261,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--messages", type=int, metavar="N", help="messages (1,000,000)")
     parser.add_argument("--kills", type=int, metavar="N", help="killed workers (50)")
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the clients (0)")
-    given = parser.parse_args()
-    usual = (5_000, 2) if given.quick else (1_000_000, 50)
-    given.messages = usual[0] if given.messages is None else given.messages
-    given.kills = usual[1] if given.kills is None else given.kills
-    return given
+    return parse_sizes(parser, messages=(5_000, 1_000_000), kills=(2, 50))
 
 
 if __name__ == "__main__":
-    given = arguments()
-    wrong = asyncio.run(main(given))
-    for problem in wrong[:20]:
-        print(f"WRONG  {problem}")
-    print(f"{len(wrong)} things are wrong" if wrong else "all is well")
-    sys.exit(bool(wrong))
+    end(asyncio.run(main(arguments())))

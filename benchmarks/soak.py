@@ -9,7 +9,6 @@ The exit code is 1 if a call ended wrongly, did not end, or left something behin
 
 import argparse
 import asyncio
-import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
@@ -22,6 +21,7 @@ from ._compare import lay_out
 from ._process import Census, census_at_rest
 from ._soak_calls import Caller
 from ._soak_display import Display
+from ._soak_end import end, parse_sizes
 from ._soak_run import WORKERS, Soak, Stuck
 from ._soak_server import Server
 
@@ -53,10 +53,7 @@ def arguments() -> argparse.Namespace:
         "--clients", type=int, metavar="N", default=200, help="clients at once (200)"
     )
     parser.add_argument("--seed", type=int, metavar="N", default=0, help="seed of the clients (0)")
-    given = parser.parse_args()
-    if given.calls is None:
-        given.calls = 20_000 if given.quick else 1_000_000
-    return given
+    return parse_sizes(parser, calls=(20_000, 1_000_000))
 
 
 async def main(given: argparse.Namespace) -> list[str]:
@@ -199,9 +196,4 @@ def show_rest(soak: Soak, before: list[Census], after: list[Census]) -> None:
 
 if __name__ == "__main__":
     given = arguments()
-    wrong = asyncio.run(main(given))
-    for problem in wrong[:20]:
-        print(f"WRONG  {problem}")
-    verdict = f"{len(wrong)} things are wrong" if wrong else "all is well"
-    print(f"\n{given.calls:,} calls: {verdict}")
-    sys.exit(bool(wrong))
+    end(asyncio.run(main(given)), f"\n{given.calls:,} calls: ")

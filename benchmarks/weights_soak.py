@@ -12,7 +12,6 @@ stay hold more.
 import argparse
 import asyncio
 import itertools
-import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from functools import partial
@@ -37,6 +36,7 @@ from aiorpc_torch.training import Policy, Weights, follow, receiver
 
 from ._compare import lay_out
 from ._process import mapped_segments, open_descriptors, swept_memory
+from ._soak_end import end, parse_sizes
 
 T = TypeVar("T")
 
@@ -293,16 +293,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="300 versions and 3 kills")
     parser.add_argument("--versions", type=int, metavar="N", help="versions (10,000)")
     parser.add_argument("--rounds", type=int, metavar="N", help="rounds with a kill each (60)")
-    given = parser.parse_args()
-    usual = (300, 3) if given.quick else (10_000, 60)
-    given.versions = usual[0] if given.versions is None else given.versions
-    given.rounds = usual[1] if given.rounds is None else given.rounds
-    return given
+    return parse_sizes(parser, versions=(300, 10_000), rounds=(3, 60))
 
 
 if __name__ == "__main__":
-    wrong = asyncio.run(main(arguments()))
-    for problem in wrong[:20]:
-        print(f"WRONG  {problem}")
-    print(f"{len(wrong)} things are wrong" if wrong else "all is well")
-    sys.exit(bool(wrong))
+    end(asyncio.run(main(arguments())))

@@ -10,12 +10,12 @@ import contextlib
 import errno
 import logging
 import socket
-import threading
 from collections.abc import Callable, Coroutine, Sequence
 from typing import Any
 
 from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
+from .._aio.loop_thread import LoopThread
 from .._aio.loops import await_on, call_soon
 from .._aio.unix_sockets import BACKLOG
 from .purposes import (
@@ -77,9 +77,8 @@ class Port:
         self._strangers = Strangers(MAX_UNPROVEN)
         self._warned: set[str] = set()
         self._tasks: set[asyncio.Task[None]] = set()
-        self._loop = asyncio.new_event_loop()
-        self._closing = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="aiorpc-port", daemon=True)
+        self._thread = LoopThread("aiorpc-port", self._serve)
+        self._loop = self._thread.loop
         self._thread.start()
 
     @property
@@ -123,20 +122,15 @@ class Port:
 
     def close(self) -> None:
         """Close all sockets, once what passes through has ended, or after `LINGER`."""
-        call_soon(self._loop, self._closing.set)
-        self._thread.join(2 * LINGER)
+        self._thread.close(2 * LINGER)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
 
     async def _serve(self) -> None:
         listening, self._listening = self._listening, []
         for each in listening:
             self._add(*each)
-        await self._closing.wait()
+        await self._thread.closing.wait()
         for acceptor in self._acceptors:
             acceptor.close()
         self._strangers.close()

@@ -9,11 +9,11 @@ import asyncio
 import itertools
 import logging
 import socket
-import threading
 from collections.abc import Callable, Iterable, Sequence
 
 from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
+from .._aio.loop_thread import LoopThread
 from .._aio.loops import call_soon
 from .._aio.unix_sockets import is_same_user
 from .directory import Directory
@@ -40,9 +40,8 @@ class DirectoryServer:
         self._unregistered: dict[int, asyncio.Task[None]] = {}  # oldest first
         self._tasks: set[asyncio.Task[None]] = set()
         self._next_warning = 0.0
-        self._loop = asyncio.new_event_loop()
-        self._closing = asyncio.Event()
-        self._thread = threading.Thread(target=self._run, name="aiorpc-directory", daemon=True)
+        self._thread = LoopThread("aiorpc-directory", self._serve)
+        self._loop = self._thread.loop
         self._thread.start()
 
     def connect(self) -> socket.socket:
@@ -57,20 +56,15 @@ class DirectoryServer:
 
     def close(self) -> None:
         """Close all sockets, and wait until the thread has ended: for some `LINGER` at most."""
-        call_soon(self._loop, self._closing.set)
-        self._thread.join(2 * LINGER)
+        self._thread.close(2 * LINGER)
 
     # ── on the loop ─────────────────────────────────────────────────────────────────────────────
-
-    def _run(self) -> None:
-        with asyncio.Runner(loop_factory=lambda: self._loop) as runner:
-            runner.run(self._serve())
 
     async def _serve(self) -> None:
         acceptor = Acceptor("rank 0", self._start)
         for listening in self._listening:
             acceptor.add(listening)
-        await self._closing.wait()
+        await self._thread.closing.wait()
         acceptor.close()
         for task in self._tasks:
             task.cancel()

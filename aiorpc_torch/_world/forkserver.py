@@ -85,6 +85,7 @@ class ForkServer:
 
     def kill(self) -> None:
         """End it: it is frozen. Its children live on, and the next world has another."""
+        self._has_failed = True  # at once: the process still looks alive for a moment
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 

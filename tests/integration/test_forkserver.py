@@ -411,6 +411,14 @@ async def test_a_killed_server_ends_no_worker() -> None:
         assert server() != before
 
 
+def test_a_server_that_was_just_killed_serves_no_world() -> None:
+    """Not in the moment either in which the process has not ended yet."""
+    killed = forkserver.ForkServer(())
+    assert killed.serves(())
+    killed.kill()
+    assert not killed.serves(())
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("when", ["inside", "between"])
 async def test_a_frozen_server_holds_up_no_world(when: str) -> None:
