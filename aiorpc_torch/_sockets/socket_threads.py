@@ -121,14 +121,14 @@ class SocketSender(_SocketThreads):
         self._transfers.put(transfer)
 
     def close(self) -> None:
-        for _ in self._sockets:
-            self._transfers.put(None)
+        self._transfers.put(None)
         super().close()
 
     def _work(self, sock: socket.socket) -> None:
         while not self._is_closed and (transfer := self._transfers.get()) is not None:
             self._send_chunk(sock, transfer)
             del transfer  # an idle thread must not keep tensors
+        self._transfers.put(None)  # for the next thread
 
     def _send_chunk(self, sock: socket.socket, transfer: OutgoingTransfer) -> None:
         try:

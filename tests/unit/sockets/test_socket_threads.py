@@ -34,12 +34,12 @@ def allocate(size: int, _: bool) -> tuple[Any, None]:
 class Ends:
     """A sender and a receiver, and what they tell."""
 
-    def __init__(self, pairs: Sequence[tuple[socket.socket, socket.socket]] = ()) -> None:
+    def __init__(self, pairs: Sequence[tuple[socket.socket, socket.socket]] | None = None) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.incoming = IncomingTransfers(1 << 26, allocate)
         self.sender = SocketSender(self.told.put, self.told.put)
         self.receiver = SocketReceiver(self.incoming, self.told.put, self.told.put)
-        self.pairs = pairs or [socket.socketpair() for _ in range(SOCKETS)]
+        self.pairs = [socket.socketpair() for _ in range(SOCKETS)] if pairs is None else pairs
         for near, far in self.pairs:
             self.sender.add(near, is_own=True)
             self.receiver.add(far, is_own=False)
@@ -81,6 +81,32 @@ def test_transfers_arrive_whole(ends: Ends) -> None:
     for number, x in tensors.items():
         memory, _ = ends.incoming.take(number)
         assert torch.equal(torch.frombuffer(memory, dtype=torch.float32), x)
+
+
+class TakenAtOnce(queue.SimpleQueue[Any]):
+    """`put` in the main thread returns when a thread of `sender` has ended."""
+
+    sender: SocketSender
+
+    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+        super().put(item)
+        deadline = time.monotonic() + SOON
+        while threading.current_thread() is threading.main_thread() and len(self.sender) == SOCKETS:
+            assert time.monotonic() < deadline
+            time.sleep(0.001)
+
+
+def test_a_thread_that_ends_at_once_hides_no_other() -> None:
+    """One may have ended before `close` has told the rest."""
+    ends = Ends([])
+    ends.sender._transfers = transfers = TakenAtOnce()
+    transfers.sender = ends.sender
+    pairs = [socket.socketpair() for _ in range(SOCKETS)]
+    for near, _ in pairs:
+        ends.sender.add(near, is_own=True)
+    ends.close()  # waits for the threads
+    for _, far in pairs:
+        far.close()
 
 
 def tls_pair() -> tuple[socket.socket, socket.socket]:
