@@ -3,7 +3,8 @@
 Workers join a local world, are called by this process and by a child that stays, call that child
 themselves, and leave while calls run there. Each call must return the right value, or raise a
 documented error if it meets the end of its worker. The exit code is 1 if a call ended otherwise, or
-if this process or the child that stays holds more with each worker that has left.
+if this process or the child that stays holds more with each worker that has left, in the second
+half of them.
 
     python -m benchmarks.membership_soak [--quick] [--joins N] [--at-once N]
 """
@@ -26,12 +27,11 @@ from ._process import census_at_rest, open_descriptors, swept_memory
 from ._soak_end import end, parse_sizes
 
 HERE, THERE = "main", "stays"  # where counts are taken
-WARM_UP = 20  # joins until every table and thread has been used
 PATIENCE = 120.0  # seconds for one worker, from its start to its end
 REST = 30.0  # seconds until which the ends of calls and processes have been noticed
 LARGE = 65_536  # floats, which travel in shared memory
-ENOUGH = 500  # joins from which on growth exceeds noise, and the workers whose names are kept
-KILOBYTES, OBJECTS = 30.0, 20.0  # that may be left of a worker: torch keeps its broken pipe
+ENOUGH = 500  # joins from which on growth exceeds noise
+KILOBYTES, OBJECTS = 30.0, 2.0  # that may be left of a worker: torch keeps its broken pipe
 SPARE = 4  # descriptors and threads that may come and go
 ENDS = (NotServing, WorkerLost)  # documented errors of calls to a worker that leaves
 
@@ -192,9 +192,9 @@ def left(before: list[Sample], after: list[Sample], joins: int) -> Iterator[str]
 
 def show(soak: Soak, before: list[Sample], after: list[Sample], joins: int) -> None:
     said = ", ".join(f"{end} {count:,}" for end, count in sorted(soak.outcomes.items()))
-    print(f"\n{joins:,} workers have joined and left; calls: {said}\n")
+    print(f"\n{2 * joins:,} workers have joined and left; calls: {said}\n")
     table: list[tuple[str, ...]] = [
-        ("left of each worker", "kB", "objects", "descriptors", "threads", "tasks")
+        ("left of each of the second half", "kB", "objects", "descriptors", "threads", "tasks")
     ]
     for worker, was, now in zip((HERE, THERE), before, after, strict=True):
         each = [f"{(b - a) / joins:+.2f}" for a, b in zip(was, now, strict=True)]
@@ -215,12 +215,13 @@ async def main(given: argparse.Namespace) -> list[str]:
     """Run the soak; return its problems."""
     async with aiorpc.local_world([THERE]) as me:
         soak = Soak(me)
-        await soak.run(min(WARM_UP, given.joins), given.at_once)
+        half = given.joins // 2  # until every table has been used, and that of names is full
+        await soak.run(given.joins - half, given.at_once)
         before = await rest()
-        await soak.run(given.joins, given.at_once)
+        await soak.run(half, given.at_once)
         after = await rest(before)
-        show(soak, before, after, given.joins)
-        return [*soak.problems, *left(before, after, given.joins)]
+        show(soak, before, after, half)
+        return [*soak.problems, *left(before, after, half)]
 
 
 if __name__ == "__main__":

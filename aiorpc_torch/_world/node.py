@@ -298,6 +298,8 @@ class Node:
 
     def add(self, member: PeerInfo) -> None:
         """Add a member, or the newer process of one; the loss of the old one may be known."""
+        if self.registry.is_closed:  # this worker leaves: torch may have stopped
+            return
         assert self._agent is not None
         if (known := self.members.peers.get(member.name)) is None:
             self._agent.add_peer(member)

@@ -215,6 +215,14 @@ async def test_members_that_came_later_are_forgotten(
         assert [each.kind for each in found] == ["joined", gone] * 4
 
 
+async def test_a_worker_that_leaves_takes_no_more_members() -> None:
+    """Its agent may have ended when the message of a joiner comes."""
+    async with two_ends() as ends:
+        ends.near.end_changes()
+        ends.near.add(PeerInfo("guest", 2, 2, ""))
+        assert "guest" not in ends.near.members.peers
+
+
 async def test_a_wait_for_a_worker_that_is_forgotten_ends(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was lost: it would be waited for without end."""
     monkeypatch.setattr(node_module, "KEPT_GONE", 1)
