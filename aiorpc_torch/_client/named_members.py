@@ -192,7 +192,7 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
             if not limit.expired():
                 raise
             text = f"waited for {count} members {self._watch.name!r}, there are {len(self)}"
-            raise CallTimeout(text, method="members") from None
+            raise CallTimeout(text, method="members", may_have_run=False) from None
 
 
 def members(name: str) -> NamedMembers[Any]:
