@@ -183,6 +183,8 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
             CallTimeout: if there are not so many in time; it tells how many there are.
             NotServing: once this worker has left its world.
         """
+        if not isinstance(count, int):
+            raise TypeError(f"count must be an int, got {count!r}")
         due = deadline_in(None)
         limit = asyncio.timeout(time_left(due))
         try:
