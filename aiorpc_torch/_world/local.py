@@ -209,7 +209,8 @@ def run_local(
         restart: Number of times altogether that a failed or dead child is started again, as for
             `local_world`. Its `main` runs anew, with `me.comeback` above 0.
         on_failure: Effect of a failure beyond that. "stop": the world ends at once. "continue": the
-            other workers go on, and the failure is raised here when all have ended.
+            other workers go on, and the failure is raised here when all have ended. The failure of
+            a child that the world lacks at its start always ends it.
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
         handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.
