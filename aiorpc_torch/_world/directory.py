@@ -87,6 +87,7 @@ class Directory:
         self._step = _REGISTER
         self._open: dict[int, _Process] = {}  # by connection
         self._members: dict[str, _Process] = {}  # of each name the last process
+        self._ended: dict[int, Registration] = {}  # before all had registered, by rank
         self._waiting: list[_Process] = []  # to enter the running world
         self._entering: dict[str, _Process] = {}  # by the name that is claimed, until announced
         self._entries = self._comebacks = self._joins = self._highest_number = 0
@@ -158,6 +159,7 @@ class Directory:
             self._fail(wire.Failed(conflict))
         else:
             self._members[own.name] = process
+            self._ended.pop(rank, None)
             self._advance()
 
     def _conflict(self, registration: Registration) -> str:
@@ -231,7 +233,12 @@ class Directory:
 
     def _send_missing(self, process: _Process) -> None:
         if self._step < _RUNNING:
-            self._send_to((process,), wire.Missing(self._missing(), _ACTIONS[self._step]))
+            missing, action = self._missing(), _ACTIONS[self._step]
+            self._send_to((process,), wire.Missing(missing, action, self._ended_text()))
+
+    def _ended_text(self) -> str:
+        listed = ", ".join(str(self._ended[rank]) for rank in sorted(self._ended))
+        return listed and f"{listed} had registered, and ended"
 
     def _give_up(self, process: _Process, when: str) -> None:
         own = process.registration
@@ -244,7 +251,8 @@ class Directory:
             missing, action = self._missing(), _ACTIONS[self._step]
             listed = ", ".join(map(str, missing))
             count = f"{len(missing)} of {own.world_size} workers"
-            text = f"{count} did not {action} {when}: rank {listed}"
+            ended = f" ({text})" if (text := self._ended_text()) else ""
+            text = f"{count} did not {action} {when}: rank {listed}{ended}"
             told = wire.Failed(f"{own} has given up: {text}", missing)
             self._fail(told, process, wire.Failed(text, missing))
 
@@ -445,6 +453,7 @@ class Directory:
     def _on_end_of_member(self, process: _Process) -> None:
         if self._step == _REGISTER:  # another process may take its rank
             del self._members[process.name]
+            self._ended[process.rank] = process.registration
         elif self._step < _RUNNING:
             text = f"{process.registration} has ended while the world started"
             self._fail(wire.Failed(text, [process.rank]))

@@ -244,7 +244,9 @@ class DirectoryClient:
         with WaitReport(logging.WARNING, LOG_INTERVAL) as waiting:
             while isinstance(message := await self._next(waiting.pause), wire.Missing):
                 listed = ", ".join(map(str, message.ranks))
-                waiting.tell(f"{self.registration} waits for rank {listed} to {message.action}")
+                ended = f" ({message.ended})" if message.ended else ""
+                text = f"{self.registration} waits for rank {listed} to {message.action}{ended}"
+                waiting.tell(text)
         if isinstance(message, wire.Failed):
             if message.missing is None:
                 raise ValueError(message.text)

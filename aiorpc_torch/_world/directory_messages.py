@@ -162,6 +162,8 @@ class Missing(_Message):
 
     ranks: Sequence[int]
     action: str
+    ended: str = ""
+    """A text about those of them that had registered and have ended."""
 
 
 class Add(_Message):
