@@ -89,6 +89,10 @@ class NotServing(RpcError):
 
     may_have_run = False
 
+    def __init__(self, *args: object, may_have_run: bool = False) -> None:
+        super().__init__(*args)
+        self.may_have_run = may_have_run
+
 
 class NotExported(RpcError, PermissionError):
     """Call of what the worker does not export. It has not run, and its arguments were not read.

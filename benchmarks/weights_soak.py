@@ -32,7 +32,7 @@ from aiorpc_torch import (
     supervised_all,
     testing,
 )
-from aiorpc_torch.training import Policy, Weights, follow, receiver
+from aiorpc_torch.training import Policy, Weights
 
 from ._compare import lay_out
 from ._process import mapped_segments, open_descriptors, swept_memory
@@ -83,9 +83,8 @@ class Follower:
     async def start(cls, host: str = "") -> Self:
         """Return a follower, which behaves as a process of that host."""
         self = cls()
-        if host:
-            receiver.this_host = lambda: host  # type: ignore[attr-defined]
-        self.policy = await follow("policy", on="learner", into=self.state)
+        self.policy = Policy("policy", "learner", self.state, host=host or None)
+        await self.policy._begin()
         return self
 
     async def reach(self, value: int) -> int:

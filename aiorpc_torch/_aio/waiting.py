@@ -78,11 +78,19 @@ class WaitReport:
 
 
 @contextlib.contextmanager
-def announced(text: str) -> Iterator[None]:
-    """Show on a terminal what a wait of the running loop waits for, until the block ends."""
-    with WaitReport(logging.DEBUG, LONGEST_INTERVAL) as waiting:
+def announced(
+    text: str, level: int = logging.DEBUG, delay: float = LONGEST_INTERVAL
+) -> Iterator[None]:
+    """Report once what a wait of the running loop waits for.
+
+    Args:
+        text: what is awaited. A terminal shows it until the block ends.
+        level: level of the line of the log.
+        delay: seconds until that line.
+    """
+    with WaitReport(level, delay) as waiting:
         loop = asyncio.get_running_loop()
-        timer = loop.call_later(TERMINAL_DELAY, waiting.tell, text)
+        timer = loop.call_later(waiting.pause, waiting.tell, text)
         try:
             yield
         finally:

@@ -203,9 +203,8 @@ class BatchQueue:
         running = [call for batch in self._running for call in batch.items]
         for calls, may_have_run in ((queued, False), (running, True)):
             for call in calls:
-                error = NotServing(f"the worker stopped before {self._function.name} returned")
-                error.may_have_run = may_have_run
-                call.resolve(error)
+                text = f"the worker stopped before {self._function.name} returned"
+                call.resolve(NotServing(text, may_have_run=may_have_run))
         for task in tasks:
             task.cancel()
         for task in tasks and (await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT))[1]:

@@ -62,9 +62,7 @@ def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
     """Raise the error of a call without a reply; WorkerLost names the call."""
     error = aborted.error
     if type(error) is NotServing:
-        refused = NotServing(*error.args)
-        refused.may_have_run = aborted.was_sent
-        raise refused from None
+        raise NotServing(*error.args, may_have_run=aborted.was_sent) from None
     if type(error) is WorkerLost and error.method is None:
         may_have_run = aborted.was_sent and error.may_have_run
         raise WorkerLost(

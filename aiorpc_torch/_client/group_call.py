@@ -95,11 +95,7 @@ class GroupCall(LazyCall[list[R]], Generic[T, R]):
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
         running = _Running(self._members())
-        try:
-            running.start((self._args, self._kwargs), self._timeout)
-        except BaseException:
-            running.cancel()
-            raise
+        running.start((self._args, self._kwargs), self._timeout)
         return GroupResults(running)
 
 
@@ -148,6 +144,14 @@ class _Running:
 
     def start(self, arguments: Arguments, timeout: float | None) -> None:
         """Send the calls. If encoding fails, raise its exception before any call is sent."""
+        try:
+            self._start(arguments, timeout)
+        except BaseException as exc:
+            self._finish(exc)  # before `cancel` does, which knows no reason
+            self.cancel()
+            raise
+
+    def _start(self, arguments: Arguments, timeout: float | None) -> None:
         due = self._bounds(timeout)
         rows = self._encode(arguments)
         send: Callable[..., None] = self._send

@@ -1,18 +1,22 @@
 """The public function `lookup`: find an object by its name on a worker."""
 
 import asyncio
+import logging
 from collections.abc import Sequence
 from typing import Any
 
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout, deadline_in, in_seconds, time_left
+from .._aio.waiting import announced
 from .._protocol.names import watch_name
 from .._torch.compat import RRefBase
 from .._wire.targets import FunctionTarget
 from ..errors import CallTimeout, RemoteError, WorkerLost
 from .call import RemoteCall
 from .pool import ConnectionPool, WorkerRef, current
+
+LOG_DELAY = 10.0  # seconds until the log tells that a lookup without a time limit waits
 
 
 async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> RRef[Any]:
@@ -24,7 +28,8 @@ async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> R
     Args:
         name: name given to `register`.
         on: worker that registers it, by name, rank or WorkerInfo.
-        timeout: seconds; None for no bound but `aiorpc.timeout`'s.
+        timeout: seconds; None for no bound but `aiorpc.timeout`'s. Without any, the log warns once
+            after 10 s that the lookup waits.
 
     Raises:
         CallTimeout: if the name is not registered in time; it lists the names that are.
@@ -36,6 +41,14 @@ async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> R
         raise TypeError(f"a name must be a str, got {name!r}")
     pool = current()
     worker, due = pool.find(on), deadline_in(checked_timeout(timeout))
+    # Which worker would register the object is unknown, so its death ends no lookup.
+    level = logging.WARNING if due is None else logging.DEBUG
+    text = f"the lookup of {name!r} on worker {worker!r} waits until it is registered there"
+    with announced(text, level, LOG_DELAY):
+        return await _find(pool, worker, name, due)
+
+
+async def _find(pool: ConnectionPool, worker: str, name: str, due: float | None) -> RRef[Any]:
     seconds = time_left(due)  # the scope's deadline may be earlier
     names: list[str] | None = None
     while True:

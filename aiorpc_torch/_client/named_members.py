@@ -183,6 +183,8 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
             CallTimeout: if there are not so many in time; it tells how many there are.
             NotServing: once this worker has left its world.
         """
+        if not isinstance(count, int):
+            raise TypeError(f"count must be an int, got {count!r}")
         due = deadline_in(None)
         limit = asyncio.timeout(time_left(due))
         try:
@@ -192,7 +194,7 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
             if not limit.expired():
                 raise
             text = f"waited for {count} members {self._watch.name!r}, there are {len(self)}"
-            raise CallTimeout(text, method="members") from None
+            raise CallTimeout(text, method="members", may_have_run=False) from None
 
 
 def members(name: str) -> NamedMembers[Any]:

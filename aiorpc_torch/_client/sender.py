@@ -25,7 +25,7 @@ from .pending import PendingCalls
 log = logging.getLogger("aiorpc_torch")
 
 
-class Wire(Protocol):
+class CallWire(Protocol):
     """The connection of a sender."""
 
     @property
@@ -70,7 +70,7 @@ class CallSender:
 
     def __init__(
         self,
-        wire: Wire,
+        wire: CallWire,
         peer: str,
         loop: asyncio.AbstractEventLoop,
         pending: PendingCalls,

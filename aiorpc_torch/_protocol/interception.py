@@ -199,8 +199,13 @@ def _tell(hook: str, call: CallInfo, *args: Any) -> End | None:
     return functools.partial(_end, ends, call.method) if ends else None
 
 
-def _end(ends: Sequence[End], method: str, failure: BaseException | None) -> None:
-    for end in reversed(ends):
+def _end(ends: list[End], method: str, failure: BaseException | None) -> None:
+    """Call each end, the last one first, and once: an event loop and a thread may end one call."""
+    while ends:
+        try:
+            end = ends.pop()
+        except IndexError:  # the other thread was quicker
+            return
         try:
             end(failure)
         except BaseException as exc:

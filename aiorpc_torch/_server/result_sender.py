@@ -23,7 +23,7 @@ from .._wire.tensors import INLINE_BYTES
 log = logging.getLogger("aiorpc_torch")
 
 
-class Wire(Protocol):
+class ResultWire(Protocol):
     """The session of a sender."""
 
     @property
@@ -58,7 +58,7 @@ class ResultSender:
         replies: the results that wait for their frame.
     """
 
-    def __init__(self, wire: Wire, caller: str, links: TensorLinks, calls: Sized) -> None:
+    def __init__(self, wire: ResultWire, caller: str, links: TensorLinks, calls: Sized) -> None:
         self.held: dict[Any, tuple[EncodedResult, int]] = {}
         self._wire = wire
         self._caller = caller

@@ -254,16 +254,10 @@ class Server:
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _not_serving_error(self) -> WorkerLost | NotServing:
+    def _not_serving_error(self, *, may_have_run: bool = False) -> WorkerLost | NotServing:
         if self._failure:
             return WorkerLost(self.name, self._failure)
-        return NotServing(left_text(self.name))
-
-    def _abandoned_error(self) -> WorkerLost | NotServing:
-        """Return the error of a call that has arrived: its caller must not take it for unsent."""
-        error = self._not_serving_error()
-        error.may_have_run = True
-        return error
+        return NotServing(left_text(self.name), may_have_run=may_have_run)
 
     def retire(self) -> None:
         """Refuse new connections, and ask the callers for no further calls on those that are open.
@@ -308,7 +302,8 @@ class Server:
         self.names.clear()
         calls = self.open_calls()
         for call in calls:
-            call.abandon(self._abandoned_error())
+            # It has arrived: its caller must not take it for unsent.
+            call.abandon(self._not_serving_error(may_have_run=True))
         for call in calls:
             call.cancel()
         sessions = [*self.sessions.values()]

@@ -34,7 +34,7 @@ _read_news = reader(tuple[SegmentName | None, bytes | None, list[int], list[int]
 _read_shared = reader(tuple[list[tuple[int, int, int, int, bool]], list[Place], bytes])
 
 
-class Wire(Protocol):
+class SegmentWire(Protocol):
     """The connection of a link."""
 
     @property
@@ -60,7 +60,7 @@ class SegmentLink:
         sent: number of messages sent in segments.
     """
 
-    def __init__(self, wire: Wire, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, wire: SegmentWire, loop: asyncio.AbstractEventLoop) -> None:
         self.can_send = self.is_refused = False
         self.sent = 0
         self._wire = wire

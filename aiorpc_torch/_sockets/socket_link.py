@@ -104,7 +104,7 @@ def incoming_limit() -> int:
     return memory_size() // 8
 
 
-class Wire(Protocol):
+class SocketWire(Protocol):
     """The connection of a link."""
 
     @property
@@ -198,7 +198,7 @@ class SocketLink:
     """
 
     def __init__(
-        self, wire: Wire, loop: asyncio.AbstractEventLoop, dial: Dial | None = None
+        self, wire: SocketWire, loop: asyncio.AbstractEventLoop, dial: Dial | None = None
     ) -> None:
         self.can_send = False
         self.sent = 0

@@ -1,8 +1,9 @@
 """A child process that is a worker: its start, the pipe to it, and its end.
 
-The pipe carries the parent's commands to the child, and the child's failure to the parent. A closed
-pipe means death, in both directions: the kernel closes it however a process ends. (The signal of
-`PR_SET_PDEATHSIG` is sent when the *thread* that started the child ends.)
+The pipe carries the parent's commands to the child. To the parent it carries that the child has
+entered its world, and the child's failure. A closed pipe means death, in both directions: the
+kernel closes it however a process ends. (The signal of `PR_SET_PDEATHSIG` is sent when the *thread*
+that started the child ends.)
 """
 
 import asyncio
@@ -40,6 +41,7 @@ serves leaves, and the others go on. "cancel": a worker failed, or
 Ctrl-C was pressed; stop now.
 """
 
+_ENTERED = "entered"  # what a child tells its parent once it is in its world
 POLL_INTERVAL = 0.005  # seconds between looks for the exit code of a process whose pipe has ended
 EXIT_POLLS = 100
 EXIT_CODE_TIMEOUT = 2.0  # seconds for the exit code of a process that ends now
@@ -79,6 +81,7 @@ class ChildProcess:
         output: ChildOutput | None = None,
     ) -> None:
         self.name = config.name
+        self.has_entered = False
         self._output = output
         self.ended: asyncio.Future[BaseException | None] = asyncio.Future()
         self._failure: BaseException | None = None
@@ -105,7 +108,10 @@ class ChildProcess:
 
     def _receive(self) -> None:
         try:
-            self._failure = self._pipe.recv().exception()
+            if (message := self._pipe.recv()) == _ENTERED:
+                self.has_entered = True
+            else:
+                self._failure = message.exception()
         except (EOFError, OSError):
             self.ended.get_loop().remove_reader(self._pipe.fileno())
             self._await_exit(EXIT_POLLS)
@@ -260,5 +266,7 @@ async def _run(
 
     threading.Thread(target=obey, name="aiorpc-parent", daemon=True).start()
     async with run_worker(config) as me:
+        with contextlib.suppress(OSError):  # the parent is dead: `obey` ends this process
+            pipe.send(_ENTERED)
         await (leave.wait() if main is None else main(me, *args))
         me._node.leaves_alone |= leaves_alone.is_set()

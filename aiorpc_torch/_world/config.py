@@ -4,7 +4,8 @@ import re
 import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from numbers import Real
+from typing import Any, Literal
 
 from .._aio.loops import LoopFactory, new_event_loop
 from .._port.tls import Tls
@@ -21,6 +22,21 @@ Initializer = Callable[[str], object]
 OnFailure = Literal["continue", "stop"]
 
 
+_TYPES = {int: "an int", str: "a str", Real: "a number of seconds", Tls: "a Tls"}
+
+
+def check_type(option: str, value: Any, kind: type, more: str = "") -> None:
+    """Raise TypeError for an argument of another type, before anything starts."""
+    if not isinstance(value, kind) or isinstance(value, bool):
+        raise TypeError(f"{option} must be {_TYPES[kind]}{more}, got {value!r}")
+
+
+def is_list_of_names(value: Any) -> bool:
+    """Return whether it is a sequence of str: one str is none."""
+    is_list = isinstance(value, Sequence) and not isinstance(value, str)
+    return is_list and all(isinstance(each, str) for each in value)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeConfig:
     """The checked arguments that `worker()` and `attach()` have in common."""
@@ -32,6 +48,11 @@ class NodeConfig:
     exports: tuple[Export, ...] | None = None
 
     def __post_init__(self) -> None:
+        check_type("threads", self.threads, int)
+        check_type("start_timeout", self.start_timeout, Real)
+        check_type("heartbeat", self.heartbeat, Real)
+        if self.stop_timeout is not None:
+            check_type("stop_timeout", self.stop_timeout, Real, " or None")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if not 0.0 < self.heartbeat < float("inf"):
@@ -62,6 +83,9 @@ class WorkerConfig(NodeConfig):
     initializer: Initializer | None = None  # in processes that run this configuration
 
     def __post_init__(self) -> None:
+        check_type("a worker's name", self.name, str)
+        check_type("rank", self.rank, int)
+        check_type("world_size", self.world_size, int)
         if not (self.join or 0 <= self.rank < self.world_size):
             raise ValueError(
                 f"rank must be from 0 to world_size - 1, got {self.rank} with "
@@ -78,16 +102,17 @@ class WorkerConfig(NodeConfig):
         if self.on_failure not in ("continue", "stop"):
             raise ValueError(f'on_failure must be "continue" or "stop", got {self.on_failure!r}')
         for option, names in (("transports", self.transports), ("channels", self.channels)):
-            if isinstance(names, str):
+            if names is not None and not is_list_of_names(names):
                 raise TypeError(f"{option} must be a list of names, got {names!r}")
         if not (self.initializer is None or callable(self.initializer)):
             raise TypeError(f"initializer must be a function, got {self.initializer!r}")
         normalize_device_maps(self.device_maps)
-        if not (self.port is None or isinstance(self.port, int)):
-            raise TypeError(f"port must be an int, got {self.port!r}")
-        if self.port is not None and not 0 < self.port < 65536:
-            raise ValueError(f"port must be from 1 to 65535, got {self.port!r}")
-
+        if self.tls is not None:
+            check_type("tls", self.tls, Tls)
+        if self.port is not None:
+            check_type("port", self.port, int)
+            if not 0 < self.port < 65536:
+                raise ValueError(f"port must be from 1 to 65535, got {self.port!r}")
         if self.has_one_port and self.transports and self.transports[-1] != "uv":
             raise ValueError(
                 'with port= or tls= the last one of transports must be "uv", which reaches other '

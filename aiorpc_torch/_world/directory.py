@@ -87,6 +87,7 @@ class Directory:
         self._step = _REGISTER
         self._open: dict[int, _Process] = {}  # by connection
         self._members: dict[str, _Process] = {}  # of each name the last process
+        self._ended: dict[int, Registration] = {}  # before all had registered, by rank
         self._waiting: list[_Process] = []  # to enter the running world
         self._entering: dict[str, _Process] = {}  # by the name that is claimed, until announced
         self._entries = self._comebacks = self._joins = self._highest_number = 0
@@ -158,6 +159,7 @@ class Directory:
             self._fail(wire.Failed(conflict))
         else:
             self._members[own.name] = process
+            self._ended.pop(rank, None)
             self._advance()
 
     def _conflict(self, registration: Registration) -> str:
@@ -212,7 +214,7 @@ class Directory:
             process.name, process.rank, process.number, where, maps, space, own.endpoint
         )
         if is_entering:
-            self._add_if_reached(process)
+            self._add(process)
         else:
             process.step = _ENDED if message.is_reaching else _REACH
             self._advance()
@@ -223,15 +225,20 @@ class Directory:
         if self._step != _REACH:
             return  # the start has failed meanwhile
         if unreachable:
-            told = wire.Failed(f"{process.registration}: {text}", unreachable)
-            self._fail(told, process, wire.Failed(text, unreachable))
+            self._fail(wire.Failed(f"{process.registration}: {text}", unreachable), process)
+            self._send_to((process,), wire.Failed(text, unreachable))
         else:
             process.step = _RUNNING
             self._advance()
 
     def _send_missing(self, process: _Process) -> None:
         if self._step < _RUNNING:
-            self._send_to((process,), wire.Missing(self._missing(), _ACTIONS[self._step]))
+            missing, action = self._missing(), _ACTIONS[self._step]
+            self._send_to((process,), wire.Missing(missing, action, self._ended_text()))
+
+    def _ended_text(self) -> str:
+        listed = ", ".join(str(self._ended[rank]) for rank in sorted(self._ended))
+        return listed and f"{listed} had registered, and ended"
 
     def _give_up(self, process: _Process, when: str) -> None:
         own = process.registration
@@ -244,21 +251,18 @@ class Directory:
             missing, action = self._missing(), _ACTIONS[self._step]
             listed = ", ".join(map(str, missing))
             count = f"{len(missing)} of {own.world_size} workers"
-            text = f"{count} did not {action} {when}: rank {listed}"
-            told = wire.Failed(f"{own} has given up: {text}", missing)
-            self._fail(told, process, wire.Failed(text, missing))
+            ended = f" ({text})" if (text := self._ended_text()) else ""
+            text = f"{count} did not {action} {when}: rank {listed}{ended}"
+            self._fail(wire.Failed(f"{own} has given up: {text}", missing), process)
+            self._send_to((process,), wire.Failed(text, missing))
 
-    def _fail(
-        self, failure: wire.Failed, process: _Process | None = None, own: wire.Failed | None = None
-    ) -> None:
-        """End the start: all workers fail, `process` with a text of its own."""
+    def _fail(self, failure: wire.Failed, but: _Process | None = None) -> None:
+        """End the start: all workers fail; `but` is told by the caller."""
         self._step, self._failure = _ENDED, failure
         self._known_ranks = {each.rank for each in self._open.values()}
         # Rank 0 ends the directory when it learns of it.
-        others = [each for each in self._open.values() if each is not process]
+        others = [each for each in self._open.values() if each is not but]
         self._send_to(sorted(others, key=lambda each: -each.rank), failure)
-        if process is not None and own is not None:
-            self._send_to((process,), own)
 
     def _turn_away(self, process: _Process) -> None:
         """Send a process to the next world; one that is late to a conflict learns of it, once."""
@@ -342,13 +346,6 @@ class Directory:
         living = (each for each in self._members.values() if each.is_open)
         return next(filter(None, (_hidden_from(namespace, each) for each in living)), "")
 
-    def _add_if_reached(self, process: _Process) -> None:
-        for each in self._members.values():
-            if each.is_open and (text := _hidden_from(each.registration.namespace, process)):
-                self._refuse(process, wire.Failed(text))
-                return
-        self._add(process)
-
     def _judge(self, judge: _Process, name: str, number: int, is_alive: bool) -> None:
         process, holder = self._entering.get(name), self._members.get(name)
         if judge.rank != 0 or self._members.get(judge.name) is not judge:
@@ -392,8 +389,12 @@ class Directory:
             self._refuse(process, wire.Failed(text, []))
 
     def _add(self, process: _Process) -> None:
-        """Let every living member add a process that has an address."""
+        """Let every living member add a process that has an address, unless one is out of reach."""
         assert process.member is not None
+        for each in self._members.values():
+            if each.is_open and (text := _hidden_from(each.registration.namespace, process)):
+                self._refuse(process, wire.Failed(text))
+                return
         replaced = self._members.get(process.name)
         self._members[process.name] = process
         if replaced is not None and self._open.pop(replaced.connection, None) is not None:
@@ -402,13 +403,8 @@ class Directory:
         process.unaware = {each.connection for each in others}
         self._send_to(others, wire.Add(process.member))
         self._send_members(process)
-        self._connections.call_later(ADD_TIMEOUT, functools.partial(self._expire_add, process))
+        self._connections.call_later(ADD_TIMEOUT, functools.partial(self._announce, process))
         if not others:
-            self._announce(process)
-
-    def _expire_add(self, process: _Process) -> None:
-        """Announce an entering process, though not every member has added it."""
-        if self._entering.get(process.name) is process:
             self._announce(process)
 
     def _send_members(self, process: _Process, but: Sequence[_Process] = ()) -> None:
@@ -429,6 +425,9 @@ class Directory:
                     self._announce(process)
 
     def _announce(self, process: _Process) -> None:
+        """Announce an entering process, unless it was: after a while also if some are unaware."""
+        if self._entering.get(process.name) is not process:
+            return
         del self._entering[process.name]
         silent = [each.name for each in self._by_rank() if each.connection in process.unaware]
         self._send_to(self._members.values(), wire.Announce(process.name, process.number, silent))
@@ -445,6 +444,7 @@ class Directory:
     def _on_end_of_member(self, process: _Process) -> None:
         if self._step == _REGISTER:  # another process may take its rank
             del self._members[process.name]
+            self._ended[process.rank] = process.registration
         elif self._step < _RUNNING:
             text = f"{process.registration} has ended while the world started"
             self._fail(wire.Failed(text, [process.rank]))
@@ -467,9 +467,7 @@ class Directory:
         ready = {each.rank for each in self._members.values() if each.awaited is not None}
         ending = (each for each in self._members.values() if each.is_open and not each.is_retiring)
         here = {each.rank for each in ending}
-        process.awaited = {rank for rank in ranks if rank in here} - ready - {process.rank}
-        if not process.awaited:
-            self._send_to((process,), wire.Exited())
+        process.awaited = (here.intersection(ranks) - ready) | {process.rank}
         self._no_longer_await(process.rank)
 
     def _no_longer_await(self, rank: int) -> None:

@@ -12,7 +12,7 @@ import logging
 import secrets
 import socket
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from .._aio.fork import close_on_fork
 from .._aio.threads import run_in_thread
@@ -144,9 +144,7 @@ class DirectoryClient:
             return await self._greet(world, self._server.connect(), self._first_message())
         while True:
             try:
-                world, [connected] = await self._in_thread(self._meeting.connect)
-                connected = await self._through_port(connected)
-                return await self._greet(world, connected, self._first_message())
+                return await self._dial(self._first_message())
             except TlsError as exc:
                 raise ValueError(f"no connection to rank 0: {exc}") from exc
             except (OSError, EOFError) as exc:
@@ -179,6 +177,11 @@ class DirectoryClient:
         self._attempt = None
         return found
 
+    async def _dial(self, first: wire.Register | wire.Resume, world: str = "") -> Stream[ToWorker]:
+        """Connect to the directory of rank 0, in that world or the one that is found."""
+        found, [connected] = await self._in_thread(self._meeting.connect)
+        return await self._greet(world or found, await self._through_port(connected), first)
+
     def _first_message(self) -> wire.Register:
         self._key = secrets.token_hex(16)  # a new one: another program may listen there
         return wire.Register(self.registration, self._key)
@@ -203,15 +206,10 @@ class DirectoryClient:
         except BaseException as exc:
             await stream.close()
             if isinstance(exc, NoDirectoryError):
-                self._reject(exc, world)
+                text = f"at {self._meeting} listens what this worker cannot enter: {exc}"
+                raise (OSError if world else ValueError)(text) from exc  # OSError: of a run before
             raise
         return stream
-
-    def _reject(self, exc: NoDirectoryError, world: str) -> NoReturn:
-        text = f"at {self._meeting} listens what this worker cannot enter: {exc}"
-        if not world:
-            raise ValueError(text) from exc
-        raise OSError(text) from exc  # the port of an earlier run
 
     async def _pause(self, exc: Exception) -> None:
         """Wait before the next attempt. Raises WorldTimeout if there is no time for one."""
@@ -244,7 +242,9 @@ class DirectoryClient:
         with WaitReport(logging.WARNING, LOG_INTERVAL) as waiting:
             while isinstance(message := await self._next(waiting.pause), wire.Missing):
                 listed = ", ".join(map(str, message.ranks))
-                waiting.tell(f"{self.registration} waits for rank {listed} to {message.action}")
+                ended = f" ({message.ended})" if message.ended else ""
+                text = f"{self.registration} waits for rank {listed} to {message.action}{ended}"
+                waiting.tell(text)
         if isinstance(message, wire.Failed):
             if message.missing is None:
                 raise ValueError(message.text)
@@ -325,10 +325,8 @@ class DirectoryClient:
             await asyncio.sleep(self._pause_of_resume)
             self._pause_of_resume = min(2 * self._pause_of_resume, MAX_PAUSE)
             try:
-                _, [connected] = await self._in_thread(self._meeting.connect)
-                connected = await self._through_port(connected)
                 resume = wire.Resume(me.name, me.number, self._key)
-                stream = await self._greet(self._world, connected, resume)
+                stream = await self._dial(resume, self._world)
             except (ConnectionRefusedError, FileNotFoundError) as exc:
                 if self._has_ended(node):
                     return False
@@ -433,9 +431,6 @@ class DirectoryClient:
             if self._port is not None:
                 self._port.end_directory()
             await run_in_thread(server.close, "aiorpc-stop")
-        await self._close_stream()
-
-    async def _close_stream(self) -> None:
         if self._stream is not None:
             stream, self._stream = self._stream, None
             await stream.close()

@@ -25,6 +25,13 @@ class _Message(msgspec.Struct, tag=True, array_like=True):
     """The base class of all messages."""
 
 
+class _OfProcess(_Message):
+    """The base class of messages about one process."""
+
+    name: str
+    number: int
+
+
 # ── of a worker ─────────────────────────────────────────────────────────────────────────────────
 
 
@@ -36,11 +43,9 @@ class Register(_Message):
     """A secret of the process, with which it may connect again."""
 
 
-class Resume(_Message):
+class Resume(_OfProcess):
     """The first message of a process that connects again: its connection has ended."""
 
-    name: str
-    number: int
     key: str
 
 
@@ -76,11 +81,9 @@ class Know(_Message):
     number: int
 
 
-class Verdict(_Message):
+class Verdict(_OfProcess):
     """The answer to `Ask`."""
 
-    name: str
-    number: int
     is_alive: bool
 
 
@@ -101,20 +104,8 @@ class Exit(_Message):
     ranks: Sequence[int]
 
 
-FromWorker = (
-    Register
-    | Resume
-    | Publish
-    | Confirm
-    | GiveUp
-    | AskMissing
-    | Know
-    | Verdict
-    | Retire
-    | Leave
-    | Exit
-)
-
+_AtStart = Register | Resume | Publish | Confirm | GiveUp | AskMissing
+FromWorker = _AtStart | Know | Verdict | Retire | Leave | Exit
 
 # ── of the directory ────────────────────────────────────────────────────────────────────────────
 
@@ -162,6 +153,8 @@ class Missing(_Message):
 
     ranks: Sequence[int]
     action: str
+    ended: str = ""
+    """A text about those of them that had registered and have ended."""
 
 
 class Add(_Message):
@@ -170,55 +163,31 @@ class Add(_Message):
     member: Member
 
 
-class Announce(_Message):
+class Announce(_OfProcess):
     """A process that was added is in the world."""
 
-    name: str
-    number: int
     silent: Sequence[str]
     """Workers that have not confirmed in time that they know it."""
 
 
-class Gone(_Message):
+class Gone(_OfProcess):
     """The connection of a process has ended, and it did not leave."""
 
-    name: str
-    number: int
 
-
-class Left(_Message):
+class Left(_OfProcess):
     """The block of a process has ended, and it takes no new calls."""
 
-    name: str
-    number: int
 
-
-class Ask(_Message):
+class Ask(_OfProcess):
     """A question to rank 0, whether that process is alive: the answer is `Verdict`."""
-
-    name: str
-    number: int
 
 
 class Exited(_Message):
     """The ranks of `Exit` are ready too, or gone."""
 
 
-ToWorker = (
-    Registered
-    | Entering
-    | Members
-    | Complete
-    | Failed
-    | Ended
-    | Missing
-    | Add
-    | Announce
-    | Gone
-    | Left
-    | Ask
-    | Exited
-)
+_ToStarting = Registered | Entering | Members | Complete | Failed | Ended | Missing
+ToWorker = _ToStarting | Add | Announce | Gone | Left | Ask | Exited
 
 read_from_worker = reader(FromWorker)
 read_to_worker = reader(ToWorker)

@@ -75,13 +75,9 @@ class Stream(Generic[M]):
             EOFError, OSError: if the connection ends.
         """
         # No more than is wrong: another program may have sent less, and wait for an answer.
-        if (first := await self._reader.readexactly(1)) != _NAME[:1]:
-            if first == _TLS_ALERT:
-                raise NoDirectoryError(
-                    "it uses TLS, and this worker has no tls=: give it all or none"
-                )
-            raise NoDirectoryError("it is no program of aiorpc_torch")
-        if await self._reader.readexactly(len(_NAME) - 1) != _NAME[1:]:
+        if (first := await self._reader.readexactly(1)) == _TLS_ALERT:
+            raise NoDirectoryError("it uses TLS, and this worker has no tls=: give it all or none")
+        if first != _NAME[:1] or await self._reader.readexactly(len(_NAME) - 1) != _NAME[1:]:
             raise NoDirectoryError("it is no program of aiorpc_torch")
         if await self._reader.readexactly(1) != _PROTOCOL:
             raise NoDirectoryError("it runs another version of aiorpc_torch")

@@ -140,6 +140,8 @@ def meeting_url(init_method: str | None, world_size: int) -> str:
 
 
 def _checked_url(init_method: str) -> str:
+    if not isinstance(init_method, str):
+        raise TypeError(f"init_method must be a str such as file:///path, got {init_method!r}")
     url = urlsplit(init_method)
     if not (url.scheme in ("file", "unix") or (url.scheme == "tcp" and url.port is not None)):
         expected = "tcp://host:port, file:///path or env://"

@@ -3,7 +3,7 @@
 import asyncio
 import contextlib
 import pickle
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
 
@@ -12,7 +12,7 @@ from .._aio.signals import graceful_signals
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
-from .config import Initializer, OnFailure, WorkerConfig, new_local_url
+from .config import Initializer, OnFailure, WorkerConfig, check_type, new_local_url
 from .network import loopback_only
 from .processes import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
@@ -53,6 +53,7 @@ class LocalWorker(Worker):
         Raises:
             ValueError: If no such child is alive.
         """
+        check_type("a worker's name", name, str)
         await self._on_loop(self._stop(name))
 
     async def _stop(self, name: str) -> None:
@@ -208,7 +209,8 @@ def run_local(
         restart: Number of times altogether that a failed or dead child is started again, as for
             `local_world`. Its `main` runs anew, with `me.comeback` above 0.
         on_failure: Effect of a failure beyond that. "stop": the world ends at once. "continue": the
-            other workers go on, and the failure is raised here when all have ended.
+            other workers go on, and the failure is raised here when all have ended. The failure of
+            a child that the world lacks at its start always ends it.
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
         handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.
@@ -272,15 +274,13 @@ def _names(workers: int | Sequence[str], *, first: int) -> list[str]:
         if workers < 0:
             raise ValueError(f"workers must be a number from 0 or a list of names, got {workers}")
         return [f"worker{rank}" for rank in range(first, first + workers)]
-    if isinstance(workers, str):
+    if isinstance(workers, str) or not isinstance(workers, Iterable):
         raise TypeError(f"workers must be a number or a list of names, got {workers!r}")
     return list(workers)
 
 
 def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
     """Return the configurations of the workers of a local world; `options` are WorkerConfig's."""
-    if len(set(names)) < len(names):
-        raise ValueError(f"two workers have one name: {', '.join(names)}")
     exports, factory = options["exports"], options["loop_factory"]
     options["exports"] = None if exports is None else checked_exports(exports)
     options["loop_factory"] = new_event_loop if factory is None else factory
@@ -288,6 +288,8 @@ def _configs(names: list[str], **options: Any) -> list[WorkerConfig]:
         raise TypeError(f"loop_factory must make an event loop when called, got {factory!r}")
     options |= {"world_size": len(names), "interface": loopback_only(), "is_local": True}
     configs = [WorkerConfig(name, rank, **options) for rank, name in enumerate(names)]
+    if len(set(names)) < len(names):
+        raise ValueError(f"two workers have one name: {', '.join(names)}")
     if len(names) > 1:
         _check_for_children(configs[0])
     return configs

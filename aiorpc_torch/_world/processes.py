@@ -12,6 +12,7 @@ from typing import Any, Literal
 from .._aio.waiting import announced
 from ..errors import WorldTimeout
 from . import forkserver
+from .config import is_list_of_names
 
 Start = Literal["forkserver", "spawn"]
 Logs = Literal["names"]
@@ -33,9 +34,8 @@ class ProcessOptions:
             raise ValueError(f'logs must be "names" or None, got {self.logs!r}')
         if self.start not in ("forkserver", "spawn"):
             raise ValueError(f'start must be "forkserver" or "spawn", got {self.start!r}')
-        names = self.preload
-        if isinstance(names, str) or not all(isinstance(each, str) for each in names):
-            raise TypeError(f"preload must be a tuple of module names, got {names!r}")
+        if not is_list_of_names(self.preload):
+            raise TypeError(f"preload must be a tuple of module names, got {self.preload!r}")
 
     async def factory(self, timeout: float) -> ProcessFactory:
         """Return the factory of the children, once their server is ready if they have one.

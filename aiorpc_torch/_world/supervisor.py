@@ -33,7 +33,8 @@ class Supervisor:
     """A supervisor of one child for each of `configs`, which runs `main(me, *args)` or only serves.
 
     `restarts` times altogether, a child that fails or dies is started again. A failure beyond that
-    interrupts the block of `raising_failures`, unless its `on_failure` is "continue".
+    interrupts the block of `raising_failures`. With its `on_failure` "continue" only that of a
+    child which the world lacks at its start does.
     """
 
     configs: Sequence[WorkerConfig]
@@ -50,6 +51,11 @@ class Supervisor:
     # Set once the world is complete: before, no child can rejoin.
     _detector: FailureDetector | None = None
     _interrupt: Interrupt | None = None
+    _on_failure: OnFailure = "stop"
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.restarts, int) or self.restarts < 0:
+            raise ValueError(f"restart must be an int of at least 0, got {self.restarts!r}")
 
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
@@ -99,11 +105,8 @@ class Supervisor:
     @contextlib.asynccontextmanager
     async def raising_failures(self, on_failure: OnFailure) -> AsyncIterator[None]:
         """Interrupt the block when a child fails, and raise the child's exception."""
-        if on_failure == "continue":
-            yield
-            return
         async with interruptible() as interrupt:
-            self._interrupt = interrupt
+            self._interrupt, self._on_failure = interrupt, on_failure
             for failure in self.failures:
                 interrupt(failure)
             yield
@@ -187,7 +190,7 @@ class Supervisor:
             failure = error
         elif death is not None:
             log.warning("%s", death)
-        self._report(config.name, failure)
+        self._report(child, failure)
 
     def _restart(
         self, child: ChildProcess, config: WorkerConfig, failure: BaseException
@@ -206,14 +209,16 @@ class Supervisor:
             return exc
         return None
 
-    def _report(self, name: str, failure: BaseException) -> None:
+    def _report(self, child: ChildProcess, failure: BaseException) -> None:
         """Report a failure after which a child is not restarted."""
+        name = child.name
         self.failures.append(failure)
         if self._detector is not None:
             error = WorkerLost(name, f"{_reason(name, failure)}; it is not restarted")
             error.__cause__ = failure
             self._detector.give_up(name, error)
-        if self._interrupt is not None:
+        is_incomplete = self._detector is None and not child.has_entered  # and stays so
+        if self._interrupt is not None and (self._on_failure == "stop" or is_incomplete):
             self._interrupt(failure)
 
     def _send(self, command: ParentCommand) -> None:

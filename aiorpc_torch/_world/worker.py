@@ -95,8 +95,7 @@ class Worker:
             WorkerLost: if it will not rejoin.
             NotServing: if it has left in order, or once this worker leaves its world.
         """
-        if peer not in self._node.members.peers:
-            raise ValueError(f"peer must be one of {', '.join(self.peers)}, got {peer!r}")
+        self._check_peer("peer", peer)
         await self._node.detector.wait_until_alive(peer)
 
     async def changes(self) -> AsyncIterator[Change]:
@@ -138,11 +137,15 @@ class Worker:
         if until is None:
             await departures.serve()
             return
-        if until not in self._node.members.peers:
-            raise ValueError(f"until must be one of {', '.join(self.peers)}, got {until!r}")
+        self._check_peer("until", until)
         await departures.serve(until)
         if reason := await departures.failure_of(until):
             raise WorkerLost(until, reason) from self._node.members.lost_peers.get(until)
+
+    def _check_peer(self, option: str, peer: str) -> None:
+        if not isinstance(peer, str) or peer not in self._node.members.peers:
+            names = ", ".join(self.peers) or "(no peer)"
+            raise ValueError(f"{option} must be one of {names}, got {peer!r}")
 
 
 @contextlib.asynccontextmanager
@@ -241,6 +244,7 @@ async def worker(
             name, a rank or a world size; if it cannot reach the others, or they it. If another
             program listens at the address of rank 0. If a certificate is not valid, or refused at
             rank 0; it names the file.
+        TypeError: If an argument is of another type; it names the argument.
         OSError: At rank 0, if another process listens at its address. If `port` is in use.
         RuntimeError: If this process is in a world already, or joins and was in one before.
     """

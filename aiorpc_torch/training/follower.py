@@ -62,7 +62,14 @@ class Policy:
         pause: seconds for which the last change of the version held the event loop.
     """
 
-    def __init__(self, name: str, on: str | int, into: Into, poll: float | None) -> None:
+    def __init__(
+        self,
+        name: str,
+        on: str | int,
+        into: Into,
+        poll: float | None = None,
+        host: str | None = None,  # as for `Receiver`
+    ) -> None:
         self.version = -1
         self.state: Any = None
         self.pause = 0.0
@@ -71,7 +78,7 @@ class Policy:
         self._hooks: ForwardHolds | None = None
         self._loop = asyncio.get_running_loop()
         on_version = None if poll is None else self._put_in
-        self._receiver = Receiver(name, on, poll, on_version)
+        self._receiver = Receiver(name, on, poll, on_version, host)
 
     def __repr__(self) -> str:
         return f"<Policy of version {self.version}, {self._receiver!r}>"

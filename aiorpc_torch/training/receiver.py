@@ -31,6 +31,7 @@ class Receiver:
         on: worker of the publisher.
         poll: minimum seconds between two versions, None for no minimum.
         on_version: is awaited for each version, if given.
+        host: name of the host whose followers share a relay (default: this one's).
 
     Attributes:
         newest: the newest version, with its number; None before the first.
@@ -43,6 +44,7 @@ class Receiver:
         on: str | int,
         poll: float | None = None,
         on_version: Callable[[], Awaitable[object]] | None = None,
+        host: str | None = None,
     ) -> None:
         self.newest: tuple[int, Snapshot] | None = None
         self.changes = Changes()
@@ -52,6 +54,7 @@ class Receiver:
         self._relay: str | None = None  # worker of that relay
         self._poll = poll
         self._on_version = on_version
+        self._host = this_host() if host is None else host
         self._wanted: list[int] = []  # versions that tasks wait for
         self._losses = 0
         self._error: Exception | None = None  # that has ended the task
@@ -206,7 +209,7 @@ class Receiver:
     ) -> tuple[str | None, str]:
         """Return the worker and the name of this host's relay, as `Weights.source`."""
         try:
-            found: tuple[str | None, str] = await remote(publisher).source(this_host(), me, lost)
+            found: tuple[str | None, str] = await remote(publisher).source(self._host, me, lost)
         except AttributeError as exc:
             text = f"{self._name!r} on worker {self._on!r} is no Weights: register one there"
             raise TypeError(text) from exc

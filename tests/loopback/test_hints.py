@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch import RRef, batched, call, remote
+from aiorpc_torch import LocalWorker, RRef, batched, call, members, remote
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -54,3 +54,18 @@ async def test_a_task_is_named_by_its_call() -> None:
     task = asyncio.ensure_future(remote(RRef(Model())).double(1))
     assert "coro=<call of double()>" in repr(task)
     assert await task == 2
+
+
+async def test_a_peer_that_is_no_name(world: LocalWorker) -> None:
+    """Of a worker that is to be started, stopped or awaited: of another type, or unknown."""
+    lists: Any = ["a"]
+    with pytest.raises(TypeError, match="a worker's name must be a str, got"):
+        await world.start(lists)
+    with pytest.raises(TypeError, match="a worker's name must be a str, got"):
+        await world.stop(lists)
+    with pytest.raises(ValueError, match=r"peer must be one of \(no peer\), got \['a'\]"):
+        await world.wait_for(lists)
+    with pytest.raises(ValueError, match=r"until must be one of \(no peer\), got \['a'\]"):
+        await world.serve(lists)
+    with pytest.raises(TypeError, match="count must be an int, got 'a'"):
+        await members("a").wait(lists[0])

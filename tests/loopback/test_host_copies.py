@@ -3,6 +3,7 @@
 import asyncio
 import socket
 import threading
+from collections.abc import Iterable
 from typing import Any
 
 import pytest
@@ -30,7 +31,6 @@ from .test_tensor_sockets import (
 __all__ = ["line"]
 
 BYTES = 4 * LARGE
-_before = {"open segments": 0}  # of other worlds in this process
 pytestmark = pytest.mark.usefixtures("over_sockets")
 
 
@@ -40,6 +40,17 @@ class Crowd(Shelf):
     @batched(Round(3))
     async def gather(self, values: list[int]) -> Any:
         return Broadcast(torch.full((LARGE,), float(sum(values))))
+
+
+class Shelves(list[Shelf]):
+    """Shelves of one peer."""
+
+    def __init__(self, shelves: Iterable[Shelf]) -> None:
+        super().__init__(shelves)
+        self._open_before = open_segments()  # of other worlds in this process
+
+    def nothing_is_held(self) -> bool:
+        return is_at_rest() and not near()._exported and open_segments() <= self._open_before
 
 
 @pytest.fixture
@@ -59,31 +70,24 @@ async def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.fixture
 async def shelves(
     over_sockets: None, monkeypatch: pytest.MonkeyPatch, sent: list[int], world: aiorpc.Worker
-) -> list[Shelf]:
+) -> Shelves:
     """Four, of a peer that says that its siblings can map its memory."""
     monkeypatch.setattr(socket_link, "sharing_group", lambda: "another host")
-    monkeypatch.setitem(_before, "open segments", open_segments())
-    found: list[Shelf] = [Crowd() for _ in range(4)]
+    found = Shelves(Crowd() for _ in range(4))
     await remote(RRef(found[0])).echo(0)
     await until(lambda: near().can_send and far().can_send)
     return found
 
 
-def group(shelves: list[Shelf]) -> "Group[Any]":
+def group(shelves: Shelves) -> "Group[Any]":
     return Group([RRef(each) for each in shelves])
-
-
-def nothing_is_held() -> bool:
-    return is_at_rest() and not near()._exported and open_segments() <= _before["open segments"]
 
 
 # ── values ──────────────────────────────────────────────────────────────────────────────────────
 
 
 @pytest.mark.promise("sockets.hosts")
-async def test_the_members_of_a_host_get_one_transfer(
-    shelves: list[Shelf], sent: list[int]
-) -> None:
+async def test_the_members_of_a_host_get_one_transfer(shelves: Shelves, sent: list[int]) -> None:
     """Each has its own tensor: the others do not see what it writes."""
     x, before = torch.ones(LARGE), mapped_segments()
     assert await remote(group(shelves)).keep(x) == [1] * 4
@@ -93,26 +97,26 @@ async def test_the_members_of_a_host_get_one_transfer(
     shelves[1].kept[0].mul_(5)
     assert [float(each.kept[0].mean()) for each in shelves] == [2, 5, 1, 1]
     assert float(x.mean()) == 1
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)
     for each in shelves:  # in a later world of a process torch may keep what had an RRef
         each.kept.clear()
     await until(lambda: is_at_rest() and mapped_segments() <= before)
 
 
 @pytest.mark.promise("sockets.hosts")
-async def test_a_broadcast_result_is_one_transfer(shelves: list[Shelf], sent: list[int]) -> None:
+async def test_a_broadcast_result_is_one_transfer(shelves: Shelves, sent: list[int]) -> None:
     proxy = remote(RRef(shelves[0]))
     found = await asyncio.gather(*(proxy.gather(each) for each in range(3)))
     assert sum(sent) == BYTES
     assert far().sent == 3
     found[0].zero_()
     assert [float(each.mean()) for each in found] == [0, 3, 3]
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)
 
 
 @pytest.mark.promise("sockets.hosts")
 async def test_lone_calls_with_one_tensor_are_one_transfer(
-    shelves: list[Shelf], sent: list[int]
+    shelves: Shelves, sent: list[int]
 ) -> None:
     """Also one that is made while the tensor is sent; a changed tensor is another."""
     x = torch.ones(LARGE)
@@ -125,7 +129,7 @@ async def test_lone_calls_with_one_tensor_are_one_transfer(
 
 
 async def test_tensors_that_differ_have_their_own_transfers(
-    shelves: list[Shelf], sent: list[int]
+    shelves: Shelves, sent: list[int]
 ) -> None:
     values = [torch.full((LARGE,), float(each)) for each in range(4)]
     await remote(group(shelves)).keep(aiorpc.each(values))
@@ -134,7 +138,7 @@ async def test_tensors_that_differ_have_their_own_transfers(
 
 
 @pytest.mark.promise("sockets.order")
-async def test_calls_of_a_member_stay_in_order(shelves: list[Shelf], line: Line) -> None:
+async def test_calls_of_a_member_stay_in_order(shelves: Shelves, line: Line) -> None:
     """Those behind a call that waits for the transfer of another."""
     rrefs = [RRef(each) for each in shelves]
     first = asyncio.ensure_future(remote(Group(rrefs[:2])).keep(torch.ones(LARGE)))
@@ -153,7 +157,7 @@ async def test_calls_of_a_member_stay_in_order(shelves: list[Shelf], line: Line)
 
 @pytest.mark.promise("sockets.hosts")
 async def test_the_call_whose_transfer_others_wait_for_is_cancelled(
-    shelves: list[Shelf], line: Line
+    shelves: Shelves, line: Line
 ) -> None:
     """They get another one."""
     x = torch.ones(LARGE)
@@ -164,11 +168,11 @@ async def test_the_call_whose_transfer_others_wait_for_is_cancelled(
     line.may_send.set()
     assert await asyncio.gather(*calls[1:]) == [1] * 3
     assert not shelves[0].kept
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)
 
 
 @pytest.mark.promise("sockets.cancelled")
-async def test_a_group_call_that_ends_while_it_is_sent(shelves: list[Shelf], line: Line) -> None:
+async def test_a_group_call_that_ends_while_it_is_sent(shelves: Shelves, line: Line) -> None:
     """Nothing is left of it at either end."""
     running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))
     await line.is_held()
@@ -176,13 +180,13 @@ async def test_a_group_call_that_ends_while_it_is_sent(shelves: list[Shelf], lin
     await asyncio.wait((running,))
     line.may_send.set()
     del running
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)
     assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [1] * 4
 
 
 @pytest.mark.promise("sockets.cancelled")
 async def test_a_call_is_cancelled_as_the_transfer_it_waits_for_arrives(
-    shelves: list[Shelf], line: Line, monkeypatch: pytest.MonkeyPatch
+    shelves: Shelves, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The peer is told of both at once, and frees what it maps."""
     x = torch.ones(LARGE)
@@ -198,12 +202,12 @@ async def test_a_call_is_cancelled_as_the_transfer_it_waits_for_arrives(
     line.may_send.set()
     assert await calls[0] == 1
     calls[1].cancel()
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)
 
 
 @pytest.mark.promise("sockets.cancelled")
 async def test_the_call_whose_transfer_others_wait_for_is_cancelled_as_it_arrives(
-    shelves: list[Shelf], line: Line, monkeypatch: pytest.MonkeyPatch
+    shelves: Shelves, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its peer confirms it before a thread here has noted that it is sent."""
     may_note = threading.Event()
@@ -225,13 +229,13 @@ async def test_the_call_whose_transfer_others_wait_for_is_cancelled_as_it_arrive
     await until(lambda: lead.number not in near()._jobs)
     may_note.set()
     assert await calls[1] == 1
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)
 
 
 @pytest.mark.promise("sockets.hosts")
 @pytest.mark.parametrize("wrong", [{"inode": 1}, {"pid": 1 << 40}, {"size": -1}])
 async def test_memory_that_cannot_be_mapped(
-    shelves: list[Shelf],
+    shelves: Shelves,
     sent: list[int],
     monkeypatch: pytest.MonkeyPatch,
     wrong: dict[str, int],
@@ -247,12 +251,12 @@ async def test_memory_that_cannot_be_mapped(
         assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [number] * 4
     assert sum(sent) == 8 * BYTES
     assert not near()._peer_host  # its memory is not offered again
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)
 
 
 @pytest.mark.promise("sockets.hosts")
 async def test_a_receiver_that_makes_no_segment(
-    shelves: list[Shelf], sent: list[int], monkeypatch: pytest.MonkeyPatch
+    shelves: Shelves, sent: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each has its own transfer."""
 
@@ -267,7 +271,7 @@ async def test_a_receiver_that_makes_no_segment(
 
 
 @pytest.mark.promise("sockets.lost")
-async def test_the_connection_ends_while_others_wait(shelves: list[Shelf], line: Line) -> None:
+async def test_the_connection_ends_while_others_wait(shelves: Shelves, line: Line) -> None:
     """All calls fail, and nothing is left."""
     running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))
     await line.is_held()
@@ -280,11 +284,11 @@ async def test_the_connection_ends_while_others_wait(shelves: list[Shelf], line:
 
 
 async def test_limits_hold_for_what_is_shared(
-    monkeypatch: pytest.MonkeyPatch, shelves: list[Shelf], sent: list[int]
+    monkeypatch: pytest.MonkeyPatch, shelves: Shelves, sent: list[int]
 ) -> None:
     """Transfers of equal tensors wait for memory as others do."""
     near()._peer_limit = BYTES
     x = torch.ones(LARGE)
     assert await remote(group(shelves)).keep(x) == [1] * 4
     assert sum(sent) == 4 * BYTES  # one at a time
-    await until(nothing_is_held)
+    await until(shelves.nothing_is_held)

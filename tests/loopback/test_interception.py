@@ -147,6 +147,28 @@ async def test_a_stream_that_is_left_early(notes: Notes) -> None:
     assert ends == [("call", "Model.items", "NoneType")]
 
 
+async def awaited(call: Any) -> Any:
+    return await call
+
+
+async def iterated(call: Any) -> Any:
+    return [each async for each in call]
+
+
+@pytest.mark.parametrize("run", [awaited, iterated])
+async def test_a_group_call_that_fails_at_its_start(
+    notes: Notes, run: Callable[[Any], Any]
+) -> None:
+    """Its end has the exception of the caller, once."""
+    unpicklable: ContextVar[Any] = ContextVar("tests.interception.unpicklable")
+    aiorpc.propagate(unpicklable)
+    unpicklable.set(lambda: None)
+    with pytest.raises(Exception, match="pickl") as failed:
+        await run(remote(Group([RRef(Model()), RRef(Model())])).answer())
+    name = type(failed.value).__name__
+    assert notes.ends == [("call", "Model.answer", name)] * 2  # of a member, and of the group
+
+
 class Broken(Interceptor):
     def on_call(self, call: CallInfo) -> Any:
         raise LookupError("in on_call")

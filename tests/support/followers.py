@@ -75,10 +75,12 @@ class Actor:
         self.seen: list[int] = []
 
     async def start(self, patience: float = 60.0, host: str = "", **options: Any) -> int:
-        if host:
-            receiver.this_host = lambda: host
         receiver.REPLACEMENT_TIMEOUT = patience
-        self.policy = await follow("policy", on="learner", into=self.net, **options)
+        if host:
+            self.policy = Policy("policy", "learner", self.net, host=host, **options)
+            await self.policy._begin()
+        else:
+            self.policy = await follow("policy", on="learner", into=self.net, **options)
         return self.policy.version
 
     async def update(self) -> int:

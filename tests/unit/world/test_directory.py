@@ -245,6 +245,23 @@ def test_missing_ranks_are_named_to_all() -> None:
     assert network.register(registration(1, 4)).inbox == [Ended()], "of the next attempt"
 
 
+def test_a_worker_that_ends_before_all_have_registered_is_named() -> None:
+    """Until another process takes its rank."""
+    network = Network()
+    first, second = (network.register(registration(rank)) for rank in (0, 1))
+    second.end()
+    first.say(AskMissing())
+    text = f"{second.own} had registered, and ended"
+    assert first.inbox.pop() == Missing([1, 2], "register", text)
+    network.register(registration(1))
+    first.say(AskMissing())
+    assert first.inbox.pop() == Missing([2], "register")
+    network.processes.pop().end()
+    first.say(GiveUp("within 5 s"))
+    expected = f"2 of 3 workers did not register within 5 s: rank 1, 2 ({text})"
+    assert first.inbox == [Failed(expected, [1, 2])]
+
+
 def test_a_worker_that_does_not_start_is_named() -> None:
     """It has registered, and has no address; or it ends at this step."""
     for end in (False, True):

@@ -43,6 +43,10 @@ class Process:
     def start(self) -> None:
         self._pipe = Connection(os.dup(self._inherited.fileno()))
 
+    def enter(self) -> None:
+        """Tell as a child does that is in its world."""
+        self._pipe.send("entered")
+
     def fail(self) -> None:
         """End as a child does whose `main` has raised."""
         self._pipe.send(RemoteFailure.of(ValueError("odd"), "b"))
@@ -78,3 +82,26 @@ async def test_the_exception_of_a_child_that_ends_late() -> None:
     await supervisor._close(0.0)
     assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
     assert not process.was_killed
+
+
+@pytest.mark.parametrize("has_entered", [False, True])
+async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: bool) -> None:
+    """Also with "continue": without it the world would wait for all of its `start_timeout`."""
+    process = Process()
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    supervisor._start(config)
+    failure: BaseException | None = None
+    try:
+        async with supervisor.raising_failures("continue"):
+            if has_entered:
+                process.enter()
+            process.fail()
+            await asyncio.wait((supervisor._children[0].ended,))
+            await asyncio.sleep(0)
+    except ValueError as exc:
+        failure = exc
+    assert (failure is None) == has_entered
+    assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
+    await supervisor._close(0.0)
