@@ -42,10 +42,14 @@ def test_every_public_name_is_in_the_reference(name: str) -> None:
 # ── defaults ────────────────────────────────────────────────────────────────────────────────────
 
 
+def section(path: Path, heading: str) -> list[str]:
+    """Return the lines below a heading."""
+    return path.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+
+
 def rows(path: Path, heading: str) -> list[list[str]]:
     """Return the cells of the table below a heading, without its first two lines."""
-    section = path.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0]
-    lines = [line for line in section.splitlines() if line.startswith("|")]
+    lines = [line for line in section(path, heading) if line.startswith("|")]
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines[2:]]
 
 
@@ -101,14 +105,15 @@ def windows(text: str) -> set[tuple[str, ...]]:
 
 
 def test_troubleshooting_quotes_errors_that_exist() -> None:
-    """Each text in its first column has words in a row from a text of the package."""
+    """Each text of an entry's first line has words in a row from a text of the package."""
     known = {window for text in texts() for window in windows(text)}
     page = guides.DOCS / "troubleshooting.md"
     shown = [
         quoted
         for heading in ("The world does not start", "A call fails", "Batches and objects")
-        for cells in rows(page, heading)
-        for quoted in re.findall(r"`([^`]+)`", cells[0])
+        for line in section(page, heading)
+        if line.startswith("- ")
+        for quoted in re.findall(r"`([^`]+)`", line)
         if not quoted.startswith(NOT_OURS) and len(quoted.split()) > WORDS
     ]
     assert len(shown) > 25
