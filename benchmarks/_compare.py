@@ -119,7 +119,7 @@ def show(rows: Sequence[Row], *, ours: str = "ours", other: str = "raw torch") -
     heads = ("", "unit", f"{ours} [min–max]", f"{other} [min–max]" if ratio else "", ratio, "aim")
     lay_out([heads, *(row.cells() for row in rows)])
     repetitions = len(rows[0].runs.ours)
-    meaning = f"; ratio: {ours} / {other}, the median of the pairs' ratios" if ratio else ""
+    meaning = f"; ratio: {ours} / {other}" if ratio else ""
     print(f"\nmedians of {repetitions} repetitions{meaning}")
     print(machine())
 

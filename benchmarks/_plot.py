@@ -1,6 +1,6 @@
 """Figures in one style: the median of the repetitions as a line, their spread as a band.
 
-The points of a figure are printed too. Matplotlib is needed only to draw.
+Matplotlib is imported only to draw.
 """
 
 import math
@@ -10,7 +10,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from ._compare import Runs, lay_out, number
+from ._compare import Runs
 
 # Colours that the colour-blind can tell apart, and markers for prints in grey.
 OURS, ALSO_OURS, RAW, OTHER = ("#0072b2", "o"), ("#56b4e9", "s"), ("#d55e00", "^"), ("#666666", "D")
@@ -61,29 +61,13 @@ def pair(points: Sequence[float], runs: Sequence[Runs], raw: str) -> list[Curve]
     ]
 
 
-def present(panels: Sequence[Panel], path: Path | None) -> None:
-    """Print and draw the panels, if there is a path."""
+def draw(panels: Sequence[Panel], path: Path | None) -> None:
+    """Write the panels, side by side, to a picture of the format that the suffix names.
+
+    Does nothing without a path.
+    """
     if path is None:
         return
-    for panel in panels:
-        print(f"\n{panel.title}: {panel.y}")
-        lay_out([(panel.x, *(curve.label for curve in panel.curves)), *_lines(panel)])
-    draw(panels, path)
-
-
-def _lines(panel: Panel) -> list[list[str]]:
-    found = []
-    for x in sorted({x for curve in panel.curves for x in curve.xs}):
-        line = [number(x)]
-        for curve in panel.curves:
-            at = dict(zip(curve.xs, curve.runs, strict=True)).get(x)
-            line.append(number(median(at)) if at else "–")
-        found.append(line)
-    return found
-
-
-def draw(panels: Sequence[Panel], path: Path) -> None:
-    """Write the panels, side by side, to a picture of the format that the suffix names."""
     import matplotlib as mpl
 
     mpl.use("Agg")

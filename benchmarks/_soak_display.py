@@ -8,6 +8,8 @@ from typing import Any
 from ._process import Census
 
 MB = 1_000_000
+SHOWN = 4
+"""Of so many samples one is printed."""
 
 
 class Display:
@@ -17,6 +19,7 @@ class Display:
         self._start = time.monotonic()
         self._bar: Any = _bar(total)
         self._last = 0, 0.0
+        self._samples = 0
         heads = [f"{worker}: MB threads tasks" for worker in workers]
         self._line(f"{'calls':>9}  {'s':>4}  {'calls/s':>7}  " + "  ".join(heads))
 
@@ -26,7 +29,10 @@ class Display:
             self._bar.update(self._bar.task_ids[0], completed=settled)
 
     def sample(self, settled: int, found: Sequence[Census]) -> None:
-        """Print a line of the table."""
+        """Print a line of the table, for one of `SHOWN` samples."""
+        self._samples += 1
+        if self._samples % SHOWN:
+            return
         now = time.monotonic() - self._start
         rate = (settled - self._last[0]) / (now - self._last[1])
         self._last = settled, now

@@ -23,7 +23,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import remote
 
 from ._compare import Row, Runs, arguments, show, take_turns
-from ._plot import Panel, pair, present
+from ._plot import Panel, draw, pair
 
 CALLERS = 64  # of the rows; the figure has other numbers
 MOST = 256
@@ -202,4 +202,4 @@ if __name__ == "__main__":
     given = arguments("What @batched brings over the PyTorch tutorial's batching.")
     rows, drawn = asyncio.run(main(given))
     show(rows)
-    present(drawn, given.plot)
+    draw(drawn, given.plot)

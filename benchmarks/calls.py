@@ -24,7 +24,7 @@ from aiorpc_torch import remote, wrap_future
 
 from ._compare import Row, Runs, arguments, repeated, show, swept, take_turns
 from ._lag import lag_rows
-from ._plot import Panel, pair, present
+from ._plot import Panel, draw, pair
 
 NAP = 0.01
 SMALL = torch.rand(4)
@@ -314,4 +314,4 @@ if __name__ == "__main__":
     given = arguments("The cost of a call, compared with torch.distributed.rpc.")
     rows, drawn = asyncio.run(main(given))
     show(rows)
-    present(drawn, given.plot)
+    draw(drawn, given.plot)

@@ -24,9 +24,9 @@ from types import ModuleType
 from . import _cartpole_ours as ours, _cartpole_plain as plain, _cartpole_tutorial as tutorial
 from ._cartpole_work import Sizes
 from ._compare import Row, Runs, parse, show
-from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, present
+from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, draw
 
-TABLE = [1, 5, 10]  # observers in the table; the figure has all of FIGURE
+TABLE = [1, 10]  # observers in the table; the figure has all of FIGURE
 FIGURE = range(1, 11)
 EPISODE = 500  # steps of an observer, in the tutorial's figure
 PATIENCE = 300.0  # seconds for one measurement of a side
@@ -108,18 +108,20 @@ def rows(rates: Found) -> list[Row]:
 
 def against(other: str, rates: Found, count: int, aims: tuple[str, str]) -> list[Row]:
     """Return the rows of ours at `count` observers; `aims`: batched, and in one process."""
-    best, unit = better(other, rates, count), "steps/s"
     what = f"{count} observer{'s' * (count > 1)}"
-    said = f"against the {other}"
-    cpu = Runs(rates["ours, batched, CPU", count], rates[f"{other}, batched, CPU", count])
-    found = [
-        Row(f"{what}, batched, {said}", unit, Runs(rates["ours, batched", count], best), aims[0]),
-        Row(f"{what}, unbatched, {said}", unit, Runs(rates["ours, unbatched", count], best)),
-        Row(f"{what}: the agent's CPU, batched, {said}", "µs/step", cpu),
-    ]
+    pairs = [(f"{what}, batched", "ours, batched", aims[0])]
+    if other == "plain form":
+        pairs.append((f"{what}, unbatched", "ours, unbatched", ""))
     if count > 1:
-        runs = Runs(rates["together, batched", count], best)
-        found.append(Row(f"{count} environments in one observer, {said}", unit, runs, aims[1]))
+        pairs.append((f"{count} environments in one observer", "together, batched", aims[1]))
+    best = better(other, rates, count)
+    found = [
+        Row(f"{name}, against the {other}", "steps/s", Runs(rates[way, count], best), aim)
+        for name, way, aim in pairs
+    ]
+    if other == "plain form":
+        cpu = Runs(rates["ours, batched, CPU", count], rates[f"{other}, batched, CPU", count])
+        found.append(Row(f"{what}: the agent's CPU, against the {other}", "µs/step", cpu))
     return found
 
 
@@ -158,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="Batch CartPole, against the tutorial's pattern.")
     parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     parser.add_argument("--steps", type=int, default=500, help="steps of an environment in a round")
-    parser.add_argument("--observers", type=int, nargs="+", help="numbers of observers (1 5 10)")
+    parser.add_argument("--observers", type=int, nargs="+", help="numbers of observers (1 10)")
     parser.add_argument("--transports", nargs="+", help="of TensorPipe; default: each side's")
     given = parse(parser)
     few = [1, 2] if given.quick else TABLE
@@ -168,7 +170,7 @@ def main() -> None:
     show(rows(rates), other="the other side's better variant")
     # The second figure includes the benchmark's own processes.
     print(f"load average of the machine before and after: {before:.1f}, {os.getloadavg()[0]:.1f}")
-    present([panel(rates)], given.plot)
+    draw([panel(rates)], given.plot)
 
 
 if __name__ == "__main__":

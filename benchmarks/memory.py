@@ -18,7 +18,7 @@ from aiorpc_torch import call, create, remote
 
 from . import _slow_stream as slow_stream
 from ._compare import Row, Runs, arguments, show
-from ._plot import ALSO_OURS, OTHER, OURS, Curve, Panel, present
+from ._plot import ALSO_OURS, OTHER, OURS, Curve, Panel, draw
 from ._process import own_memory, swept_memory
 
 PARTS = 10  # in which the calls are made; memory is measured after each
@@ -204,4 +204,4 @@ if __name__ == "__main__":
     given = arguments("The memory of a waiting call.")
     rows, drawn = asyncio.run(main(given))
     show(rows, other="asyncio's own")
-    present(drawn, given.plot)
+    draw(drawn, given.plot)

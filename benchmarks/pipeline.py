@@ -34,7 +34,7 @@ from examples._textures import Shape, Textures, batches
 
 from ._compare import Row, Runs, freeze, parse, settle, show
 from ._peers_process import process
-from ._plot import OTHER, OURS, RAW, Curve, Panel, present
+from ._plot import OTHER, OURS, RAW, Curve, Panel, draw
 from ._uncut import Uncut
 
 MICRO = [1, 2, 4, 8]
@@ -162,7 +162,7 @@ def main(given: argparse.Namespace) -> None:
     looks = dict(zip(WAYS, (OURS, RAW, OTHER), strict=True))
     curves = [Curve(way, looks[way], MICRO, [each[way](micro) for micro in MICRO]) for way in WAYS]
     title = f"A step of {BATCH} images through {given.stages} stages"
-    present([Panel(title, "microbatches", "milliseconds", curves)], given.plot)
+    draw([Panel(title, "microbatches", "milliseconds", curves)], given.plot)
 
 
 def _column(times: list[Times], micro: int) -> list[float]:

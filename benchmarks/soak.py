@@ -173,11 +173,11 @@ def grown(soak: Soak) -> Iterator[str]:
 
 def show_outcomes(outcomes: Outcomes) -> None:
     kinds = sorted({kind for kind, _ in outcomes})
-    table = [("kind", "calls", "how they ended")]
+    table = [("kind", "how they ended")]
     for kind in kinds:
         ends = {end: count for (each, end), count in sorted(outcomes.items()) if each == kind}
         said = ", ".join(f"{end} {count:,}" for end, count in ends.items())
-        table.append((kind, f"{sum(ends.values()):,}", said))
+        table.append((kind, said))
     print()
     lay_out(table)
 

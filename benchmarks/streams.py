@@ -23,7 +23,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import remote
 
 from ._compare import Row, arguments, show, swept, take_turns
-from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, pair, present
+from ._plot import ALSO_OURS, OURS, RAW, Curve, Panel, draw, pair
 
 SMALL = 4  # floats in a small item
 WINDOW = 64  # calls of raw torch in flight
@@ -219,4 +219,4 @@ if __name__ == "__main__":
     given = arguments("The speed of items from a remote generator.")
     rows, drawn = asyncio.run(main(given))
     show(rows)
-    present(drawn, given.plot)
+    draw(drawn, given.plot)

@@ -32,6 +32,7 @@ from ._compare import Row, Runs, arguments, number, settle, show
 from ._plot import OURS, RAW, Curve, Panel, draw
 
 SIZES = [2**power for power in range(10, 21)]  # bytes: 1 KiB to 1 MiB
+SHOWN = [2**10, 2**15, 2**17, 2**20]  # of them, in the table
 NEVER, ALWAYS = 0, 1 << 30  # thresholds
 FRAME = 8 << 20  # bytes of a frame at most; the library's own bound is below a tensor of 1 MiB
 IN_FLIGHT = 64
@@ -119,7 +120,9 @@ def budget(x: Tensor) -> int:
 
 def table(what: str, sizes: Sequence[int], runs: Sequence[Runs]) -> list[Row]:
     return [
-        Row(f"{what}, {size:,} bytes", "µs", each) for size, each in zip(sizes, runs, strict=True)
+        Row(f"{what}, {size:,} bytes", "µs", each)
+        for size, each in zip(sizes, runs, strict=True)
+        if size in SHOWN
     ]
 
 
@@ -164,5 +167,4 @@ if __name__ == "__main__":
     print()
     for each in drawn:
         say_crossing(each)
-    if given.plot:  # without a figure the rows are enough
-        draw(drawn, given.plot)
+    draw(drawn, given.plot)

@@ -19,7 +19,7 @@ from aiorpc_torch import Fill
 from aiorpc_torch._batching.scheduler import Batch, FillScheduler
 
 from ._compare import lay_out
-from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, present
+from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, draw
 
 FIXED, EACH = 0.004, 0.00005  # seconds of the function: for a batch, and for each item
 SIZE = 32  # calls in a batch at most: 5,700 calls a second if all are full
@@ -126,7 +126,7 @@ def main() -> None:
         Curve(name, look, loads, [[course.latency(load, 0.99)] for load in loads])
         for (name, course), look in zip(courses.items(), looks, strict=True)
     ]
-    present([Panel("Waiting for more calls", "calls a second", "p99, ms", curves)], given.plot)
+    draw([Panel("Waiting for more calls", "calls a second", "p99, ms", curves)], given.plot)
 
 
 if __name__ == "__main__":

@@ -558,7 +558,10 @@ class SocketLink:
         return detach_data(rest, tensors_at(places, [memory]))
 
     def _allocate(self, size: int, is_shared: bool) -> tuple[Any, Segment | None]:
-        """Return memory, and its segment if there is one, in a thread of the receiver."""
+        """Return memory, and its segment if there is one, in a thread of the receiver.
+
+        A shared segment is used once: private mappings of it outlive its close.
+        """
         if is_shared:
             with contextlib.suppress(OSError):  # no descriptor, for one
                 segment = Segment(size)

@@ -233,6 +233,16 @@ def test_memory_of_a_sibling() -> None:
     assert not found._held
 
 
+def test_a_transfer_that_is_dropped_before_its_first_chunk() -> None:
+    """The chunk is discarded when it comes, and needs no memory."""
+    found = incoming(100)
+    found.drop(1, 60)
+    assert found.begin(1, 60, 0, 60) is None
+    assert found.end(1, 60) is None
+    assert not len(found)
+    assert not found._held
+
+
 class Transfers(RuleBasedStateMachine):
     """A model of both ends: chunks and cancellations cross; memory is held for what is wanted."""
 

@@ -9,9 +9,12 @@ import pytest
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._wire.handshake import (
+    ARGUMENTS,
+    CALLS,
     HELLO,
     NONCE,
     PROOF,
+    RESULTS,
     Addresses,
     Credentials,
     Hello,
@@ -22,6 +25,8 @@ from aiorpc_torch._wire.handshake import (
     load_introduction,
     network_namespace,
     new_nonce,
+    number_for,
+    read_number,
 )
 
 LINK = 7
@@ -85,6 +90,11 @@ def test_both_sides_prove_themselves(
 def test_a_hello_is_small() -> None:
     """A stranger gets memory for one hello and no more."""
     assert HELLO <= 128
+
+
+@given(st.integers(0, (1 << 62) - 1), st.sampled_from([CALLS, ARGUMENTS, RESULTS]))
+def test_a_number_names_a_connection_and_a_purpose(connection: int, purpose: int) -> None:
+    assert read_number(number_for(connection, purpose)) == (connection, purpose)
 
 
 def test_secrets_differ() -> None:

@@ -31,7 +31,7 @@ from aiorpc_torch._wire.messages import (
     load_payload,
 )
 from aiorpc_torch._wire.plain import dump, reader
-from aiorpc_torch._wire.slots import UNKNOWN_OBJECT, Slots
+from aiorpc_torch._wire.slots import MAX_CLOSED, UNKNOWN_OBJECT, Slots
 from aiorpc_torch._wire.targets import FunctionTarget, MethodTarget, order_key
 from aiorpc_torch._wire.tensor_table import TensorTable
 from aiorpc_torch._wire.wire_targets import decode_target, encode_target
@@ -449,3 +449,25 @@ def test_another_thread_may_ask_for_the_number() -> None:
 
     slots.queues["old"] = Changing(["first", "second"])
     assert len(slots) == 2
+
+
+def test_what_is_taken_was_filled() -> None:
+    """An open slot has nothing to take; what is behind it starts without what was taken."""
+    slots: Slots[str] = Slots()
+    assert slots.open(1, "a") == slots.open(2, "a") == []
+    assert slots.fill(2, "second") == []
+    assert slots.take(1) is None
+    assert slots.take(2) == "second"
+    assert slots.take(2) is None
+    assert slots.fill(1, "first") == ["first"]
+    assert not slots
+
+
+def test_the_latest_closed_numbers_are_remembered() -> None:
+    """The payload of an older one counts as one that is early."""
+    slots: Slots[str] = Slots()
+    for number in range(MAX_CLOSED + 1):
+        slots.open(number, number)
+        assert slots.fill(number, "payload") == ["payload"]
+    assert slots.fill(1, "again") is None
+    assert slots.fill(0, "again") == []
