@@ -31,7 +31,7 @@ PATIENCE = 120.0  # seconds for one worker, from its start to its end
 REST = 30.0  # seconds until which the ends of calls and processes have been noticed
 LARGE = 65_536  # floats, which travel in shared memory
 ENOUGH = 500  # joins from which on growth exceeds noise
-KILOBYTES, OBJECTS = 30.0, 2.0  # that may be left of a worker: torch keeps its broken pipe
+KILOBYTES, OBJECTS = 30.0, 8.0  # that may be left of a worker: torch keeps its name and pipe
 SPARE = 4  # descriptors and threads that may come and go
 ENDS = (NotServing, WorkerLost)  # documented errors of calls to a worker that leaves
 
