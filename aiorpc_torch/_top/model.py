@@ -321,6 +321,12 @@ def by_world(rows: Iterable[Row]) -> dict[str, list[Row]]:
     return dict(found)
 
 
+def nobody(of_pid: int | None) -> str:
+    """Return what is to be said where there are no rows."""
+    who = "no worker" if of_pid is None else f"process {of_pid} is no worker"
+    return f"{who} of this user in this network namespace"
+
+
 SORTS = {
     "r": "rank",
     "n": "name",

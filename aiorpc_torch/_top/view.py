@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .format import number, seconds, size
-from .model import SORTS, Row, by_world, sort_rows
+from .model import SORTS, Row, by_world, nobody, sort_rows
 from .verdicts import Verdict
 
 WIDE = 100  # columns from which there is place for what a worker waits for
@@ -54,6 +54,8 @@ class Screen:
 
     sort: str = "r"
     selected: int = 0
+    pid: int | None = None
+    """The process whose worlds alone are shown."""
     opened: str = ""
     """The socket of the worker in detail, "" for the table."""
 
@@ -100,7 +102,7 @@ def picture(
         lines = [*_detail(opened, [v for v in verdicts if v.worker == opened.name], detail)]
         return _cut(Group(*lines[: height - 2], Text("esc back  q quit", style="dim")))
     if not rows:
-        return Text("no worker of this user in this network namespace; q quit")
+        return Text(f"{nobody(screen.pid)}; q quit")
     shown = [_verdict_line(each) for each in verdicts[:MOST_VERDICTS]]
     if len(verdicts) > MOST_VERDICTS:
         shown.append(Text(f"and {len(verdicts) - MOST_VERDICTS} more", style="dim"))

@@ -62,6 +62,8 @@ def test_wide_terminals_show_what_a_worker_waits_for() -> None:
 
 def test_no_worker() -> None:
     assert shown(history([])) == ["no worker of this user in this network namespace; q quit"]
+    alone = shown(history([]), Screen(pid=7))
+    assert alone == ["process 7 is no worker of this user in this network namespace; q quit"]
 
 
 def test_the_keys() -> None:
