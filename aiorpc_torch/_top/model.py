@@ -123,12 +123,15 @@ class Track:
     def __init__(self) -> None:
         self.answers: deque[Sample] = deque()
         self.last: Sample | None = None
+        self.answered = 0.0  # time of the last answer, of the first look until there is one
 
     def add(self, sample: Sample) -> None:
         """Add a sample; drop those that are too old, but for the last answer."""
-        self.last = sample
         if sample.data is not None:
             self.answers.append(sample)
+        if sample.data is not None or self.last is None:
+            self.answered = sample.time
+        self.last = sample
         while len(self.answers) > 1 and self.answers[0].time < sample.time - WINDOW:
             self.answers.popleft()
 
@@ -136,6 +139,11 @@ class Track:
     def data(self) -> Mapping[str, Any]:
         """Return the last snapshot, empty without one."""
         return (self.answers[-1].data or {}) if self.answers else {}
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """Return the first snapshot that is kept, empty without one."""
+        return (self.answers[0].data or {}) if self.answers else {}
 
     def values(self, *path: str) -> list[float]:
         """Return a number of each snapshot, the oldest first; 0 where it is missing."""
@@ -156,9 +164,7 @@ class Track:
 
     def durations(self) -> dict[str, Counter[int]]:
         """Return the histograms of the calls that were answered in the window, by method."""
-        if not self.answers:
-            return {}
-        first, last = ((e.data or {})["timings"] for e in (self.answers[0], self.answers[-1]))
+        first, last = (each.get("timings", {}) for each in (self.first, self.data))
         found = {m: _histogram(counts) - _histogram(first.get(m, {})) for m, counts in last.items()}
         return {method: counts for method, counts in found.items() if counts}
 
@@ -281,8 +287,7 @@ def _silence(track: Track) -> float:
     assert last is not None
     if last.data is not None:
         return 0.0
-    since = last.time - track.answers[-1].time if track.answers else 0.0
-    return max(last.silent, since)
+    return max(last.silent, last.time - track.answered)
 
 
 def _state(last: Sample, silent: float, blocked: float) -> str:

@@ -75,7 +75,7 @@ def _place(frame: str) -> str:
 
 def _held(row: Row, track: Track) -> Iterator[Verdict]:
     """Yield the methods that held the event loop in the window."""
-    before = (track.answers[0].data or {}).get("slow_steps", {})
+    before = track.first.get("slow_steps", {})
     is_known = False
     for method, (number, longest) in track.data.get("slow_steps", {}).items():
         if (times := number - before.get(method, (0, 0))[0]) > 0:

@@ -23,6 +23,14 @@ def test_nothing_is_said_of_a_world_that_works() -> None:
     assert not of(data(), busy)
 
 
+def test_a_worker_that_has_not_answered_yet() -> None:
+    """It ends as it is asked, or its snapshot fails; the latter is said after a while."""
+    begun = sample(0.0, None)
+    assert not said(history([begun]))
+    [found] = said(history([begun], [sample(1.0, None)]))
+    assert (found.kind, found.worker) == ("silent", "w")
+
+
 def test_a_blocked_loop_is_named() -> None:
     stack = ["/home/me/policy.py:12 in Policy.act", "/lib/x.py:1 in run"]
     loop = {"lag": 3.2, "blocked": 3.2, "function": "Policy.act", "stack": stack}
