@@ -23,29 +23,23 @@ from typing import Any, NamedTuple
 
 from ._compare import Row, Runs, parse, show
 from ._plot import ALSO_OURS, OTHER, OURS, RAW, STYLE
+from .cpu import HERE, run
 
-RUN = Path(__file__).parent / "_observe_run.py"
 REQUESTS = 16  # that are drawn
 MODES = ["api imported", "a variable", "metrics", "traces"]
 
 
-def run(mode: str, *, quick: bool) -> dict[str, float]:
-    """Return the microseconds of a call, measured in new processes."""
-    sizes = ("300", "1") if quick else ("5000", "5")
-    done = subprocess.run(
-        [sys.executable, "-P", str(RUN), mode, *sizes],  # -P: modules here have names of packages
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
-
-
 def compare(repeat: int, *, quick: bool) -> None:
     """Print what each way costs beside the bare call."""
+    lone, rounds = (300, 1) if quick else (5000, 5)
+
+    def measured(mode: str) -> dict[str, float]:
+        found = run(HERE, mode, lone=lone, rounds=rounds)
+        return {kind: sum(both) for kind, both in found.items()}
+
     rows = []
     for mode in MODES:
-        pairs = [(run(mode, quick=quick), run("off", quick=quick)) for _ in range(repeat)]
+        pairs = [(measured(mode), measured("off")) for _ in range(repeat)]
         for kind in pairs[0][0]:
             runs = Runs([on[kind] for on, _ in pairs], [off[kind] for _, off in pairs])
             rows.append(Row(f"{kind}: {mode}", "µs", runs))
