@@ -50,7 +50,7 @@ def _show_once(svg: str | None, pid: int | None) -> int:
     """Draw the picture, or print JSON without a file for it; return the exit code."""
     rows, found = look(pid)
     if pid is not None and not rows:
-        return _fail(nobody(pid))
+        return _fail(f"{nobody(pid)}; without --pid, top shows all workers")
     if svg is None:
         sys.stdout.write(json.dumps(report(rows, found), indent=1) + "\n")
         return 0
