@@ -67,7 +67,8 @@ class Row:
         rank: its rank, -1 if it is unknown.
         pid: its pid, 0 without a process.
         state: "ok", "blocked" (its event loop), "stopped" (by a signal), "silent" or "lost".
-        reason: why it is lost.
+        reason: why it is lost, to the workers of `lost_to`.
+        lost_to: workers that have lost it. Its process may be there, stopped or cut off.
         silent: seconds since it has answered.
         incoming: calls that it got in a second; None if it is unknown.
         outgoing: calls that it made in a second.
@@ -96,6 +97,7 @@ class Row:
     pid: int = 0
     state: str = "ok"
     reason: str = ""
+    lost_to: Sequence[str] = ()
     silent: float = 0.0
     incoming: float | None = None
     outgoing: float | None = None
@@ -139,6 +141,11 @@ class Track:
     def data(self) -> Mapping[str, Any]:
         """Return the last snapshot, empty without one."""
         return (self.answers[-1].data or {}) if self.answers else {}
+
+    @property
+    def answers_now(self) -> bool:
+        """Return whether the last look got an answer."""
+        return self.last is not None and self.last.data is not None
 
     @property
     def first(self) -> Mapping[str, Any]:
@@ -210,7 +217,7 @@ class History:
         """
         snapshots = [track.data for track in self.tracks.values() if track.data]
         rows = _placed([row_of(track) for track in self.tracks.values()], snapshots)
-        rows += _lost_rows(rows, snapshots)
+        rows = [*_with_losses(rows, self.tracks.values())]
         if of_pid is not None:
             worlds = {each.world for each in rows if each.pid == of_pid}
             rows = [each for each in rows if each.world in worlds]
@@ -228,15 +235,17 @@ def _placed(rows: Iterable[Row], snapshots: Sequence[Mapping[str, Any]]) -> list
     return found
 
 
-def _lost_rows(rows: Iterable[Row], snapshots: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield rows of members that peers have lost, and of which no process is there."""
-    present = {(row.world, row.name) for row in rows}
-    for data in snapshots:
-        for name, reason in data.get("lost", {}).items():
-            if (data["world"], name) not in present:
-                present.add((data["world"], name))
-                rank = data["members"].get(name, -1)
-                yield Row("", data["world"], name, rank, state="lost", reason=reason)
+def _with_losses(rows: Iterable[Row], tracks: Iterable[Track]) -> Iterator[Row]:
+    """Yield the rows, and those of lost members without a process, with what peers say of them."""
+    found = {(row.world, row.name): row for row in rows}
+    for track in tracks:
+        for name, reason in track.data.get("lost", {}).items():
+            key, rank = (track.data["world"], name), track.data["members"].get(name, -1)
+            row = found.get(key) or Row("", *key, rank, state="lost")
+            if not row.key or track.answers_now:  # else it may have returned since
+                lost_to = (*row.lost_to, track.data["name"])
+                found[key] = replace(row, reason=reason, lost_to=lost_to)
+    yield from found.values()
 
 
 def row_of(track: Track) -> Row:

@@ -116,6 +116,18 @@ def test_who_waits_for_whom() -> None:
     assert found.text == "t0, t1, t2 and 2 more wait for it: 15 calls, update for 5.5s"
 
 
+def test_a_lost_worker_whose_process_is_there() -> None:
+    """Two that have lost it say so; one that does not answer now may have it again."""
+    names = ("main", "w", "x")
+    told = [data(name, names, lost={"x": "no sign of life for 5 s"}) for name in names[:2]]
+    first = [sample(0.0, data("x", names)), *(sample(0.0, each) for each in told)]
+    [found] = said(history(first))
+    assert (found.kind, found.worker) == ("lost", "x")
+    assert found.text == "is lost to main, w: no sign of life for 5 s"
+    silent = [sample(0.1, None, name=name) for name in names[:2]]
+    assert not said(history(first, [sample(0.1, data("x", names)), *silent]))
+
+
 def test_the_gravest_come_first() -> None:
     wait = {"worker": "ps", "calls": 1, "method": "update", "age": 4.0}
     lost = data("main", ("main", "w", "x", "y"), lost={"x": "killed"}, waits=[wait])
