@@ -217,7 +217,7 @@ class History:
         """
         snapshots = [track.data for track in self.tracks.values() if track.data]
         rows = _placed([row_of(track) for track in self.tracks.values()], snapshots)
-        rows = [*_with_losses(rows, self.tracks.values())]
+        rows = _with_losses(rows, self.tracks.values())
         if of_pid is not None:
             worlds = {each.world for each in rows if each.pid == of_pid}
             rows = [each for each in rows if each.world in worlds]
@@ -235,17 +235,21 @@ def _placed(rows: Iterable[Row], snapshots: Sequence[Mapping[str, Any]]) -> list
     return found
 
 
-def _with_losses(rows: Iterable[Row], tracks: Iterable[Track]) -> Iterator[Row]:
-    """Yield the rows, and those of lost members without a process, with what peers say of them."""
-    found = {(row.world, row.name): row for row in rows}
+def _with_losses(rows: Iterable[Row], tracks: Iterable[Track]) -> list[Row]:
+    """Return the rows, and those of lost members without a process, with what peers say of them."""
+    found = [*rows]
+    at = {(row.world, row.name): position for position, row in enumerate(found)}
     for track in tracks:
         for name, reason in track.data.get("lost", {}).items():
             key, rank = (track.data["world"], name), track.data["members"].get(name, -1)
-            row = found.get(key) or Row("", *key, rank, state="lost")
+            position = at.setdefault(key, len(found))
+            if position == len(found):
+                found.append(Row("", *key, rank, state="lost"))
+            row = found[position]
             if not row.key or track.answers_now:  # else it may have returned since
                 lost_to = (*row.lost_to, track.data["name"])
-                found[key] = replace(row, reason=reason, lost_to=lost_to)
-    yield from found.values()
+                found[position] = replace(row, reason=reason, lost_to=lost_to)
+    return found
 
 
 def row_of(track: Track) -> Row:

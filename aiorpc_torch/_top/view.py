@@ -148,7 +148,8 @@ def _verdict_line(verdict: Verdict, also: str = "") -> Text:
 def _also(verdict: Verdict, rows: Iterable[Row]) -> str:
     """Return the pid of a verdict's worker if other worlds have a worker of that name too."""
     pids = {row.world: row.pid for row in rows if row.name == verdict.worker}
-    return f" (pid {pids[verdict.world]})" if len(pids) > 1 else ""
+    pid = pids[verdict.world]
+    return f" (pid {pid})" if len(pids) > 1 and pid else ""
 
 
 def _tables(screen: Screen, rows: Sequence[Row], width: int, room: int) -> list[RenderableType]:
