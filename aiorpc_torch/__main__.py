@@ -14,8 +14,9 @@ def main(arguments: list[str] | None = None) -> int:
     doctor.add_argument("--master", metavar="HOST:PORT", help="address of rank 0")
     doctor.add_argument("--interface", metavar="NAME", help="network interface, as for worker()")
     top = commands.add_parser("top", help="show the workers of this user on this machine, live")
-    top.add_argument("--json", action="store_true", help="print them once, as JSON")
-    top.add_argument("--svg", metavar="FILE", help="draw them once, as a picture")
+    once = top.add_mutually_exclusive_group()
+    once.add_argument("--json", action="store_true", help="print them once, as JSON")
+    once.add_argument("--svg", metavar="FILE", help="draw them once, as a picture")
     top.add_argument("--pid", type=int, help="show the worlds of this process only")
     options = parser.parse_args(arguments)
     if options.command == "top":

@@ -1,13 +1,16 @@
-"""One run of `benchmarks.cpu`: a script, so that it can run against the source of another checkout.
+"""One run of `benchmarks.cpu` or of `benchmarks.observe`, as a script.
 
-Prints microseconds of processor time for a call, caller and callee, lone and 3,000 at once.
+So it can run against the source of another checkout, and what it switches on is gone with it. It
+prints microseconds of processor time for a call, caller and callee, lone and 3,000 at once.
 """
 
 import asyncio
+import importlib
 import json
 import os
 import sys
 import time
+from contextvars import ContextVar
 
 os.environ["OMP_NUM_THREADS"] = "1"
 os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})  # before any thread; children inherit it
@@ -17,6 +20,8 @@ import torch  # noqa: E402
 import aiorpc_torch as aiorpc  # noqa: E402
 
 AT_ONCE = 3_000
+
+VARIABLE: ContextVar[str] = ContextVar("benchmarks.observe")
 
 
 class Server:
@@ -29,11 +34,31 @@ class Server:
         return time.process_time()
 
 
-async def measure(lone: int, rounds: int) -> dict[str, tuple[float, float]]:
+async def switch_on(mode: str) -> None:
+    """Switch on what is measured, in this process; nothing for "off"."""
+    if mode == "api imported":
+        importlib.import_module("opentelemetry.trace")
+    elif mode == "a variable":
+        aiorpc.propagate(VARIABLE)
+    elif mode == "metrics":
+        from aiorpc_torch import observe
+
+        observe.serve_metrics()
+    elif mode == "traces":
+        from opentelemetry import trace
+        from opentelemetry.sdk.trace import TracerProvider
+
+        trace.set_tracer_provider(TracerProvider(shutdown_on_exit=False))
+
+
+async def measure(mode: str, lone: int, rounds: int) -> dict[str, tuple[float, float]]:
     """Return microseconds a call of caller and callee, by kind."""
     async with aiorpc.local_world(["server"]):
         server = aiorpc.remote(await aiorpc.create("server", Server))
         value = torch.ones(4)
+        await aiorpc.call("server", switch_on, mode)
+        await switch_on(mode)
+        VARIABLE.set("request 7")
 
         async def alone() -> None:
             for _ in range(lone):
@@ -58,4 +83,4 @@ async def measure(lone: int, rounds: int) -> dict[str, tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(asyncio.run(measure(*map(int, sys.argv[1:])))))
+    print(json.dumps(asyncio.run(measure(sys.argv[1], *map(int, sys.argv[2:])))))

@@ -22,11 +22,26 @@ HERE = Path(__file__).parent.parent
 RUN = Path(__file__).parent / "_cpu_run.py"
 
 
-def run(source: Path, *, quick: bool) -> dict[str, tuple[float, float]]:
-    """Return the microseconds of caller and callee, measured in new processes."""
-    sizes = ("300", "1") if quick else ("10000", "10")
+def run(
+    source: Path, mode: str = "off", *, lone: int, rounds: int
+) -> dict[str, tuple[float, float]]:
+    """Return the microseconds of caller and callee, measured in new processes.
+
+    Args:
+        source: root of the checkout whose library runs.
+        mode: what is switched on in both.
+        lone: number of lone calls.
+        rounds: how often 3,000 calls are made at once.
+    """
     done = subprocess.run(
-        [sys.executable, "-P", str(RUN), *sizes],  # -P: modules here have names of packages
+        [
+            sys.executable,
+            "-P",
+            str(RUN),
+            mode,
+            str(lone),
+            str(rounds),
+        ],  # -P: modules here have names of packages
         env={**os.environ, "PYTHONPATH": str(source)},
         stdout=subprocess.PIPE,
         text=True,
@@ -40,7 +55,8 @@ def main() -> None:
     parser.add_argument("--against", type=Path, metavar="PATH", help="another checkout")
     given = parse(parser)
     sources = [HERE, *([given.against] if given.against else [])]
-    found = [[run(each, quick=given.quick) for each in sources] for _ in range(given.repeat)]
+    lone, rounds = (300, 1) if given.quick else (10_000, 10)
+    found = [[run(e, lone=lone, rounds=rounds) for e in sources] for _ in range(given.repeat)]
     rows = []
     for kind in found[0][0]:
         for part, pick in (("both", sum), ("caller", _first), ("callee", _second)):

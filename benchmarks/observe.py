@@ -8,46 +8,38 @@ dropped: exporting them is the exporter's cost.
     python -m benchmarks.observe [--quick] [--repeat N]
     python -m benchmarks.observe --trace docs/figures/trace.svg
 
-`--trace` draws some requests of the model server (examples/inference.py) from their spans.
+`--trace` draws some requests of the model server, from the spans that `examples.inference --trace`
+has written.
 """
 
 import argparse
-import asyncio
 import json
 import subprocess
 import sys
+import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
-
-import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, batched, call, remote
-
 from ._compare import Row, Runs, parse, show
 from ._plot import ALSO_OURS, OTHER, OURS, RAW, STYLE
+from .cpu import HERE, run
 
-RUN = Path(__file__).parent / "_observe_run.py"
+REQUESTS = 16  # that are drawn
 MODES = ["api imported", "a variable", "metrics", "traces"]
-
-
-def run(mode: str, *, quick: bool) -> dict[str, float]:
-    """Return the microseconds of a call, measured in new processes."""
-    sizes = ("300", "1") if quick else ("5000", "5")
-    done = subprocess.run(
-        [sys.executable, "-P", str(RUN), mode, *sizes],  # -P: modules here have names of packages
-        stdout=subprocess.PIPE,
-        text=True,
-        check=True,
-    )
-    return json.loads(done.stdout)  # type: ignore[no-any-return]
 
 
 def compare(repeat: int, *, quick: bool) -> None:
     """Print what each way costs beside the bare call."""
+    lone, rounds = (300, 1) if quick else (5000, 5)
+
+    def measured(mode: str) -> dict[str, float]:
+        found = run(HERE, mode, lone=lone, rounds=rounds)
+        return {kind: sum(both) for kind, both in found.items()}
+
     rows = []
     for mode in MODES:
-        pairs = [(run(mode, quick=quick), run("off", quick=quick)) for _ in range(repeat)]
+        pairs = [(measured(mode), measured("off")) for _ in range(repeat)]
         for kind in pairs[0][0]:
             runs = Runs([on[kind] for on, _ in pairs], [off[kind] for _, off in pairs])
             rows.append(Row(f"{kind}: {mode}", "µs", runs))
@@ -65,84 +57,48 @@ class Span(NamedTuple):
     name: str
     start: float
     end: float
-    id: int
-    parent: int | None
-    links: tuple[int, ...]
+    id: str
+    parent: str | None
+    links: tuple[str, ...]
 
 
-class Model:
-    """A network that takes 4 ms, whatever the size of the batch."""
-
-    def __init__(self) -> None:
-        self.weight = torch.ones(8, 8)
-
-    @batched(max_size=8, stack=True)
-    async def infer(self, images: torch.Tensor) -> torch.Tensor:
-        await asyncio.sleep(0.004)
-        return images @ self.weight
+def trace(users: int = 4, seconds: float = 2.0) -> list[Span]:
+    """Return the spans of a run of the example's processes."""
+    program = [sys.executable, "-m", "examples.inference", "--clients", "2"]
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "spans.jsonl"
+        sizes = ["--users", str(users), "--seconds", str(seconds), "--trace", str(path)]
+        subprocess.run([*program, *sizes], check=True)
+        return [_span(json.loads(line)) for line in path.read_text().splitlines()]
 
 
-class Users:
-    """Users of the model in one process."""
-
-    async def ask(self, model: RRef[Any], users: int, requests: int) -> None:
-        async def use(number: int) -> None:
-            await asyncio.sleep(0.0013 * number)
-            for _ in range(requests):
-                await remote(model).infer(torch.ones(8))
-                await asyncio.sleep(0.002)
-
-        await asyncio.gather(*map(use, range(users)))
-
-
-_exporters: list[Any] = []
+def _span(found: dict[str, Any]) -> Span:
+    return Span(
+        found["resource"]["attributes"]["service.name"],
+        found["kind"].removeprefix("SpanKind."),
+        found["name"],
+        _milliseconds(found["start_time"]),
+        _milliseconds(found["end_time"]),
+        found["context"]["span_id"],
+        found["parent_id"],
+        tuple(link["context"]["span_id"] for link in found["links"]),
+    )
 
 
-async def start_tracing() -> None:
-    """Keep the spans of this process."""
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    provider = TracerProvider(shutdown_on_exit=False)
-    _exporters.append(InMemorySpanExporter())
-    provider.add_span_processor(SimpleSpanProcessor(_exporters[0]))
-    trace.set_tracer_provider(provider)
+def _milliseconds(time: str) -> float:
+    return 1e3 * datetime.fromisoformat(time).timestamp()
 
 
-async def spans_of(worker: str) -> list[Span]:
-    """Return the spans of this process."""
-    return [
-        Span(
-            worker,
-            span.kind.name,
-            span.name,
-            span.start_time / 1e6,
-            span.end_time / 1e6,
-            span.context.span_id,
-            span.parent and span.parent.span_id,
-            tuple(link.context.span_id for link in span.links),
-        )
-        for span in _exporters[0].get_finished_spans()
-        if span.name.endswith("infer")
-    ]
-
-
-async def trace() -> list[Span]:
-    """Return the spans of some requests to a model server."""
-    clients = ["client0", "client1"]
-    async with aiorpc.local_world(clients, name="server"):
-        users, model = await aiorpc.create_all(clients, Users), RRef(Model())
-        await remote(users).ask(model, 1, 1)  # connects
-        await start_tracing()
-        for name in clients:
-            await call(name, start_tracing)
-        await remote(users).ask(model, 3, 3)
-        found = await spans_of("server")
-        for name in clients:
-            found += await call(name, spans_of, name)
-        return found
+def chosen(spans: list[Span]) -> list[Span]:
+    """Return some requests from the middle of the run, and the batches that answered them."""
+    asking = {each.id for each in spans if each.name == "Client/ask"}
+    clients = sorted((each for each in spans if each.parent in asking), key=lambda e: e.start)
+    clients = clients[len(clients) // 2 :][:REQUESTS]
+    known = {each.id for each in clients}
+    servers = [each for each in spans if each.kind == "SERVER" and each.parent in known]
+    known = {each.id for each in servers}
+    batches = [each for each in spans if known & {*each.links, each.parent}]
+    return [*clients, *servers, *(each for each in batches if each.kind == "INTERNAL")]
 
 
 def draw(spans: list[Span], path: Path) -> None:
@@ -158,7 +114,7 @@ def draw(spans: list[Span], path: Path) -> None:
     batches = [each for each in spans if each.kind == "INTERNAL"]
     with plt.rc_context(STYLE):
         figure, axes = plt.subplots(figsize=(9.5, 5.2), layout="constrained")
-        rows: dict[int, int] = {}
+        rows: dict[str, int] = {}
 
         def bar(span: Span, row: int, look: tuple[str, str], height: float, label: str) -> None:
             known = axes.get_legend_handles_labels()[1]
@@ -175,8 +131,9 @@ def draw(spans: list[Span], path: Path) -> None:
             row = len(clients) + 1 + position % 2
             bar(batch, row, RAW, 0.7, "batch")
             for link in batch.links or (() if batch.parent is None else (batch.parent,)):
-                ends = [batch.start - first, batch.start - first], [rows[link], row]
-                axes.plot(*ends, color=OTHER[0], linewidth=0.6)
+                if link in rows:  # else of a request that is not drawn
+                    ends = [batch.start - first, batch.start - first], [rows[link], row]
+                    axes.plot(*ends, color=OTHER[0], linewidth=0.6)
         names = [*(each.worker for each in clients), "", "batches", ""]
         axes.set(xlabel="ms", yticks=range(len(names)), yticklabels=names)
         axes.invert_yaxis()
@@ -193,7 +150,7 @@ def main() -> None:
     if given.trace is None:
         compare(given.repeat, quick=given.quick)
     else:
-        draw(asyncio.run(trace()), given.trace)
+        draw(chosen(trace()), given.trace)
 
 
 if __name__ == "__main__":

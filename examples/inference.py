@@ -7,6 +7,7 @@ many wait, a new one fails at once.
 
     python -m examples.inference --model resnet18 --clients 4 --users 32
     python -m examples.inference --device cuda:0
+    python -m examples.inference --trace spans.jsonl    # needs opentelemetry-sdk
 
 Under torchrun, or with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT in the environment of a
 terminal for each worker, rank 0 is the server and the others are the clients.
@@ -14,6 +15,7 @@ terminal for each worker, rank 0 is the server and the others are the clients.
 
 import argparse
 import asyncio
+import functools
 import os
 import statistics
 from typing import Any, NamedTuple
@@ -146,8 +148,14 @@ async def main(options: argparse.Namespace) -> None:
     """Serve on rank 0; ask on the other workers until rank 0 has left."""
     clients = [f"client{number}" for number in range(options.clients)]
     rank = os.environ.get("RANK")  # of torchrun, or of a terminal for each worker
-    local = aiorpc.local_world(clients, name="server")
-    async with aiorpc.worker(["server", *clients][int(rank)]) if rank else local as me:
+    name, trace = ["server", *clients][int(rank or 0)], None
+    if options.trace:  # to set a tracer provider in each process is all that traces need
+        from ._spans import write_spans
+
+        trace = functools.partial(write_spans, options.trace)
+        trace(name)
+    local = aiorpc.local_world(clients, name=name, initializer=trace)
+    async with aiorpc.worker(name) if rank else local as me:
         await (me.serve("server") if me.rank else serve(me.peers, options))
 
 
@@ -166,6 +174,7 @@ if __name__ == "__main__":
     add("--max-wait", type=float, default=0.0, help="seconds that a batch waits")
     add("--max-pending", type=int, default=64, help="waiting requests, at most")
     add("--seed", type=int, default=0)
+    add("--trace", metavar="FILE", help="append the spans of all processes to a file")
     add("--quick", action="store_true", help="half a second with small images")
     options = parser.parse_args()
     if options.model not in torchvision.models.list_models(torchvision.models):

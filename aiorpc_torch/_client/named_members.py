@@ -7,8 +7,8 @@ its `NamedMembers`.
 import asyncio
 import functools
 import weakref
-from collections.abc import AsyncIterable, Callable, Collection, Iterable, Iterator, Sequence
-from typing import Any, Generic, NoReturn, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from typing import Any, Concatenate, Generic, NoReturn, Protocol, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
@@ -16,11 +16,12 @@ from .._aio.deadlines import deadline_in, time_left
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._protocol import endpoints
 from ..errors import CallTimeout, NotServing
-from .group import AnyMember, Group
+from .group import AnyMember, Group, Items
 from .group_map import MapResults
 from .pool import current
 
 T = TypeVar("T")
+R = TypeVar("R")
 
 _LEFT = "this worker has left its world"
 
@@ -140,11 +141,31 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
         """
         return AnyMember(self, lambda: self._watch.group)
 
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], Awaitable[R]],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
+    @overload
+    def map(
+        self,
+        method: Callable[Concatenate[T, ...], R],
+        /,
+        *iterables: Items[Any],
+        in_flight: int = 2,
+        retries: int = 1,
+    ) -> MapResults[R]: ...
+
     def map(
         self,
         method: Callable[..., Any],
         /,
-        *iterables: Iterable[Any] | AsyncIterable[Any],
+        *iterables: Items[Any],
         in_flight: int = 2,
         retries: int = 1,
     ) -> MapResults[Any]:

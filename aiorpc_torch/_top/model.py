@@ -67,7 +67,8 @@ class Row:
         rank: its rank, -1 if it is unknown.
         pid: its pid, 0 without a process.
         state: "ok", "blocked" (its event loop), "stopped" (by a signal), "silent" or "lost".
-        reason: why it is lost.
+        reason: why it is lost, to the workers of `lost_to`.
+        lost_to: workers that have lost it. Its process may be there, stopped or cut off.
         silent: seconds since it has answered.
         incoming: calls that it got in a second; None if it is unknown.
         outgoing: calls that it made in a second.
@@ -96,6 +97,7 @@ class Row:
     pid: int = 0
     state: str = "ok"
     reason: str = ""
+    lost_to: Sequence[str] = ()
     silent: float = 0.0
     incoming: float | None = None
     outgoing: float | None = None
@@ -123,12 +125,15 @@ class Track:
     def __init__(self) -> None:
         self.answers: deque[Sample] = deque()
         self.last: Sample | None = None
+        self.answered = 0.0  # time of the last answer, of the first look until there is one
 
     def add(self, sample: Sample) -> None:
         """Add a sample; drop those that are too old, but for the last answer."""
-        self.last = sample
         if sample.data is not None:
             self.answers.append(sample)
+        if sample.data is not None or self.last is None:
+            self.answered = sample.time
+        self.last = sample
         while len(self.answers) > 1 and self.answers[0].time < sample.time - WINDOW:
             self.answers.popleft()
 
@@ -136,6 +141,16 @@ class Track:
     def data(self) -> Mapping[str, Any]:
         """Return the last snapshot, empty without one."""
         return (self.answers[-1].data or {}) if self.answers else {}
+
+    @property
+    def answers_now(self) -> bool:
+        """Return whether the last look got an answer."""
+        return self.last is not None and self.last.data is not None
+
+    @property
+    def first(self) -> Mapping[str, Any]:
+        """Return the first snapshot that is kept, empty without one."""
+        return (self.answers[0].data or {}) if self.answers else {}
 
     def values(self, *path: str) -> list[float]:
         """Return a number of each snapshot, the oldest first; 0 where it is missing."""
@@ -156,9 +171,7 @@ class Track:
 
     def durations(self) -> dict[str, Counter[int]]:
         """Return the histograms of the calls that were answered in the window, by method."""
-        if not self.answers:
-            return {}
-        first, last = ((e.data or {})["timings"] for e in (self.answers[0], self.answers[-1]))
+        first, last = (each.get("timings", {}) for each in (self.first, self.data))
         found = {m: _histogram(counts) - _histogram(first.get(m, {})) for m, counts in last.items()}
         return {method: counts for method, counts in found.items() if counts}
 
@@ -204,7 +217,7 @@ class History:
         """
         snapshots = [track.data for track in self.tracks.values() if track.data]
         rows = _placed([row_of(track) for track in self.tracks.values()], snapshots)
-        rows += _lost_rows(rows, snapshots)
+        rows = _with_losses(rows, self.tracks.values())
         if of_pid is not None:
             worlds = {each.world for each in rows if each.pid == of_pid}
             rows = [each for each in rows if each.world in worlds]
@@ -222,15 +235,21 @@ def _placed(rows: Iterable[Row], snapshots: Sequence[Mapping[str, Any]]) -> list
     return found
 
 
-def _lost_rows(rows: Iterable[Row], snapshots: Iterable[Mapping[str, Any]]) -> Iterator[Row]:
-    """Yield rows of members that peers have lost, and of which no process is there."""
-    present = {(row.world, row.name) for row in rows}
-    for data in snapshots:
-        for name, reason in data.get("lost", {}).items():
-            if (data["world"], name) not in present:
-                present.add((data["world"], name))
-                rank = data["members"].get(name, -1)
-                yield Row("", data["world"], name, rank, state="lost", reason=reason)
+def _with_losses(rows: Iterable[Row], tracks: Iterable[Track]) -> list[Row]:
+    """Return the rows, and those of lost members without a process, with what peers say of them."""
+    found = [*rows]
+    at = {(row.world, row.name): position for position, row in enumerate(found)}
+    for track in tracks:
+        for name, reason in track.data.get("lost", {}).items():
+            key, rank = (track.data["world"], name), track.data["members"].get(name, -1)
+            position = at.setdefault(key, len(found))
+            if position == len(found):
+                found.append(Row("", *key, rank, state="lost"))
+            row = found[position]
+            if not row.key or track.answers_now:  # else it may have returned since
+                lost_to = (*row.lost_to, track.data["name"])
+                found[position] = replace(row, reason=reason, lost_to=lost_to)
+    return found
 
 
 def row_of(track: Track) -> Row:
@@ -281,8 +300,7 @@ def _silence(track: Track) -> float:
     assert last is not None
     if last.data is not None:
         return 0.0
-    since = last.time - track.answers[-1].time if track.answers else 0.0
-    return max(last.silent, since)
+    return max(last.silent, last.time - track.answered)
 
 
 def _state(last: Sample, silent: float, blocked: float) -> str:
@@ -319,6 +337,12 @@ def by_world(rows: Iterable[Row]) -> dict[str, list[Row]]:
     for each in rows:
         found[each.world].append(each)
     return dict(found)
+
+
+def nobody(of_pid: int | None) -> str:
+    """Return what is to be said where there are no rows."""
+    who = "no worker" if of_pid is None else f"process {of_pid} is no worker"
+    return f"{who} of this user in this network namespace"
 
 
 SORTS = {

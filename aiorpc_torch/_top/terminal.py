@@ -13,7 +13,7 @@ import tty
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .model import History, Row, by_world
+from .model import History, Row, by_world, nobody
 from .probe import Prober
 from .verdicts import Verdict, verdicts
 
@@ -35,23 +35,37 @@ def run_top(*, as_json: bool = False, svg: str | None = None, pid: int | None = 
         svg: file for the picture, which is drawn once (default: none, it is shown live).
         pid: process whose worlds are shown (default: all of this user).
     """
-    if as_json:
-        sys.stdout.write(json.dumps(report(*look(pid)), indent=1) + "\n")
-        return 0
-    if importlib.util.find_spec("rich") is None:
-        sys.stderr.write(f"{NO_RICH}\n")
-        return 1
-    if svg is not None:
-        from .view import save
-
-        save(svg, *look(pid))
-        return 0
+    if not as_json and importlib.util.find_spec("rich") is None:
+        return _fail(NO_RICH)
+    if as_json or svg is not None:
+        return _show_once(svg, pid)
     if not (sys.stdin.isatty() and sys.stdout.isatty()):
-        sys.stderr.write(f"{NO_TERMINAL}\n")
-        return 1
+        return _fail(NO_TERMINAL)
     with contextlib.suppress(KeyboardInterrupt), contextlib.closing(Prober()) as prober:
         _show(prober, pid)
     return 0
+
+
+def _show_once(svg: str | None, pid: int | None) -> int:
+    """Draw the picture, or print JSON without a file for it; return the exit code."""
+    rows, found = look(pid)
+    if pid is not None and not rows:
+        return _fail(f"{nobody(pid)}; without --pid, top shows all workers")
+    if svg is None:
+        sys.stdout.write(json.dumps(report(rows, found), indent=1) + "\n")
+        return 0
+    from .view import save
+
+    try:
+        save(svg, rows, found)
+    except OSError as exc:
+        return _fail(f"top cannot write {svg}: {exc.strerror or exc}")
+    return 0
+
+
+def _fail(text: str) -> int:
+    sys.stderr.write(f"{text}\n")
+    return 1
 
 
 def look(pid: int | None = None) -> tuple[list[Row], list[Verdict]]:
@@ -82,7 +96,7 @@ def _show(prober: Prober, pid: int | None) -> None:
 
     from .view import Screen, picture
 
-    history, screen, keys = History(), Screen(), Keys(sys.stdin.fileno())
+    history, screen, keys = History(), Screen(pid=pid), Keys(sys.stdin.fileno())
     with keys.raw(), Live(screen=True, auto_refresh=False) as live:
         while True:
             history.add(prober.sample({screen.opened} - {""}))

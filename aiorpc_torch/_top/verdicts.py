@@ -56,7 +56,10 @@ def verdicts(history: History, rows: Sequence[Row]) -> list[Verdict]:
 def _of_state(row: Row) -> Iterator[Verdict]:
     if row.state == "lost":
         yield Verdict("lost", row.world, row.name, f"is lost: {row.reason}")
-    elif row.state == "stopped":
+    elif row.lost_to:
+        text = f"is lost to {_names(row.lost_to)}: {row.reason}"
+        yield Verdict("lost", row.world, row.name, text)
+    if row.state == "stopped":
         text = f"is stopped by a signal; continue it with: kill -CONT {row.pid}"
         yield Verdict("stopped", row.world, row.name, text)
     elif row.state == "silent":
@@ -75,7 +78,7 @@ def _place(frame: str) -> str:
 
 def _held(row: Row, track: Track) -> Iterator[Verdict]:
     """Yield the methods that held the event loop in the window."""
-    before = (track.answers[0].data or {}).get("slow_steps", {})
+    before = track.first.get("slow_steps", {})
     is_known = False
     for method, (number, longest) in track.data.get("slow_steps", {}).items():
         if (times := number - before.get(method, (0, 0))[0]) > 0:

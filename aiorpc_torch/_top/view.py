@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from .format import number, seconds, size
-from .model import SORTS, Row, by_world, sort_rows
+from .model import SORTS, Row, by_world, nobody, sort_rows
 from .verdicts import Verdict
 
 WIDE = 100  # columns from which there is place for what a worker waits for
@@ -54,6 +54,8 @@ class Screen:
 
     sort: str = "r"
     selected: int = 0
+    pid: int | None = None
+    """The process whose worlds alone are shown."""
     opened: str = ""
     """The socket of the worker in detail, "" for the table."""
 
@@ -97,17 +99,17 @@ def picture(
     """
     opened = next((row for row in rows if row.key and row.key == screen.opened), None)
     if opened is not None:
-        lines = [*_detail(opened, [v for v in verdicts if v.worker == opened.name], detail)]
+        own = [e for e in verdicts if (e.world, e.worker) == (opened.world, opened.name)]
+        lines = [*_detail(opened, own, detail)]
         return _cut(Group(*lines[: height - 2], Text("esc back  q quit", style="dim")))
     if not rows:
-        return Text("no worker of this user in this network namespace; q quit")
-    shown = [_verdict_line(each) for each in verdicts[:MOST_VERDICTS]]
+        return Text(f"{nobody(screen.pid)}; q quit")
+    shown = [_verdict_line(each, _also(each, rows)) for each in verdicts[:MOST_VERDICTS]]
     if len(verdicts) > MOST_VERDICTS:
         shown.append(Text(f"and {len(verdicts) - MOST_VERDICTS} more", style="dim"))
     shown = shown or [Text("nothing stands out", style="green")]
     room = max(3, height - len(shown) - 3)
-    table = _table(screen, rows, width, room)
-    return _cut(Group(*shown, table, _help()))
+    return _cut(Group(*shown, *_tables(screen, rows, width, room), _help()))
 
 
 def _help() -> Text:
@@ -138,14 +140,37 @@ def _cut(group: Group) -> Group:
     return group
 
 
-def _verdict_line(verdict: Verdict) -> Text:
-    text = Text(f"{verdict.worker}: ", style=f"bold {STYLES[verdict.kind]}")
+def _verdict_line(verdict: Verdict, also: str = "") -> Text:
+    text = Text(f"{verdict.worker}{also}: ", style=f"bold {STYLES[verdict.kind]}")
     return text.append(verdict.text, style="not bold")
 
 
-def _table(screen: Screen, rows: Sequence[Row], width: int, room: int) -> Table:
-    """Return the table, scrolled to the selected worker."""
+def _also(verdict: Verdict, rows: Iterable[Row]) -> str:
+    """Return the pid of a verdict's worker if other worlds have a worker of that name too."""
+    pids = {row.world: row.pid for row in rows if row.name == verdict.worker}
+    pid = pids[verdict.world]
+    return f" (pid {pid})" if len(pids) > 1 and pid else ""
+
+
+def _tables(screen: Screen, rows: Sequence[Row], width: int, room: int) -> list[RenderableType]:
+    """Return the header and a table for each world, scrolled to the selected worker."""
+    lines = [*_lines(screen.order(rows), screen.selected)]
+    at = next((n for n, (is_selected, _) in enumerate(lines) if is_selected), 0)
+    first = max(0, min(at - room // 2, len(lines) - room))
+    found: list[RenderableType] = [table := _table(screen, width, is_header=True)]
+    for is_selected, line in lines[first : first + room]:
+        if isinstance(line, Text):  # as wide as the terminal
+            found += [line, table := _table(screen, width)]
+            continue
+        kept = line if width >= WIDE else line[: 1 + len(COLUMNS)]
+        table.add_row(*kept, style="reverse" if is_selected else "")
+    return found
+
+
+def _table(screen: Screen, width: int, *, is_header: bool = False) -> Table:
+    """Return an empty table. All have the same widths."""
     table = Table(box=None, padding=(0, 1, 0, 0), pad_edge=False, expand=True, header_style="bold")
+    table.show_header = is_header
     table.add_column("worker", ratio=1, min_width=9, no_wrap=True)
     for title, columns, key in COLUMNS:
         is_sorted = key and key == screen.sort
@@ -155,30 +180,29 @@ def _table(screen: Screen, rows: Sequence[Row], width: int, room: int) -> Table:
         )
     if width >= WIDE:
         table.add_column("waits for", no_wrap=True, width=width - 84)
-    lines = [*_lines(screen.order(rows), screen.selected)]
-    at = next((n for n, (is_selected, _) in enumerate(lines) if is_selected), 0)
-    first = max(0, min(at - room // 2, len(lines) - room))
-    for is_selected, cells in lines[first : first + room]:
-        kept = cells if width >= WIDE else cells[: 1 + len(COLUMNS)]
-        table.add_row(*kept, style="reverse" if is_selected else "")
     return table
 
 
-def _lines(rows: Sequence[Row], selected: int) -> Iterable[tuple[bool, list[RenderableType]]]:
-    """Yield the lines of the table: a line for each world if there are several, and the rows."""
+def _lines(
+    rows: Sequence[Row], selected: int
+) -> Iterable[tuple[bool, Text | list[RenderableType]]]:
+    """Yield what is below the header: a text for each world if there are several, and the rows."""
     worlds = by_world(rows)
     position = 0
     for world, of_world in worlds.items():
         if len(worlds) > 1:
-            yield False, [Text(f"{_short(world)}: {len(of_world)} workers", style="dim")]
+            yield False, Text(_title(world, of_world), style="dim")
         for row in of_world:
             yield position == selected, _cells(row)
             position += 1
 
 
-def _short(world: str) -> str:
-    scheme, _, rest = world.partition("://")
-    return f"local world {rest[:6]}" if scheme == "unix" else world
+def _title(world: str, rows: Sequence[Row]) -> str:
+    """Return the line above the rows of a world: that of a local one has the pid of rank 0."""
+    pid = next((row.pid for row in rows if row.rank == 0), 0)
+    of = f" of process {pid}" if pid else ""
+    name = f"local world{of}" if world.startswith("unix://") else world
+    return f"{name}: {len(rows)} worker{'s' * (len(rows) > 1)}"
 
 
 def _cells(row: Row) -> list[RenderableType]:

@@ -2,9 +2,11 @@
 
 import argparse
 import asyncio
+import json
 import re
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -194,15 +196,22 @@ async def test_on_a_device(world: Worker) -> None:
 
 
 @pytest.mark.slow
-def test_as_one_command() -> None:
-    """Clients are served, it says what giving up saves, and nothing is warned of."""
-    printed = run("inference", "--quick", "--clients", "1")
+def test_as_one_command(tmp_path: Path) -> None:
+    """Clients are served, it says what giving up saves, and nothing is warned of; with a trace."""
+    pytest.importorskip("opentelemetry.sdk")
+    spans = tmp_path / "spans.jsonl"
+    printed = run("inference", "--quick", "--clients", "1", "--trace", str(spans))
     for words in ("client0: ", "answered (median", "on average"):
         assert words in printed
     found = re.search(r"32 images .*, 16 given up: (\d+) answered, (\d+) computed", printed)
     assert found
     answered, computed = int(found[1]), int(found[2])
     assert 16 <= answered <= computed <= 32
+    lines = map(json.loads, spans.read_text().splitlines())
+    requests = [each for each in lines if "infer" in each["name"]]
+    workers = {each["resource"]["attributes"]["service.name"] for each in requests}
+    assert workers == {"server", "client0"}
+    assert any(each["links"] for each in requests)
 
 
 @pytest.mark.slow

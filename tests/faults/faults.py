@@ -8,6 +8,8 @@ from aiorpc_torch import CallTimeout, RpcError
 
 from . import inside
 from .loop import SteppingLoop
+from .operations import WORLDS
+from .watching import scrape
 
 DEADLINE = 0.4  # seconds; less than what a closed connection waits for
 
@@ -22,11 +24,13 @@ class Fault:
 
     Attributes:
         name: of the tests.
-        steps: "callback", "write" (frames of a connection) or "torch" (messages of torch RPC).
+        steps: "callback", "write" (frames of a connection), "torch" (messages of torch RPC) or
+            "watch" (what interceptors and exporters of spans are told).
         act: is called with the caller's task before the step.
         allowed: exceptions that the operation may end with.
         has_deadline: whether the operation runs under a deadline.
         leaves: whether the world ends at that step.
+        is_of_watching: whether only watched worlds meet it.
     """
 
     name: str
@@ -35,6 +39,7 @@ class Fault:
     allowed: tuple[type[BaseException], ...]
     has_deadline: bool = False
     leaves: bool = False
+    is_of_watching: bool = False
 
 
 def _cancel(task: "asyncio.Task[object]") -> None:
@@ -67,10 +72,14 @@ FAULTS = (
     Fault("cancel while writing", "write", _cancel, (asyncio.CancelledError,)),
     Fault("writing raises", "write", _raise, (*_LOST, Injected)),
     Fault("torch raises", "torch", _raise_as_torch, _LOST),
+    Fault("watching raises", "watch", _raise, (), is_of_watching=True),
+    Fault("scrape", "callback", lambda _: scrape(), (), is_of_watching=True),
     Fault("leave", "callback", lambda _: None, _LOST, leaves=True),
 )
 
 
 def is_possible(fault: Fault, around: str) -> bool:
     """Return whether an operation that runs in a world, or beside an agent, can meet the fault."""
-    return not fault.leaves or around == "world"
+    if fault.is_of_watching:
+        return around == "watched"
+    return not fault.leaves or around in WORLDS

@@ -20,8 +20,7 @@ from aiorpc_torch._aio import threads
 from aiorpc_torch._batching import queue as batch_queue
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.connection import Connection
-from aiorpc_torch._protocol import endpoints, exclusive
-from aiorpc_torch._protocol.channel import Channel
+from aiorpc_torch._protocol import channel, endpoints, exclusive
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
 from aiorpc_torch._shm import segment_store
@@ -324,7 +323,7 @@ class Outside:
 
     def _write(self, write: Callable[..., Any]) -> Callable[..., Any]:
         def written(transport: Any, data: bytes) -> None:
-            if isinstance(transport.get_protocol(), Channel):
+            if isinstance(transport.get_protocol(), channel._Protocol):
                 self.before_write()
             write(transport, data)
 

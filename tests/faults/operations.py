@@ -138,7 +138,8 @@ class Operation:
         name: of the tests.
         run: runs it once.
         over_torch: whether large tensors travel by torch RPC, as between hosts.
-        around: where it runs: in a "world", beside an "agent" of `rpc.init_rpc`, or in "nothing".
+        around: where it runs: in a "world", in one that is "watched", beside an "agent" of
+            `rpc.init_rpc`, or in "nothing".
         raises: exceptions with which it ends without a fault.
     """
 
@@ -150,6 +151,7 @@ class Operation:
 
 
 OPERATIONS: list[Operation] = []
+WORLDS = ("world", "watched")
 
 
 def operation(
@@ -538,3 +540,36 @@ async def world_left_by_an_exception(scene: Scene) -> Any:
 async def attached(scene: Scene) -> Any:
     async with aiorpc.attach(heartbeat=ENDLESS):
         return await remote(scene.actor()).echo(1)
+
+
+# ── traces, metrics and an interceptor ──────────────────────────────────────────────────────────
+
+
+@operation(around="watched")
+async def watched_calls(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    results = await asyncio.gather(actor.echo(1), actor.slow(SMALL), actor.late(3))
+    with contextlib.suppress(RpcError, ValueError):
+        await actor.echo(torch.ones(3, device="meta"))
+    return len(results)
+
+
+@operation(around="watched")
+async def watched_streams(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    found = [item async for item in actor.items(2, SMALL)]
+    return len(found), [item.numel() async for item in actor.slow_items(2, SMALL)]
+
+
+@operation(around="watched")
+async def watched_batches(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    own, other = (actor.together(each) for each in range(2)), actor.slowly_together(3)
+    return await asyncio.gather(*own, other, Actor(scene.loop).together(4))
+
+
+@operation(around="watched")
+async def watched_groups(scene: Scene) -> Any:
+    group = scene.group()
+    results = await remote(group).plain(1)
+    return results, [each async for each in group.map(Actor.echo, range(3))]

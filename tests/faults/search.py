@@ -22,7 +22,8 @@ from tests.support.tensor_ways import set_way
 from . import inside
 from .faults import DEADLINE, Fault, Injected
 from .loop import Clock, SteppingLoop, real_monotonic
-from .operations import ENDLESS, Actor, Operation, Scene
+from .operations import ENDLESS, WORLDS, Actor, Operation, Scene
+from .watching import Watch
 
 PATIENCE = 0.5  # real seconds in which other threads have ended what they do
 BOUND = 30.0  # virtual seconds after which an operation hangs
@@ -76,6 +77,7 @@ class Search:
         self.report = Report(operation, fault)
         self._operation = operation
         self._fault = fault
+        self._watch = Watch()
 
     def run(self, sample: int | None = None) -> Report:
         """Inject the fault at each step; at `sample` steps at most, evenly spread."""
@@ -152,7 +154,9 @@ class Search:
             yield
 
     async def _enter(self) -> None:
-        if self._operation.around == "world":
+        if self._operation.around == "watched":
+            self._stack.enter_context(self._watch.installed())
+        if self._operation.around in WORLDS:
             world = testing.world(heartbeat=ENDLESS, freeze_gc=False)
             await self._stack.enter_async_context(world)
             self._echo = remote(RRef(Actor(self._loop)))
@@ -163,8 +167,9 @@ class Search:
 
     async def _inject(self, step: float) -> Trap:
         trap = Trap(self._fault, step)
+        hooks = {"callback": self._loop, "watch": self._watch}
         task = trap.task = self._start(self._fault.has_deadline)
-        hook = self._loop if self._fault.steps == "callback" else self._outside
+        hook = hooks.get(self._fault.steps, self._outside)
         attribute = f"before_{self._fault.steps}"
         setattr(hook, attribute, trap.step)
         if self._fault.leaves:
@@ -239,11 +244,11 @@ class Search:
             self._find(f"gone: {dict(gone)}")
 
     def _snapshot(self) -> "Counter[str]":
-        return inside.snapshot() + self._outside.unanswered()
+        return inside.snapshot() + self._outside.unanswered() + self._watch.unended()
 
     async def _calls(self) -> None:
         """Make some lone calls, so that a connection is open and has found its ways."""
-        if self._operation.around != "world":
+        if self._operation.around not in WORLDS:
             return
         for each in range(3):
             await self._echo.echo(each)

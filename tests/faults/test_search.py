@@ -11,11 +11,11 @@ import pytest
 
 from .faults import FAULTS, Fault, is_possible
 from .killing import kill_at
-from .operations import OPERATIONS, Operation
+from .operations import OPERATIONS, WORLDS, Operation
 from .search import Search
 
 # In `make test` each operation meets these faults, and one more in turn.
-ALWAYS = ("cancel", "torch raises")
+ALWAYS = ("cancel", "torch raises", "watching raises")
 IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
 ENDS = "local batches of a def in a row"  # goes on while its world ends
 SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
@@ -28,7 +28,7 @@ def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
         is_quick = operation.over_torch
     if not is_quick and not (fault.leaves and operation.name == ENDS):
         return 0
-    return SAMPLE if fault.leaves or operation.around != "world" else None
+    return SAMPLE if fault.leaves or operation.around not in WORLDS else None
 
 
 def _cases() -> Iterator[Any]:
@@ -60,6 +60,22 @@ def test_a_fault_at_each_step(operation: Operation, fault: Fault, sample: int | 
     """The operation ends as it may, nothing is left on either side, and the next calls work."""
     report = Search(operation, fault).run(sample)
     assert not report.findings, report.text()
+
+
+@pytest.mark.parametrize(
+    ("operation", "fault"),
+    [
+        ("lone call", "cancel"),
+        ("lone call", "writing raises"),
+        ("large argument over torch", "torch raises"),
+        ("watched calls", "watching raises"),
+    ],
+)
+def test_each_kind_of_step_is_met(operation: str, fault: str) -> None:
+    """A search without a step would find nothing."""
+    [found] = [each for each in OPERATIONS if each.name == operation]
+    [injected] = [each for each in FAULTS if each.name == fault]
+    assert Search(found, injected).run(2).steps > 0
 
 
 KILLED = {"lone call", "slow def", "queued calls", "large argument", "large argument over torch"}

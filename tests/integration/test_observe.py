@@ -18,7 +18,7 @@ from opentelemetry.sdk.trace.export import SimpleSpanProcessor
 from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import call, observe
+from aiorpc_torch import call, observe, testing
 from aiorpc_torch.observe import Tracing
 from aiorpc_torch.testing import Workers
 from tests.support.hooks import hooks as hooks
@@ -87,6 +87,41 @@ async def test_a_trace_over_processes(workers: Workers) -> None:
     assert [span[1] for span in second if span[2] == trace_id] == ["SERVER"]
     (received,) = (span for span in first if span[1:3] == ("SERVER", trace_id))
     assert received[3] == client.context.span_id
+
+
+class Member:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    async def take(self, item: int) -> str:
+        if self.name == "dies":
+            await asyncio.Event().wait()
+        return self.name
+
+
+@pytest.mark.promise("watching.spans")
+async def test_a_retry_of_a_map_is_a_span_of_its_own(workers: Workers) -> None:
+    """Beside that of the call which was lost, under that of the map."""
+    names = ["dies", "stays"]
+    await workers(names)
+    group = await aiorpc.create_all(names, Member, aiorpc.each(names))
+    mine = InMemorySpanExporter()
+    provider = TracerProvider(shutdown_on_exit=False)
+    provider.add_span_processor(SimpleSpanProcessor(mine))
+    aiorpc.intercept(Tracing(provider))
+    results = group.map(Member.take, range(2), in_flight=1)
+    first = asyncio.ensure_future(anext(results))
+    # Until the other has answered.
+    while {each.worker for each in aiorpc.pending()} != {"dies"}:  # noqa: ASYNC110
+        await asyncio.sleep(0.01)
+    await asyncio.to_thread(testing.kill, "dies")
+    assert [await first, *[each async for each in results]] == ["stays", "stays"]
+    spans = mine.get_finished_spans()
+    (of_map,) = (span for span in spans if span.name == "map Member/take")
+    attempts = [span for span in spans if span.name == "Member/take"]
+    assert {span.parent.span_id for span in attempts} == {of_map.context.span_id}
+    errors = [span.attributes.get("error.type") for span in attempts]
+    assert sorted(map(str, errors)) == ["None", "None", "WorkerLost"]
 
 
 async def serve_metrics() -> int:

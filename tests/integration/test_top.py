@@ -20,9 +20,9 @@ import pytest
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, remote
 from aiorpc_torch.__main__ import main as command_line
+from aiorpc_torch._top import terminal
 from aiorpc_torch._top.model import History, Row
 from aiorpc_torch._top.probe import Prober
-from aiorpc_torch._top.terminal import look
 from aiorpc_torch._top.verdicts import Verdict, verdicts
 from tests.support import attached, guides
 from tests.support.attached import cast
@@ -88,11 +88,11 @@ async def test_processes_that_attach_are_there() -> None:
         for name in ("ps", "t0"):
             players[name].run(attached.enter)
         pid = players["ps"].run(os.getpid)
-        rows, _ = await asyncio.to_thread(look, pid)
+        rows, _ = await asyncio.to_thread(terminal.look, pid)
         assert sorted(row.name for row in rows) == ["ps", "t0"]
         for name in ("ps", "t0"):
             players[name].run(attached.leave)
-        rows, _ = await asyncio.to_thread(look, pid)
+        rows, _ = await asyncio.to_thread(terminal.look, pid)
         assert not rows
 
 
@@ -187,6 +187,39 @@ async def test_json(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
         assert "https" not in picture.read_text().partition("<style>")[2]
 
 
+@pytest.mark.parametrize("way", [["--json"], ["--svg", "top.svg"]])
+def test_a_process_that_is_no_worker_is_an_error(
+    way: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    """Nothing is written: an empty answer would look like that of a world."""
+    pytest.importorskip("rich")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(terminal, "LOOKS", 1)
+    assert command_line(["top", *way, "--pid", "1"]) == 1
+    printed = capsys.readouterr()
+    assert (printed.out, "process 1 is no worker" in printed.err) == ("", True)
+    assert not Path("top.svg").exists()
+
+
+def test_a_picture_without_its_folder_is_an_error(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    pytest.importorskip("rich")
+    monkeypatch.setattr(terminal, "LOOKS", 1)
+    path = str(tmp_path / "missing" / "top.svg")
+    assert command_line(["top", "--svg", path]) == 1
+    assert f"cannot write {path}: No such file" in capsys.readouterr().err
+
+
+def test_a_picture_and_json_exclude_each_other(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        command_line(["top", "--json", "--svg", "top.svg"])
+    assert "not allowed with" in capsys.readouterr().err
+
+
 def test_without_rich_it_says_so(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -232,17 +265,17 @@ async def test_keys_in_a_terminal(tmp_path: Any) -> None:
     async with aiorpc.local_world(["env0"]) as me:
         holder = await create("env0", Holder)
         await remote(holder).pid()
-        terminal = Terminal(os.getpid())
+        screen = Terminal(os.getpid())
         try:
             for keys, text in (
                 *((b"", "nothing stands out"), (b"\x1b[B", "env0"), (b"\r", "rank 1")),
                 *((b"\x1b", "enter open"), (b"p", "p99"), (b"\x1bOB", "env0")),
             ):
                 if keys:
-                    terminal.press(keys)
-                await asyncio.to_thread(terminal.until, text)
-            terminal.press(b"q")
-            assert await asyncio.to_thread(terminal.process.wait, SOON) == 0
+                    screen.press(keys)
+                await asyncio.to_thread(screen.until, text)
+            screen.press(b"q")
+            assert await asyncio.to_thread(screen.process.wait, SOON) == 0
         finally:
-            terminal.close()
+            screen.close()
         assert me.peers == ("env0",)

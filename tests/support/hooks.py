@@ -1,13 +1,25 @@
 """Propagated variables and interceptors of one test: both are of the process."""
 
+import contextlib
+from collections.abc import Iterator
+
 import pytest
 
 from aiorpc_torch._protocol import interception, propagation
 
 
+@contextlib.contextmanager
+def no_hooks() -> Iterator[None]:
+    """Start with no variables and no interceptors; forget those of the block."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(propagation, "variables", {})
+        patch.setattr(propagation, "used", False)
+        patch.setattr(interception, "interceptors", ())
+        yield
+
+
 @pytest.fixture
-def hooks(monkeypatch: pytest.MonkeyPatch) -> None:
+def hooks() -> Iterator[None]:
     """Start with no variables and no interceptors; forget those of the test."""
-    monkeypatch.setattr(propagation, "variables", {})
-    monkeypatch.setattr(propagation, "used", False)
-    monkeypatch.setattr(interception, "interceptors", ())
+    with no_hooks():
+        yield

@@ -73,6 +73,12 @@ def test_a_slow_answer_is_no_silence() -> None:
     assert row.state == "ok"
 
 
+def test_workers_of_one_name_that_have_not_answered_have_a_row_each() -> None:
+    """Their worlds are unknown yet."""
+    look = [sample(0.0, None, name="main", key=f"key{pid}", pid=pid) for pid in (5, 6)]
+    assert sorted(row.pid for row in history(look).rows()) == [5, 6]
+
+
 def test_a_lost_worker_without_a_process_has_a_row() -> None:
     """Once, however many peers tell of it; one with a process has its own row."""
     members = ("main", "w", "x", "y")

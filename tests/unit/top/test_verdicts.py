@@ -23,6 +23,14 @@ def test_nothing_is_said_of_a_world_that_works() -> None:
     assert not of(data(), busy)
 
 
+def test_a_worker_that_has_not_answered_yet() -> None:
+    """It ends as it is asked, or its snapshot fails; the latter is said after a while."""
+    begun = sample(0.0, None)
+    assert not said(history([begun]))
+    [found] = said(history([begun], [sample(1.0, None)]))
+    assert (found.kind, found.worker) == ("silent", "w")
+
+
 def test_a_blocked_loop_is_named() -> None:
     stack = ["/home/me/policy.py:12 in Policy.act", "/lib/x.py:1 in run"]
     loop = {"lag": 3.2, "blocked": 3.2, "function": "Policy.act", "stack": stack}
@@ -106,6 +114,18 @@ def test_who_waits_for_whom() -> None:
     [found] = said(history(look))
     assert (found.kind, found.worker, found.method) == ("waits", "ps", "update")
     assert found.text == "t0, t1, t2 and 2 more wait for it: 15 calls, update for 5.5s"
+
+
+def test_a_lost_worker_whose_process_is_there() -> None:
+    """Two that have lost it say so; one that does not answer now may have it again."""
+    names = ("main", "w", "x")
+    told = [data(name, names, lost={"x": "no sign of life for 5 s"}) for name in names[:2]]
+    first = [sample(0.0, data("x", names)), *(sample(0.0, each) for each in told)]
+    [found] = said(history(first))
+    assert (found.kind, found.worker) == ("lost", "x")
+    assert found.text == "is lost to main, w: no sign of life for 5 s"
+    silent = [sample(0.1, None, name=name) for name in names[:2]]
+    assert not said(history(first, [sample(0.1, data("x", names)), *silent]))
 
 
 def test_the_gravest_come_first() -> None:

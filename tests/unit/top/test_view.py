@@ -60,8 +60,35 @@ def test_wide_terminals_show_what_a_worker_waits_for() -> None:
     assert not any("ps 400ms" in line for line in shown(found))
 
 
+def test_worlds_have_a_line_each_and_the_same_columns() -> None:
+    """A worker whose name is in several worlds has its pid beside it, and its own verdicts."""
+    worlds = {5: "unix://one", 6: "unix://two", 7: "tcp://127.0.0.1:29500"}
+    looks = [
+        [
+            sample(at, data("main", world=world, slow_steps=steps), pid=pid, key=f"key{pid}")
+            for pid, world in worlds.items()
+        ]
+        for at, steps in ((0.0, {}), (1.0, {"act": [3, 0.9]}))
+    ]
+    found = history(*looks)
+    lines = shown(found)
+    assert [line.partition(": ")[0] for line in lines[:3]] == [
+        *("main (pid 7)", "main (pid 5)", "main (pid 6)"),
+    ]
+    titles = ["tcp://127.0.0.1:29500: 1 worker"]
+    titles += [f"local world of process {pid}: 1 worker" for pid in (5, 6)]
+    at = [lines.index(title) for title in titles]
+    assert at == [4, 6, 8]
+    assert len({lines[n + 1].index(" ok ") for n in at}) == 1
+    assert lines[3].index("state") + 2 == lines[5].index(" ok ")
+    detail = "\n".join(shown(found, Screen(opened="key6")))
+    assert detail.count("held the loop") == 1
+
+
 def test_no_worker() -> None:
     assert shown(history([])) == ["no worker of this user in this network namespace; q quit"]
+    alone = shown(history([]), Screen(pid=7))
+    assert alone == ["process 7 is no worker of this user in this network namespace; q quit"]
 
 
 def test_the_keys() -> None:
