@@ -4,7 +4,7 @@ The same work for each system: one client, one server, this machine's loopback. 
 the systems are started, measured and stopped one after the other, in processes of their own. So no
 threads, garbage or daemons of one disturb another. Systems that are not installed are left out.
 
-    python -m benchmarks.peers [--quick] [--repeat N] [--only NAME ...]
+    python -m benchmarks.peers [--quick] [--repeat N] [--only NAME ...] [--plot PATH]
 """
 
 import argparse
@@ -16,9 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import metadata
 from importlib.util import find_spec
+from pathlib import Path
 
 from ._compare import lay_out, parse, processor, spread
 from ._peers_client import Figures, take_turn
+from ._peers_plot import ROWS, draw
 from ._peers_process import process
 from ._peers_work import QUICK, Sizes, Workload, workloads
 
@@ -37,9 +39,12 @@ class System:
     failures: list[str] = field(default_factory=list)
     figures: list[Figures] = field(default_factory=list)
 
-    def cell(self, workload: Workload) -> str:
+    def measured(self, workload: Workload) -> list[float]:
         found = [figures[workload.method] for figures in self.figures]
-        return spread([figure for figure in found if figure is not None])
+        return [figure for figure in found if figure is not None]
+
+    def cell(self, workload: Workload) -> str:
+        return spread(self.measured(workload))
 
     def note(self) -> str:
         if not find_spec(self.package):
@@ -61,7 +66,7 @@ def all_systems() -> list[System]:
     ]
 
 
-def main(systems: Sequence[System], sizes: Sizes, repeat: int) -> None:
+def main(systems: Sequence[System], sizes: Sizes, repeat: int, plot: Path | None) -> None:
     here = [system for system in systems if find_spec(system.package)]
     for repetition in range(repeat):
         # The second one finds a warmer machine, so the order alternates too.
@@ -70,6 +75,8 @@ def main(systems: Sequence[System], sizes: Sizes, repeat: int) -> None:
                 print(f"repetition {repetition + 1} of {repeat}: {system.name}", file=sys.stderr)
                 measure(system, sizes)
     show(systems, workloads(sizes), repeat)
+    if plot is not None:
+        picture(systems, workloads(sizes), plot)
     if any(system.failures for system in systems):
         sys.exit(1)
 
@@ -102,6 +109,13 @@ def show(systems: Sequence[System], rows: Sequence[Workload], repeat: int) -> No
     )
 
 
+def picture(systems: Sequence[System], rows: Sequence[Workload], path: Path) -> None:
+    by_method = {row.method: row for row in rows}
+    drawn = [by_method[method] for method in ROWS]
+    bars = [{each.name: each.measured(row) for each in systems if each.figures} for row in drawn]
+    draw([*zip(drawn, bars, strict=True)], path)
+
+
 def version(distribution: str) -> str:
     try:
         return f"{distribution} {metadata.version(distribution)}"
@@ -113,10 +127,11 @@ def arguments() -> argparse.Namespace:
     names = [system.name for system in all_systems()]
     parser = argparse.ArgumentParser(description="aiorpc_torch compared with other systems.")
     parser.add_argument("--only", nargs="+", choices=names, default=names, metavar="NAME")
+    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw three rows as bars")
     return parse(parser)
 
 
 if __name__ == "__main__":
     given = arguments()
     chosen = [system for system in all_systems() if system.name in given.only]
-    main(chosen, QUICK if given.quick else Sizes(), given.repeat)
+    main(chosen, QUICK if given.quick else Sizes(), given.repeat, given.plot)

@@ -105,11 +105,16 @@ def draw(stories: dict[str, Story], path: Path) -> None:
     from matplotlib import pyplot as plt  # after the backend is chosen
 
     with plt.rc_context(STYLE):
-        figure, every = plt.subplots(1, len(stories), figsize=(13.8, 3.8), layout="constrained")
+        # One below the other: side by side, a page would shrink their labels.
+        size = 7.0, 2.6 * len(stories)
+        figure, every = plt.subplots(
+            len(stories), 1, figsize=size, sharex=True, layout="constrained"
+        )
         for axes, (title, story) in zip(every, stories.items(), strict=True):
             _draw_story(axes, story)
-            axes.set(title=title, xlabel="ms", ylabel="call", yticks=range(len(ARRIVALS)))
+            axes.set(title=title, ylabel="call", yticks=range(len(ARRIVALS)))
             axes.invert_yaxis()
+        every[-1].set_xlabel("ms")
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
         plt.close(figure)
     print(f"\ndrawn: {path}")

@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from aiorpc_torch._top.verdicts import Verdict, verdicts
 from tests.support import attached, guides
 from tests.support.attached import cast
 from tests.support.scripts import ROOT
+from tests.support.slow_programs import straggler, unbounded
 
 SOON = 60.0  # seconds after which something will never happen
 
@@ -119,19 +120,24 @@ GUIDE = guides.read(guides.DOCS / "guides" / "find-out-why-it-is-slow.md")
 
 
 @contextlib.asynccontextmanager
-async def running(name: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[None]:
-    """Run a program of the guide in the block, in this process."""
-    (folder / f"{name}.py").write_text(
-        GUIDE.files[f"{name}.py"].replace("range(100)", "range(10**6)")
-    )
-    monkeypatch.syspath_prepend(folder)
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    program = asyncio.ensure_future(importlib.import_module(name).main())
+async def running(program: Coroutine[None, None, None]) -> AsyncIterator[None]:
+    """Run a program in the block, in this process."""
+    task = asyncio.ensure_future(program)
     try:
         yield
     finally:
-        program.cancel()
-        await asyncio.wait((program,))
+        task.cancel()
+        await asyncio.wait((task,))
+
+
+def blocking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Coroutine[None, None, None]:
+    """Return the guide's program, which blocks an event loop."""
+    program = GUIDE.files["blocking.py"].replace("range(100)", "range(10**6)")
+    (folder / "blocking.py").write_text(program)
+    monkeypatch.syspath_prepend(folder)
+    monkeypatch.delitem(sys.modules, "blocking", raising=False)
+    main: Coroutine[None, None, None] = importlib.import_module("blocking").main()
+    return main
 
 
 async def verdict_of(kind: str) -> Verdict:
@@ -148,23 +154,23 @@ async def verdict_of(kind: str) -> Verdict:
 
 
 @pytest.mark.promise("top.faults")
+async def test_a_method_that_blocks_a_loop_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with running(blocking(tmp_path, monkeypatch)):
+        found = await verdict_of("held")
+    assert (found.worker, found.method) == ("policy", "Policy.act")
+
+
+@pytest.mark.promise("top.faults")
 @pytest.mark.parametrize(
     ("program", "kind", "worker", "method"),
-    [
-        ("blocking", "held", "policy", "Policy.act"),
-        ("straggler", "slow", "env2", "Env.step"),
-        ("unbounded", "grows", "model", "Model.infer"),
-    ],
+    [(straggler, "slow", "env2", "Env.step"), (unbounded, "grows", "model", "Model.infer")],
 )
-async def test_the_fault_of_a_program_of_the_guide_is_named(
-    program: str,
-    kind: str,
-    worker: str,
-    method: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+async def test_a_slow_worker_and_a_queue_are_named(
+    program: Callable[[], Coroutine[None, None, None]], kind: str, worker: str, method: str
 ) -> None:
-    async with running(program, tmp_path, monkeypatch):
+    async with running(program()):
         found = await verdict_of(kind)
     assert (found.worker, found.method) == (worker, method)
 

@@ -48,10 +48,12 @@ def reader() -> dict[str, str]:
 
 
 def saved(page: str, folder: Path) -> list[list[str]]:
-    """Save the page's one file as a reader does; return the commands, in their order."""
+    """Save the page's one file beside those of its folder's other pages; return its commands."""
     (program,) = blocks(page, "python")
     assert program.file
-    (folder / program.file).write_text(program.text)
+    for each in pages(str(Path(page).parent)):
+        for file in blocks(each, "python"):
+            (folder / str(file.file)).write_text(file.text)
     commands = [text.replace("\\\n", "") for _, text in blocks(page, "sh")]
     assert all(program.file in command for command in commands)
     return [shlex.split(command) for command in commands]

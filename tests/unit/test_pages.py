@@ -14,6 +14,7 @@ import aiorpc_torch
 import aiorpc_torch.observe
 import aiorpc_torch.training
 from tests.support import guides
+from tests.support.pages import blocks
 
 REFERENCE = guides.DOCS / "reference"
 WAYS_IN = ["worker", "local_world", "run_local", "attach"]
@@ -29,6 +30,12 @@ def test_every_program_of_a_guide_is_run(path: Path) -> None:
     assert not page.unnamed
     for name, text in page.files.items():
         assert "__main__" not in text or any(name in command for command, _ in page.steps), name
+
+
+def test_the_first_example_of_the_readme_is_short() -> None:
+    """A reader sees it whole, in a few seconds."""
+    first, *_ = blocks("README.md", "python")
+    assert len(first.text.splitlines()) <= 20
 
 
 @pytest.mark.parametrize("name", aiorpc_torch.__all__)
