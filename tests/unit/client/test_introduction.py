@@ -8,11 +8,13 @@ import pytest
 from aiorpc_torch._client import introduction
 from aiorpc_torch._client.connection import Connection
 from aiorpc_torch._client.introduction import _dial
+from aiorpc_torch._protocol.members import Members
+from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.frames import CLOSE, RETIRE, frame
 from aiorpc_torch._wire.handshake import HELLO, Credentials, Hello, Party, new_nonce
 from aiorpc_torch._wire.plain import dump
-from aiorpc_torch.errors import NotServing, WorkerLost
+from aiorpc_torch.errors import NotServing, RpcError, WorkerLost
 from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
 
 CREDENTIALS = Credentials(Party("me", 0), Party("peer", 3))
@@ -45,6 +47,44 @@ async def error_and_observed(after: bytes) -> tuple[BaseException, Observed]:
         await connection.ended.wait()
     server.close()
     return error, observed
+
+
+class Held:
+    """Peers that attach when the test lets them, and then speak another version."""
+
+    timeout = SOON
+
+    def __init__(self) -> None:
+        self.attached = asyncio.Event()
+
+    def is_held(self, peer: str) -> bool:
+        return True
+
+    async def wait_until_serving(self, peer: WorkerInfo) -> int:
+        await self.attached.wait()
+        raise RpcError("it speaks another version")
+
+    def on_refused(self, peer: str, epoch: int) -> None: ...
+
+
+async def test_calls_that_are_held_are_told_of(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Long before their time limit: `attach` may have been forgotten there."""
+    monkeypatch.setattr(introduction, "LOG_DELAY", 0.0)
+    me, holding = Members("me", [PeerInfo("me", 0, 0, ""), PeerInfo("peer", 1, 3, "")]), Held()
+    opening = introduction.Introductions(me, holding).connect(
+        WorkerInfo("peer", 3), 1, lambda *_: None
+    )
+    task = asyncio.ensure_future(opening)
+    while not caplog.records:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+    holding.attached.set()
+    with pytest.raises(RpcError, match="another version"):
+        await task
+    [record] = caplog.records
+    text = "calls to worker 'peer' wait until it enters attach()"
+    assert (record.levelname, record.getMessage()) == ("WARNING", text)
 
 
 async def test_a_callee_that_is_lost_with_its_proof() -> None:
