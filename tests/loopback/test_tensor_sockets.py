@@ -233,6 +233,10 @@ async def test_a_peer_that_exceeds_the_limit(shelf: Shelf) -> None:
     assert not far_memory()
 
 
+def none_left(*_: Any) -> Any:
+    raise OSError(12, "cannot allocate memory")
+
+
 def far_memory() -> int:
     return receive_memory.memory_of(asyncio.get_running_loop())._pool.total
 
@@ -334,6 +338,26 @@ async def test_a_message_that_is_cancelled_behind_another(
 
 
 @pytest.mark.promise("sockets.cancelled")
+async def test_a_call_that_is_cancelled_while_its_receiver_tells_that_it_has_no_memory(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver does not wait for a transfer that it has refused."""
+    told: list[tuple[int, bool]] = []
+    arrived = far()._arrived
+    tell = arrived._handle
+    monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
+    monkeypatch.setattr(arrived, "_handle", told.append)
+    call = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
+    await until(lambda: told == [(1, False)])
+    call.cancel()
+    await asyncio.wait((call,))
+    await until(lambda: not near()._jobs)
+    tell(told.pop())
+    assert await remote(RRef(shelf)).echo(1) == 1  # behind all that the ends tell each other
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.cancelled")
 async def test_a_result_that_is_cancelled_while_it_is_sent(shelf: Shelf, line: Line) -> None:
     """Its memory is freed, and its call leaves the window."""
     shelf.kept.append(torch.ones(4 * LARGE))
@@ -417,10 +441,6 @@ async def test_sockets_that_cannot_be_opened(
 @pytest.mark.promise("sockets.values")
 async def test_a_receiver_without_memory(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch carries the tensors, or tells why it cannot."""
-
-    def none_left(*_: Any) -> Any:
-        raise OSError(12, "cannot allocate memory")
-
     monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
     x = torch.rand(LARGE)
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)
