@@ -94,7 +94,8 @@ class _SocketThreads:
                 self._work(sock)
         except Exception as exc:
             if not self._is_closed:
-                self._failed(exc)
+                # Its frames refer to the memory of a chunk, and it may be kept: by a log, say.
+                self._failed(exc.with_traceback(None))
         finally:
             with contextlib.suppress(ValueError):  # all were closed
                 self._sockets.remove(sock)
@@ -121,14 +122,14 @@ class SocketSender(_SocketThreads):
         self._transfers.put(transfer)
 
     def close(self) -> None:
-        for _ in self._sockets:
-            self._transfers.put(None)
         super().close()
+        self._transfers.put(None)
 
     def _work(self, sock: socket.socket) -> None:
         while not self._is_closed and (transfer := self._transfers.get()) is not None:
             self._send_chunk(sock, transfer)
             del transfer  # an idle thread must not keep tensors
+        self._transfers.put(None)  # for the next thread
 
     def _send_chunk(self, sock: socket.socket, transfer: OutgoingTransfer) -> None:
         try:
