@@ -213,8 +213,8 @@ class Port:
             accepted.close()
             return
         self._strangers.remove(asyncio.current_task())
-        _end_when_silent(accepted)
         with accepted, local:
+            _end_when_silent(accepted)
             with contextlib.suppress(OSError):
                 await stream.send(_READY)
             await splice(stream, PlainStream(local))

@@ -58,8 +58,9 @@ class Tunnels:
 
     def close(self, peer: str) -> None:
         """Take no more connections to a worker."""
-        if (tunnel := self._open.pop(peer, None)) is not None:
-            self._port.call(tunnel.close)
+        tunnel = self._open.pop(peer, None)
+        if tunnel is not None and not self._port.call(tunnel.close):
+            tunnel.close()
         self.failures.pop(peer, None)
 
 
