@@ -11,6 +11,7 @@ import errno
 import logging
 import socket
 from collections.abc import Callable, Coroutine, Sequence
+from functools import partial
 from typing import Any
 
 from .._aio.acceptor import Acceptor
@@ -46,6 +47,11 @@ _ALERT = b"\x15\x03\x03\x00\x02\x02\x0a"
 """A fatal alert of TLS: an unexpected message."""
 
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+
+SILENCE = 120.0
+"""Seconds after which a connection that passes through a port ends, if what it has sent is not
+acknowledged: as long as an idle one to a lost host takes by `_KEEPALIVE`. Without it, TCP tries
+again for 15 minutes. Connections for calls have no such limit: their owner judges silence."""
 
 Accepted = Callable[[socket.socket], object]
 """Takes a connected socket, on the event loop of the port."""
@@ -93,7 +99,8 @@ class Port:
     def listen_for_directory(self, listening: Sequence[socket.socket]) -> None:
         """Accept connections to the directory at further sockets too."""
         for each in listening:
-            call_soon(self._loop, self._add, each, DIRECTORY)
+            if not self.call(partial(self._add, each, DIRECTORY)):
+                each.close()
 
     def end_directory(self) -> None:
         """Accept no more connections to the directory, which ends."""
@@ -109,16 +116,13 @@ class Port:
         """
         return await await_on(self._loop, self._secure(connected, purpose, peer))
 
-    def start(self, task: Coroutine[Any, Any, None]) -> None:
-        """Run a task on the loop of this port until `close`."""
-        if self._loop.is_closed():
-            task.close()
-        else:
-            call_soon(self._loop, self._start, task)
-
-    def call(self, step: Callable[[], object]) -> None:
-        """Run a step on the loop of this port."""
-        call_soon(self._loop, step)
+    def call(self, step: Callable[[], object]) -> bool:
+        """Run a step on the loop of this port; return False if the port is closed."""
+        try:
+            self._loop.call_soon_threadsafe(step)
+        except RuntimeError:  # the loop is closed
+            return False
+        return True
 
     def close(self) -> None:
         """Close all sockets, once what passes through has ended, or after `LINGER`."""
@@ -150,7 +154,13 @@ class Port:
         found = Acceptor("the port", accepted)
         found.add(listening)
         self._acceptors.append(found)
+        if self._thread.closing.is_set():
+            found.close()
         return found
+
+    def start(self, task: Coroutine[Any, Any, None], accepted: socket.socket) -> None:
+        """Run a task with a connection until `close`, and close the connection at its end."""
+        self._start(task).add_done_callback(lambda _: accepted.close())  # it may not have begun
 
     def end_accepting(self, acceptor: Acceptor) -> None:
         """Close an acceptor of `accept_at`."""
@@ -204,6 +214,7 @@ class Port:
             return
         self._strangers.remove(asyncio.current_task())
         with accepted, local:
+            _end_when_silent(accepted)
             with contextlib.suppress(OSError):
                 await stream.send(_READY)
             await splice(stream, PlainStream(local))
@@ -285,6 +296,7 @@ class Port:
 
     async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
         prepare(connected)
+        _end_when_silent(connected)
         if self.tls is None:
             stream = PlainStream(connected)
             await stream.send(preface(purpose))
@@ -317,6 +329,10 @@ def prepare(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
+
+
+def _end_when_silent(connected: socket.socket) -> None:
+    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE * 1000))
 
 
 async def connect(

@@ -4,6 +4,9 @@ import socket
 from collections import Counter
 from collections.abc import Callable
 
+LEFT = "this worker has left"
+TOO_MANY = "too many unauthenticated connections"
+
 
 def host_of(connected: socket.socket) -> str:
     """Return the address of the other end of a TCP connection, "?" if it is closed already."""
@@ -11,6 +14,10 @@ def host_of(connected: socket.socket) -> str:
         return str(connected.getpeername()[0])
     except OSError:
         return "?"
+
+
+Close = Callable[[str], object]
+"""Closes a connection, for a reason."""
 
 
 class Strangers:
@@ -22,13 +29,13 @@ class Strangers:
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
-        self._all: dict[object, tuple[str, Callable[[], object]]] = {}  # oldest first
+        self._all: dict[object, tuple[str, Close]] = {}  # oldest first
 
     def __len__(self) -> int:
         """Return the number of connections."""
         return len(self._all)
 
-    def add(self, key: object, host: str, close: Callable[[], object]) -> None:
+    def add(self, key: object, host: str, close: Close) -> None:
         """Add a connection, which `close` closes."""
         while len(self._all) >= self._limit:
             self._close_one()
@@ -39,12 +46,12 @@ class Strangers:
         self._all.pop(key, None)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all of them, since this worker leaves."""
         while self._all:
-            self._all.pop(next(iter(self._all)))[1]()
+            self._all.pop(next(iter(self._all)))[1](LEFT)
 
     def _close_one(self) -> None:
         hosts = Counter(host for host, _ in self._all.values())
         busiest = max(hosts, key=hosts.__getitem__)
         oldest = next(key for key, (host, _) in self._all.items() if host == busiest)
-        self._all.pop(oldest)[1]()
+        self._all.pop(oldest)[1](TOO_MANY)

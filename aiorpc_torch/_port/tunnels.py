@@ -7,7 +7,6 @@ from here. So the answer is given the address of the loopback socket instead.
 """
 
 import asyncio
-import contextlib
 import logging
 import socket
 import struct
@@ -22,6 +21,7 @@ log = logging.getLogger("aiorpc_torch")
 
 # Seconds between attempts: a port with too many connections without proof closes some.
 _RETRY_DELAYS = (0.01, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0)
+ATTEMPT_TIMEOUT = 10.0  # seconds for an attempt: a host that is frozen or cut off answers nothing
 _BACKLOG = 16
 _LENGTH = struct.Struct("<Q")  # precedes each message of TensorPipe
 _STRING = 0xBD  # precedes the length of a short string and the string
@@ -43,6 +43,8 @@ class Tunnels:
     def open(self, peer: str, endpoint: str, address: str) -> str:
         """Return the address at which torch's RPC of this process reaches a worker.
 
+        Nothing listens there once the port is closed.
+
         Args:
             peer: its name.
             endpoint: its port, as `Port.endpoint` tells it.
@@ -50,13 +52,15 @@ class Tunnels:
         """
         self.close(peer)
         tunnel = self._open[peer] = _Tunnel(self, self._port, peer, endpoint, address)
-        self._port.call(tunnel.start)
+        if not self._port.call(tunnel.start):
+            tunnel.close()
         return tunnel.address
 
     def close(self, peer: str) -> None:
         """Take no more connections to a worker."""
-        if (tunnel := self._open.pop(peer, None)) is not None:
-            self._port.call(tunnel.close)
+        tunnel = self._open.pop(peer, None)
+        if tunnel is not None and not self._port.call(tunnel.close):
+            tunnel.close()
         self.failures.pop(peer, None)
 
 
@@ -87,33 +91,42 @@ class _Tunnel:
         """Take no more connections."""
         if self._acceptor is not None:
             self._port.end_accepting(self._acceptor)
+        else:
+            self._listening.close()
 
     def _accept(self, accepted: socket.socket) -> None:
         is_first, self._is_first = self._is_first, False
-        self._port.start(self._pass(accepted, is_first))
+        prepare(accepted)
+        self._port.start(self._pass(accepted, is_first), accepted)
 
     async def _pass(self, accepted: socket.socket, is_first: bool) -> None:
-        with accepted:
-            prepare(accepted)
-            try:
-                stream = await self._connect()
-            except OSError as exc:
-                self._tunnels.failures[self._peer] = str(exc)
-                log.warning("no connection with worker %r: %s", self._peer, exc)
-                return
-            local = PlainStream(accepted)
-            await splice(local, _Readdressed(stream, self._old, self._new) if is_first else stream)
+        try:
+            stream = await self._connect()
+        except OSError as exc:
+            self._tunnels.failures[self._peer] = str(exc)
+            log.warning("no connection with worker %r: %s", self._peer, exc)
+            return
+        local = PlainStream(accepted)
+        await splice(local, _Readdressed(stream, self._old, self._new) if is_first else stream)
 
     async def _connect(self) -> PlainStream:
-        loop, (host, number) = asyncio.get_running_loop(), split_endpoint(self._endpoint)
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        name = f"worker {self._peer!r} at {self._endpoint}"
+        name, reason = f"worker {self._peer!r} at {self._endpoint}", ""
         for delay in _RETRY_DELAYS:
-            connected = await connect(loop, family, (host, number))
-            with contextlib.suppress(ConnectionResetError, BrokenPipeError):
-                return await self._port.open(connected, TORCH, name)
+            try:
+                async with asyncio.timeout(ATTEMPT_TIMEOUT):
+                    return await self._attempt(name)
+            except TimeoutError:
+                reason = f"has admitted no connection within {ATTEMPT_TIMEOUT:g} s"
+            except (ConnectionResetError, BrokenPipeError):
+                reason = "closes connections before it has admitted them"
             await asyncio.sleep(delay)
-        raise ConnectionResetError(f"{name} closes connections before it has admitted them")
+        raise ConnectionResetError(f"{name} {reason}")
+
+    async def _attempt(self, name: str) -> PlainStream:
+        host, number = split_endpoint(self._endpoint)
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        connected = await connect(asyncio.get_running_loop(), family, (host, number))
+        return await self._port.open(connected, TORCH, name)
 
 
 class _Readdressed(PlainStream):

@@ -6,7 +6,6 @@ limited. (tests/loopback/test_connections.py)
 """
 
 import asyncio
-import contextlib
 import logging
 import secrets
 import socket
@@ -23,7 +22,7 @@ from .._aio.loops import call_soon
 from .._aio.unix_sockets import BACKLOG, is_same_user, listen_unix
 from .._port.port import Port
 from .._port.purposes import CALLS as CALLS_AT_PORT, TENSORS as TENSORS_AT_PORT
-from .._port.strangers import Strangers, host_of
+from .._port.strangers import LEFT, Strangers, host_of
 from .._protocol.channel import Channel
 from .._wire.handshake import (
     CALLS,
@@ -50,6 +49,10 @@ AcceptSocket = Callable[[Party, int, int, socket.socket], None]
 """Takes a socket for tensors of that connection, and its purpose."""
 
 
+_Handed = tuple[Callable[[socket.socket], object], socket.socket]
+"""A connection that the port has accepted, and what takes it."""
+
+
 class Listener:
     """The listening sockets of one worker, and the credentials that it gave to callers."""
 
@@ -68,7 +71,7 @@ class Listener:
         self._me = me
         self._port = port
         self._proofs: SocketProofs | None = None
-        self._handed: deque[tuple[Callable[[socket.socket], object], socket.socket]] = deque()
+        self._handed: deque[_Handed] = deque()
         self._accept = accept
         self._accept_socket = accept_socket
         self._loop = asyncio.get_running_loop()
@@ -117,14 +120,19 @@ class Listener:
         While the loop is blocked only so many wait, as in the backlog of a socket that listens.
         """
         self._handed.append((take, accepted))
-        if len(self._handed) > MAX_UNPROVEN:
-            with contextlib.suppress(IndexError):  # the loop has taken them meanwhile
-                self._handed.popleft()[1].close()
+        if len(self._handed) > MAX_UNPROVEN and (oldest := self._next_handed()) is not None:
+            oldest[1].close()
         call_soon(self._loop, self._take_handed)
 
+    def _next_handed(self) -> _Handed | None:
+        try:
+            return self._handed.popleft()
+        except IndexError:  # the other thread may have taken the last one
+            return None
+
     def _take_handed(self) -> None:
-        while self._handed:
-            take, accepted = self._handed.popleft()
+        while (handed := self._next_handed()) is not None:
+            take, accepted = handed
             if self._is_closed:
                 accepted.close()
             else:
@@ -182,10 +190,9 @@ class Listener:
     def add_unproven(self, unproven: "_Unproven") -> None:
         """Add an unauthenticated connection; one that comes after `close` is closed."""
         if self._is_closed:
-            unproven.refuse("this worker has left")
+            unproven.refuse(LEFT)
         else:
-            refuse = partial(unproven.refuse, "too many unauthenticated connections, or an end")
-            self._unproven.add(unproven, unproven.host, refuse)
+            self._unproven.add(unproven, unproven.host, unproven.refuse)
 
     def remove_unproven(self, unproven: "_Unproven") -> None:
         """Remove a connection that is authenticated or closed."""

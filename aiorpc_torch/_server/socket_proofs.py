@@ -41,7 +41,7 @@ class SocketProofs:
         closer = accepted.dup()  # whoever wraps a socket closes the object
         close_on_fork(closer)
         timer = self._loop.call_later(PROOF_TIMEOUT, _shut_down, closer)
-        self._strangers.add(closer, host_of(accepted), lambda: _shut_down(closer))
+        self._strangers.add(closer, host_of(accepted), lambda _: _shut_down(closer))
 
         def done(outcome: tuple[socket.socket, Hello, bytes] | None) -> None:
             timer.cancel()

@@ -466,7 +466,7 @@ class SocketLink:
         del self._jobs[number]
         if not has_memory:
             job.leave_copy()
-            self._free(transfer)
+            self._on_given_up(transfer)
             job.then(None)
             return
         self._share(job, name)
@@ -506,7 +506,7 @@ class SocketLink:
         self._free(arrival.transfer)
 
     def _on_given_up(self, transfer: OutgoingTransfer) -> None:
-        """Let the peer free a transfer whose message is not sent."""
+        """Let the peer forget a transfer whose message is not sent."""
         self._tell("dropped", (transfer.number, transfer.started))
         self._free(transfer)
 

@@ -94,7 +94,8 @@ class _SocketThreads:
                 self._work(sock)
         except Exception as exc:
             if not self._is_closed:
-                self._failed(exc)
+                # Its frames refer to the memory of a chunk, and it may be kept: by a log, say.
+                self._failed(exc.with_traceback(None))
         finally:
             with contextlib.suppress(ValueError):  # all were closed
                 self._sockets.remove(sock)
@@ -121,8 +122,8 @@ class SocketSender(_SocketThreads):
         self._transfers.put(transfer)
 
     def close(self) -> None:
-        self._transfers.put(None)
         super().close()
+        self._transfers.put(None)
 
     def _work(self, sock: socket.socket) -> None:
         while not self._is_closed and (transfer := self._transfers.get()) is not None:

@@ -224,6 +224,7 @@ class IncomingTransfers:
         """Note that a chunk has come.
 
         Return True if its transfer has come whole, False if that had no memory, None otherwise.
+        One without memory is kept until the peer drops it: the peer may do so at this moment.
         """
         with self._lock:
             found = self._arriving.get(number)
@@ -232,13 +233,13 @@ class IncomingTransfers:
             found.received += length
             if found.received < found.expected:
                 return None
-            if found.memory is not None:
-                return True
-            self._forget(number)
-            return None if found.is_dropped else False
+            if found.is_dropped:
+                self._forget(number)
+                return None
+            return found.memory is not None
 
     def drop(self, number: int, sent: int) -> None:
-        """Free a transfer that the peer has cancelled after `sent` bytes; discard what comes.
+        """Free a transfer that the peer has given up after `sent` bytes; discard what comes.
 
         Raises:
             ProtocolError: if more bytes have come.

@@ -24,7 +24,8 @@ def main() -> int:
     gc.freeze()
     logging.disable()
     for operation in operations:
-        for fault in [each for each in faults if is_possible(each, operation.around)]:
+        where = operation.around, operation.way
+        for fault in [each for each in faults if is_possible(each, *where)]:
             faulthandler.dump_traceback_later(120, exit=True)
             begin = time.process_time()
             report = Search(operation, fault).run(args.sample)

@@ -1,6 +1,7 @@
 """The faults of the search: each is injected once, before one step of a run."""
 
 import asyncio
+import errno
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,13 +25,15 @@ class Fault:
 
     Attributes:
         name: of the tests.
-        steps: "callback", "write" (frames of a connection), "torch" (messages of torch RPC) or
+        steps: "callback", "write" (frames of a connection), "torch" (messages of torch RPC),
+            "chunk" (of a tensor, at either end of a socket), "memory" (for tensors that arrive) or
             "watch" (what interceptors and exporters of spans are told).
         act: is called with the caller's task before the step.
         allowed: exceptions that the operation may end with.
         has_deadline: whether the operation runs under a deadline.
         leaves: whether the world ends at that step.
         is_of_watching: whether only watched worlds meet it.
+        way: of large tensors that has such steps, "" for all.
     """
 
     name: str
@@ -40,6 +43,7 @@ class Fault:
     has_deadline: bool = False
     leaves: bool = False
     is_of_watching: bool = False
+    way: str = ""
 
 
 def _cancel(task: "asyncio.Task[object]") -> None:
@@ -60,6 +64,14 @@ def _raise_as_torch(_: "asyncio.Task[object]") -> None:
     raise RuntimeError("injected: cannot allocate memory")
 
 
+def _raise_as_socket(_: "asyncio.Task[object]") -> None:
+    raise ConnectionResetError("injected: the socket has failed")
+
+
+def _raise_as_memory(_: "asyncio.Task[object]") -> None:
+    raise OSError(errno.ENOMEM, "injected: cannot allocate memory")
+
+
 _LOST = (RpcError, asyncio.CancelledError)  # a callee's task that was cancelled answers so
 
 FAULTS = (
@@ -74,12 +86,14 @@ FAULTS = (
     Fault("torch raises", "torch", _raise_as_torch, _LOST),
     Fault("watching raises", "watch", _raise, (), is_of_watching=True),
     Fault("scrape", "callback", lambda _: scrape(), (), is_of_watching=True),
+    Fault("socket fails", "chunk", _raise_as_socket, _LOST, way="sockets"),
+    Fault("no memory", "memory", _raise_as_memory, (), way="sockets"),
     Fault("leave", "callback", lambda _: None, _LOST, leaves=True),
 )
 
 
-def is_possible(fault: Fault, around: str) -> bool:
-    """Return whether an operation that runs in a world, or beside an agent, can meet the fault."""
+def is_possible(fault: Fault, around: str, way: str) -> bool:
+    """Return whether an operation that runs there, with tensors on that way, can meet the fault."""
     if fault.is_of_watching:
         return around == "watched"
-    return not fault.leaves or around in WORLDS
+    return (not fault.leaves or around in WORLDS) and fault.way in ("", way)

@@ -15,8 +15,11 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
+import pytest
+
 from aiorpc_torch import WorkerLost, stats
 from aiorpc_torch._aio import threads
+from aiorpc_torch._aio.segments import Segment
 from aiorpc_torch._batching import queue as batch_queue
 from aiorpc_torch._client import pool
 from aiorpc_torch._client.connection import Connection
@@ -24,12 +27,17 @@ from aiorpc_torch._protocol import channel, endpoints, exclusive
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
 from aiorpc_torch._shm import segment_store
+from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
+from aiorpc_torch._sockets.receive_memory import ReceiveMemory
+from aiorpc_torch._sockets.socket_link import SocketLink
+from aiorpc_torch._sockets.socket_threads import SocketReceiver
 from aiorpc_torch._torch import transport
 from aiorpc_torch._wire.slots import Slots
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.node import Node
 
 from .loop import SteppingLoop
+from .socket_work import SocketWork
 
 ME = "main"
 CALLBACK = 0.5  # real seconds that the callback of a future may take
@@ -87,6 +95,12 @@ def cancel_at_callee() -> None:
                 call.task.cancel()
 
 
+def be_another_host(patch: pytest.MonkeyPatch, idle: float) -> None:
+    """Let the peer's processes share one transfer, and sockets end after so many seconds."""
+    patch.setattr(socket_link, "sharing_group", lambda: "another host")
+    patch.setattr(socket_link, "IDLE_SECONDS", idle)
+
+
 def sends_at_once() -> bool:
     """Return whether the next lone call is sent in the iteration that makes it."""
     states = [each._state for each in connections()]
@@ -135,6 +149,7 @@ def _of_caller(connection: Connection) -> dict[str, int]:
         "caller: calls that interceptors know": len(connection._pending._observed),
         "caller: unresumed callers": len(connection._pending.wake),
         **_of_link("caller", connection._links.segments),
+        **_of_sockets("caller", connection._links.sockets),
     }
 
 
@@ -148,6 +163,7 @@ def _of_callee(session: Session) -> dict[str, int]:
         "callee: unsent results": len(session._results.replies.results),
         "callee: events of a profiler": len(session.events),
         **_of_link("callee", session._links.segments),
+        **_of_sockets("callee", session._links.sockets),
     }
 
 
@@ -164,9 +180,26 @@ def _of_link(side: str, link: Any) -> dict[str, int]:
     }
 
 
+def _of_sockets(side: str, link: SocketLink) -> dict[str, int]:
+    return {
+        f"{side}: transfers": len(link._jobs),
+        f"{side}: transfers that wait for memory": len(link._waiting),
+        f"{side}: bytes at the peer": link._reserved,
+        f"{side}: exported segments": len(link._exported),
+        f"{side}: transfers that arrive": len(link._incoming),
+        f"{side}: bytes that arrive": link._incoming._held,
+        f"{side}: unsent news": len(link._news),
+        f"{side}: sockets": sum(len(each) for each in (link._sender, link._receiver) if each),
+    }
+
+
 def _of_process() -> Counter[str]:
     loop: Any = asyncio.get_running_loop()
     found: Counter[str] = Counter()
+    if (memory := receive_memory._memories.get(loop)) is not None:
+        found["pieces of memory with tensors"] += len(memory._used)
+    if (copies := socket_link._copies.get(loop)) is not None:
+        found["transfers for several processes"] += len(copies._copies)
     for store in [*segment_store._stores.values()]:
         found["segments in use"] += store._pool._held_count()
         found["segments being written"] += (
@@ -195,7 +228,7 @@ def _of_process() -> Counter[str]:
     return found
 
 
-_PERIODIC = ("timer SegmentStore._trim", "timer FailureDetector._check")
+_PERIODIC = ("timer SegmentStore._trim", "timer FailureDetector._check", "timer _trim")
 
 
 def _name(callback: Any) -> str:
@@ -228,12 +261,17 @@ class Outside:
     Attributes:
         before_write: is called before bytes are given to the transport of a connection.
         before_torch: is called before a message is given to torch RPC.
+        before_chunk: is called in a thread before a chunk of a tensor is sent or received.
+        before_memory: is called in a thread before memory is reserved for tensors that arrive.
     """
 
     def __init__(self, loop: SteppingLoop) -> None:
         self.loop = loop
         self.before_write: Callable[[], object] = _nothing
         self.before_torch: Callable[[], object] = _nothing
+        self.before_chunk: Callable[[], object] = _nothing
+        self.before_memory: Callable[[], object] = _nothing
+        self._sockets = SocketWork()
         self._changed = threading.Condition()
         self._running = 0  # tasks of threads
         self._at_directory = 0  # waits for rank 0's directory, which has a thread of its own
@@ -244,13 +282,15 @@ class Outside:
 
     def is_busy(self) -> bool:
         """Return whether a thread works, or torch carries a message, or the directory answers."""
-        return self._has_tasks() or self._carries() or self._at_directory > 0
+        others = self._at_directory > 0 or self._sockets.is_under_way()
+        return self._has_tasks() or self._carries() or others
 
     def _give_up(self) -> None:
         """Wait no more for what is under way: tasks that no thread runs, for one."""
         with self._changed:
             self._running = self.loop.waiting_threads
             self._at_directory = 0
+            self._sockets.clear()
             self._sent.clear()
 
     def reset(self) -> None:
@@ -319,6 +359,11 @@ class Outside:
                 replace(DirectoryClient, name, self._ask_directory)
             for owner, name in _ANSWERS:
                 replace(owner, name, self._answer)
+            replace(socket_threads, "_send_all", self._preceded("before_chunk"))
+            replace(SocketReceiver, "_receive_chunk", self._preceded("before_chunk"))
+            replace(ReceiveMemory, "take", self._preceded("before_memory"))
+            replace(Segment, "__init__", self._preceded("before_memory"))
+            self._sockets.install(replace)
             yield self
 
     def _write(self, write: Callable[..., Any]) -> Callable[..., Any]:
@@ -328,6 +373,16 @@ class Outside:
             write(transport, data)
 
         return written
+
+    def _preceded(self, hook: str) -> Callable[..., Any]:
+        def make(function: Callable[..., Any]) -> Callable[..., Any]:
+            def called(*args: Any, **options: Any) -> Any:
+                getattr(self, hook)()
+                return function(*args, **options)
+
+            return called
+
+        return make
 
     def _invoke(self, invoke: Callable[..., Any]) -> Callable[..., Any]:
         def invoked(*args: Any) -> Any:

@@ -9,7 +9,7 @@ from aiorpc_torch import RpcError, create, testing
 from . import inside
 from .loop import Clock, SteppingLoop
 from .operations import Actor, Operation, Scene
-from .search import leaves_of, over_torch, real_monotonic, stack_of
+from .search import leaves_of, over, real_monotonic, stack_of
 
 PATIENCE = 20.0  # real seconds
 
@@ -20,7 +20,7 @@ def kill_at(operation: Operation, step: int) -> tuple[bool, list[str]]:
     Return whether the operation had so many steps, and what is wrong.
     """
     loop = SteppingLoop(Clock(), is_virtual=False)
-    with over_torch(operation.over_torch):
+    with over(operation.way):
         with asyncio.Runner(loop_factory=lambda: loop) as runner:
             return runner.run(_kill_at(loop, operation, step))
 

@@ -27,6 +27,7 @@ from aiorpc_torch import (
     testing,
 )
 from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit, Weights, follow
+from tests.support.tensor_ways import TENSOR_WAYS
 
 from .loop import SteppingLoop
 
@@ -106,6 +107,11 @@ class Actor:
         return Broadcast(len(values))
 
     @batched(Round(2))
+    async def large_round(self, values: list[Any]) -> Any:
+        await asyncio.sleep(0)
+        return Broadcast(values[0])
+
+    @batched(Round(2))
     def round_in_thread(self, values: list[Any]) -> Any:
         self._wait()
         return Broadcast(len(values))
@@ -137,7 +143,7 @@ class Operation:
     Attributes:
         name: of the tests.
         run: runs it once.
-        over_torch: whether large tensors travel by torch RPC, as between hosts.
+        way: of large tensors, one of `TENSOR_WAYS`.
         around: where it runs: in a "world", in one that is "watched", beside an "agent" of
             `rpc.init_rpc`, or in "nothing".
         raises: exceptions with which it ends without a fault.
@@ -145,7 +151,7 @@ class Operation:
 
     name: str
     run: Callable[[Scene], Awaitable[Any]]
-    over_torch: bool = False
+    way: str = "shared"
     raises: tuple[type[BaseException], ...] = ()
     around: str = "world"
 
@@ -156,22 +162,20 @@ WORLDS = ("world", "watched")
 
 def operation(
     *,
-    paths: tuple[bool, ...] = (False,),
+    ways: tuple[str, ...] = ("shared",),
     raises: tuple[type[BaseException], ...] = (),
     around: str = "world",
 ) -> Callable[[Callable[[Scene], Awaitable[Any]]], Callable[[Scene], Awaitable[Any]]]:
-    """Add an operation, once for each path of large tensors."""
+    """Add an operation, once for each way of large tensors."""
 
     def add(run: Callable[[Scene], Awaitable[Any]]) -> Callable[[Scene], Awaitable[Any]]:
-        for over_torch in paths:
-            name = run.__name__.replace("_", " ") + " over torch" * over_torch
-            OPERATIONS.append(Operation(name, run, over_torch, raises, around))
+        for way in ways:
+            name = run.__name__.replace("_", " ") + f" over {way}" * (way != "shared")
+            OPERATIONS.append(Operation(name, run, way, raises, around))
         return run
 
     return add
 
-
-BOTH = (False, True)
 
 # ── calls ───────────────────────────────────────────────────────────────────────────────────────
 
@@ -202,30 +206,30 @@ async def queued_calls(scene: Scene) -> Any:
     return await asyncio.gather(actor.echo(1), actor.plain(2), actor.late(3), actor.echo(value=4))
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def large_argument(scene: Scene) -> Any:
     actor = remote(scene.actor())
     return await actor.plain(torch.ones(LARGE)) is not None
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def large_result(scene: Scene) -> Any:
     actor = remote(scene.actor())
     return [await actor.make(LARGE) is not None, await actor.make(LARGE) is not None]
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def large_result_of_a_slow_def(scene: Scene) -> Any:
     return await remote(scene.actor()).slow(LARGE) is not None
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def queued_large_calls(scene: Scene) -> Any:
     actor, value = remote(scene.actor()), torch.ones(LARGE)
     await asyncio.gather(actor.echo(value), actor.plain(value), actor.echo(1), actor.make(LARGE))
 
 
-@operation()
+@operation(ways=("shared", "sockets"))
 async def huge_call(scene: Scene) -> Any:
     return await remote(scene.actor()).echo(torch.ones(HUGE)) is not None
 
@@ -238,17 +242,17 @@ async def refused_argument(scene: Scene) -> Any:
 # ── streams ─────────────────────────────────────────────────────────────────────────────────────
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def stream(scene: Scene) -> Any:
     return len([item async for item in remote(scene.actor()).items(3, LARGE)])
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def stream_of_a_def(scene: Scene) -> Any:
     return len([item async for item in remote(scene.actor()).plain_items(3, LARGE)])
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def slow_stream_of_a_def(scene: Scene) -> Any:
     return len([item async for item in remote(scene.actor()).slow_items(3, LARGE)])
 
@@ -263,7 +267,7 @@ async def long_stream_of_a_def(scene: Scene) -> Any:
     return len([item async for item in remote(scene.actor()).plain_items(100, SMALL)])
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def stream_left_early(scene: Scene) -> Any:
     async for item in remote(scene.actor()).items(3, LARGE):
         return item.numel()
@@ -291,12 +295,12 @@ async def group_call(scene: Scene) -> Any:
     return await remote(scene.group()).plain(1)
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def large_group_call(scene: Scene) -> Any:
     return len(await remote(scene.group()).echo(torch.ones(LARGE)))
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def large_group_of_one(scene: Scene) -> Any:
     return len(await remote(scene.group(1)).echo(torch.ones(LARGE)))
 
@@ -316,7 +320,7 @@ async def any_of_a_group(scene: Scene) -> Any:
     return await remote(scene.group().any()).echo(1)
 
 
-@operation(paths=BOTH)
+@operation(ways=TENSOR_WAYS)
 async def group_map(scene: Scene) -> Any:
     group = scene.group()
     items = [1, torch.ones(LARGE), 3]
@@ -342,6 +346,18 @@ async def batch(scene: Scene) -> Any:
 async def batch_of_a_def(scene: Scene) -> Any:
     actor = remote(scene.actor())
     return await asyncio.gather(*(actor.slowly_together(each) for each in range(3)))
+
+
+@operation(ways=("sockets",))
+async def large_batch(scene: Scene) -> Any:
+    actor, value = remote(scene.actor()), torch.ones(LARGE)
+    return len(await asyncio.gather(*(actor.together(value + each) for each in range(3))))
+
+
+@operation(ways=("sockets",))
+async def large_rounds(scene: Scene) -> Any:
+    actor, value = remote(scene.actor()), torch.ones(LARGE)
+    return len(await asyncio.gather(*(actor.large_round(value) for _ in range(2))))
 
 
 @operation()

@@ -82,7 +82,7 @@ class Search:
     def run(self, sample: int | None = None) -> Report:
         """Inject the fault at each step; at `sample` steps at most, evenly spread."""
         clock = Clock()
-        with over_torch(self._operation.over_torch), clock.installed():
+        with over(self._operation.way), clock.installed():
             self._loop = SteppingLoop(clock)
             self._loop.set_exception_handler(self._on_loop_error)
             with inside.Outside(self._loop).installed() as self._outside:
@@ -272,10 +272,11 @@ class Search:
 
 
 @contextlib.contextmanager
-def over_torch(is_on: bool) -> Iterator[None]:
-    """Send large tensors by torch RPC, or in shared memory."""
+def over(way: str) -> Iterator[None]:
+    """Send large tensors that way; sockets to what is another host open for each run anew."""
     with pytest.MonkeyPatch.context() as patch:
-        set_way(patch, "torch" if is_on else "shared")
+        set_way(patch, way)
+        inside.be_another_host(patch, REST / 3)
         yield
 
 

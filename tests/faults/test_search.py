@@ -14,9 +14,14 @@ from .killing import kill_at
 from .operations import OPERATIONS, WORLDS, Operation
 from .search import Search
 
-# In `make test` each operation meets these faults, and one more in turn.
-ALWAYS = ("cancel", "torch raises", "watching raises")
+# In `make test` each operation meets these faults, and one more in turn. Of those on tensor sockets
+# only some: each takes a second.
+ALWAYS = ("cancel", "torch raises", "watching raises", "socket fails", "no memory")
 IN_TURN = ("deadline", "writing raises", "end at the callee", "lost peer", "leave")
+ON_SOCKETS = {"large argument over sockets", "large result over sockets"}
+ON_SOCKETS |= {"large group call over sockets"}
+# A call of a round whose other call was still sent stays in the queue while the world is left.
+OPEN = {("large rounds over sockets", "leave")}
 ENDS = "local batches of a def in a row"  # goes on while its world ends
 SAMPLE = 5  # steps in `make test` of a case in which a world starts for each step
 
@@ -25,7 +30,9 @@ def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
     """Return how many steps a case has in `make test`, None for all; 0 leaves it to the rest."""
     is_quick = fault.name in (*ALWAYS, IN_TURN[position % len(IN_TURN)])
     if fault.name == "torch raises":
-        is_quick = operation.over_torch
+        is_quick = operation.way == "torch"
+    if operation.way == "sockets":
+        is_quick &= operation.name in ON_SOCKETS
     if not is_quick and not (fault.leaves and operation.name == ENDS):
         return 0
     return SAMPLE if fault.leaves or operation.around not in WORLDS else None
@@ -34,14 +41,16 @@ def sample_of(position: int, operation: Operation, fault: Fault) -> int | None:
 def _cases() -> Iterator[Any]:
     for position, operation in enumerate(OPERATIONS):
         for fault in FAULTS:
-            if not is_possible(fault, operation.around):
+            if not is_possible(fault, operation.around, operation.way):
                 continue
             name = f"{operation.name}-{fault.name}".replace(" ", "_")
             sample = sample_of(position, operation, fault)
             if sample != 0:
                 yield pytest.param(operation, fault, sample, id=name)
             if sample is not None:
-                marks = pytest.mark.slow
+                marks = [pytest.mark.slow]
+                if (operation.name, fault.name) in OPEN:
+                    marks.append(pytest.mark.xfail(strict=True, reason="it is left in its queue"))
                 yield pytest.param(operation, fault, None, id=f"{name}-all", marks=marks)
 
 
@@ -80,6 +89,7 @@ def test_each_kind_of_step_is_met(operation: str, fault: str) -> None:
 
 KILLED = {"lone call", "slow def", "queued calls", "large argument", "large argument over torch"}
 KILLED |= {"large result", "large result over torch", "stream", "stream over torch", "batch"}
+KILLED |= {"large argument over sockets", "large result over sockets", "stream over sockets"}
 KILLED |= {"long stream of a def", "group call", "large group call", "group map", "any of a group"}
 
 

@@ -18,11 +18,14 @@ from tests.support.segment_files import mapped_segments, open_segments
 from .test_tensor_sockets import (
     LARGE,
     SOON,
+    TARGET,
     Line,
     Shelf,
+    end_calls,
     far,
     is_at_rest,
     line,
+    memory_in_use,
     near,
     own_connection,
     until,
@@ -172,16 +175,44 @@ async def test_the_call_whose_transfer_others_wait_for_is_cancelled(
 
 
 @pytest.mark.promise("sockets.cancelled")
-async def test_a_group_call_that_ends_while_it_is_sent(shelves: Shelves, line: Line) -> None:
+@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
+async def test_a_group_call_that_ends_while_it_is_sent(
+    shelves: Shelves, line: Line, is_late: bool
+) -> None:
     """Nothing is left of it at either end."""
     running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))
     await line.is_held()
-    running.cancel()
+    end_calls(running, is_late=is_late)
     await asyncio.wait((running,))
+    assert running.cancelled() or isinstance(running.exception(), aiorpc.GroupError)
     line.may_send.set()
     del running
     await until(shelves.nothing_is_held)
     assert await remote(group(shelves)).keep(torch.ones(LARGE)) == [1] * 4
+
+
+@pytest.mark.promise("sockets.cancelled")
+@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
+@pytest.mark.parametrize("ended", [2, 3])
+async def test_receivers_of_a_broadcast_that_end_while_it_is_sent(
+    shelves: Shelves, line: Line, ended: int, is_late: bool
+) -> None:
+    """Nothing is left of them at either end; another one gets its result."""
+    proxy = remote(RRef(shelves[0]))
+    calls = [asyncio.ensure_future(proxy.gather(each)) for each in range(3)]
+    await line.is_held()
+    for call, number in zip(calls[:ended], [*own_connection()._pending], strict=False):
+        if is_late:
+            own_connection().expire(number, 0.05, TARGET)
+        else:
+            call.cancel()
+    await asyncio.wait(calls[:ended])
+    line.may_send.set()
+    assert [float((await each).mean()) for each in calls[ended:]] == [3] * (3 - ended)
+    assert all(each.cancelled() or each.exception() for each in calls[:ended])
+    del call, calls
+    await until(shelves.nothing_is_held)
+    await until(lambda: not (own_connection()._state.window or memory_in_use()))
 
 
 @pytest.mark.promise("sockets.cancelled")

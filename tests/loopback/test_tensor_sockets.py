@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, autograd, remote, stats
+from aiorpc_torch import RRef, autograd, batched, remote, stats
 from aiorpc_torch._client import connection, introduction, pool
 from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
 from aiorpc_torch._sockets.socket_threads import SOCKETS
 from aiorpc_torch._sockets.transfers import CHUNK, HEADER
 from aiorpc_torch._wire.frames import TRANSFERRED, TRANSFERS
 from aiorpc_torch._wire.handshake import ARGUMENTS, RESULTS, read_number
+from aiorpc_torch._wire.targets import MethodTarget
 from tests.support.raw_connections import Stranger, server
 from tests.support.tensor_shelf import TensorShelf
 
@@ -27,6 +28,7 @@ pytestmark = pytest.mark.usefixtures("over_sockets")
 
 LARGE = CHUNK  # elements of float32: four chunks
 SOON = 30.0
+TARGET = MethodTarget((0, 1), "method")
 
 
 class Shelf(TensorShelf):
@@ -35,6 +37,16 @@ class Shelf(TensorShelf):
     async def get(self, index: int) -> Any:
         """What is kept."""
         return self.kept[index]
+
+    @batched(max_size=3)
+    async def join(self, values: list[Tensor]) -> list[int]:
+        """How long they are."""
+        return [len(each) for each in values]
+
+    @batched(max_size=3)
+    async def split(self, indexes: list[int]) -> list[Tensor]:
+        """What is kept, for each caller."""
+        return [self.kept[each] + 1 for each in indexes]
 
     async def never(self) -> None:
         """Does not return."""
@@ -233,6 +245,10 @@ async def test_a_peer_that_exceeds_the_limit(shelf: Shelf) -> None:
     assert not far_memory()
 
 
+def none_left(*_: Any) -> Any:
+    raise OSError(12, "cannot allocate memory")
+
+
 def far_memory() -> int:
     return receive_memory.memory_of(asyncio.get_running_loop())._pool.total
 
@@ -334,6 +350,26 @@ async def test_a_message_that_is_cancelled_behind_another(
 
 
 @pytest.mark.promise("sockets.cancelled")
+async def test_a_call_that_is_cancelled_while_its_receiver_tells_that_it_has_no_memory(
+    shelf: Shelf, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The receiver does not wait for a transfer that it has refused."""
+    told: list[tuple[int, bool]] = []
+    arrived = far()._arrived
+    tell = arrived._handle
+    monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
+    monkeypatch.setattr(arrived, "_handle", told.append)
+    call = asyncio.ensure_future(remote(RRef(shelf)).keep(torch.ones(LARGE)))
+    await until(lambda: told == [(1, False)])
+    call.cancel()
+    await asyncio.wait((call,))
+    await until(lambda: not near()._jobs)
+    tell(told.pop())
+    assert await remote(RRef(shelf)).echo(1) == 1  # behind all that the ends tell each other
+    await until(is_at_rest)
+
+
+@pytest.mark.promise("sockets.cancelled")
 async def test_a_result_that_is_cancelled_while_it_is_sent(shelf: Shelf, line: Line) -> None:
     """Its memory is freed, and its call leaves the window."""
     shelf.kept.append(torch.ones(4 * LARGE))
@@ -347,6 +383,55 @@ async def test_a_result_that_is_cancelled_while_it_is_sent(shelf: Shelf, line: L
     await until(lambda: not own_connection()._state.window)
     assert far().sent == 0
     assert await remote(RRef(shelf)).echo(7) == 7
+
+
+def end_calls(running: "asyncio.Future[Any]", *, is_late: bool) -> None:
+    """Cancel a task, or let all its calls time out."""
+    if not is_late:
+        running.cancel()
+        return
+    for number in [*own_connection()._pending]:
+        own_connection().expire(number, 0.05, TARGET)
+
+
+async def drained(items: Any) -> list[Tensor]:
+    return [each async for each in items]
+
+
+OPERATIONS: dict[str, Callable[[Any, Tensor], Any]] = {
+    "result": lambda proxy, _: proxy.get(0),
+    "results": lambda proxy, _: asyncio.gather(proxy.get(0), proxy.get(0)),
+    "items": lambda proxy, _: drained(proxy.items(LARGE, 3)),
+    "arguments of a batch": lambda proxy, x: asyncio.gather(*(proxy.join(x) for _ in range(3))),
+    "results of a batch": lambda proxy, _: asyncio.gather(*(proxy.split(0) for _ in range(3))),
+}
+
+
+@pytest.mark.promise("sockets.cancelled")
+@pytest.mark.parametrize("is_late", [False, True], ids=["cancelled", "late"])
+@pytest.mark.parametrize("name", OPERATIONS)
+async def test_calls_that_end_while_tensors_are_sent(
+    shelf: Shelf, line: Line, name: str, is_late: bool
+) -> None:
+    """Both ends free what they hold, and the memory of the receiver may be used again."""
+    shelf.kept.append(torch.ones(4 * LARGE))
+    proxy = remote(RRef(shelf))
+    running = asyncio.ensure_future(OPERATIONS[name](proxy, torch.ones(LARGE)))
+    await line.is_held()
+    end_calls(running, is_late=is_late)
+    outcome = (await asyncio.gather(running, return_exceptions=True))[0]
+    assert isinstance(outcome, aiorpc.CallTimeout if is_late else asyncio.CancelledError)
+    del running, outcome
+    line.may_send.set()
+    await until(is_at_rest)
+    await until(lambda: not (own_connection()._state.window or memory_in_use()))
+    assert (near().sent, far().sent) == (0, 0)
+    assert await proxy.keep(torch.ones(LARGE)) == 2
+
+
+def memory_in_use() -> int:
+    """Number of pieces that arriving tensors, or those that have arrived, are in."""
+    return len(receive_memory.memory_of(asyncio.get_running_loop())._used)
 
 
 @pytest.mark.promise("sockets.cancelled")
@@ -417,10 +502,6 @@ async def test_sockets_that_cannot_be_opened(
 @pytest.mark.promise("sockets.values")
 async def test_a_receiver_without_memory(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -> None:
     """Torch carries the tensors, or tells why it cannot."""
-
-    def none_left(*_: Any) -> Any:
-        raise OSError(12, "cannot allocate memory")
-
     monkeypatch.setattr(receive_memory.ReceiveMemory, "take", none_left)
     x = torch.rand(LARGE)
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)

@@ -11,9 +11,11 @@ from pathlib import Path
 
 import pytest
 
+from aiorpc_torch._aio.loops import await_on
 from aiorpc_torch._port import port as module
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import CALLS, DIRECTORY, preface, server_name
+from aiorpc_torch._port.streams import PlainStream
 from aiorpc_torch._port.tls import Tls, TlsError
 from tests.support.certificates import Authority
 
@@ -176,6 +178,38 @@ async def test_certificates_that_are_refused(
     warned = [each.message for each in caplog.records if each.levelno == logging.WARNING]
     refusals = [each for each in warned if each.startswith("refused a connection from 127.0.0.1: ")]
     assert ["unable to get local issuer" in refusals[0], "expired" in refusals[-1]] == [True, True]
+
+
+async def test_a_silent_end_is_given_up(tls: Tls | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At both ends of a connection that passes; its owner judges one that is handed over."""
+    limits: list[int] = []
+    splice = module.splice
+
+    async def note(one: PlainStream, other: PlainStream) -> None:
+        limits.append(one.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        await splice(one, other)
+
+    monkeypatch.setattr(module, "splice", note)
+    with ports(tls, tls) as (near, far):
+        await echo_at(far)
+        await check_echo(near, far)
+        assert limits == [120_000] * 2
+
+
+async def test_sockets_for_a_port_that_is_closed() -> None:
+    """They are closed: whoever connects to them would wait."""
+    with ports(None) as (port,):
+        late = socket.create_server(("127.0.0.1", 0))
+
+        async def accept_late() -> None:
+            port._thread.closing.set()
+            port.accept_at(late, print)
+
+        await await_on(port._loop, accept_late())
+        assert late.fileno() < 0
+    for_directory = socket.create_server(("127.0.0.1", 0))
+    port.listen_for_directory([for_directory])
+    assert for_directory.fileno() < 0
 
 
 async def test_another_end_without_tls(tmp_path: Path) -> None:

@@ -8,10 +8,13 @@ from collections.abc import AsyncIterator
 import pytest
 from hypothesis import given, strategies as st
 
+from aiorpc_torch._aio.loops import await_on
+from aiorpc_torch._port import tunnels as tunnels_module
 from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.tunnels import (
     MAX_ANSWER,
     Tunnels,
+    _Tunnel,
     format_endpoint,
     message_size,
     replace_address,
@@ -116,3 +119,55 @@ async def test_a_worker_that_is_not_reached(caplog: pytest.LogCaptureFixture) ->
         assert "no connection with worker 'w1'" in caplog.text
     finally:
         near.close()
+
+
+async def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is tried again, and given up: its host may be frozen."""
+    monkeypatch.setattr(tunnels_module, "ATTEMPT_TIMEOUT", 0.01)
+    monkeypatch.setattr(tunnels_module, "_RETRY_DELAYS", (0.0, 0.0))
+    near = Port("127.0.0.1", 0, None)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as mute:
+            tunnels = Tunnels(near)
+            endpoint = format_endpoint(*mute.getsockname())
+            with contextlib.suppress(ConnectionResetError):
+                assert await ask(tunnels.open("w1", endpoint, "uv://127.0.0.1:1")) == b""
+            for _ in range(2):
+                mute.accept()[0].close()
+        assert tunnels.failures["w1"] == (
+            f"worker 'w1' at {endpoint} has admitted no connection within 0.01 s"
+        )
+    finally:
+        near.close()
+
+
+def test_a_tunnel_of_a_closed_port() -> None:
+    """Nothing is left that torch could wait for."""
+    near = Port("127.0.0.1", 0, None)
+    near.close()
+    tunnels = Tunnels(near)
+    own = tunnels.open("w1", "127.0.0.1:1", "uv://127.0.0.1:1")
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(split_endpoint(own.removeprefix("uv://")))
+    tunnels.close("w1")
+
+
+async def test_a_connection_that_is_taken_as_the_port_closes() -> None:
+    """It is closed, though nothing of its task has run."""
+    near = Port("127.0.0.1", 0, None)
+    tunnel = _Tunnel(Tunnels(near), near, "w1", "127.0.0.1:1", "uv://127.0.0.1:1")
+    ours = socket.create_connection(tunnel._listening.getsockname())
+
+    async def take() -> socket.socket:
+        accepted = tunnel._listening.accept()[0]
+        tunnel._accept(accepted)
+        (task,) = near._tasks
+        task.cancel()
+        await asyncio.wait((task,))
+        return accepted
+
+    accepted = await await_on(near._loop, take())
+    assert accepted.fileno() < 0
+    tunnel.close()
+    ours.close()
+    near.close()

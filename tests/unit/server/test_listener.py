@@ -1,11 +1,13 @@
 """The listening sockets of a worker, without a world."""
 
 import asyncio
+import logging
 import os
 import resource
 import select
 import socket
 import struct
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -165,6 +167,36 @@ async def test_strangers_of_one_host_close_each_other(monkeypatch: pytest.Monkey
         kept.setblocking(False)
         with kept, pytest.raises(BlockingIOError):
             kept.recv(1)
+    listening.close()
+
+
+async def test_a_refusal_tells_its_reason(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Too many strangers are not the end of the worker."""
+    caplog.set_level(logging.DEBUG, "aiorpc_torch")
+    monkeypatch.setattr(module, "MAX_UNPROVEN", 1)
+    listening = listen()
+    first, second = dial(listening), dial(listening)
+    assert await asyncio.to_thread(is_ended, first)
+    assert caplog.messages[-1].endswith(": too many unauthenticated connections")
+    listening.close()
+    assert caplog.messages[-1].endswith(": this worker has left")
+    assert await asyncio.to_thread(is_ended, second)
+
+
+async def test_the_port_closes_the_last_connection_as_the_loop_takes_it() -> None:
+    """Between the look at the queue and the taking."""
+    listening = listen()
+
+    class Handed(deque[Any]):
+        def popleft(self) -> Any:
+            self.clear()  # as the thread of the port does
+            return super().popleft()
+
+    listening._handed = Handed([(print, None)])
+    listening._take_handed()
+    assert not len(listening._handed)
     listening.close()
 
 

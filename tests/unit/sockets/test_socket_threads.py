@@ -34,12 +34,12 @@ def allocate(size: int, _: bool) -> tuple[Any, None]:
 class Ends:
     """A sender and a receiver, and what they tell."""
 
-    def __init__(self, pairs: Sequence[tuple[socket.socket, socket.socket]] | None = None) -> None:
+    def __init__(self, pairs: Sequence[tuple[socket.socket, socket.socket]] = ()) -> None:
         self.told: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.incoming = IncomingTransfers(1 << 26, allocate)
         self.sender = SocketSender(self.told.put, self.told.put)
         self.receiver = SocketReceiver(self.incoming, self.told.put, self.told.put)
-        self.pairs = [socket.socketpair() for _ in range(SOCKETS)] if pairs is None else pairs
+        self.pairs = pairs or [socket.socketpair() for _ in range(SOCKETS)]
         for near, far in self.pairs:
             self.sender.add(near, is_own=True)
             self.receiver.add(far, is_own=False)
@@ -50,11 +50,16 @@ class Ends:
     def close(self) -> None:
         self.sender.close()
         self.receiver.close()
-        deadline = time.monotonic() + SOON
-        names = {"aiorpc-send", "aiorpc-receive"}
-        while names & {each.name for each in threading.enumerate()}:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
+        wait_for_threads()
+
+
+def wait_for_threads() -> None:
+    """Until all have ended."""
+    deadline = time.monotonic() + SOON
+    names = {"aiorpc-send", "aiorpc-receive"}
+    while names & {each.name for each in threading.enumerate()}:
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
 
 
 @pytest.fixture
@@ -81,32 +86,6 @@ def test_transfers_arrive_whole(ends: Ends) -> None:
     for number, x in tensors.items():
         memory, _ = ends.incoming.take(number)
         assert torch.equal(torch.frombuffer(memory, dtype=torch.float32), x)
-
-
-class TakenAtOnce(queue.SimpleQueue[Any]):
-    """`put` in the main thread returns when a thread of `sender` has ended."""
-
-    sender: SocketSender
-
-    def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
-        super().put(item)
-        deadline = time.monotonic() + SOON
-        while threading.current_thread() is threading.main_thread() and len(self.sender) == SOCKETS:
-            assert time.monotonic() < deadline
-            time.sleep(0.001)
-
-
-def test_a_thread_that_ends_at_once_hides_no_other() -> None:
-    """One may have ended before `close` has told the rest."""
-    ends = Ends([])
-    ends.sender._transfers = transfers = TakenAtOnce()
-    transfers.sender = ends.sender
-    pairs = [socket.socketpair() for _ in range(SOCKETS)]
-    for near, _ in pairs:
-        ends.sender.add(near, is_own=True)
-    ends.close()  # waits for the threads
-    for _, far in pairs:
-        far.close()
 
 
 def tls_pair() -> tuple[socket.socket, socket.socket]:
@@ -217,6 +196,26 @@ def test_surplus_sockets_are_closed(ends: Ends) -> None:
     assert len(ends.sender) == 0
 
 
+def test_all_threads_end_though_one_ends_while_the_others_are_told() -> None:
+    """It removes its socket meanwhile."""
+
+    class Transfers(queue.SimpleQueue[Any]):
+        def put(self, item: Any, block: bool = True, timeout: float | None = None) -> None:
+            super().put(item, block, timeout)
+            while threading.current_thread() is threading.main_thread() and len(sender) > 1:
+                time.sleep(0.001)
+
+    sender = SocketSender(print, print)
+    sender._transfers = Transfers()
+    pairs = [socket.socketpair() for _ in range(SOCKETS)]
+    for near, _ in pairs:
+        sender.add(near, is_own=True)
+    sender.close()
+    wait_for_threads()
+    for _, far in pairs:
+        far.close()
+
+
 def test_an_end_between_chunks_is_no_failure(ends: Ends) -> None:
     """The connection tells why."""
     ends.sender.close()
@@ -225,10 +224,12 @@ def test_an_end_between_chunks_is_no_failure(ends: Ends) -> None:
 
 
 def test_an_end_within_a_chunk_is_a_failure(ends: Ends) -> None:
+    """Whoever keeps the error does not keep the memory."""
     near, _ = ends.pairs[0]
     near.sendall(HEADER.pack(1, 100, 0, 100, False) + b"half")
     near.shutdown(socket.SHUT_WR)
-    assert isinstance(ends.next(), ConnectionResetError)
+    assert isinstance(error := ends.next(), ConnectionResetError)
+    assert error.__traceback__ is None
 
 
 def test_a_malformed_chunk_is_a_failure(ends: Ends) -> None:

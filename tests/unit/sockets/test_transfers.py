@@ -114,7 +114,7 @@ def test_two_threads_need_the_tensors() -> None:
 
 
 def test_a_transfer_without_memory_is_discarded() -> None:
-    """Its sender is told at its end."""
+    """Its sender is told at its end, and drops it: once, though it may do so before it is told."""
 
     def none_left(_: int, __: bool) -> Any:
         raise MemoryError
@@ -122,6 +122,9 @@ def test_a_transfer_without_memory_is_discarded() -> None:
     found = IncomingTransfers(LIMIT, none_left)
     sent = chunks(outgoing(1, [torch.ones(CHUNK // 2)]))
     assert [receive(found, each) for each in sent] == [None, False]
+    with pytest.raises(ProtocolError, match="has not come"):
+        found.take(1)
+    found.drop(1, 2 * CHUNK)
     assert not len(found)
 
 
