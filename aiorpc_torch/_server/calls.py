@@ -138,6 +138,8 @@ class ServerCall:
 
     def abandon(self, exc: BaseException) -> None:
         """Answer the caller with an exception, although the function may still run."""
+        if self.leave_batch is not None:  # `cancel` cannot, once it is answered
+            self.leave_batch()
         self.fail(exc)
 
     @property

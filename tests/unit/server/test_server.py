@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 from torch.futures import Future
 
-from aiorpc_torch import NotServing, RemoteError, WorkerLost, call
+from aiorpc_torch import NotServing, RemoteError, Round, WorkerLost, batched, call
+from aiorpc_torch._batching import queue
 from aiorpc_torch._protocol.members import replaced_text
 from aiorpc_torch._wire.exceptions import RemoteFailure
 from aiorpc_torch._wire.frames import CALLS, frame
@@ -78,6 +79,27 @@ async def test_a_worker_that_leaves_fails_what_runs(
     assert raised.value.may_have_run
     assert ends.gate.cancelled == (not plain)
     assert not ends.server.sessions
+
+
+@batched(Round(2))
+def contribute(values: list[int]) -> list[int]:
+    return values
+
+
+async def test_a_call_that_waits_for_a_batch_as_the_worker_leaves(ends: TwoEnds) -> None:
+    """It may have come after the queues were closed: it leaves its queue."""
+
+    def waiting() -> int:
+        return sum(map(len, queue._queues.owners()))
+
+    before = waiting()
+    running = asyncio.ensure_future(call("far", contribute, 1))
+    await until(lambda: waiting() == before + 1)
+    closing = asyncio.ensure_future(ends.server.close(SOON))
+    with pytest.raises(NotServing):
+        await running
+    assert waiting() == before
+    await closing
 
 
 async def test_calls_are_drained_before_it_leaves(ends: TwoEnds) -> None:
