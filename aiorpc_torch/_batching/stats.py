@@ -24,6 +24,7 @@ class BatchStats:
         waiting: Calls that wait now.
         wait_p50: Seconds from a call's arrival to the start of its batch: median of recent calls.
         wait_p99: Seconds from a call's arrival to the start of its batch: 99th percentile.
+        fill: Average size of a batch divided by the size of a full one.
     """
 
     batches: int
@@ -33,16 +34,15 @@ class BatchStats:
     waiting: int
     wait_p50: float | None
     wait_p99: float | None
+    fill: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "fill", self.mean / self.size)
 
     @property
     def mean(self) -> float:
         """Calls in a batch, on average."""
         return self.items / self.batches if self.batches else 0.0
-
-    @property
-    def fill(self) -> float:
-        """Average size of a batch divided by the size of a full one."""
-        return self.mean / self.size
 
 
 @dataclass(eq=False)

@@ -569,6 +569,7 @@ async def test_statistics_of_batches(skip: Callable[[float], None]) -> None:
     assert fill.reasons == {"full": 1, "waited": 1, "closed": 1}
     assert (fill.batches, fill.items, fill.size, fill.waiting) == (2, 3, 2, 0)
     assert (fill.mean, fill.fill) == (1.5, 0.75)
+    assert f"fill={fill.fill!r}" in repr(fill)
     assert fill.wait_p50 is not None
     assert fill.wait_p99 is not None
     assert fill.wait_p50 < 500.0 < fill.wait_p99
