@@ -145,7 +145,8 @@ class Channel:
         try:
             self._transport.write(data)
         except Exception as exc:
-            log.warning("%r cannot write a frame: %r", self, exc)
+            # Its frames refer to tensors, and a log may keep its records.
+            log.warning("%r cannot write a frame: %r", self, exc.with_traceback(None))
             self.abort()
 
     def ping(self) -> None:
