@@ -25,6 +25,7 @@ from .purposes import (
     MAX_FIRST,
     PREFACE,
     TENSORS,
+    TORCH,
     HelloReader,
     preface,
     read_preface,
@@ -48,10 +49,13 @@ _ALERT = b"\x15\x03\x03\x00\x02\x02\x0a"
 
 _KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 
-SILENCE = 120.0
-"""Seconds after which a connection that passes through a port ends, if what it has sent is not
-acknowledged: as long as an idle one to a lost host takes by `_KEEPALIVE`. Without it, TCP tries
-again for 15 minutes. Connections for calls have no such limit: their owner judges silence."""
+DIRECTORY_SILENCE, TORCH_SILENCE = 120.0, 900.0
+"""Seconds after which what passes through a port ends if the other end acknowledges nothing. The
+directory's clients connect again. torch never replaces a connection that has ended, so its link
+may be cut for as long as TCP tries by itself. Connections for calls have no such limit: their owner
+judges silence."""
+
+_SILENCE = {DIRECTORY: DIRECTORY_SILENCE, TORCH: TORCH_SILENCE}
 
 Accepted = Callable[[socket.socket], object]
 """Takes a connected socket, on the event loop of the port."""
@@ -214,7 +218,7 @@ class Port:
             return
         self._strangers.remove(asyncio.current_task())
         with accepted, local:
-            _end_when_silent(accepted)
+            _end_when_silent(accepted, _SILENCE[purpose])
             with contextlib.suppress(OSError):
                 await stream.send(_READY)
             await splice(stream, PlainStream(local))
@@ -296,7 +300,8 @@ class Port:
 
     async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
         prepare(connected)
-        _end_when_silent(connected)
+        if purpose in _SILENCE:
+            _end_when_silent(connected, _SILENCE[purpose])
         if self.tls is None:
             stream = PlainStream(connected)
             await stream.send(preface(purpose))
@@ -331,8 +336,14 @@ def prepare(connected: socket.socket) -> None:
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _end_when_silent(connected: socket.socket) -> None:
-    connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(SILENCE * 1000))
+def _end_when_silent(connected: socket.socket, seconds: float) -> None:
+    options = {
+        socket.TCP_USER_TIMEOUT: seconds * 1000,
+        socket.TCP_KEEPIDLE: seconds / 2,
+        socket.TCP_KEEPINTVL: seconds / 8,
+    }
+    for option, value in options.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, int(value))
 
 
 async def connect(

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 import os
+import queue
 import socket
 import ssl
 from collections.abc import Iterator
@@ -14,7 +15,7 @@ import pytest
 from aiorpc_torch._aio.loops import await_on
 from aiorpc_torch._port import port as module
 from aiorpc_torch._port.port import Port
-from aiorpc_torch._port.purposes import CALLS, DIRECTORY, preface, server_name
+from aiorpc_torch._port.purposes import CALLS, DIRECTORY, TORCH, preface, server_name
 from aiorpc_torch._port.streams import PlainStream
 from aiorpc_torch._port.tls import Tls, TlsError
 from tests.support.certificates import Authority
@@ -180,20 +181,26 @@ async def test_certificates_that_are_refused(
     assert ["unable to get local issuer" in refusals[0], "expired" in refusals[-1]] == [True, True]
 
 
-async def test_a_silent_end_is_given_up(tls: Tls | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """At both ends of a connection that passes; its owner judges one that is handed over."""
-    limits: list[int] = []
+@pytest.mark.parametrize(("purpose", "seconds"), [(DIRECTORY, 120), (TORCH, 900)])
+async def test_a_silent_end_is_given_up(
+    tls: Tls | None, monkeypatch: pytest.MonkeyPatch, purpose: str, seconds: int
+) -> None:
+    """At both ends of what passes; torch's after a longer cut, since it does not connect again."""
+    limits: queue.SimpleQueue[list[int]] = queue.SimpleQueue()
     splice = module.splice
 
     async def note(one: PlainStream, other: PlainStream) -> None:
-        limits.append(one.sock.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT))
+        options = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE
+        limits.put([one.sock.getsockopt(socket.IPPROTO_TCP, each) for each in options])
         await splice(one, other)
 
     monkeypatch.setattr(module, "splice", note)
-    with ports(tls, tls) as (near, far):
+    with ports(tls, tls) as (near, far), socket.create_server(("127.0.0.1", 0)) as torch:
         await echo_at(far)
-        await check_echo(near, far)
-        assert limits == [120_000] * 2
+        far.torch = torch.getsockname()
+        with await near.secure(dial(far), purpose, "far"):
+            for _ in range(2):
+                assert limits.get(timeout=SOON) == [1000 * seconds, seconds / 2]
 
 
 async def test_sockets_for_a_port_that_is_closed() -> None:
