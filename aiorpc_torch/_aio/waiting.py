@@ -19,6 +19,7 @@ log = logging.getLogger("aiorpc_torch")
 
 TERMINAL_DELAY = 2.0  # seconds of a wait after which a terminal shows what is awaited
 LONGEST_INTERVAL = 300.0  # seconds between two lines of the log that say the same
+EARLY = 0.01  # seconds by which a timer may be early: uvloop's count whole milliseconds
 
 _ERASE = "\r\x1b[K"
 
@@ -63,14 +64,14 @@ class WaitReport:
         """Report what is awaited, if it is time to."""
         now = time.monotonic()
         if self._on_terminal:
-            if text != self._text and (self._text or now - self._began >= TERMINAL_DELAY):
+            if text != self._text and (self._text or now - self._began >= TERMINAL_DELAY - EARLY):
                 self._text = text
                 # The cursor stays in the first column: what is printed next overwrites the line.
                 _write(f"{_ERASE}{text[: shutil.get_terminal_size().columns - 1]}\r")
             return
         if text != self._text:
             self._interval = self._first
-        if now - self._told_at >= self._interval:
+        if now - self._told_at >= self._interval - EARLY:
             if text == self._text:
                 self._interval = min(2 * self._interval, LONGEST_INTERVAL)
             self._told_at, self._text = now, text

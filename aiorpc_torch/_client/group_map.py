@@ -206,6 +206,8 @@ class _MapRun:
 
     def _on_change(self, end: Exception | None) -> None:
         """Give items to members that have come, and no more to those that have gone."""
+        if self._follow_no_more is None:  # the map has ended meanwhile
+            return
         if end is not None:
             self._end(end)
             return

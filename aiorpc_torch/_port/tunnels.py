@@ -29,14 +29,9 @@ MAX_ANSWER = 1 << 16  # bytes of a message that is read whole
 
 
 class Tunnels:
-    """The ways from one worker's port to those of others. For any thread.
-
-    Attributes:
-        failures: why a worker was not reached, by name.
-    """
+    """The ways from one worker's port to those of others. For any thread."""
 
     def __init__(self, port: Port) -> None:
-        self.failures: dict[str, str] = {}
         self._port = port
         self._open: dict[str, _Tunnel] = {}
 
@@ -51,7 +46,7 @@ class Tunnels:
             address: the address of its own torch RPC.
         """
         self.close(peer)
-        tunnel = self._open[peer] = _Tunnel(self, self._port, peer, endpoint, address)
+        tunnel = self._open[peer] = _Tunnel(self._port, peer, endpoint, address)
         if not self._port.call(tunnel.start):
             tunnel.close()
         return tunnel.address
@@ -61,22 +56,28 @@ class Tunnels:
         tunnel = self._open.pop(peer, None)
         if tunnel is not None and not self._port.call(tunnel.close):
             tunnel.close()
-        self.failures.pop(peer, None)
+
+    def failure(self, peer: str) -> str:
+        """Return why a worker was not reached last, "" if that is unknown."""
+        tunnel = self._open.get(peer)
+        return "" if tunnel is None else tunnel.failure
 
 
 class _Tunnel:
-    """A listening loopback socket, whose connections go to one worker."""
+    """A listening loopback socket, whose connections go to one worker.
 
-    def __init__(
-        self, tunnels: Tunnels, port: Port, peer: str, endpoint: str, address: str
-    ) -> None:
+    Attributes:
+        failure: why the last connection that failed has, "" before.
+    """
+
+    def __init__(self, port: Port, peer: str, endpoint: str, address: str) -> None:
         parts = urlsplit(address)
         host, number = parts.hostname or "", parts.port or 0
         self._listening = _listen(host)
         own = self._listening.getsockname()[1]
         self.address = f"{parts.scheme}://{format_endpoint(host, own)}"
         self._old, self._new = format_endpoint(host, number), format_endpoint(host, own)
-        self._tunnels = tunnels
+        self.failure = ""
         self._port = port
         self._peer = peer
         self._endpoint = endpoint
@@ -103,7 +104,7 @@ class _Tunnel:
         try:
             stream = await self._connect()
         except OSError as exc:
-            self._tunnels.failures[self._peer] = str(exc)
+            self.failure = str(exc)
             log.warning("no connection with worker %r: %s", self._peer, exc)
             return
         local = PlainStream(accepted)

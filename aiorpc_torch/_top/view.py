@@ -148,7 +148,7 @@ def _verdict_line(verdict: Verdict, also: str = "") -> Text:
 def _also(verdict: Verdict, rows: Iterable[Row]) -> str:
     """Return the pid of a verdict's worker if other worlds have a worker of that name too."""
     pids = {row.world: row.pid for row in rows if row.name == verdict.worker}
-    pid = pids[verdict.world]
+    pid = pids.get(verdict.world)  # none on another host, where it is waited for
     return f" (pid {pid})" if len(pids) > 1 and pid else ""
 
 

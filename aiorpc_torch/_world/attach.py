@@ -195,6 +195,7 @@ class _Attached:
         if not self._is_closed:
             self._is_closed = True
             await self.node.server.close(CANCEL_TIMEOUT, text=epoch, what="detached")
+            await close_queues()  # of batches that have begun since
 
 
 # ── in a thread ─────────────────────────────────────────────────────────────────────────────────

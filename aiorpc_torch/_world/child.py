@@ -161,6 +161,8 @@ class ChildProcess:
         if self._process.exitcode is None:
             return False
         _running.discard(self)
+        if not self.ended.done():  # else the loop would watch the next file with its number
+            self.stop_watching()
         self._pipe.close()  # the process's own descriptors are closed with its object
         return True
 

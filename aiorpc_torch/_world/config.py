@@ -31,6 +31,12 @@ def check_type(option: str, value: Any, kind: type, more: str = "") -> None:
         raise TypeError(f"{option} must be {_TYPES[kind]}{more}, got {value!r}")
 
 
+def check_on_failure(value: Any) -> None:
+    """Raise ValueError for another value than those of `OnFailure`."""
+    if value not in ("continue", "stop"):
+        raise ValueError(f'on_failure must be "continue" or "stop", got {value!r}')
+
+
 def is_list_of_names(value: Any) -> bool:
     """Return whether it is a sequence of str: one str is none."""
     is_list = isinstance(value, Sequence) and not isinstance(value, str)
@@ -99,8 +105,7 @@ class WorkerConfig(NodeConfig):
                 f"got {self.name!r}"
             )
         NodeConfig.__post_init__(self)  # `slots` breaks `super()` before Python 3.14
-        if self.on_failure not in ("continue", "stop"):
-            raise ValueError(f'on_failure must be "continue" or "stop", got {self.on_failure!r}')
+        check_on_failure(self.on_failure)
         for option, names in (("transports", self.transports), ("channels", self.channels)):
             if names is not None and not is_list_of_names(names):
                 raise TypeError(f"{option} must be a list of names, got {names!r}")

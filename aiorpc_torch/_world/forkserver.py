@@ -90,15 +90,18 @@ class ForkServer:
             os.kill(self.pid, signal.SIGKILL)
 
     def is_alive(self) -> bool:
-        """Return whether the process has not ended."""
+        """Return whether the process has neither failed nor ended."""
+        if self._has_failed:
+            return False
         poller = select.poll()
         poller.register(self._socket, 0)
         return not poller.poll(0)  # no POLLHUP
 
     def serves(self, preload: Sequence[str]) -> bool:
         """Return whether it is alive, and a new process with these modules would be like it."""
-        is_alive = self.is_alive() and not self._has_failed
-        return is_alive and {*preload} <= {*self.preload} and self.inherits == inherited_state()
+        if not self.is_alive():
+            return False
+        return {*preload} <= {*self.preload} and self.inherits == inherited_state()
 
     def process(
         self, target: Callable[..., Any], args: tuple[Any, ...], name: str

@@ -12,7 +12,14 @@ from .._aio.signals import graceful_signals
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
-from .config import Initializer, OnFailure, WorkerConfig, check_type, new_local_url
+from .config import (
+    Initializer,
+    OnFailure,
+    WorkerConfig,
+    check_on_failure,
+    check_type,
+    new_local_url,
+)
 from .network import loopback_only
 from .processes import Logs, ProcessOptions, Start
 from .supervisor import Supervisor
@@ -35,7 +42,7 @@ class LocalWorker(Worker):
         unless it is the first, or `start="spawn"`.
 
         Raises:
-            ValueError: If a living worker has the name.
+            ValueError: If a living worker has the name, or one that is joining.
             WorkerLost, WorldTimeout: If the child dies, or does not join within `start_timeout`.
             TypeError: If `exports`, `loop_factory` or `initializer` cannot be imported by children.
         """
@@ -227,6 +234,7 @@ def run_local(
         RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
     names = _names(workers, first=0)
+    check_on_failure(on_failure)
     _check_run(main, names)
     configs = _configs(
         names,

@@ -69,4 +69,4 @@ class OnePort:
 
     def failure(self, peer: str) -> str:
         """Return why a peer was not reached, "" if that is unknown."""
-        return self._tunnels.failures.get(peer, "")
+        return self._tunnels.failure(peer)

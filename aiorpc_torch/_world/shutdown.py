@@ -96,11 +96,10 @@ class Shutdown:
         if not self.failure:  # else the server tells calls that wait for a batch why they fail
             await close_queues()
         await self._close_connections()  # first: no call may run beside the end of an object
+        await close_queues()  # of batches that have begun since
         limit = OBJECTS_TIMEOUT if self.timeout is None else self.timeout
         await self.node.server.end_objects(limit)
-        if self.failure:
-            await close_queues()
-        else:
+        if not self.failure:
             await self._close_together(leaving)
         await self._stop_torch()
         await self._in_thread(STOP_TIMEOUT, free_dead_thread_states)

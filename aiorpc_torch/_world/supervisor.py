@@ -9,7 +9,7 @@ from typing import Any
 
 from .._aio.interruption import Interrupt, interruptible
 from .._aio.threads import run_in_thread
-from ..errors import WorkerLost
+from ..errors import WorkerLost, WorldTimeout
 from .child import ChildProcess, Main, ParentCommand
 from .child_logs import LogReader
 from .config import OnFailure, WorkerConfig
@@ -22,6 +22,7 @@ log = logging.getLogger("aiorpc_torch")
 # Seconds for children to end: those that leave their world in order, and those that are cancelled.
 EXIT_TIMEOUT = 5.0
 CANCEL_TIMEOUT = 0.7
+JOIN_GRACE = 1.0  # seconds beyond `start_timeout` for a child to tell itself why it does not join
 
 # Seconds for the exception of a child that has told its peers of its failure, and has not ended by
 # then: `run_local` raises it, and would return as if nothing had happened.
@@ -48,6 +49,8 @@ class Supervisor:
     _make_process: ProcessFactory | None = None
     _logs: LogReader | None = None
     _command: ParentCommand | None = None  # the last one that was sent
+    # Ends of children that were in the world before this process knew that it is complete.
+    _early: list[tuple[ChildProcess, WorkerConfig, BaseException]] = field(default_factory=list)
     # Set once the world is complete: before, no child can rejoin.
     _detector: FailureDetector | None = None
     _interrupt: Interrupt | None = None
@@ -76,6 +79,9 @@ class Supervisor:
     def watch_children(self, me: Worker) -> None:
         """Restart children from now on, and report their deaths to `me`: its world is complete."""
         self._detector = me._node.detector
+        early, self._early = self._early, []
+        for each in early:
+            self._on_end(*each)
 
     def is_exiting(self, name: str) -> bool:
         """Return whether a child has ended or ends now. In any thread."""
@@ -116,24 +122,41 @@ class Supervisor:
 
         Raises:
             Exception: as it has raised it, if it does not join.
+            WorldTimeout: if it is frozen, say.
+            ValueError: if a child of that name is joining.
         """
         joining = asyncio.ensure_future(has_joined)
         child: ChildProcess | None = None
         try:
             if self._make_process is None:
                 self._make_process = await self.processes.factory(config.start_timeout)
+            if self._is_joining(config.name):
+                first = "the first one is joining"
+                raise ValueError(f"two workers are called {config.name!r}: {first}")
             child = self._begin(config)
-            await asyncio.wait((joining, child.ended), return_when=asyncio.FIRST_COMPLETED)
+            either, limit = (joining, child.ended), config.start_timeout + JOIN_GRACE
+            await asyncio.wait(either, timeout=limit, return_when=asyncio.FIRST_COMPLETED)
             if child.ended.done():
                 raise child.ended.result() or WorkerLost(config.name, "its process has ended")
+            if not joining.done():
+                text = f"{config.name!r} has not joined within {config.start_timeout:g} s"
+                raise WorldTimeout(f"{text}, and its process was killed: it may be frozen")
         except BaseException:
             if child is not None:
                 child.kill()
+                self._stopping.add(child)
                 self._release(child)
             raise
         finally:
             joining.cancel()
         self._supervise(child, config)
+
+    def _is_joining(self, name: str) -> bool:
+        """Return whether the last child of this name is on its way into the world."""
+        child = self._child(name)
+        if child is None or child in self._stopping:
+            return False
+        return not (child.has_entered or child.ended.done())
 
     async def remove(self, name: str) -> None:
         """Let a child leave while the others go on, and wait for its end.
@@ -176,6 +199,9 @@ class Supervisor:
     ) -> None:
         if failure is None or self._command == "cancel":
             return
+        if self._detector is None and child.has_entered:
+            self._early.append((child, config, failure))
+            return
         death = None
         if isinstance(failure, WorkerLost) and failure.worker == config.name:
             death = failure
@@ -217,7 +243,7 @@ class Supervisor:
             error = WorkerLost(name, f"{_reason(name, failure)}; it is not restarted")
             error.__cause__ = failure
             self._detector.give_up(name, error)
-        is_incomplete = self._detector is None and not child.has_entered  # and stays so
+        is_incomplete = self._detector is None  # and stays so
         if self._interrupt is not None and (self._on_failure == "stop" or is_incomplete):
             self._interrupt(failure)
 

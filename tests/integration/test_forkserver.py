@@ -412,11 +412,12 @@ async def test_a_killed_server_ends_no_worker() -> None:
 
 
 def test_a_server_that_was_just_killed_serves_no_world() -> None:
-    """Not in the moment either in which the process has not ended yet."""
+    """Nor forks a child, not in the moment either in which the process has not ended yet."""
     killed = forkserver.ForkServer(())
     assert killed.serves(())
     killed.kill()
     assert not killed.serves(())
+    assert not killed.is_alive()
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, NotServing, create, members, remote
+from aiorpc_torch import Group, NotServing, RRef, batched, create, members, remote
 from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch._world import startup
 from aiorpc_torch._world.config import WorkerConfig
@@ -97,6 +97,54 @@ async def test_a_cancelled_start_leaves_no_agent(
         await other.close()
     async with world():
         assert is_running()
+
+
+class Lingering:
+    """Its batch takes a while to end, and meanwhile another one begins."""
+
+    def __init__(self) -> None:
+        self.began, self.cancelled, self.go = (asyncio.Event() for _ in range(3))
+        self.ends = 0
+
+    @batched(max_size=1)
+    async def hold(self, items: list[int]) -> list[int]:
+        self.began.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.cancelled.set()
+            await self.go.wait()
+        return items
+
+    @batched(max_size=1)
+    async def begin(self, items: list[int]) -> list[int]:
+        self.go.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            self.ends += 1
+        return items
+
+
+async def test_a_batch_that_begins_as_its_worker_leaves() -> None:
+    """It ends, as those that have begun before."""
+    lingering = Lingering()
+
+    async def call_later(far: Any) -> None:
+        await lingering.cancelled.wait()
+        try:
+            await far.begin(1)
+        finally:
+            lingering.go.set()
+
+    async with world():
+        far: Any = remote(RRef(lingering))
+        calls = [asyncio.ensure_future(far.hold(0)), asyncio.create_task(call_later(far))]
+        await lingering.began.wait()
+    for each in calls:
+        with pytest.raises(NotServing):
+            await each
+    assert lingering.ends == 1
 
 
 async def test_a_call_by_no_members_after_the_world() -> None:

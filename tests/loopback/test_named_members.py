@@ -146,6 +146,28 @@ async def test_a_member_that_is_lost_after_the_end_of_a_map() -> None:
             await step
 
 
+async def test_a_member_that_comes_as_a_map_is_ended() -> None:
+    """It gets no item that waits, as nobody takes the result."""
+    register(NAME, leaving := Env())
+    envs: aiorpc.NamedMembers[Env] = members(NAME)
+    await remote(envs.any()).add(0)  # the connection is open
+    results: Any = envs.map(Env.stay, [0])
+    step = asyncio.create_task(anext(results))
+    await until(lambda: leaving.items)
+    own = pool.current().connection("main")
+    own.leave("ended", "", NotServing("worker 'main' has left its world"))
+    ends: list[Any] = []
+    envs._watch.listen(lambda: [end() for end in ends])  # after the map was told
+    ends.append(results._run.stop)
+    unregister(NAME)
+    other = register(NAME, Env())
+    await until(lambda: [*envs] == [other])
+    async with asyncio.timeout(SOON):
+        assert await remote(other).count() == 0
+    step.cancel()
+    await asyncio.wait((step,))
+
+
 async def _all(results: Any) -> list[Any]:
     return [item async for item in results]
 

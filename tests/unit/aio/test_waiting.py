@@ -78,6 +78,19 @@ def test_the_log_gets_ever_fewer_lines(clock: Clock, caplog: pytest.LogCaptureFi
     assert told == [10, 20, 40, 80, 150, 160, 180]
 
 
+@pytest.mark.parametrize("where", ["terminal", "log"])
+def test_a_timer_that_is_a_little_early(
+    where: str, clock: Clock, request: pytest.FixtureRequest, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As uvloop's, which count whole milliseconds: no other timer follows that of `announced`."""
+    terminal = request.getfixturevalue("terminal") if where == "terminal" else io.StringIO()
+    with WaitReport(logging.WARNING, 10.0) as report:
+        clock.now += report.pause - 0.001
+        report.tell("w0 waits")
+        told = terminal.getvalue() if where == "terminal" else caplog.text
+    assert "w0 waits" in told
+
+
 @pytest.mark.parametrize("why", ["logging", "child", "dumb", "file"])
 def test_where_there_is_no_line(
     why: str, terminal: Terminal, monkeypatch: pytest.MonkeyPatch

@@ -115,7 +115,7 @@ async def test_a_worker_that_is_not_reached(caplog: pytest.LogCaptureFixture) ->
         tunnels = Tunnels(near)
         with contextlib.suppress(ConnectionResetError):
             assert await ask(tunnels.open("w1", endpoint, "uv://127.0.0.1:1")) == b""
-        assert "Connect call failed" in tunnels.failures["w1"]
+        assert "Connect call failed" in tunnels.failure("w1")
         assert "no connection with worker 'w1'" in caplog.text
     finally:
         near.close()
@@ -134,9 +134,28 @@ async def test_a_port_that_says_nothing(monkeypatch: pytest.MonkeyPatch) -> None
                 assert await ask(tunnels.open("w1", endpoint, "uv://127.0.0.1:1")) == b""
             for _ in range(2):
                 mute.accept()[0].close()
-        assert tunnels.failures["w1"] == (
+        assert tunnels.failure("w1") == (
             f"worker 'w1' at {endpoint} has admitted no connection within 0.01 s"
         )
+    finally:
+        near.close()
+
+
+async def test_a_connection_that_fails_after_its_tunnel_was_closed() -> None:
+    """It is none of the next process of that name, and nothing is kept of it."""
+    near = Port("127.0.0.1", 0, None)
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as old:
+            tunnels, endpoint = Tunnels(near), format_endpoint(*old.getsockname())
+            asking = asyncio.create_task(ask(tunnels.open("w1", endpoint, "uv://127.0.0.1:1")))
+            attempt, _ = await asyncio.to_thread(old.accept)
+            tunnels.open("w1", "127.0.0.1:1", "uv://127.0.0.1:1")
+        attempt.close()  # the next attempt is refused
+        with contextlib.suppress(ConnectionResetError):
+            assert await asking == b""
+        assert tunnels.failure("w1") == ""
+        tunnels.close("w1")
+        assert tunnels.failure("w1") == ""
     finally:
         near.close()
 
@@ -155,7 +174,7 @@ def test_a_tunnel_of_a_closed_port() -> None:
 async def test_a_connection_that_is_taken_as_the_port_closes() -> None:
     """It is closed, though nothing of its task has run."""
     near = Port("127.0.0.1", 0, None)
-    tunnel = _Tunnel(Tunnels(near), near, "w1", "127.0.0.1:1", "uv://127.0.0.1:1")
+    tunnel = _Tunnel(near, "w1", "127.0.0.1:1", "uv://127.0.0.1:1")
     ours = socket.create_connection(tunnel._listening.getsockname())
 
     async def take() -> socket.socket:

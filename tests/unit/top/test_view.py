@@ -60,6 +60,13 @@ def test_wide_terminals_show_what_a_worker_waits_for() -> None:
     assert not any("ps 400ms" in line for line in shown(found))
 
 
+def test_a_worker_of_another_host_is_waited_for() -> None:
+    """It has no row here."""
+    wait = {"worker": "ps", "calls": 3, "method": "update", "age": 9.0}
+    lines = shown(history([sample(0.0, data(waits=[wait]))]))
+    assert lines[0].startswith("ps: w waits for it: 3 calls")
+
+
 def test_worlds_have_a_line_each_and_the_same_columns() -> None:
     """A worker whose name is in several worlds has its pid beside it, and its own verdicts."""
     worlds = {5: "unix://one", 6: "unix://two", 7: "tcp://127.0.0.1:29500"}

@@ -35,6 +35,13 @@ async def test_wrong_options(options: Any, error: type[Exception], match: str) -
         await asyncio.to_thread(aiorpc.run_local, _main, 2, **options)
 
 
+async def test_another_effect_of_a_failure() -> None:
+    """It is refused: it would be that of "continue"."""
+    effect: Any = "raise"
+    with pytest.raises(ValueError, match='on_failure must be "continue" or "stop", got \'raise\''):
+        await asyncio.to_thread(aiorpc.run_local, _main, 1, on_failure=effect)
+
+
 async def test_a_main_that_children_cannot_import() -> None:
     """A local function, or one of a notebook, is refused before any process starts."""
 

@@ -8,10 +8,13 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import WorkerLost
+from aiorpc_torch import WorkerLost, WorldTimeout
 from aiorpc_torch._wire.exceptions import RemoteFailure
+from aiorpc_torch._world import supervisor as supervisor_module
 from aiorpc_torch._world.processes import ProcessOptions
 from aiorpc_torch._world.supervisor import Supervisor, _reason
+
+SOON = 30.0
 
 
 @pytest.mark.parametrize(
@@ -55,6 +58,7 @@ class Process:
 
     def kill(self) -> None:
         self.was_killed = True
+        self.exitcode = -9
         self._pipe.close()
 
     def join(self, timeout: float) -> None:
@@ -103,5 +107,78 @@ async def test_a_child_that_fails_before_the_world_is_complete(*, has_entered: b
     except ValueError as exc:
         failure = exc
     assert (failure is None) == has_entered
+    watch(supervisor)
     assert [repr(each) for each in supervisor.failures] == ["ValueError('odd')"]
+    await supervisor._close(0.0)
+
+
+def watch(supervisor: Supervisor) -> None:
+    """Let the world be complete."""
+    detector: Any = SimpleNamespace(told_failure=lambda _: None, give_up=lambda *_: None)
+    me: Any = SimpleNamespace(_node=SimpleNamespace(detector=detector))
+    supervisor.watch_children(me)
+
+
+async def test_a_child_that_fails_before_its_parent_has_entered() -> None:
+    """Its world is complete, so it is restarted."""
+    processes = [Process(), Process()]
+    made = iter(processes)
+    config: Any = SimpleNamespace(name="b")
+    supervisor = Supervisor([config], None, (), 1, ProcessOptions())
+    supervisor._make_process = lambda *of: next(made).made(*of)
+    supervisor._start(config)
+    async with supervisor.raising_failures("stop"):
+        [first] = supervisor._children
+        processes[0].enter()
+        processes[0].fail()
+        await asyncio.wait((first.ended,))
+        await asyncio.sleep(0)
+        watch(supervisor)
+        [second] = supervisor._children
+        await asyncio.sleep(0)
+    assert second is not first
+    assert supervisor.failures == []
+    supervisor._send("cancel")
+    await supervisor._close(0.0)
+
+
+@pytest.mark.parametrize("why", ["cancelled", "frozen"])
+async def test_a_child_that_is_killed_as_it_joins(
+    why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop reads no more from its descriptor, which may be that of another file."""
+    monkeypatch.setattr(supervisor_module, "JOIN_GRACE", 0.0)
+    process = Process()
+    config: Any = SimpleNamespace(name="b", start_timeout=SOON if why == "cancelled" else 0.0)
+    supervisor = Supervisor([], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    starting = asyncio.create_task(supervisor.add(config, asyncio.sleep(SOON)))
+    while not supervisor._children:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+    descriptor = supervisor._children[0]._pipe.fileno()
+    if why == "cancelled":
+        starting.cancel()
+    async with asyncio.timeout(SOON):
+        await asyncio.wait((starting,))
+    assert starting.cancelled() or isinstance(starting.exception(), WorldTimeout)
+    assert process.was_killed
+    assert not supervisor._children
+    assert not asyncio.get_running_loop().remove_reader(descriptor)
+
+
+async def test_two_children_of_one_name() -> None:
+    """The second one is refused: when the first one joins, it would be taken for joined too."""
+    process, joined = Process(), asyncio.Event()
+    config: Any = SimpleNamespace(name="b", start_timeout=SOON)
+    supervisor = Supervisor([], None, (), 0, ProcessOptions())
+    supervisor._make_process = process.made
+    starting = asyncio.create_task(supervisor.add(config, joined.wait()))
+    while not supervisor._children:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0)
+    with pytest.raises(ValueError, match="two workers are called 'b': the first one is joining"):
+        await supervisor.add(config, joined.wait())
+    joined.set()
+    await starting
+    assert len(supervisor._children) == 1
+    supervisor._send("cancel")
     await supervisor._close(0.0)
