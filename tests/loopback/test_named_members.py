@@ -163,6 +163,7 @@ async def test_a_member_that_comes_as_a_map_is_ended() -> None:
     other = register(NAME, Env())
     await until(lambda: [*envs] == [other])
     async with asyncio.timeout(SOON):
+        await remote(other).count()  # meanwhile the map hears of the change
         assert await remote(other).count() == 0
     step.cancel()
     await asyncio.wait((step,))
