@@ -72,14 +72,16 @@ ROW = """
 @pytest.mark.slow
 def test_two_hundred_worlds(tmp_path: Path) -> None:
     """Threads, files and memory are as they were after the first seventy."""
-    done = run(program(tmp_path, ROW), "70", "130")
+    done = run(program(tmp_path, ROW), "70", "65", "65")
     assert done.returncode == 0, done.stderr
-    before, after = json.loads(done.stdout)
+    before, middle, after = json.loads(done.stdout)
     assert (after["files"], after["threads"]) == (before["files"], before["threads"])
     assert after["named"] == before["named"]
     assert after["states"] <= STATES
     assert after["blocks"] - before["blocks"] < 130 * BLOCKS
-    assert after["memory"] - before["memory"] < 130 * MEMORY
+    # On a busy machine the allocator may take some megabytes once: a leak grows in both halves.
+    halves = middle["memory"] - before["memory"], after["memory"] - middle["memory"]
+    assert min(halves) < 65 * MEMORY
 
 
 async def test_torch_ends_with_its_world(no_garbage: None) -> None:
