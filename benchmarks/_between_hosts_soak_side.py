@@ -177,13 +177,14 @@ async def drive(seed: str, rounds: int, messages: int) -> None:
         try:
             for event in EVENTS:  # all paths are warm
                 await soak.round(messages, event)
-            before = await soak.rest()
+            rests = [await soak.rest()]
             for number in range(rounds):
+                if number == rounds // 2:
+                    rests.append(await soak.rest())
                 await soak.round(messages, EVENTS[number % len(EVENTS)])
                 totals = soak.messages, soak.bytes, soak.losses
                 tell("round", [number, *totals, await samples()])
-            after = await soak.rest()
-            tell("rest", [before, after])
+            tell("rest", [*rests, await soak.rest()])
         except Exception as exc:
             soak.problems.append(f"stopped by {exc!r}")
         for each in WORKERS[1:]:

@@ -16,8 +16,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from statistics import median
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from ._between_hosts_soak_side import SURVIVORS, WORKERS, Sample, left
@@ -105,27 +104,19 @@ def events(processes: Processes) -> Iterator[tuple[str, Any]]:
         each.join()
 
 
-def growths(rounds: list[list[Sample]]) -> list[float]:
-    """Return the bytes that each survivor has grown by from one half of the rounds to the other."""
-    middle = len(rounds) // 2
-    return [
-        median(each[number].memory for each in rounds[middle:])
-        - median(each[number].memory for each in rounds[:middle])
-        for number in range(len(SURVIVORS))
-    ]
-
-
-def wrong(before: list[Sample], after: list[Sample], rounds: list[list[Sample]]) -> Iterator[str]:
-    """Yield what is left at rest, and what has grown."""
-    for worker, was, now in zip(WORKERS, before, after, strict=True):
+def wrong(rests: Sequence[list[Sample]], rounds: int) -> Iterator[str]:
+    """Yield what is left at rest, and what the second half of the rounds has added."""
+    for number, worker in enumerate(WORKERS):
+        was, middle, now = (each[number] for each in rests)
+        print(f"{worker} at rest: {was} → {middle} → {now}")
         yield from (f"{worker}: {each} are left" for each in left(now))
-        for name in ("descriptors", "mapped", "pending") if worker in SURVIVORS else ("pending",):
+        is_survivor = worker in SURVIVORS
+        for name in ("descriptors", "mapped", "pending") if is_survivor else ("pending",):
             if (more := getattr(now, name) - getattr(was, name)) > 0:
                 yield f"{worker}: {more} {name} are left"
-    if len(rounds) >= ENOUGH:
-        for worker, size in zip(SURVIVORS, growths(rounds), strict=True):
-            if size > GROWTH:
-                yield f"{worker}: the second half added {size / MB:.1f} MB"
+        size = now.memory - middle.memory
+        if is_survivor and rounds >= ENOUGH and size > GROWTH:
+            yield f"{worker}: the second half added {size / MB:.1f} MB"
 
 
 def show(number: int, messages: int, size: int, losses: int, found: list[Sample]) -> None:
@@ -136,27 +127,22 @@ def show(number: int, messages: int, size: int, losses: int, found: list[Sample]
 
 def main(given: argparse.Namespace) -> list[str]:
     """Run the soak; return its problems."""
-    rounds: list[list[Sample]] = []
     problems = ["it has not ended"]
-    rest: list[list[Sample]] = []
+    rests: list[list[Sample]] = []
     print(f"round   messages       GB    lost  {'; '.join(SURVIVORS)}: MB, descriptors, threads")
     words = [str(given.seed), str(given.rounds), str(given.messages)]
     with hosts() as both, contextlib.closing(Processes(both, words)) as processes:
         for kind, value in events(processes):
             if kind == "round":
                 number, messages, size, losses, found = value
-                rounds.append([Sample(*each) for each in found])
-                show(number, messages, size, losses, rounds[-1])
+                show(number, messages, size, losses, [Sample(*each) for each in found])
             elif kind == "rest":
-                rest = [[Sample(*each) for each in samples] for samples in value]
+                rests = [[Sample(*each) for each in samples] for samples in value]
             elif kind == "end":
                 problems, transfers = value
                 print(f"{transfers:,} messages of the main worker had transfers")
-    if rest:
-        before, after = rest
-        for worker, was, now in zip(WORKERS, before, after, strict=True):
-            print(f"{worker} at rest: {was} → {now}")
-        problems += wrong(before, after, rounds)
+    if rests:
+        problems += wrong(rests, given.rounds)
     return problems
 
 
