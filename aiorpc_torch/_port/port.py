@@ -18,6 +18,7 @@ from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import await_on, call_soon
+from .._aio.silence import end_when_silent
 from .._aio.unix_sockets import BACKLOG
 from .purposes import (
     CALLS,
@@ -218,7 +219,7 @@ class Port:
             return
         self._strangers.remove(asyncio.current_task())
         with accepted, local:
-            _end_when_silent(accepted, _SILENCE[purpose])
+            end_when_silent(accepted, _SILENCE[purpose])
             with contextlib.suppress(OSError):
                 await stream.send(_READY)
             await splice(stream, PlainStream(local))
@@ -301,7 +302,7 @@ class Port:
     async def _asked(self, connected: socket.socket, purpose: str, peer: str) -> PlainStream:
         prepare(connected)
         if purpose in _SILENCE:
-            _end_when_silent(connected, _SILENCE[purpose])
+            end_when_silent(connected, _SILENCE[purpose])
         if self.tls is None:
             stream = PlainStream(connected)
             await stream.send(preface(purpose))
@@ -334,16 +335,6 @@ def prepare(connected: socket.socket) -> None:
     connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for option, value in _KEEPALIVE.items():
         connected.setsockopt(socket.IPPROTO_TCP, option, value)
-
-
-def _end_when_silent(connected: socket.socket, seconds: float) -> None:
-    options = {
-        socket.TCP_USER_TIMEOUT: seconds * 1000,
-        socket.TCP_KEEPIDLE: seconds / 2,
-        socket.TCP_KEEPINTVL: seconds / 8,
-    }
-    for option, value in options.items():
-        connected.setsockopt(socket.IPPROTO_TCP, option, int(value))
 
 
 async def connect(

@@ -14,6 +14,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .._aio.fork import close_on_fork
+from .._aio.silence import end_when_silent
 from .transfers import HEADER, IncomingTransfers, OutgoingTransfer
 
 SOCKETS = 2
@@ -192,14 +193,8 @@ class SocketReceiver(_SocketThreads):
 
 def _set_options(sock: socket.socket) -> None:
     """Set the options of a TCP socket."""
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)  # a receiver sends nothing
-    options = {
-        "TCP_NODELAY": 1,
-        "TCP_KEEPIDLE": int(SILENCE / 2),
-        "TCP_KEEPINTVL": max(1, int(SILENCE / 8)),
-        "TCP_USER_TIMEOUT": int(SILENCE * 1000),
-        "TCP_NOTSENT_LOWAT": UNSENT,
-    }
+    end_when_silent(sock, SILENCE)
+    options = {"TCP_NODELAY": 1, "TCP_NOTSENT_LOWAT": UNSENT}
     for name, value in options.items():
         if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
             sock.setsockopt(socket.IPPROTO_TCP, option, value)

@@ -1,0 +1,19 @@
+"""The time limit of TCP connections whose other end acknowledges nothing."""
+
+import socket
+
+
+def end_when_silent(connected: socket.socket, seconds: float) -> None:
+    """Let a TCP socket fail if the other end acknowledges nothing for `seconds`, idle or not.
+
+    Without it, TCP tries again for 15 minutes, and an idle connection to a lost host stays.
+    """
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    options = {
+        "TCP_KEEPIDLE": seconds / 2,
+        "TCP_KEEPINTVL": max(1.0, seconds / 8),
+        "TCP_USER_TIMEOUT": seconds * 1000,
+    }
+    for name, value in options.items():
+        if (option := getattr(socket, name, None)) is not None:  # not all are everywhere
+            connected.setsockopt(socket.IPPROTO_TCP, option, int(value))
