@@ -107,7 +107,6 @@ figures: install
 	$(BIN)/python -m benchmarks.timeline --plot docs/figures/timeline.svg
 	$(BIN)/python -m benchmarks.observe --trace docs/figures/trace.svg
 	$(BIN)/python -m benchmarks.waiting --plot docs/figures/waiting.svg
-	$(BIN)/python -m benchmarks.scale --sizes 2 8 32 --repeat 2 --plot docs/figures/scale.svg
 	$(BIN)/python -m benchmarks.pipeline --plot docs/figures/pipeline.svg
 	$(BIN)/python -m benchmarks.rnn --plot docs/figures/rnn.svg
 	$(BIN)/python -m benchmarks.inference --plot docs/figures/inference.svg

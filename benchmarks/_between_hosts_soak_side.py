@@ -178,8 +178,9 @@ async def drive(seed: str, rounds: int, messages: int) -> None:
             for event in EVENTS:  # all paths are warm
                 await soak.round(messages, event)
             rests = [await soak.rest()]
+            quarters = [part * rounds // 4 for part in (1, 2, 3)]
             for number in range(rounds):
-                if number == rounds // 2:
+                if number in quarters:
                     rests.append(await soak.rest())
                 await soak.round(messages, EVENTS[number % len(EVENTS)])
                 totals = soak.messages, soak.bytes, soak.losses

@@ -26,7 +26,7 @@ from torch.futures import Future, wait_all
 
 from ._compare import freeze
 from ._peers_process import process
-from ._peers_work import BIG, MB, NAP, SMALL, WINDOW, Peer, Sizes
+from ._peers_work import MB, NAP, SMALL, WINDOW, Peer, Sizes
 from .batching import CALLERS, select
 
 new_event_loop = asyncio.new_event_loop
@@ -80,11 +80,11 @@ class Raw(Peer):
         wait_all([self._send(nap) for _ in range(sizes.naps)])
         return perf_counter() - start
 
-    async def carry(self, sizes: Sizes) -> float:
+    async def _carried(self, x: Tensor, trips: int) -> float:
         start = perf_counter()
-        for _ in range(sizes.trips):
-            self._wait_for(echo, BIG)
-        return 2 * sizes.trips * BIG.nbytes / MB / (perf_counter() - start)
+        for _ in range(trips):
+            self._wait_for(echo, x)
+        return 2 * trips * x.nbytes / MB / (perf_counter() - start)
 
     async def lag(self, sizes: Sizes) -> float | None:
         return None
@@ -114,11 +114,11 @@ def serve(_: Connection, where: str) -> None:
     rpc.shutdown()  # serves until the client shuts down too
 
 
-def join(name: str, rank: int, where: str) -> None:
+def join(name: str, rank: int, where: str, size: int = 2) -> None:
     # A warning about the process group that init_rpc makes.
     warnings.filterwarnings("ignore", message="You are using a Backend .*ProcessGroupGloo")
     os.environ["TP_SOCKET_IFNAME"] = os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     options = rpc.TensorPipeRpcBackendOptions(num_worker_threads=THREADS, init_method=where)
     rpc.init_rpc(  # type: ignore[no-untyped-call]
-        name, rank=rank, world_size=2, rpc_backend_options=options
+        name, rank=rank, world_size=size, rpc_backend_options=options
     )

@@ -73,7 +73,7 @@ async def start(scratch: Path) -> AsyncIterator[Peer]:
         include_dashboard=False,
         log_to_driver=False,
         logging_level="ERROR",
-        object_store_memory=512 * MB,
+        object_store_memory=2_048 * MB,
         _node_ip_address="127.0.0.1",
         _temp_dir=str(scratch),
     )

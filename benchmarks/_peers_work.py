@@ -35,10 +35,11 @@ class Sizes:
     steps: int = 100
     naps: int = 1_000
     trips: int = 40
+    large_trips: int = 8
     items: int = 2_000
 
 
-QUICK = Sizes(lone=50, crowd=500, window=300, steps=5, naps=100, trips=8, items=200)
+QUICK = Sizes(lone=50, crowd=500, window=300, steps=5, naps=100, trips=8, large_trips=2, items=200)
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +61,7 @@ def workloads(sizes: Sizes) -> list[Workload]:
         Workload("the same, gathered by the client", "calls/s", "gathered"),
         Workload(f"{sizes.naps:,} calls that sleep {NAP * 1e3:.0f} ms", "s", "naps"),
         Workload("16 MB there and back", "MB/s", "carry"),
+        Workload("128 MB there and back", "MB/s", "carry_large"),
         Workload(f"stream of {sizes.items:,} numbers", "items/s", "stream"),
         Workload(f"loop lag, {crowd}", "ms", "lag"),
     ]
@@ -114,10 +116,16 @@ class Peer:
         return await self._all_at_once(self.nap, sizes.naps)
 
     async def carry(self, sizes: Sizes) -> float:
+        return await self._carried(BIG, sizes.trips)
+
+    async def carry_large(self, sizes: Sizes) -> float:
+        return await self._carried(BIG.repeat(8), sizes.large_trips)
+
+    async def _carried(self, x: Tensor, trips: int) -> float:
         start = perf_counter()
-        for _ in range(sizes.trips):
-            await self.echo(BIG)
-        return 2 * sizes.trips * BIG.nbytes / MB / (perf_counter() - start)
+        for _ in range(trips):
+            await self.echo(x)
+        return 2 * trips * x.nbytes / MB / (perf_counter() - start)
 
     async def stream(self, sizes: Sizes) -> float | None:
         start = perf_counter()

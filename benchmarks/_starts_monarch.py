@@ -7,7 +7,9 @@ from contextlib import asynccontextmanager
 from importlib import import_module
 from typing import Any
 
-from ._starts_work import report
+from torch import Tensor
+
+from ._starts_work import HOUR, report
 
 monarch: Any = import_module("monarch.actor")
 
@@ -36,6 +38,14 @@ class Worker(monarch.Actor):  # type: ignore[misc]
     async def create(self) -> None:
         self.objects.append(Counter())
 
+    @monarch.endpoint  # type: ignore[untyped-decorator]
+    async def take(self, x: Tensor) -> float:
+        return float(x[0])
+
+    @monarch.endpoint  # type: ignore[untyped-decorator]
+    async def wait(self) -> None:
+        await asyncio.sleep(HOUR)
+
 
 class Workers:
     def __init__(self, actors: Any, size: int) -> None:
@@ -49,6 +59,12 @@ class Workers:
         each = [self.actors.slice(gpus=number) for number in range(self.size)]
         calls = (each[number % self.size].create.call_one() for number in range(count))
         return await asyncio.gather(*calls)
+
+    async def take(self, x: Tensor) -> Any:
+        return await self.actors.take.call(x)
+
+    async def wait(self) -> Any:
+        return await self.actors.slice(gpus=self.size - 1).wait.call_one()
 
 
 @asynccontextmanager

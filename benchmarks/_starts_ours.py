@@ -7,10 +7,12 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
-import aiorpc_torch as aiorpc
-from aiorpc_torch import call, create_all
+from torch import Tensor
 
-from ._starts_work import report
+import aiorpc_torch as aiorpc
+from aiorpc_torch import Group, call, create_all, remote
+
+from ._starts_work import HOUR, report
 
 
 class Counter:
@@ -18,6 +20,9 @@ class Counter:
 
     def __init__(self) -> None:
         self.value = 0
+
+    def take(self, x: Tensor) -> float:
+        return float(x[0])
 
 
 async def pid() -> int:
@@ -27,6 +32,7 @@ async def pid() -> int:
 class Workers:
     def __init__(self, me: aiorpc.Worker) -> None:
         self.me = me
+        self.takers: Group[Counter] | None = None
 
     async def pids(self) -> Sequence[int]:
         return await asyncio.gather(*(call(peer, pid) for peer in self.me.peers))
@@ -34,6 +40,13 @@ class Workers:
     async def create(self, count: int) -> Any:
         names = [self.me.peers[number % len(self.me.peers)] for number in range(count)]
         return await create_all(names, Counter)
+
+    async def take(self, x: Tensor) -> Any:
+        self.takers = self.takers or await create_all(self.me.peers, Counter)
+        return await remote(self.takers).take(x)
+
+    async def wait(self) -> Any:
+        return await call(self.me.peers[-1], asyncio.sleep, HOUR)
 
 
 @asynccontextmanager

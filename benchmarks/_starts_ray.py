@@ -2,12 +2,15 @@
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from importlib import import_module
 from typing import Any
 
-from ._starts_work import report
+from torch import Tensor
+
+from ._starts_work import HOUR, report
 
 ray: Any = import_module("ray")
 
@@ -34,6 +37,12 @@ class Worker:
     def create(self) -> None:
         self.objects.append(Counter())
 
+    def take(self, x: Any) -> float:
+        return float(x[0])
+
+    def wait(self) -> None:
+        time.sleep(HOUR)
+
 
 class Workers:
     def __init__(self, actors: Sequence[Any]) -> None:
@@ -45,6 +54,13 @@ class Workers:
     async def create(self, count: int) -> Any:
         actors = [self.actors[number % len(self.actors)] for number in range(count)]
         return await asyncio.gather(*(each.create.remote() for each in actors))
+
+    async def take(self, x: Tensor) -> Any:
+        kept = ray.put(x.numpy())  # once for all; Ray passes arrays without copies
+        return await asyncio.gather(*(each.take.remote(kept) for each in self.actors))
+
+    async def wait(self) -> Any:
+        return await self.actors[-1].wait.remote()
 
 
 @asynccontextmanager

@@ -1,8 +1,10 @@
 """The work of a program that starts workers, and its figures."""
 
 import asyncio
+import contextlib
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -12,8 +14,16 @@ from pathlib import Path
 from statistics import median
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
+
 OBJECTS, ON = 1_000, 8
 """Number of objects, and of the workers that hold them."""
+
+ARGUMENT = 16_000_000  # bytes that all workers take
+TAKEN = 5  # times, the first of which is not counted
+HOUR = 3600.0
+PATIENCE = 30.0  # seconds in which the call to a killed worker has to end, and its system after it
 
 
 class Workers(Protocol):
@@ -24,6 +34,12 @@ class Workers(Protocol):
 
     async def create(self, count: int) -> Any:
         """Make objects, all at once, spread over the workers; return when all exist."""
+
+    async def take(self, x: Tensor) -> Any:
+        """Call each worker with the argument."""
+
+    async def wait(self) -> Any:
+        """Make a call to the last worker that does not end."""
 
 
 Starter = Callable[[int], AbstractAsyncContextManager[Workers]]
@@ -37,7 +53,9 @@ class Start:
     start: float
     memory: float
     end: float
-    objects: float | None
+    objects: float | None = None
+    taken: float | None = None
+    lost: float | None = None
 
 
 def own_memory(pid: int) -> float:
@@ -57,21 +75,56 @@ async def measure(starter: Starter, size: int) -> Start:
     """Start the workers twice, each time until every one has answered a call."""
     starts: list[float] = []
     ends: list[float] = []
-    objects: list[float] = []
     memory: list[float] = []
-    for _ in range(2):
+    more: dict[str, float | None] = {}
+    for is_second in (False, True):
         world = starter(size)
         async with timed(starts):
             workers = await world.__aenter__()
             pids = await workers.pids()
         memory = [own_memory(each) for each in pids]
-        if size == ON:
-            async with timed(objects):
-                kept = await workers.create(OBJECTS)
-            del kept
+        if is_second and size == ON:
+            more = {"objects": await creation(workers), "taken": await transfer(workers)}
         async with timed(ends):
             await world.__aexit__(None, None, None)
-    return Start(starts[0], starts[1], median(memory), ends[1], objects[-1] if objects else None)
+    if size == ON:
+        more["lost"] = await loss(starter)
+    return Start(starts[0], starts[1], median(memory), ends[1], **more)
+
+
+async def creation(workers: Workers) -> float:
+    """Return the seconds until the objects exist."""
+    times: list[float] = []
+    async with timed(times):
+        kept = await workers.create(OBJECTS)
+    del kept
+    return times[0]
+
+
+async def transfer(workers: Workers) -> float:
+    """Return the milliseconds until all workers have taken the argument."""
+    x = torch.rand(ARGUMENT // 4)
+    times: list[float] = []
+    for _ in range(TAKEN):
+        async with timed(times):
+            await workers.take(x)
+    return median(times[1:]) * 1e3
+
+
+async def loss(starter: Starter) -> float | None:
+    """Return the seconds until a call fails whose worker is killed; None if it goes on waiting."""
+    world = starter(ON)
+    workers = await world.__aenter__()
+    pids = await workers.pids()
+    waiting = asyncio.ensure_future(workers.wait())
+    await asyncio.sleep(0.5)  # the call is there
+    begin = time.perf_counter()
+    os.kill(pids[-1], signal.SIGKILL)
+    await asyncio.wait([waiting], timeout=PATIENCE)
+    seconds = time.perf_counter() - begin
+    with contextlib.suppress(Exception):  # a system that does not end is ended with this program
+        await asyncio.wait_for(world.__aexit__(None, None, None), PATIENCE)
+    return seconds if waiting.done() and waiting.exception() else None
 
 
 def age() -> float:
@@ -81,8 +134,9 @@ def age() -> float:
 
 
 def report(starter: Starter) -> None:
-    """Measure, and print the figures as a line of JSON."""
+    """Measure, print the figures as a line of JSON, and end this program and all that it began."""
     before = age()
-    start = asyncio.run(measure(starter, int(sys.argv[1])))
+    start = asyncio.Runner().run(measure(starter, int(sys.argv[1])))
     values = asdict(start) | {"first": start.first + before}
     os.write(1, f"\n{json.dumps(values)}\n".encode())
+    os.killpg(0, signal.SIGKILL)

@@ -12,6 +12,7 @@ Linux.
 import argparse
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -107,8 +108,10 @@ def events(processes: Processes) -> Iterator[tuple[str, Any]]:
 def wrong(rests: Sequence[list[Sample]], rounds: int) -> Iterator[str]:
     """Yield what is left at rest, and what the second half of the rounds has added."""
     for number, worker in enumerate(WORKERS):
-        was, middle, now = (each[number] for each in rests)
-        print(f"{worker} at rest: {was} → {middle} → {now}")
+        was, *_, now = quarters = [each[number] for each in rests]
+        middle = quarters[len(quarters) // 2]
+        sizes = " → ".join(f"{each.memory / MB:.1f}" for each in quarters)
+        print(f"{worker} at rest, before and after each quarter: {sizes} MB; {was} → {now}")
         yield from (f"{worker}: {each} are left" for each in left(now))
         is_survivor = worker in SURVIVORS
         for name in ("descriptors", "mapped", "pending") if is_survivor else ("pending",):
@@ -131,6 +134,9 @@ def main(given: argparse.Namespace) -> list[str]:
     rests: list[list[Sample]] = []
     print(f"round   messages       GB    lost  {'; '.join(SURVIVORS)}: MB, descriptors, threads")
     words = [str(given.seed), str(given.rounds), str(given.messages)]
+    # glibc gives each new thread an arena, until there are eight for a processor, and each keeps
+    # some megabytes of its own.
+    os.environ["MALLOC_ARENA_MAX"] = "1"
     with hosts() as both, contextlib.closing(Processes(both, words)) as processes:
         for kind, value in events(processes):
             if kind == "round":

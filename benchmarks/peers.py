@@ -3,6 +3,7 @@
 The same work for each system: one client, one server, this machine's loopback. In each repetition
 the systems are started, measured and stopped one after the other, in processes of their own. So no
 threads, garbage or daemons of one disturb another. Systems that are not installed are left out.
+Before it `benchmarks.starts` runs once: 8 and 32 workers of each system.
 
     python -m benchmarks.peers [--quick] [--repeat N] [--only NAME ...] [--plot PATH]
 """
@@ -18,6 +19,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
+from . import starts
 from ._compare import lay_out, parse, processor, spread
 from ._peers_client import Figures, take_turn
 from ._peers_plot import ROWS, draw
@@ -81,6 +83,13 @@ def main(systems: Sequence[System], sizes: Sizes, repeat: int, plot: Path | None
         sys.exit(1)
 
 
+def many_workers(systems: Sequence[System], sizes: Sequence[int]) -> None:
+    """Print the second table: many workers of each system."""
+    names = {system.name.replace("-", " ") for system in systems}
+    chosen = [each for each in starts.installed() if each.name in names]
+    starts.show(starts.main(chosen, sizes, repeat=1), repeat=1)
+
+
 def measure(system: System, sizes: Sizes) -> None:
     with tempfile.TemporaryDirectory(prefix="peers-", ignore_cleanup_errors=True) as scratch:
         with process(take_turn, system.module, sizes, scratch) as client:
@@ -134,4 +143,5 @@ def arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     given = arguments()
     chosen = [system for system in all_systems() if system.name in given.only]
+    many_workers(chosen, [starts.ON] if given.quick else [starts.ON, 32])
     main(chosen, QUICK if given.quick else Sizes(), given.repeat, given.plot)

@@ -2,16 +2,20 @@
 
 Each row is a program of its own: it starts so many workers, calls each, and ends them, twice. The
 first start counts from the start of the program, with its imports. Eight workers then hold 1,000
-objects, made at once. Systems that are not installed are left out.
+objects, made at once, and take one argument of 16 MB; then one of them is killed while a call to
+it waits. Systems that are not installed are left out.
 
     python -m benchmarks.starts [--quick] [--repeat N] [--sizes N ...] [--only NAME ...] [--plot P]
 """
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
@@ -23,7 +27,7 @@ from rich.table import Table
 
 from ._compare import number, parse, processor
 from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, draw
-from ._starts_work import OBJECTS, ON, Start
+from ._starts_work import ARGUMENT, OBJECTS, ON, PATIENCE, Start
 
 SIZES, QUICK = [1, 8, 32, 64], [1, 8]
 LIMIT = 900.0  # seconds for one program
@@ -37,14 +41,17 @@ class System:
     module: str
     package: str
     option: str = ""
-    look: tuple[str, str] = OTHER
-    most: int = 8  # workers; more would take minutes and gigabytes
+    look: tuple[str, str] | None = None  # in the figure
+    most: int = 32  # workers; more would take minutes and gigabytes
 
 
 SYSTEMS = [
     System("ours", "_starts_ours", "aiorpc_torch", "forkserver", OURS, most=1_000),
-    System('ours, start="spawn"', "_starts_ours", "aiorpc_torch", "spawn", ALSO_OURS),
+    System('ours, start="spawn"', "_starts_ours", "aiorpc_torch", "spawn", ALSO_OURS, most=8),
+    System("raw torch", "_starts_raw", "torch"),
     System("ray", "_starts_ray", "ray", look=RAW),
+    System("xoscar", "_starts_xoscar", "xoscar"),
+    System("grpc.aio", "_starts_grpc", "grpc"),
     System("monarch", "_starts_monarch", "monarch", look=OTHER),
 ]
 
@@ -54,22 +61,34 @@ HEADS = {
     "memory": "own memory of a worker, MB",
     "end": "end, s",
     "objects": f"{OBJECTS:,} objects, s",
+    "taken": f"{ARGUMENT // 1_000_000} MB to {ON}, ms",
+    "lost": "error after a kill, s",
 }
 
 Found = dict[tuple[str, int], list[Start]]
 
 
+def installed() -> list[System]:
+    return [system for system in SYSTEMS if find_spec(system.package)]
+
+
 def measure(system: System, size: int) -> Start | str:
     """Run one program; return its figures, or why it has none."""
     line = [sys.executable, "-m", f"benchmarks.{system.module}", str(size), system.option]
-    try:
-        done = subprocess.run(line, capture_output=True, text=True, timeout=LIMIT, check=False)
-    except subprocess.TimeoutExpired:
-        return f"no figures in {LIMIT:.0f} s"
-    figures = [line for line in done.stdout.splitlines() if line.startswith("{")]
-    if not figures:  # a system that crashes later, at its exit, has some
-        return (done.stderr.strip().splitlines() or ["no message"])[-1]
-    return Start(**json.loads(figures[-1]))
+    # Files, since a process that is left would hold a pipe open.
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as err:
+        program = subprocess.Popen(line, stdout=out, stderr=err, start_new_session=True)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            program.wait(LIMIT)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(program.pid, signal.SIGKILL)
+        program.wait()
+        out.seek(0)
+        err.seek(0)
+        figures = [line for line in out if line.startswith("{")]
+        if not figures:
+            return (err.read().strip().splitlines() or [f"no figures in {LIMIT:.0f} s"])[-1]
+        return Start(**json.loads(figures[-1]))
 
 
 def main(systems: Sequence[System], sizes: Sequence[int], repeat: int) -> Found:
@@ -100,13 +119,15 @@ def show(found: Found, repeat: int) -> None:
     Console(width=130, highlight=False).print(table)
     load = os.getloadavg()[0]
     print(f"medians of {repeat}; {processor()}, {os.cpu_count()} cores, load {load:.1f} at the end")
-    print(f"the objects are on {ON} workers")
+    print(f"objects, argument and kill: {ON} workers; –: no error in {PATIENCE:.0f} s")
 
 
 def panels(found: Found, systems: Sequence[System]) -> list[Panel]:
     def panel(title: str, what: str) -> Panel:
         curves = []
         for system in systems:
+            if system.look is None:
+                continue
             sizes = [size for name, size in found if name == system.name]
             runs = [[getattr(each, what) for each in found[system.name, size]] for size in sizes]
             if sizes:
@@ -128,11 +149,7 @@ def arguments() -> argparse.Namespace:
 
 if __name__ == "__main__":
     given = arguments()
-    here = [
-        system
-        for system in SYSTEMS
-        if find_spec(system.package) and (not given.only or system.name in given.only)
-    ]
+    here = [system for system in installed() if not given.only or system.name in given.only]
     found = main(here, given.sizes, given.repeat)
     show(found, given.repeat)
     if given.plot:
