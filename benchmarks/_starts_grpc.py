@@ -75,7 +75,8 @@ class Workers:
 
     async def _all(self, method: str, request: bytes) -> list[bytes]:
         calls = (each.unary_unary(f"/Server/{method}")(request) for each in self.channels)
-        return await asyncio.gather(*calls)
+        found: list[bytes] = await asyncio.gather(*calls)
+        return found
 
 
 @asynccontextmanager

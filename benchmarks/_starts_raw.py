@@ -66,7 +66,7 @@ async def start(size: int) -> AsyncIterator[Workers]:
             await asyncio.create_subprocess_exec(*line, str(rank)) for rank in range(1, size + 1)
         ]
         # The number of this process's worlds is a part of its keys in the store.
-        rpc._init_counter = 0  # type: ignore[attr-defined]
+        rpc._init_counter = 0
         await asyncio.to_thread(join, "0", 0, where, size + 1)
         try:
             yield Workers(size)

@@ -38,7 +38,8 @@ class Workers:
         self.actors = actors
 
     async def pids(self) -> Sequence[int]:
-        return await asyncio.gather(*(each.pid() for each in self.actors))
+        found: list[int] = await asyncio.gather(*(each.pid() for each in self.actors))
+        return found
 
     async def create(self, count: int) -> Any:
         of = len(self.addresses)

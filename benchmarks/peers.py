@@ -143,5 +143,5 @@ def arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     given = arguments()
     chosen = [system for system in all_systems() if system.name in given.only]
-    many_workers(chosen, [starts.ON] if given.quick else [starts.ON, 32])
+    many_workers(chosen, [ON] if given.quick else [ON, 32])
     main(chosen, QUICK if given.quick else Sizes(), given.repeat, given.plot)

@@ -11,9 +11,11 @@ It prints one line for each test: the name, "ok", "skipped" or "failed", and the
 import argparse
 import asyncio
 import contextlib
+import faulthandler
 import importlib
 import json
 import os
+import pathlib
 import shutil
 import signal
 import sys
@@ -140,7 +142,10 @@ def load(name: str) -> type[Any]:
 def run_rank(tests: type[Any], name: str, rank: int, folder: str) -> NoReturn:
     """Run one rank of a test in this process, to its end."""
     code = 0
-    sys.stderr = sys.stdout = open(os.devnull, "w")  # noqa: SIM115 - to the end of the process
+    output = os.open(f"{folder}/output-{rank}", os.O_CREAT | os.O_WRONLY | os.O_APPEND)
+    for each in (sys.stdout, sys.stderr):  # of C++ too, which says there why it aborts
+        os.dup2(output, each.fileno())
+    faulthandler.enable()
     try:
         case = tests(name)
         case.rank, case.file_name = rank, f"{folder}/rendezvous"
@@ -189,7 +194,12 @@ class Running:
             with open(f"{self.folder}/error") as file:
                 return "failed", file.read()
         except FileNotFoundError:
-            return "failed", f"exit codes {self.codes}"
+            return "failed", f"exit codes {self.codes}\n{self._output()}"
+
+    def _output(self) -> str:
+        """Return the end of what each rank has written."""
+        outputs = sorted(pathlib.Path(self.folder).glob("output-*"))
+        return "\n".join(f"{each.name}: {each.read_text()[-5000:]}" for each in outputs)
 
 
 def start(tests: type[Any], name: str) -> Running:
