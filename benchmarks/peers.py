@@ -25,6 +25,7 @@ from ._peers_client import Figures, take_turn
 from ._peers_plot import ROWS, draw
 from ._peers_process import process
 from ._peers_work import QUICK, Sizes, Workload, workloads
+from ._starts_work import ON
 
 LIMIT = 120.0
 """Seconds for one measurement of one system."""
