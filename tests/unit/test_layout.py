@@ -66,9 +66,10 @@ TESTS = REPOSITORY / "tests"
 OF_NO_MODULE = {
     "test_gpu_run.py",
     "test_layout.py",
+    "test_packets.py",
     "test_pages.py",
     "test_promises.py",
-}  # of the project
+}  # of the project and of tests/support
 UNIT_TESTS = [
     path.relative_to(TESTS / "unit").as_posix()
     for path in sorted((TESTS / "unit").rglob("test_*.py"))
