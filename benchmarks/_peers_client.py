@@ -41,6 +41,8 @@ async def _measure(system: ModuleType, sizes: Sizes, scratch: Path) -> Figures:
 
 
 async def _measured(peer: Peer, method: str, sizes: Sizes) -> float | None:
+    if peer.only and method not in peer.only:
+        return None
     workload = getattr(peer, method)
     await workload(QUICK)  # warms up
     (settle if peer.freezes else freeze)()

@@ -13,7 +13,7 @@ ROWS = ("crowd", "batched", "lone")
 """Methods of the workloads that are drawn."""
 
 Bars = Mapping[str, Sequence[float]]
-"""Systems and their measurements, one for each repetition."""
+"""Systems and their measurements, one for each repetition; none if the system has no such thing."""
 
 
 def draw(rows: Sequence[tuple[Workload, Bars]], path: Path) -> None:
@@ -37,7 +37,8 @@ def draw(rows: Sequence[tuple[Workload, Bars]], path: Path) -> None:
 
 def _draw_panel(axes: Any, workload: Workload, bars: Bars) -> None:
     names = list(bars)[::-1]  # from below
-    middle, low, high = ([each(bars[name]) for name in names] for each in (median, min, max))
+    runs = [bars[name] or [0.0] for name in names]
+    middle, low, high = ([each(run) for run in runs] for each in (median, min, max))
     errors = [
         [m - at for m, at in zip(middle, low, strict=True)],
         [at - m for m, at in zip(middle, high, strict=True)],
@@ -45,7 +46,7 @@ def _draw_panel(axes: Any, workload: Workload, bars: Bars) -> None:
     colours = [OURS[0] if name.startswith("ours") else OTHER[0] for name in names]
     axes.barh(names, middle, xerr=errors, color=colours, height=0.65, ecolor="#333333")
     for at, (value, end) in enumerate(zip(middle, high, strict=True)):
-        axes.text(end + 0.02 * max(high), at, number(value), va="center")
+        axes.text(end + 0.02 * max(high), at, number(value) if value else "–", va="center")
     less = workload.unit in ("µs", "ms", "s")
     axes.set(title=workload.what, xlabel=f"{workload.unit}, {'less' if less else 'more'} is better")
     axes.set_xlim(right=1.25 * max(high))

@@ -76,6 +76,9 @@ class Peer:
     at_once: int | None = None
     """The number of calls that the system accepts at once; the client holds back the rest."""
 
+    only: tuple[str, ...] | None = None
+    """The workloads that the system can do, if not all of them."""
+
     def echo(self, x: Tensor) -> Awaitable[Tensor]:
         raise NotImplementedError
 

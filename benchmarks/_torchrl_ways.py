@@ -1,4 +1,4 @@
-"""TorchRL's inference server and weight synchronization, for `benchmarks.torchrl`.
+"""TorchRL's inference server and weight synchronization, for `benchmarks.torchrl` and `peers`.
 
 Each in the form that its documentation and its own benchmark use on one machine: the server in a
 process with slots in shared memory, and the two schemes for processes. A process with several
@@ -66,11 +66,11 @@ def play(clients: list[Any], seconds: float, ready: Any, counts: Any) -> None:
     counts.put(steps / took)
 
 
-def inference(processes: int, environments: int, seconds: float) -> float:
-    """Return the steps a second of all environments."""
+@contextmanager
+def serving(size: int) -> Iterator[list[Any]]:
+    """Run the server in a process of its own; yield so many clients of it."""
     wrap: Any = importlib.import_module("tensordict").TensorDict
     served_by: Any = importlib.import_module("torchrl.modules.inference_server")
-    size = processes * environments
     request = wrap({"observation": torch.zeros(4)})
     response = wrap(
         {
@@ -88,23 +88,17 @@ def inference(processes: int, environments: int, seconds: float) -> float:
         mp_context=spawn,
     )
     clients = server.clients(size)
+    with server:
+        yield clients
+
+
+def inference(processes: int, environments: int, seconds: float) -> float:
+    """Return the steps a second of all environments."""
     ready, counts = spawn.Barrier(processes), spawn.Queue()
-    with (
-        server,
-        children(
-            play,
-            [
-                (
-                    clients[number * environments : (number + 1) * environments],
-                    seconds,
-                    ready,
-                    counts,
-                )
-                for number in range(processes)
-            ],
-        ),
-    ):
-        return float(sum(counts.get(timeout=PATIENCE + seconds) for _ in range(processes)))
+    with serving(processes * environments) as clients:
+        shares = [clients[first::processes] for first in range(processes)]
+        with children(play, [(each, seconds, ready, counts) for each in shares]):
+            return float(sum(counts.get(timeout=PATIENCE + seconds) for _ in range(processes)))
 
 
 @contextmanager

@@ -66,6 +66,7 @@ def all_systems() -> list[System]:
         System("xoscar", "_peers_xoscar", "xoscar", ("xoscar", "uvloop")),
         System("grpc.aio", "_peers_grpc", "grpc", ("grpcio", "uvloop")),
         System("monarch", "_peers_monarch", "monarch", ("torchmonarch",)),
+        System("torchrl", "_peers_torchrl", "torchrl", ("torchrl",)),
     ]
 
 
