@@ -20,6 +20,7 @@ from aiorpc_torch._server.server import Server
 from aiorpc_torch._server.session import Session
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._torch.compat import WorkerInfo
+from aiorpc_torch._wire.handshake import read_number
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
 
@@ -93,6 +94,11 @@ class SocketPairs(Introductions):
         self._server.accept(self._members.me, number).start(theirs)
         ours, _ = await loop.create_connection(asyncio.Protocol, sock=near)
         start(ours, b"")
+
+    async def dial(self, peer: WorkerInfo, number: int) -> socket.socket:
+        near, far = socket.socketpair()
+        self._server.accept_socket(self._members.me, *read_number(number), far)
+        return near
 
 
 class TwoEnds:
