@@ -119,6 +119,9 @@ class Listener:
 
         While the loop is blocked only so many wait, as in the backlog of a socket that listens.
         """
+        if self._is_closed:  # the loop may run no more
+            accepted.close()
+            return
         self._handed.append((take, accepted))
         if len(self._handed) > MAX_UNPROVEN and (oldest := self._next_handed()) is not None:
             oldest[1].close()
@@ -201,27 +204,36 @@ class Listener:
     def _on_tensor_socket(self, sock: socket.socket, hello: Hello, nonce: bytes) -> None:
         """Answer the proof of a caller that has connected a socket for tensors by TLS."""
         credentials = self.find(hello.key)
-        connection, purpose = read_number(hello.connection)
+        _, purpose = read_number(hello.connection)
         is_proven = credentials is not None and hello.is_proven(credentials, nonce)
         if credentials is None or not is_proven or purpose == CALLS or self._is_closed:
             sock.close()
             return
-        sock.sendall(hello.callee_proof(credentials, nonce))  # there is room for it
-        self._accept_socket(credentials.caller, connection, purpose, sock)
+        self._take_socket(sock, credentials, hello, nonce)
 
     def start_session(
         self, transport: asyncio.Transport, credentials: Credentials, hello: Hello, nonce: bytes
     ) -> None:
         """Answer the caller's proof, and start the session of the connection."""
-        proof = hello.callee_proof(credentials, nonce)
         connection, purpose = read_number(hello.connection)
         if purpose == CALLS:
-            transport.write(proof)
+            transport.write(hello.callee_proof(credentials, nonce))
             self._accept(credentials.caller, connection).start(transport)
-            return
-        sock = detach_socket(transport)  # which has read no more than the hello
-        sock.send(proof)  # there is room for it in a new socket
-        self._accept_socket(credentials.caller, connection, purpose, sock)
+        else:  # the transport has read no more than the hello
+            self._take_socket(detach_socket(transport), credentials, hello, nonce)
+
+    def _take_socket(
+        self, sock: socket.socket, credentials: Credentials, hello: Hello, nonce: bytes
+    ) -> None:
+        """Answer the caller's proof at a socket for tensors, and use it."""
+        connection, purpose = read_number(hello.connection)
+        try:
+            sock.sendall(hello.callee_proof(credentials, nonce))  # there is room in a new socket
+        except OSError as exc:  # the caller has closed it
+            log.debug("%s lost a socket for tensors: %r", self.addresses.unix, exc)
+            sock.close()
+        else:
+            self._accept_socket(credentials.caller, connection, purpose, sock)
 
 
 class _Unproven(asyncio.BufferedProtocol):

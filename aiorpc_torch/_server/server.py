@@ -150,8 +150,9 @@ class Server:
             session = self.sessions.get(key)
         except Exception as exc:
             log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
-        if session is None:
-            reply.set_result(RemoteFailure.of(self._not_serving_error(), self.name))
+        if session is None:  # its call has run
+            error = self._not_serving_error(may_have_run=True)
+            reply.set_result(RemoteFailure.of(error, self.name))
         else:
             session.collect(number, reply)
         return reply  # type: ignore[no-any-return]
@@ -256,7 +257,7 @@ class Server:
 
     def _not_serving_error(self, *, may_have_run: bool = False) -> WorkerLost | NotServing:
         if self._failure:
-            return WorkerLost(self.name, self._failure)
+            return WorkerLost(self.name, self._failure, may_have_run=may_have_run)
         return NotServing(left_text(self.name), may_have_run=may_have_run)
 
     def retire(self) -> None:

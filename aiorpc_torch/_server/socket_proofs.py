@@ -53,7 +53,12 @@ class SocketProofs:
         def work() -> None:
             call_soon(self._loop, done, self._outcome(accepted))
 
-        threading.Thread(target=work, name="aiorpc-proof", daemon=True).start()
+        try:
+            threading.Thread(target=work, name="aiorpc-proof", daemon=True).start()
+        except RuntimeError as exc:  # the caller's tensors travel by torch RPC
+            log.warning("refused a socket for tensors: %r", exc)
+            accepted.close()
+            done(None)
 
     def close(self) -> None:
         """End all that wait."""

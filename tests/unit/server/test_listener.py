@@ -19,7 +19,15 @@ from aiorpc_torch._port.port import Port
 from aiorpc_torch._port.purposes import CALLS, preface
 from aiorpc_torch._server import listener as module
 from aiorpc_torch._server.listener import Listener
-from aiorpc_torch._wire.handshake import NONCE, Party
+from aiorpc_torch._wire.handshake import (
+    ARGUMENTS,
+    NONCE,
+    Hello,
+    Party,
+    encode_hello,
+    new_nonce,
+    number_for,
+)
 
 
 def listen(host: str | None = None, port: Port | None = None) -> Listener:
@@ -197,6 +205,33 @@ async def test_the_port_closes_the_last_connection_as_the_loop_takes_it() -> Non
     listening._handed = Handed([(print, None)])
     listening._take_handed()
     assert not len(listening._handed)
+    listening.close()
+
+
+async def test_the_port_hands_over_what_came_as_the_listener_closed() -> None:
+    """It is closed at once: the loop may run no more."""
+    listening = listen()
+    listening.close()
+    near, far = socket.socketpair()
+    with near:
+        listening._hand_over(print, far)
+        assert far.fileno() == -1
+
+
+async def test_a_caller_that_is_gone_as_its_socket_is_proven(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The socket for tensors is closed, and no error of the loop."""
+    caplog.set_level(logging.DEBUG)
+    listening = listen()
+    credentials, _ = listening.introduce(Party("c", 1))
+    theirs, mine = new_nonce(), new_nonce()
+    hello = Hello.load(encode_hello(credentials, number_for(7, ARGUMENTS), mine, theirs))
+    near, far = socket.socketpair()
+    near.close()
+    listening._on_tensor_socket(far, hello, mine)
+    assert far.fileno() == -1
+    assert "lost a socket for tensors: BrokenPipeError" in caplog.messages[-1]
     listening.close()
 
 

@@ -86,6 +86,20 @@ def contribute(values: list[int]) -> list[int]:
     return values
 
 
+@pytest.mark.parametrize("failure", ["", "its block raised ValueError: odd"])
+async def test_what_has_run_of_what_it_refuses(ends: TwoEnds, failure: str) -> None:
+    """Not a call that needs an introduction first; but the call whose result it has held."""
+    key = ends.session.key
+    await ends.server.close(SOON, failure, failure)
+    late: Any = ends.server.collect(dump((key, 1)))
+    for answer, may_have_run in ((introduction(ends, "near", 0), False), (late.value(), True)):
+        assert isinstance(answer, RemoteFailure)
+        with pytest.raises((WorkerLost, NotServing)) as raised:
+            answer.raise_()
+        assert isinstance(raised.value, WorkerLost | NotServing)
+        assert raised.value.may_have_run is may_have_run
+
+
 async def test_a_call_that_waits_for_a_batch_as_the_worker_leaves(ends: TwoEnds) -> None:
     """It may have come after the queues were closed: it leaves its queue."""
 

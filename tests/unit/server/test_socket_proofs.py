@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import socket
 import ssl
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -111,3 +112,25 @@ async def test_strangers_are_bounded_in_number_and_time(
         with first, await asyncio.to_thread(connect) as second:
             assert await asyncio.to_thread(is_closed, first)
             assert await asyncio.to_thread(is_closed, second)
+
+
+async def test_no_thread(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The caller is refused at once."""
+
+    def start(_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+    async with served(Authority(tmp_path).tls()) as found:
+        proofs = found.listener._proofs
+        assert proofs is not None
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            near = socket.create_connection(server.getsockname())
+            far, _ = server.accept()
+        with near, monkeypatch.context() as patched:
+            patched.setattr(threading.Thread, "start", start)
+            proofs.begin(far)
+            assert near.recv(1) == b""
+        assert far.fileno() == -1
+        assert "can't start new thread" in caplog.text
