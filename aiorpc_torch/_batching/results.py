@@ -46,11 +46,18 @@ def split_results(result: Any, size: int, name: str, *, stacked: bool = False) -
 
 def failure_per_caller(exc: BaseException, size: int, name: str) -> list[Any]:
     """Return one copy of `exc` for each of `size` callers, with `exc` as its cause."""
-    if isinstance(exc, TypeError) and "must be Tensor, not list" in str(exc):
+    if _takes_list_for_tensor(exc):
         try_add_note(
             exc, f"({name} gets lists, one item per caller; stack=True makes them tensors)"
         )
     return [copy_exception(exc, name) for _ in range(size)]
+
+
+def _takes_list_for_tensor(exc: BaseException) -> bool:
+    """Return whether a function may have used a list of its callers' items as a tensor."""
+    if isinstance(exc, AttributeError):
+        return "'list' object has no attribute" in str(exc)
+    return isinstance(exc, TypeError) and "Tensor" in str(exc) and "list" in str(exc)
 
 
 def _results_of(result: Any, size: int, name: str, stacked: bool) -> list[Any]:

@@ -21,6 +21,18 @@ class Model:
     def relu(self, xs: Any) -> Any:
         return torch.relu(xs)
 
+    @batched(max_size=4)
+    def product(self, xs: Any) -> Any:
+        return torch.ones(2) @ xs
+
+    @batched(max_size=4)
+    def best(self, xs: Any) -> Any:
+        return xs.argmax(1)
+
+    @batched(max_size=4)
+    def broken(self, xs: Any) -> Any:
+        raise TypeError("list")
+
 
 def notes(error: pytest.ExceptionInfo[BaseException]) -> str:
     return "\n".join(error.value.__notes__)
@@ -43,11 +55,18 @@ async def test_a_timeout_among_the_arguments() -> None:
     assert not hasattr(error.value, "__notes__")
 
 
-async def test_a_batch_that_is_not_stacked() -> None:
+@pytest.mark.parametrize("method", ["relu", "product", "best"])
+async def test_a_batch_that_is_not_stacked(method: str) -> None:
     model = RRef(Model())
-    with pytest.raises(TypeError) as error:
-        await remote(model).relu(torch.ones(2))
+    with pytest.raises((TypeError, AttributeError)) as error:
+        await getattr(remote(model), method)(torch.ones(2))
     assert "stack=True" in notes(error)
+
+
+async def test_another_error_of_a_batch() -> None:
+    with pytest.raises(TypeError) as error:
+        await remote(RRef(Model())).broken(torch.ones(2))
+    assert "stack=True" not in "".join(getattr(error.value, "__notes__", []))
 
 
 async def test_a_task_is_named_by_its_call() -> None:
