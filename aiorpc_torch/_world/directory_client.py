@@ -297,7 +297,7 @@ class DirectoryClient:
                 try:
                     await self._handle_all(node)
                 except (EOFError, OSError, ValueError) as exc:
-                    log.info("%s: the connection to rank 0 has ended: %r", name, exc)
+                    log.debug("%s: the connection to rank 0 has ended: %r", name, exc)
                 except _DirectoryEndedError:
                     return
                 is_member = not self.registration.entry or self._entered.done()
@@ -334,6 +334,7 @@ class DirectoryClient:
             except (OSError, EOFError) as exc:
                 log.debug("%s does not reach rank 0: %r", self.registration.name, exc)
             else:
+                log.info("%s is connected to rank 0 again", me.name)
                 old, self._stream = self._stream, stream  # `close` may run from here on
                 if old is not None:
                     await old.close()

@@ -145,7 +145,10 @@ class Worker:
     def _check_peer(self, option: str, peer: str) -> None:
         if not isinstance(peer, str) or peer not in self._node.members.peers:
             names = ", ".join(self.peers) or "(no peer)"
-            raise ValueError(f"{option} must be one of {names}, got {peer!r}")
+            raise ValueError(
+                f"{option} must be one of {names}, got {peer!r}. A worker that joins is one of "
+                "them once it has entered (`me.changes()` tells)"
+            )
 
 
 @contextlib.asynccontextmanager
