@@ -1,9 +1,11 @@
 """Processes of plain torch RPC, for `benchmarks.starts`."""
 
 import asyncio
+import contextlib
 import os
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -30,6 +32,14 @@ def take(x: Tensor) -> float:
     return float(x[0])
 
 
+_ended = threading.Event()
+
+
+def end() -> None:
+    """Let the process that runs this end."""
+    _ended.set()
+
+
 class Workers:
     def __init__(self, size: int) -> None:
         self.names = [str(rank) for rank in range(1, size + 1)]
@@ -49,6 +59,12 @@ class Workers:
     async def wait(self) -> Any:
         return await self._ended([self._send(self.names[-1], time.sleep, HOUR)])
 
+    async def end(self) -> None:
+        """Let all end that live; an answer may be cut off."""
+        for each in [self._send(name, end) for name in self.names]:
+            with contextlib.suppress(RuntimeError):
+                await asyncio.to_thread(each.wait)
+
     def _send(self, name: str, function: Call, *args: object) -> "Future[Any]":
         sent: Future[Any] = rpc.rpc_async(name, function, args=args, timeout=0)
         return sent
@@ -65,13 +81,17 @@ async def start(size: int) -> AsyncIterator[Workers]:
         others = [
             await asyncio.create_subprocess_exec(*line, str(rank)) for rank in range(1, size + 1)
         ]
-        # The number of this process's worlds is a part of its keys in the store.
+        # In this process's second world torch would go on counting, and meet no peer: the numbers
+        # are parts of keys in the store, and of the names of barriers.
         rpc._init_counter = 0
+        rpc.api._all_gather_sequence_id.clear()
         await asyncio.to_thread(join, "0", 0, where, size + 1)
+        workers = Workers(size)
         try:
-            yield Workers(size)
+            yield workers
         finally:
-            await asyncio.to_thread(rpc.shutdown)
+            await workers.end()
+            rpc.shutdown(graceful=False)  # a graceful one counts in C++ what is not to be reset
             for each in others:
                 await each.wait()
 
@@ -79,6 +99,7 @@ async def start(size: int) -> AsyncIterator[Workers]:
 if __name__ == "__main__":
     if len(sys.argv) == 4:
         join(sys.argv[3], int(sys.argv[3]), sys.argv[2], int(sys.argv[1]) + 1)
-        rpc.shutdown()  # serves until all shut down
+        _ended.wait()
+        rpc.shutdown(graceful=False)
     else:
         report(start)

@@ -1,7 +1,6 @@
 """The work of a program that starts workers, and its figures."""
 
 import asyncio
-import contextlib
 import json
 import os
 import signal
@@ -122,8 +121,10 @@ async def loss(starter: Starter) -> float | None:
     os.kill(pids[-1], signal.SIGKILL)
     await asyncio.wait([waiting], timeout=PATIENCE)
     seconds = time.perf_counter() - begin
-    with contextlib.suppress(Exception):  # a system that does not end is ended with this program
-        await asyncio.wait_for(world.__aexit__(None, None, None), PATIENCE)
+    ending = asyncio.ensure_future(world.__aexit__(None, None, None))
+    if (await asyncio.wait([ending], timeout=PATIENCE))[0]:
+        ending.exception()
+    # A system that does not end, and may not be cancelled either, is ended with this program.
     return seconds if waiting.done() and waiting.exception() else None
 
 
