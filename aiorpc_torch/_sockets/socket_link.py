@@ -523,7 +523,7 @@ class SocketLink:
                 self._cancel(job)
 
     def _cancel(self, job: _Job) -> None:
-        job.leave_copy()
+        job.leave_copy()  # its thread may take a while
         if job in self._waiting:
             self._waiting.remove(job)
             del self._jobs[job.transfer.number]
@@ -534,6 +534,7 @@ class SocketLink:
 
     def _drop(self, job: _Job) -> None:
         """Give up a transfer, of which the peer may have a part."""
+        job.leave_copy()
         transfer = job.transfer
         transfer.release()
         del self._jobs[transfer.number]
@@ -581,8 +582,8 @@ class SocketLink:
         except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
             self._tell("confirmed", (number, False, None))
         else:
-            self._incoming.adopt(number, memory, name.size)
-            self._tell("confirmed", (number, True, None))
+            has_room = self._incoming.adopt(number, memory, name.size)
+            self._tell("confirmed", (number, has_room, None))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 

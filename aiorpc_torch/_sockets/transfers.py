@@ -154,6 +154,7 @@ class IncomingTransfers:
         self._arriving: dict[int, _Arriving] = {}
         self._held = 0  # bytes
         self._lock = threading.Lock()
+        self._freed = threading.Condition(self._lock)
 
     def __repr__(self) -> str:
         return f"<IncomingTransfers {len(self)}, {self._held:,} of {self._limit:,} bytes>"
@@ -167,11 +168,15 @@ class IncomingTransfers:
     ) -> memoryview | None:
         """Return the memory for a chunk, None if its bytes are to be discarded.
 
+        Wait for room if what was not read or dropped takes twice the limit.
+
         Raises:
             ProtocolError: if the chunk is malformed, or its transfer exceeds the limit.
         """
         with self._lock:
-            found = self._arriving.get(number) or self._announce(number, size, is_shared)
+            while (found := self._arriving.get(number)) is None and not self._has_room(size):
+                self._freed.wait()
+            found = found or self._announce(number, size, is_shared)
             if not (found.is_dropped or 0 < length <= size - offset <= size == found.size):
                 raise ProtocolError(f"malformed chunk: {length} bytes at {offset} of {size}")
             memory = found.memory
@@ -187,23 +192,27 @@ class IncomingTransfers:
             found.memory = None
         return found
 
-    def _reserve(self, number: int, size: int) -> _Arriving:
-        """Add a transfer.
+    def _has_room(self, size: int) -> bool:
+        """Return whether memory may be reserved for a transfer, beside what is held.
 
-        The peer counts its transfers until their messages are sent. Those messages may wait to be
-        read here, while it sends as many bytes again.
+        The peer counts its transfers until their messages are sent or given up. While the event
+        loop here is busy it reads of neither, and the peer may send its limit over and over.
         """
-        if size > self._limit or self._held + size > 2 * self._limit:
+        if size > self._limit:
             raise ProtocolError(
-                f"the peer sends {size:,} bytes of tensors beside {self._held:,} that are not "
-                f"read; at most {self._limit:,} may be under way"
+                f"the peer sends tensors of {size:,} bytes; {self._limit:,} may be under way"
             )
+        return self._held + size <= 2 * self._limit
+
+    def _reserve(self, number: int, size: int) -> _Arriving:
         found = self._arriving[number] = _Arriving(size)
         self._held += size
         return found
 
-    def adopt(self, number: int, memory: Any, size: int) -> None:
+    def adopt(self, number: int, memory: Any, size: int) -> bool:
         """Add a transfer that a sibling has received, in this process's mapping of its memory.
+
+        Return False if there is no room for it.
 
         Raises:
             ProtocolError: if the transfer exceeds the limit, or exists.
@@ -211,8 +220,11 @@ class IncomingTransfers:
         with self._lock:
             if number in self._arriving:
                 raise ProtocolError(f"transfer {number} has begun")
+            if not self._has_room(size):
+                return False
             found = self._reserve(number, size)
             found.expected, found.memory = 0, memory
+            return True
 
     def segment(self, number: int) -> Segment | None:
         """Return the segment of a transfer, None if it has none."""
@@ -250,6 +262,7 @@ class IncomingTransfers:
                 if sent <= 0:
                     return
                 found = self._arriving[number] = _Arriving(0)
+                self._freed.notify_all()  # its first chunk may wait for room
             if found.received > sent:
                 raise ProtocolError(f"transfer {number} has more than {sent} bytes")
             found.expected, found.is_dropped, found.memory = sent, True, None
@@ -283,10 +296,11 @@ class IncomingTransfers:
                 self._forget(number)
 
     def close(self) -> None:
-        """Free everything."""
+        """Free everything. What waits for room raises ProtocolError."""
         with self._lock:
             self._arriving.clear()
             self._limit = 0
+            self._freed.notify_all()
 
     def _forget_read(self, number: int) -> None:
         """Forget a transfer that was read or dropped, once it is released."""
@@ -295,3 +309,4 @@ class IncomingTransfers:
 
     def _forget(self, number: int) -> None:
         self._held -= self._arriving.pop(number).size
+        self._freed.notify_all()

@@ -302,6 +302,23 @@ async def test_a_receiver_that_makes_no_segment(
 
 
 @pytest.mark.promise("sockets.lost")
+async def test_the_tensor_that_others_wait_for_is_freed(shelves: Shelves, line: Line) -> None:
+    """All their calls fail, as one alone would."""
+    first = asyncio.ensure_future(remote(RRef(shelves[3])).keep(torch.ones(LARGE)))
+    await line.is_held()  # all threads are busy
+    x = torch.zeros(LARGE)
+    others = [asyncio.ensure_future(remote(RRef(each)).keep(x)) for each in shelves[:3]]
+    await until(lambda: any(each.transfer.is_shared for each in near()._jobs.values()))
+    x.untyped_storage().resize_(0)
+    line.may_send.set()
+    async with asyncio.timeout(SOON):
+        for each in others:
+            with pytest.raises((aiorpc.RemoteError, ValueError), match="its storage was freed"):
+                await each
+    assert await first == 1
+    await until(shelves.nothing_is_held)
+
+
 async def test_the_connection_ends_while_others_wait(shelves: Shelves, line: Line) -> None:
     """All calls fail, and nothing is left."""
     running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))

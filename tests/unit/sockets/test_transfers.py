@@ -1,6 +1,8 @@
 """Chunks of transfers: every byte arrives once, in its place, and what is cancelled is freed."""
 
 import random
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -21,6 +23,7 @@ from aiorpc_torch._wire.frames import ProtocolError
 from aiorpc_torch._wire.shared_tensors import place, tensors_at
 
 LIMIT = 1 << 25
+SOON = 30.0
 WHICH = st.integers(0, 1000)
 
 
@@ -215,9 +218,36 @@ def test_what_was_not_read_counts_beside_what_is_sent() -> None:
     found = incoming(100)
     for number in (1, 2):
         assert found.begin(number, 80, 79, 1) is not None
-    with pytest.raises(ProtocolError, match="beside 160 that are not read"):
-        found.begin(3, 80, 0, 80)
+    assert not found.adopt(3, bytearray(80), 80)
     assert found.begin(3, 40, 0, 40) is not None
+
+
+WAYS_ON: dict[str, tuple[Callable[[IncomingTransfers], object], bool | None]] = {
+    "another is read": (lambda found: found.take(1), True),
+    "another is dropped": (lambda found: found.drop(2, 80), True),
+    "it is dropped": (lambda found: found.drop(3, 80), False),
+    "the end": (lambda found: found.close(), None),
+}
+
+
+@pytest.mark.parametrize("way_on", WAYS_ON)
+def test_a_transfer_waits_for_room(way_on: str) -> None:
+    """The peer cannot know that what it has sent or given up is not read yet."""
+    found = incoming(100)
+    for number in (1, 2):
+        assert found.begin(number, 80, 0, 80) is not None
+        assert found.end(number, 80)
+    step, has_memory = WAYS_ON[way_on]
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(found.begin, 3, 80, 0, 80)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.01)
+        step(found)
+        if has_memory is None:
+            with pytest.raises(ProtocolError, match="; 0 may be under way"):
+                waiting.result(SOON)
+        else:
+            assert (waiting.result(SOON) is not None) is has_memory
 
 
 def test_memory_of_a_sibling() -> None:
