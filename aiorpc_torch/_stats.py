@@ -15,7 +15,7 @@ class Stats:
 
     Attributes:
         calls: Calls and streams made by this process.
-        in_flight: Those of `calls` that are pending.
+        in_flight: Those of `calls` that are pending; `pending()` has their ages.
         unsent: Those of `in_flight` that wait for flow control, or for a copy to shared memory.
         messages: Frames and torch messages sent with calls; coalesced calls share one.
         bytes_sent: Bytes of `messages`, large tensors included.

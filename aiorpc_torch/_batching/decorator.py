@@ -79,8 +79,11 @@ def batched(
     (`@staticmethod` outside) and functions.
 
     Args:
-        policy: A `Fill` or a `Round`; in place of a `Fill`, its arguments: `max_size`, `max_wait`,
-            `max_concurrency`, `max_pending`, `key`, `weight` and `max_weight`.
+        policy: A `Fill` or a `Round`. In place of a `Fill`, its arguments: `max_size`, the most
+            calls in a batch; `max_wait`, the seconds that the oldest call waits for others
+            (default: 0.0); `max_concurrency`, the batches that run at once (default: 1);
+            `max_pending`, the most calls that wait (default: None, no limit); `key`, `weight` and
+            `max_weight`, which `Fill` describes.
         stack: Pass each parameter stacked: a tensor with the batch as its first dimension, or a
             dict, tuple, list or dataclass of such. Calls of different structure, dtypes or shapes
             are in separate batches. The function may then return a tuple of tensors as well.

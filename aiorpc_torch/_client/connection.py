@@ -458,6 +458,10 @@ class Connection(Channel):
         text = f"worker {self.peer.name!r} sent a frame, perhaps this result, that cannot be read"
         self._finish(RemoteError(f"{text}: {exc!r}"))
 
+    def on_loop_closed(self) -> None:
+        """End the threads, which would keep this connection alive. From another loop."""
+        self._links.close()
+
     def on_end(self, error: Exception | None) -> None:
         self._links.close()
         if error is not None and self._error is None:

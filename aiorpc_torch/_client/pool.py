@@ -139,7 +139,10 @@ class ConnectionPool:
         known = every.get(key)
         if known is None or known[0]() is not loop:
             for other in [each for each, (ref, _) in [*every.items()] if _is_closed(ref())]:
-                self._forget_loop(other)  # it ended without closing its asynchronous generators
+                # It ended without closing its asynchronous generators.
+                for each in _all(every[other][1]):
+                    each.on_loop_closed()
+                self._forget_loop(other)
             known = every[key] = weakref.ref(loop), {}
             # The loop knows an asynchronous generator from its first step on. `asyncio.run` and
             # its like close it when the loop ends.

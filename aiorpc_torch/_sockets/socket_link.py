@@ -592,7 +592,7 @@ class SocketLink:
         self.can_send = False
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        for task in self._dialing:
+        for task in [] if self._loop.is_closed() else self._dialing:
             task.cancel()
         for threads in (self._sender, self._receiver):
             if threads is not None:

@@ -4,7 +4,9 @@ import asyncio
 import gc
 import socket
 import threading
+import warnings
 import weakref
+from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -533,6 +535,39 @@ async def test_idle_sockets_end(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -
         await until(lambda: near()._sender is far()._sender is None)
         await until(lambda: not (len(receiver_of(near())) or len(receiver_of(far()))))
     assert near().sent == far().sent == 3
+
+
+async def test_a_loop_that_is_closed_without_a_word(shelf: Shelf) -> None:
+    """Its threads end when another loop has noticed, and the garbage collector finds the rest."""
+    before = Counter(each.name for each in threading.enumerate())
+    closed: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+    rref = RRef(shelf)
+
+    async def echo(x: Any) -> None:
+        await remote(rref).echo(0)
+        await until(lambda: near().can_send)
+        assert torch.equal(await remote(rref).echo(x), x)
+
+    def run() -> None:
+        loop = asyncio.new_event_loop()
+        closed.append(weakref.ref(loop))
+        loop.run_until_complete(echo(torch.rand(LARGE)))
+        loop.close()
+
+    def is_over() -> bool:
+        gc.collect()
+        names = Counter(each.name for each in threading.enumerate())
+        return closed[0]() is None and names["aiorpc-send"] <= before["aiorpc-send"]
+
+    with warnings.catch_warnings():  # such a loop leaves its sockets to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        await asyncio.to_thread(run)
+        await asyncio.to_thread(lambda: asyncio.run(small(rref)))  # a loop that sees it closed
+        await until(is_over)
+
+
+async def small(rref: RRef[Shelf]) -> None:
+    await remote(rref).echo(0)
 
 
 def receiver_of(link: socket_link.SocketLink) -> socket_threads.SocketReceiver:
