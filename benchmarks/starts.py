@@ -5,7 +5,7 @@ first start counts from the start of the program, with its imports. Eight worker
 objects, made at once, and take one argument of 16 MB; then one of them is killed while a call to
 it waits. Systems that are not installed are left out.
 
-    python -m benchmarks.starts [--quick] [--repeat N] [--sizes N ...] [--only NAME ...] [--plot P]
+    python -m benchmarks.starts [--quick] [--repeat N] [--sizes N ...] [--only NAME ...]
 """
 
 import argparse
@@ -19,14 +19,12 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from importlib.util import find_spec
-from pathlib import Path
 from statistics import median
 
 from rich.console import Console
 from rich.table import Table
 
 from ._compare import number, parse, processor
-from ._plot import ALSO_OURS, OTHER, OURS, RAW, Curve, Panel, draw
 from ._starts_work import ARGUMENT, OBJECTS, ON, PATIENCE, Start
 
 SIZES, QUICK = [1, 8, 32, 64], [1, 8]
@@ -41,18 +39,17 @@ class System:
     module: str
     package: str
     option: str = ""
-    look: tuple[str, str] | None = None  # in the figure
     most: int = 32  # workers; more would take minutes and gigabytes
 
 
 SYSTEMS = [
-    System("ours", "_starts_ours", "aiorpc_torch", "forkserver", OURS, most=1_000),
-    System('ours, start="spawn"', "_starts_ours", "aiorpc_torch", "spawn", ALSO_OURS, most=8),
+    System("ours", "_starts_ours", "aiorpc_torch", "forkserver", most=1_000),
+    System('ours, start="spawn"', "_starts_ours", "aiorpc_torch", "spawn", most=8),
     System("raw torch", "_starts_raw", "torch"),
-    System("ray", "_starts_ray", "ray", look=RAW),
+    System("ray", "_starts_ray", "ray"),
     System("xoscar", "_starts_xoscar", "xoscar"),
     System("grpc.aio", "_starts_grpc", "grpc"),
-    System("monarch", "_starts_monarch", "monarch", look=OTHER),
+    System("monarch", "_starts_monarch", "monarch"),
 ]
 
 HEADS = {
@@ -122,24 +119,8 @@ def show(found: Found, repeat: int) -> None:
     print(f"objects, argument and kill: {ON} workers; –: no error in {PATIENCE:.0f} s")
 
 
-def panels(found: Found, systems: Sequence[System]) -> list[Panel]:
-    def panel(title: str, what: str) -> Panel:
-        curves = []
-        for system in systems:
-            if system.look is None:
-                continue
-            sizes = [size for name, size in found if name == system.name]
-            runs = [[getattr(each, what) for each in found[system.name, size]] for size in sizes]
-            if sizes:
-                curves.append(Curve(system.name, system.look, sizes, runs))
-        return Panel(title, "workers", HEADS[what], curves, log="xy")
-
-    return [panel("Start", "start"), panel("Memory", "memory"), panel("End", "end")]
-
-
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Start and end of workers on one machine.")
-    parser.add_argument("--plot", type=Path, metavar="PATH", help="draw a figure: .svg or .png")
     parser.add_argument("--sizes", type=int, nargs="+", metavar="N", help="workers of a program")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="of these systems")
     given = parse(parser)
@@ -150,7 +131,4 @@ def arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     given = arguments()
     here = [system for system in installed() if not given.only or system.name in given.only]
-    found = main(here, given.sizes, given.repeat)
-    show(found, given.repeat)
-    if given.plot:
-        draw(panels(found, here), given.plot)
+    show(main(here, given.sizes, given.repeat), given.repeat)

@@ -582,8 +582,8 @@ class SocketLink:
         except (OSError, SegmentError, ValueError, OverflowError):  # the sibling may have ended
             self._tell("confirmed", (number, False, None))
         else:
-            has_room = self._incoming.adopt(number, memory, name.size)
-            self._tell("confirmed", (number, has_room, None))
+            has_space = self._incoming.adopt(number, memory, name.size)
+            self._tell("confirmed", (number, has_space, None))
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 

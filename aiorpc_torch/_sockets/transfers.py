@@ -168,13 +168,13 @@ class IncomingTransfers:
     ) -> memoryview | None:
         """Return the memory for a chunk, None if its bytes are to be discarded.
 
-        Wait for room if what was not read or dropped takes twice the limit.
+        Wait for space if what was not read or dropped takes twice the limit.
 
         Raises:
             ProtocolError: if the chunk is malformed, or its transfer exceeds the limit.
         """
         with self._lock:
-            while (found := self._arriving.get(number)) is None and not self._has_room(size):
+            while (found := self._arriving.get(number)) is None and not self._has_space(size):
                 self._freed.wait()
             found = found or self._announce(number, size, is_shared)
             if not (found.is_dropped or 0 < length <= size - offset <= size == found.size):
@@ -192,7 +192,7 @@ class IncomingTransfers:
             found.memory = None
         return found
 
-    def _has_room(self, size: int) -> bool:
+    def _has_space(self, size: int) -> bool:
         """Return whether memory may be reserved for a transfer, beside what is held.
 
         The peer counts its transfers until their messages are sent or given up. While the event
@@ -212,7 +212,7 @@ class IncomingTransfers:
     def adopt(self, number: int, memory: Any, size: int) -> bool:
         """Add a transfer that a sibling has received, in this process's mapping of its memory.
 
-        Return False if there is no room for it.
+        Return False if there is no space for it.
 
         Raises:
             ProtocolError: if the transfer exceeds the limit, or exists.
@@ -220,7 +220,7 @@ class IncomingTransfers:
         with self._lock:
             if number in self._arriving:
                 raise ProtocolError(f"transfer {number} has begun")
-            if not self._has_room(size):
+            if not self._has_space(size):
                 return False
             found = self._reserve(number, size)
             found.expected, found.memory = 0, memory
@@ -262,7 +262,7 @@ class IncomingTransfers:
                 if sent <= 0:
                     return
                 found = self._arriving[number] = _Arriving(0)
-                self._freed.notify_all()  # its first chunk may wait for room
+                self._freed.notify_all()  # its first chunk may wait for space
             if found.received > sent:
                 raise ProtocolError(f"transfer {number} has more than {sent} bytes")
             found.expected, found.is_dropped, found.memory = sent, True, None
@@ -296,7 +296,7 @@ class IncomingTransfers:
                 self._forget(number)
 
     def close(self) -> None:
-        """Free everything. What waits for room raises ProtocolError."""
+        """Free everything. What waits for space raises ProtocolError."""
         with self._lock:
             self._arriving.clear()
             self._limit = 0

@@ -206,7 +206,7 @@ class DirectoryClient:
         except BaseException as exc:
             await stream.close()
             if isinstance(exc, NoDirectoryError):
-                text = f"at {self._meeting} listens what this worker cannot enter: {exc}"
+                text = f"what listens at {self._meeting} is not a world for this worker: {exc}"
                 raise (OSError if world else ValueError)(text) from exc  # OSError: of a run before
             raise
         return stream

@@ -1,4 +1,4 @@
-"""One network call for many callers: `@batched` collects calls that wait."""
+"""One forward pass for many callers: `@batched` collects calls that wait."""
 
 import asyncio
 

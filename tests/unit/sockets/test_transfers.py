@@ -231,7 +231,7 @@ WAYS_ON: dict[str, tuple[Callable[[IncomingTransfers], object], bool | None]] = 
 
 
 @pytest.mark.parametrize("way_on", WAYS_ON)
-def test_a_transfer_waits_for_room(way_on: str) -> None:
+def test_a_transfer_waits_for_space(way_on: str) -> None:
     """The peer cannot know that what it has sent or given up is not read yet."""
     found = incoming(100)
     for number in (1, 2):

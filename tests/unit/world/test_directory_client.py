@@ -292,7 +292,7 @@ async def test_another_program_at_that_address(greeting: bytes, text: str) -> No
         exc = await failure(group.register(registration(1)))
         await group.close()
     assert type(exc) is ValueError
-    assert f"listens what this worker cannot enter: {text}" in str(exc)
+    assert f"is not a world for this worker: {text}" in str(exc)
 
 
 @pytest.mark.promise("worlds.other_program")
