@@ -28,6 +28,9 @@ from .._wire.handshake import network_namespace
 from .._wire.plain import dump, reader
 from . import network
 
+# One key for all attempts of torchrun. Its TORCHELASTIC_RESTART_COUNT is not the attempt: only the
+# agent whose worker has failed counts on, the others start theirs again with the number before.
+_KEY = "aiorpc/rank0"
 _ABSENT = "\0"  # a value that no worker writes
 _CONNECT_TIMEOUT = 2.0  # seconds: a lost SYN is sent again after one second, then after three
 _BIND_TIMEOUT = 5.0  # seconds for the directory of the last world to close
@@ -140,7 +143,7 @@ class Meeting:
 
     def _publish(self, data: bytes) -> None:
         if self._has_agent:
-            self._agent_store().set(_key(), data.hex())
+            self._agent_store().set(_KEY, data.hex())
             return
         # In one step: another process reads all of it, or what was there before.
         new = self._file().with_name(f"{self._file().name}.{self._world}")
@@ -190,7 +193,7 @@ class Meeting:
         try:
             # torch's own `get` waits, and prints its frames if the connection ends meanwhile (2.13,
             # 2.15).
-            found = self._agent_store().compare_set(_key(), _ABSENT, _ABSENT)
+            found = self._agent_store().compare_set(_KEY, _ABSENT, _ABSENT)
         except RuntimeError as exc:
             self._store = None
             raise OSError(str(exc).splitlines()[0]) from exc
@@ -208,11 +211,6 @@ class Meeting:
                 host, port, None, False, timeout=patience, wait_for_workers=False
             )
         return self._store
-
-
-def _key() -> str:
-    # A restarted torchrun keeps its store, with the address of the last attempt.
-    return f"aiorpc/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/rank0"
 
 
 def _listen_unix(name: str) -> socket.socket:

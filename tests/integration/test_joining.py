@@ -289,7 +289,10 @@ async def test_a_joiner_that_is_killed_is_lost(tmp_path: Path) -> None:
 
 @pytest.mark.promise("joining.join")
 async def test_joining_beside_the_store_of_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By MASTER_ADDR alone, beside a launcher that keeps a store."""
+    """By MASTER_ADDR alone, beside a launcher that keeps a store, on which its agents agree.
+
+    An agent counts the restarts of its own workers only.
+    """
     listening = socket.create_server(("127.0.0.1", 0))  # torch's own looks up names of addresses
     port = listening.getsockname()[1]
     agent = torch.distributed.TCPStore(
@@ -302,11 +305,14 @@ async def test_joining_beside_the_store_of_torchrun(monkeypatch: pytest.MonkeyPa
     }
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
-    options: dict[str, Any] = {"environment": environment, "world_size": 2}
+    options: dict[str, Any] = {"world_size": 2}
     async with asyncio.timeout(2 * SOON):
         them = joiners.Joiners({"init_method": None, "interface": "lo"})
         try:
-            first = [await them.start(f"w{rank}", rank=rank, **options) for rank in range(2)]
+            first = []
+            for rank in range(2):
+                options["environment"] = environment | {"TORCHELASTIC_RESTART_COUNT": str(rank)}
+                first.append(await them.start(f"w{rank}", rank=rank, **options))
             assert [(await each.hear())[:2] for each in first] == [("in", 0), ("in", 1)]
             joined = await them.start("w2", environment=environment)
             assert await joined.hear() == ("in", 2, ("w0", "w1"))
