@@ -163,9 +163,16 @@ class Port:
             found.close()
         return found
 
-    def start(self, task: Coroutine[Any, Any, None], accepted: socket.socket) -> None:
-        """Run a task with a connection until `close`, and close the connection at its end."""
-        self._start(task).add_done_callback(lambda _: accepted.close())  # it may not have begun
+    def start(
+        self, coroutine: Coroutine[Any, Any, None], accepted: socket.socket
+    ) -> "asyncio.Task[None]":
+        """Return a task with a connection, which is cancelled by `close`.
+
+        The connection is closed at the end of the task.
+        """
+        task = self._start(coroutine)
+        task.add_done_callback(lambda _: accepted.close())  # it may not have begun
+        return task
 
     def end_accepting(self, acceptor: Acceptor) -> None:
         """Close an acceptor of `accept_at`."""
