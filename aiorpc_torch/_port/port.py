@@ -18,7 +18,7 @@ from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import await_on, call_soon
-from .._aio.silence import end_when_silent
+from .._aio.silence import end_when_silent, probe_when_idle
 from .._aio.unix_sockets import BACKLOG
 from .purposes import (
     CALLS,
@@ -47,8 +47,6 @@ _READY = b"+"
 
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x0a"
 """A fatal alert of TLS: an unexpected message."""
-
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 
 DIRECTORY_SILENCE, TORCH_SILENCE = 120.0, 900.0
 """Seconds after which what passes through a port ends if the other end acknowledges nothing. The
@@ -339,9 +337,7 @@ def prepare(connected: socket.socket) -> None:
     close_on_fork(connected)
     connected.setblocking(False)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    probe_when_idle(connected)
 
 
 async def connect(
