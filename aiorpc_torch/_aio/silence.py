@@ -1,6 +1,16 @@
-"""The time limit of TCP connections whose other end acknowledges nothing."""
+"""TCP connections whose other end acknowledges nothing: probes, and a time limit."""
 
 import socket
+
+KEEPALIVE = 60  # seconds until TCP probes an idle connection
+_PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
+
+
+def probe_when_idle(connected: socket.socket) -> None:
+    """Let TCP notice a machine that is off, and routers remember an idle connection."""
+    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option, value in _PROBES.items():
+        connected.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
 def end_when_silent(connected: socket.socket, seconds: float) -> None:

@@ -18,6 +18,7 @@ from types import TracebackType
 log = logging.getLogger("aiorpc_torch")
 
 TERMINAL_DELAY = 2.0  # seconds of a wait after which a terminal shows what is awaited
+LOG_DELAY = 10.0  # seconds until the log tells of a wait that may need the user
 LONGEST_INTERVAL = 300.0  # seconds between two lines of the log that say the same
 EARLY = 0.01  # seconds by which a timer may be early: uvloop's count whole milliseconds
 

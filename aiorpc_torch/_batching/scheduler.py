@@ -148,10 +148,10 @@ class FillScheduler(Scheduler[T]):
         queue[item] = self._added, now, weight
         self._waiting[item] = key
         self._added += 1
+        # A key that was alone is noted at its next change. Until then it has the oldest item, so
+        # `_select_batch` looks at it first. (tests/unit/batching/test_policies.py)
         if len(self._key_queues) > 1:
-            has_second_key = len(queue) == 1 and len(self._key_queues) == 2
-            for each in self._key_queues if has_second_key else (key,):
-                self._note_full(each)
+            self._note_full(key)
 
     def discard(self, item: T) -> bool:
         if item not in self._waiting:

@@ -11,7 +11,7 @@ from typing import Any, Protocol, cast
 from .._aio.deadlines import in_seconds
 from .._aio.detach import detach_socket
 from .._aio.unix_sockets import connect_unix
-from .._aio.waiting import announced
+from .._aio.waiting import LOG_DELAY, announced
 from .._port.dialer import Dialer
 from .._port.tls import TlsError
 from .._protocol import endpoints
@@ -44,7 +44,6 @@ Start = Callable[[asyncio.Transport, bytes], None]
 
 DIAL_TIMEOUT = 5.0  # seconds for the network to accept a connection
 PROOF_TIMEOUT = 5.0  # seconds for the proof of a listener whose event loop is not busy
-LOG_DELAY = 10.0  # seconds until the log tells that calls are held
 # Seconds between attempts. A listener with too many unproven connections closes new ones.
 _RETRY_DELAYS = (0.01, 0.02, 0.04, 0.08, 0.16, 0.32, *[0.5] * 20)
 

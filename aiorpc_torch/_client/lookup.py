@@ -8,15 +8,13 @@ from typing import Any
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout, deadline_in, in_seconds, time_left
-from .._aio.waiting import announced
+from .._aio.waiting import LOG_DELAY, announced
 from .._protocol.names import watch_name
 from .._torch.compat import RRefBase
 from .._wire.targets import FunctionTarget
 from ..errors import CallTimeout, RemoteError, WorkerLost
 from .call import RemoteCall
 from .pool import ConnectionPool, WorkerRef, current
-
-LOG_DELAY = 10.0  # seconds until the log tells that a lookup without a time limit waits
 
 
 async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> RRef[Any]:

@@ -18,7 +18,7 @@ from .._aio.acceptor import Acceptor
 from .._aio.fork import close_on_fork
 from .._aio.loop_thread import LoopThread
 from .._aio.loops import await_on, call_soon
-from .._aio.silence import end_when_silent
+from .._aio.silence import end_when_silent, probe_when_idle
 from .._aio.unix_sockets import BACKLOG
 from .purposes import (
     CALLS,
@@ -47,8 +47,6 @@ _READY = b"+"
 
 _ALERT = b"\x15\x03\x03\x00\x02\x02\x0a"
 """A fatal alert of TLS: an unexpected message."""
-
-_KEEPALIVE = {socket.TCP_KEEPIDLE: 60, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 
 DIRECTORY_SILENCE, TORCH_SILENCE = 120.0, 900.0
 """Seconds after which what passes through a port ends if the other end acknowledges nothing. The
@@ -163,9 +161,16 @@ class Port:
             found.close()
         return found
 
-    def start(self, task: Coroutine[Any, Any, None], accepted: socket.socket) -> None:
-        """Run a task with a connection until `close`, and close the connection at its end."""
-        self._start(task).add_done_callback(lambda _: accepted.close())  # it may not have begun
+    def start(
+        self, coroutine: Coroutine[Any, Any, None], accepted: socket.socket
+    ) -> "asyncio.Task[None]":
+        """Return a task with a connection, which is cancelled by `close`.
+
+        The connection is closed at the end of the task.
+        """
+        task = self._start(coroutine)
+        task.add_done_callback(lambda _: accepted.close())  # it may not have begun
+        return task
 
     def end_accepting(self, acceptor: Acceptor) -> None:
         """Close an acceptor of `accept_at`."""
@@ -332,9 +337,7 @@ def prepare(connected: socket.socket) -> None:
     close_on_fork(connected)
     connected.setblocking(False)
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-    connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option, value in _KEEPALIVE.items():
-        connected.setsockopt(socket.IPPROTO_TCP, option, value)
+    probe_when_idle(connected)
 
 
 async def connect(

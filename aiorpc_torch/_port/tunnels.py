@@ -52,7 +52,11 @@ class Tunnels:
         return tunnel.address
 
     def close(self, peer: str) -> None:
-        """Take no more connections to a worker."""
+        """End the connections to a worker, and take no more: its process was replaced, say.
+
+        A process that is frozen may still have a system that acknowledges what is sent. No limit of
+        silence ends its connections then.
+        """
         tunnel = self._open.pop(peer, None)
         if tunnel is not None and not self._port.call(tunnel.close):
             tunnel.close()
@@ -83,13 +87,16 @@ class _Tunnel:
         self._endpoint = endpoint
         self._is_first = True
         self._acceptor: Acceptor | None = None
+        self._tasks: set[asyncio.Task[None]] = set()  # of its connections
 
     def start(self) -> None:
         """Take torch's connections until `close`. The first one asks for the address."""
         self._acceptor = self._port.accept_at(self._listening, self._accept)
 
     def close(self) -> None:
-        """Take no more connections."""
+        """End the connections, and take no more."""
+        for task in self._tasks:
+            task.cancel()
         if self._acceptor is not None:
             self._port.end_accepting(self._acceptor)
         else:
@@ -98,7 +105,9 @@ class _Tunnel:
     def _accept(self, accepted: socket.socket) -> None:
         is_first, self._is_first = self._is_first, False
         prepare(accepted)
-        self._port.start(self._pass(accepted, is_first), accepted)
+        task = self._port.start(self._pass(accepted, is_first), accepted)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
 
     async def _pass(self, accepted: socket.socket, is_first: bool) -> None:
         try:

@@ -17,7 +17,7 @@ from .._aio.loop_thread import LoopThread
 from .._aio.loops import call_soon
 from .._aio.unix_sockets import is_same_user
 from .directory import Directory
-from .directory_messages import FromWorker, Register, Resume, ToWorker, read_from_worker
+from .directory_messages import Failed, FromWorker, Register, Resume, ToWorker, read_from_worker
 from .directory_stream import ANY_WORLD, LINGER, Stream, encode, greeting, open_stream
 
 log = logging.getLogger("aiorpc_torch")
@@ -97,9 +97,7 @@ class DirectoryServer:
                 stream.write(greeting(self._world))
                 if await stream.read_greeting() not in (self._world, ANY_WORLD):
                     raise ValueError("it looks for another world")
-                message = await stream.receive()
-            if not isinstance(message, Register | Resume):
-                raise ValueError("a connection must register first")
+                message: FromWorker = await _first_message(stream)
             self._unregistered.pop(number, None)
             self._streams[number] = stream
             if isinstance(message, Register):
@@ -138,3 +136,19 @@ class DirectoryServer:
     def call_later(self, seconds: float, step: Callable[[], None]) -> None:
         """Call `step` after that time."""
         self._loop.call_later(seconds, step)
+
+
+async def _first_message(stream: Stream[FromWorker]) -> Register | Resume:
+    """Wait for the first message of a worker; refuse one that cannot be read.
+
+    Without the refusal the worker would connect again, until its timeout.
+    """
+    try:
+        message = await stream.receive()
+    except ValueError as exc:
+        remedy = "every worker must run the same version of aiorpc_torch"
+        stream.send(Failed(f"rank 0 cannot read the registration of this worker: {exc}; {remedy}"))
+        raise
+    if not isinstance(message, Register | Resume):
+        raise ValueError("a connection must register first")
+    return message

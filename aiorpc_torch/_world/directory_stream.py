@@ -12,6 +12,7 @@ import struct
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+from .._aio.silence import probe_when_idle
 from .._wire.plain import dump
 
 M = TypeVar("M")
@@ -21,8 +22,6 @@ ANY_WORLD = "-" * 32
 """In place of the id of a world: a worker that does not know it meets any."""
 _TLS_ALERT = b"\x15"
 _LENGTH = struct.Struct("<I")
-KEEPALIVE = 60  # seconds until TCP probes an idle connection
-_PROBES = {socket.TCP_KEEPIDLE: KEEPALIVE, socket.TCP_KEEPINTVL: 15, socket.TCP_KEEPCNT: 4}
 LINGER = 0.5  # seconds for the last messages to be sent
 
 
@@ -114,20 +113,12 @@ async def open_stream(
     """Return the stream of a connected socket; `limit` is in bytes of a message received."""
     connected.setblocking(False)
     try:
-        _keep_alive(connected)
         if connected.family == socket.AF_UNIX:
             reader, writer = await asyncio.open_unix_connection(sock=connected)
         else:
+            probe_when_idle(connected)
             reader, writer = await asyncio.open_connection(sock=connected)
     except BaseException:
         connected.close()
         raise
     return Stream(reader, writer, read, limit)
-
-
-def _keep_alive(connected: socket.socket) -> None:
-    """Let the system notice a machine that is off, and routers remember an idle connection."""
-    if connected.family != socket.AF_UNIX:
-        connected.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for option, value in _PROBES.items():
-            connected.setsockopt(socket.IPPROTO_TCP, option, value)

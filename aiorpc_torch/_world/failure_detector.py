@@ -199,6 +199,8 @@ class FailureDetector:
     async def _lose_exited(self, peer: str, process: int, error: RpcError) -> None:
         reason = "" if self._children is None else await self._children.exit_reason(peer)
         if self._is_watched(peer, process):
+            if isinstance(error, WorkerLost):  # perhaps of one call, which was not sent
+                error = WorkerLost(peer, error.reason)
             found = WorkerLost(peer, reason) if reason else error
             self.lose(peer, self.told_failure(peer) or found)
 

@@ -2,7 +2,16 @@
 
 import socket
 
-from aiorpc_torch._aio.silence import end_when_silent
+from aiorpc_torch._aio.silence import end_when_silent, probe_when_idle
+
+
+def test_probes_of_an_idle_connection() -> None:
+    """A machine that is off is noticed after two minutes."""
+    with socket.socket() as sock:
+        probe_when_idle(sock)
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+        assert [sock.getsockopt(socket.IPPROTO_TCP, each) for each in options] == [60, 15, 4]
 
 
 def test_the_limit_holds_for_idle_connections_too() -> None:

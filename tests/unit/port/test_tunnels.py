@@ -107,6 +107,29 @@ async def test_the_first_connection_is_told_the_tunnel() -> None:
             each.close()
 
 
+async def test_a_tunnel_that_is_closed_ends_its_connections() -> None:
+    """A process that is frozen ends none: its system acknowledges what is sent to it."""
+    near, far = (Port("127.0.0.1", 0, None) for _ in range(2))
+    try:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            listening.settimeout(SOON)
+            far.torch = listening.getsockname()
+            tunnels, address = Tunnels(near), format_endpoint(*listening.getsockname())
+            own = tunnels.open("w1", far.endpoint, f"uv://{address}").removeprefix("uv://")
+            ours = socket.create_connection(split_endpoint(own), SOON)
+            theirs, _ = await asyncio.to_thread(listening.accept)
+        with ours, theirs:
+            theirs.settimeout(SOON)
+            ours.sendall(b"hello")
+            assert await asyncio.to_thread(theirs.recv, 5) == b"hello"
+            tunnels.close("w1")
+            for each in (ours, theirs):
+                assert await asyncio.to_thread(each.recv, 1) == b""
+    finally:
+        for port in (near, far):
+            port.close()
+
+
 async def test_a_worker_that_is_not_reached(caplog: pytest.LogCaptureFixture) -> None:
     near = Port("127.0.0.1", 0, None)
     try:

@@ -220,6 +220,16 @@ async def test_every_worker_gets_the_conflict(group: Group) -> None:
         assert "with world_size=2" in str(exc)
 
 
+async def test_a_registration_that_rank_0_cannot_read(group: Group) -> None:
+    """Its worker fails at once, with the reason; rank 0 still waits."""
+    waiting = group.register(registration(0))
+    await group.registered(1)
+    exc = await failure(group.register(registration(1, version=7)))
+    assert type(exc) is ValueError
+    assert str(exc).startswith("rank 0 cannot read the registration of this worker: Expected `str`")
+    assert not waiting.done()
+
+
 # ── rank 0 ──────────────────────────────────────────────────────────────────────────────────────
 
 

@@ -69,9 +69,10 @@ async def place() -> AsyncIterator[Place]:
 
 
 async def closed(stream: Stream[Any]) -> bool:
-    """Wait until the directory has closed a stream."""
+    """Wait until the directory has closed a stream; it may tell why."""
     try:
-        await stream.receive()
+        while isinstance(await stream.receive(), Failed):
+            pass
     except (EOFError, OSError):
         return True
     return False

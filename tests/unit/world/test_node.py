@@ -65,6 +65,29 @@ async def test_a_node_that_cannot_listen_answers_all_the_same() -> None:
     await node.server.close(SOON)
 
 
+class Exiting:
+    """Children that end, nothing tells how."""
+
+    def is_exiting(self, name: str) -> bool:
+        return True
+
+    async def exit_reason(self, name: str) -> str:
+        return ""
+
+
+async def test_a_loss_that_is_noticed_by_a_call_that_was_not_sent() -> None:
+    """It tells nothing of the calls that were."""
+    async with two_ends() as ends:
+        ends.near.detector._children = Exiting()
+        running = asyncio.ensure_future(call("far", gated, 1))
+        await ends.gate.wait_for()
+        noticed = WorkerLost("far", "its block has failed", may_have_run=False)
+        assert ends.near.detector.on_disconnect("far", 1, noticed) is None
+        with pytest.raises(WorkerLost, match="its block has failed; gated may have run") as raised:
+            await running
+        assert raised.value.may_have_run
+
+
 async def test_there_is_one_current_node(entered: list[Node]) -> None:
     """The other one does not take its place, nor does its end make it leave."""
     first, second = (Node(Members(name, WORKERS), NodeConfig()) for name in ("near", "far"))
