@@ -24,6 +24,15 @@ def test_the_limit_holds_for_idle_connections_too() -> None:
         assert found == [120_000, 60, 15]
 
 
+def test_a_long_limit_has_no_rarer_probes() -> None:
+    """Routers forget connections that are idle for some minutes."""
+    with socket.socket() as sock:
+        end_when_silent(sock, 900.0)
+        options = socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL
+        found = [sock.getsockopt(socket.IPPROTO_TCP, each) for each in options]
+        assert found == [900_000, 60, 15]
+
+
 def test_a_short_limit_has_whole_seconds() -> None:
     with socket.socket() as sock:
         end_when_silent(sock, 2.0)
