@@ -363,8 +363,9 @@ class Connection(Channel):
 
     def on_payload_reply(self, number: int, outcomes: Sequence[Any]) -> None:
         """Release a call, also a cancelled one, and deliver its results."""
-        self._state.window.answered((number,))
-        # The end of a stream comes on the connection, after its items.
+        # The end of a stream comes on the connection, after its items: until then it has run.
+        if not isinstance(self._pending.get(number), StreamReader):
+            self._state.window.answered((number,))
         self.on_results([each for each in outcomes if each[1] is not STREAM_END])
 
     def on_results(self, outcomes: Sequence[Any]) -> None:

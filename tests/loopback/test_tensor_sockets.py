@@ -7,7 +7,7 @@ import threading
 import warnings
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import pytest
@@ -49,6 +49,10 @@ class Shelf(TensorShelf):
     async def split(self, indexes: list[int]) -> list[Tensor]:
         """What is kept, for each caller."""
         return [self.kept[each] + 1 for each in indexes]
+
+    async def ones(self, x: Tensor) -> AsyncIterator[Tensor]:
+        """An item that is sent while the generator goes on."""
+        yield torch.ones(LARGE // 4)
 
     async def never(self) -> None:
         """Does not return."""
@@ -535,6 +539,29 @@ async def test_idle_sockets_end(shelf: Shelf, monkeypatch: pytest.MonkeyPatch) -
         await until(lambda: near()._sender is far()._sender is None)
         await until(lambda: not (len(receiver_of(near())) or len(receiver_of(far()))))
     assert near().sent == far().sent == 3
+
+
+async def test_a_stream_that_is_lost_before_its_first_item(
+    shelf: Shelf, line: Line, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch's reply to its arguments has come before: the generator has run."""
+    answered = asyncio.Event()
+    reply = connection.Connection.on_payload_reply
+
+    def on_payload_reply(self: connection.Connection, *args: Any) -> None:
+        reply(self, *args)
+        answered.set()
+
+    monkeypatch.setattr(connection.Connection, "on_payload_reply", on_payload_reply)
+    items = remote(RRef(shelf)).ones(torch.eye(3).to_sparse())
+    waiting = asyncio.ensure_future(anext(aiter(items)))
+    await line.is_held(1)
+    await asyncio.wait_for(answered.wait(), SOON)
+    own_connection().abort()
+    line.may_send.set()
+    with pytest.raises(aiorpc.WorkerLost) as raised:
+        await waiting
+    assert raised.value.may_have_run
 
 
 async def test_a_loop_that_is_closed_without_a_word(shelf: Shelf) -> None:
