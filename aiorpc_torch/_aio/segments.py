@@ -138,6 +138,14 @@ class Segment:
         """Return the memory, to be written."""
         return self._mapping.buffer()
 
+    def private_buffer(self) -> Buffer:
+        """Return the memory in a mapping in which what is written stays; it needs no descriptor.
+
+        Raises:
+            OSError: if this process has no address space for it.
+        """
+        return Mapping(self.name.descriptor, self.name.size, mmap.MAP_PRIVATE).buffer()
+
     def write(self, offset: int, address: int, size: int) -> None:
         """Copy `size` bytes of memory to `offset`. Releases the GIL.
 

@@ -344,8 +344,13 @@ class SocketLink:
         return self._sender
 
     def _end_idle(self, last: int | None) -> None:
-        """Close the sockets if there was no transfer since number `last`; else look again later."""
+        """Close the sockets if there was no transfer since number `last`; else look again later.
+
+        A thread that has sent its last chunk does not notice that its socket has failed.
+        """
         is_idle = last == self._last and not self._jobs
+        if self._jobs and self._sender is not None and self._sender.has_failed():
+            self._on_failure(ConnectionResetError("a tensor socket has ended"))
         if is_idle and self._sender is not None and len(self._sender) == SOCKETS:  # all are open
             self._sender.close()
             self._sender = None
@@ -424,6 +429,9 @@ class SocketLink:
 
     def send_transfer(self, transfer: OutgoingTransfer) -> None:
         """Send a transfer over the network."""
+        if len(self._jobs) == 1 and self._sender is not None and self._sender.has_failed():
+            self._sender.close()  # its sockets have failed while they were idle
+            self._sender = None
         if self._sender is None:
             self._open(ARGUMENTS if self._dial is not None else RESULTS)
         self._open_sender().send(transfer)
@@ -555,7 +563,7 @@ class SocketLink:
         memory, size = self._incoming.take(number)
         check_places(places, [size])
         if isinstance(memory, Segment):  # what is written is not seen by the siblings
-            memory = map_segment(memory.name, private=True).buffer()
+            memory = memory.private_buffer()
         return detach_data(rest, tensors_at(places, [memory]))
 
     def _allocate(self, size: int, is_shared: bool) -> tuple[Any, Segment | None]:
@@ -592,8 +600,11 @@ class SocketLink:
         self.can_send = False
         if self._idle_timer is not None:
             self._idle_timer.cancel()
-        for task in [] if self._loop.is_closed() else self._dialing:
-            task.cancel()
+        if self._loop.is_closed():
+            _copies.pop(self._loop, None)  # none is started any more, and each refers to the loop
+        else:
+            for task in self._dialing:
+                task.cancel()
         for threads in (self._sender, self._receiver):
             if threads is not None:
                 threads.close()

@@ -7,6 +7,7 @@ The threads end when their socket is shut down. (tests/unit/sockets/test_socket_
 
 import contextlib
 import queue
+import select
 import socket
 import ssl
 import threading
@@ -88,11 +89,8 @@ class _SocketThreads:
     def _run(self, sock: socket.socket, is_own: bool) -> None:
         try:
             with sock:
-                if is_own:
-                    sock.sendall(_READY)
-                elif not sock.recv(len(_READY)):
-                    return
-                self._work(sock)
+                if self._is_ready(sock, is_own):
+                    self._work(sock)
         except Exception as exc:
             if not self._is_closed:
                 # Its frames refer to the memory of a chunk, and it may be kept: by a log, say.
@@ -100,6 +98,13 @@ class _SocketThreads:
         finally:
             with contextlib.suppress(ValueError):  # all were closed
                 self._sockets.remove(sock)
+
+    def _is_ready(self, sock: socket.socket, is_own: bool) -> bool:
+        """Begin to use a socket; return False if the peer has closed it."""
+        if is_own:
+            sock.sendall(_READY)
+            return True
+        return bool(sock.recv(len(_READY)))
 
     def _work(self, sock: socket.socket) -> None:
         raise NotImplementedError
@@ -121,6 +126,14 @@ class SocketSender(_SocketThreads):
     def send(self, transfer: OutgoingTransfer) -> None:
         """Send a transfer, in turn with the others."""
         self._transfers.put(transfer)
+
+    def has_failed(self) -> bool:
+        """Return whether the peer has closed a socket, or one has failed."""
+        poller = select.poll()
+        for sock in [*self._sockets]:
+            if (descriptor := sock.fileno()) >= 0:
+                poller.register(descriptor, select.POLLRDHUP)
+        return bool(poller.poll(0))
 
     def close(self) -> None:
         super().close()
@@ -171,6 +184,12 @@ class SocketReceiver(_SocketThreads):
 
         # The peer closes idle sockets, and may open others before threads here have noticed it.
         self._most = 2 * SOCKETS
+
+    def _is_ready(self, sock: socket.socket, is_own: bool) -> bool:
+        try:
+            return super()._is_ready(sock, is_own)
+        except OSError:  # the peer closes idle sockets, this one as soon as it was open
+            return False
 
     def _work(self, sock: socket.socket) -> None:
         header = memoryview(bytearray(HEADER.size))

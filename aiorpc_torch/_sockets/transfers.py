@@ -19,6 +19,9 @@ CHUNK = 1 << 20
 """Bytes of a chunk, without the padding behind its last tensor. Smaller ones cost more,
 larger ones gain nothing."""
 
+MAX_SEGMENTS = 256
+"""Transfers for several processes that one peer may have under way: each takes a descriptor."""
+
 MAX_PIECES = 256
 """Tensors in one chunk."""
 
@@ -186,6 +189,8 @@ class IncomingTransfers:
         """Reserve memory for a transfer whose first chunk has come."""
         found = self._reserve(number, size)
         try:
+            segments = sum(each.segment is not None for each in self._arriving.values())
+            is_shared = is_shared and segments < MAX_SEGMENTS
             found.memory, found.segment = self._allocate(size, is_shared)
             found.is_released = found.segment is None
         except (OSError, RuntimeError, MemoryError):  # torch's error is a RuntimeError
@@ -268,8 +273,11 @@ class IncomingTransfers:
             found.expected, found.is_dropped, found.memory = sent, True, None
             if found.received == sent:
                 self._forget_read(number)
-            else:  # its segment has no other user
+            else:  # its segment has no other user; its bytes may be behind what waits for space
                 found.segment = None
+                self._held -= found.size
+                found.size = 0
+                self._freed.notify_all()
 
     def take(self, number: int) -> tuple[Any, int]:
         """Return memory or segment, and bytes, of a transfer that has come whole; once.

@@ -1,8 +1,11 @@
 """One transfer for several receivers of one host, in a world of one that is its own remote host."""
 
 import asyncio
+import gc
 import socket
 import threading
+import warnings
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
@@ -28,6 +31,7 @@ from .test_tensor_sockets import (
     memory_in_use,
     near,
     own_connection,
+    small,
     until,
 )
 
@@ -317,6 +321,39 @@ async def test_the_tensor_that_others_wait_for_is_freed(shelves: Shelves, line: 
                 await each
     assert await first == 1
     await until(shelves.nothing_is_held)
+
+
+async def test_a_loop_that_is_closed_while_others_wait(shelves: Shelves, line: Line) -> None:
+    """It is garbage when another loop has noticed."""
+    closed: list[weakref.ref[asyncio.AbstractEventLoop]] = []
+    rrefs = [RRef(each) for each in shelves]
+
+    async def begin() -> None:
+        await remote(rrefs[0]).echo(0)
+        await until(lambda: near().can_send)
+        x = torch.zeros(LARGE)
+        begun.extend(asyncio.ensure_future(remote(each).keep(x)) for each in rrefs)
+        await until(lambda: any(each.transfer.is_shared for each in near()._jobs.values()))
+
+    def run() -> None:
+        loop = asyncio.new_event_loop()
+        closed.append(weakref.ref(loop))
+        loop.run_until_complete(begin())
+        loop.close()
+        begun.clear()
+
+    def is_over() -> bool:
+        gc.collect()
+        return closed[0]() is None
+
+    begun: list[asyncio.Future[int]] = []
+    with warnings.catch_warnings():  # such a loop leaves its sockets to the garbage collector
+        warnings.simplefilter("ignore", ResourceWarning)
+        await asyncio.to_thread(run)
+        await asyncio.to_thread(lambda: asyncio.run(small(rrefs[0])))  # a loop that sees it closed
+        line.may_send.set()
+        await until(is_over)
+    await until(lambda: is_at_rest())
 
 
 async def test_the_connection_ends_while_others_wait(shelves: Shelves, line: Line) -> None:

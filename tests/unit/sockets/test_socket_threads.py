@@ -171,13 +171,14 @@ def test_a_receiver_takes_sockets_before_it_has_noticed_the_end_of_others() -> N
     receiver.close()
 
 
-def test_a_socket_that_ends_before_it_is_used() -> None:
-    """It leaves its place to others."""
+@pytest.mark.parametrize("is_own", [False, True])
+def test_a_socket_that_ends_before_it_is_used(is_own: bool) -> None:
+    """It leaves its place to others, and is no failure: the peer closes what it does not need."""
     told: queue.SimpleQueue[Any] = queue.SimpleQueue()
     receiver = SocketReceiver(IncomingTransfers(1 << 20, allocate), told.put, told.put)
     near, far = socket.socketpair()
-    receiver.add(far, is_own=False)
     near.close()
+    receiver.add(far, is_own=is_own)
     deadline = time.monotonic() + SOON
     while len(receiver):
         assert time.monotonic() < deadline

@@ -250,6 +250,40 @@ def test_a_transfer_waits_for_space(way_on: str) -> None:
             assert (waiting.result(SOON) is not None) is has_memory
 
 
+def test_what_was_dropped_counts_no_more() -> None:
+    """Its bytes that still come may be behind a chunk that would wait for them."""
+    found = incoming(100)
+    assert found.begin(1, 80, 0, 80) is not None
+    assert found.begin(2, 80, 0, 40) is not None
+    assert found.end(2, 40) is None
+    found.drop(2, 80)
+    assert found.begin(3, 80, 0, 80) is not None
+    assert found.begin(2, 80, 40, 40) is None
+    assert found.end(2, 40) is None
+    assert len(found) == 2
+    assert found._held == 160
+
+
+def test_a_peer_makes_so_many_segments(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each takes a descriptor; further transfers are for one receiver alone."""
+    monkeypatch.setattr(transfers, "MAX_SEGMENTS", 2)
+    asked: list[bool] = []
+
+    def allocate(size: int, is_shared: bool) -> tuple[Any, Segment | None]:
+        asked.append(is_shared)
+        segment = Segment(size) if is_shared else None
+        return bytearray(size), segment
+
+    found = IncomingTransfers(1 << 20, allocate)
+    for number in (1, 2, 3):
+        found.begin(number, 64, 0, 64, True)
+    found.end(1, 64)
+    found.take(1)
+    found.release(1)
+    found.begin(4, 64, 0, 64, True)
+    assert asked == [True, True, False, True]
+
+
 def test_memory_of_a_sibling() -> None:
     """It counts as a transfer until it is read or dropped."""
     found = incoming(100)
