@@ -103,8 +103,8 @@ def batched(
         policy = Fill(**fill)
     elif not isinstance(policy, Policy):
         raise TypeError(
-            "batched takes a Fill or a Round first, as in @batched(Round(4)) or, of a Fill's "
-            f"arguments, @batched(max_size=64), got {policy!r}"
+            "batched needs arguments: @batched(max_size=64), or a Fill or a Round, as in "
+            f"@batched(Round(4)), got {policy!r}"
         )
     elif fill:
         raise TypeError("batched takes a policy or the arguments of a Fill, not both")

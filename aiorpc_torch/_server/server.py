@@ -314,7 +314,7 @@ class Server:
             self._listener.close()
         tasks = {call.task: call for call in calls if call.task is not None}
         for task in tasks and (await asyncio.wait(tasks, timeout=timeout))[1]:
-            detach_task(task, f"{tasks[task]} of worker {self.name}")
+            detach_task(task, f"{tasks[task].name} of worker {self.name}")
         await asyncio.gather(*(session.ended.wait() for session in sessions))
         self._executor.close(0.1, self.name)
 

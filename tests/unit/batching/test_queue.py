@@ -992,9 +992,9 @@ def test_only_functions_are_batched(thing: Any) -> None:
     [
         ((), {}, TypeError, "needs max_size="),
         ((), {"max_wait": 1.0}, TypeError, "needs max_size="),
-        ((64,), {}, TypeError, "takes a Fill or a Round first"),
-        ((body,), {}, TypeError, "takes a Fill or a Round first"),
-        ((Fill,), {}, TypeError, "takes a Fill or a Round first"),
+        ((64,), {}, TypeError, "needs arguments: @batched\\(max_size=64\\)"),
+        ((body,), {}, TypeError, "needs arguments: @batched\\(max_size=64\\)"),
+        ((Fill,), {}, TypeError, "needs arguments: @batched\\(max_size=64\\)"),
         ((Fill(2),), {"max_size": 3}, TypeError, "not both"),
         ((Round(2),), {"max_wait": 1.0}, TypeError, "not both"),
         ((), {"max_size": 0}, ValueError, "max_size must be at least 1"),
