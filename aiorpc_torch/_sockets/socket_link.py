@@ -352,10 +352,17 @@ class SocketLink:
         if self._jobs and self._sender is not None and self._sender.has_failed():
             self._on_failure(ConnectionResetError("a tensor socket has ended"))
         if is_idle and self._sender is not None and len(self._sender) == SOCKETS:  # all are open
-            self._sender.close()
-            self._sender = None
+            self._close_sender()
         else:
             self._idle_timer = self._loop.call_later(IDLE_SECONDS, self._end_idle, self._last)
+
+    def _close_sender(self) -> None:
+        """Close the sockets; the next transfer opens others."""
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+        if self._sender is not None:
+            self._sender.close()
+            self._sender = None
 
     def _on_failure(self, error: Exception) -> None:
         """End the connection, whose calls may wait for tensors."""
@@ -430,8 +437,7 @@ class SocketLink:
     def send_transfer(self, transfer: OutgoingTransfer) -> None:
         """Send a transfer over the network."""
         if len(self._jobs) == 1 and self._sender is not None and self._sender.has_failed():
-            self._sender.close()  # its sockets have failed while they were idle
-            self._sender = None
+            self._close_sender()  # while it was idle
         if self._sender is None:
             self._open(ARGUMENTS if self._dial is not None else RESULTS)
         self._open_sender().send(transfer)
