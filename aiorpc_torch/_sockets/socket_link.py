@@ -436,11 +436,15 @@ class SocketLink:
 
     def send_transfer(self, transfer: OutgoingTransfer) -> None:
         """Send a transfer over the network."""
-        if len(self._jobs) == 1 and self._sender is not None and self._sender.has_failed():
-            self._close_sender()  # while it was idle
+        if len(self._jobs) == 1 and self._has_idle_failure():
+            self._close_sender()
         if self._sender is None:
             self._open(ARGUMENTS if self._dial is not None else RESULTS)
         self._open_sender().send(transfer)
+
+    def _has_idle_failure(self) -> bool:
+        """Return whether the sockets of an open connection have failed, while they were idle."""
+        return self._wire.is_open and self._sender is not None and self._sender.has_failed()
 
     def tell_adopted(self, number: int, name: SegmentName) -> None:
         """Let the peer map memory of a sibling in place of a transfer."""
