@@ -305,7 +305,6 @@ async def test_a_receiver_that_makes_no_segment(
     await until(is_at_rest)
 
 
-@pytest.mark.promise("sockets.lost")
 async def test_the_tensor_that_others_wait_for_is_freed(shelves: Shelves, line: Line) -> None:
     """All their calls fail, as one alone would."""
     first = asyncio.ensure_future(remote(RRef(shelves[3])).keep(torch.ones(LARGE)))
@@ -356,6 +355,7 @@ async def test_a_loop_that_is_closed_while_others_wait(shelves: Shelves, line: L
     await until(lambda: is_at_rest())
 
 
+@pytest.mark.promise("sockets.lost")
 async def test_the_connection_ends_while_others_wait(shelves: Shelves, line: Line) -> None:
     """All calls fail, and nothing is left."""
     running = asyncio.ensure_future(remote(group(shelves)).keep(torch.ones(LARGE)))
