@@ -150,12 +150,12 @@ class Table:
         """Return after earlier calls have started."""
 
     @batched(Round(size=3))
-    async def total(self, items: list[int]) -> list[int]:
-        return [sum(items)] * len(items)
+    async def total(self, items: list[int]) -> int:
+        return sum(items)
 
     @batched(Round(size=2, timeout=SHORT))
-    async def pair(self, items: list[int]) -> list[int]:
-        return [sum(items)] * len(items)
+    async def pair(self, items: list[int]) -> int:
+        return sum(items)
 
     @batched(Round(size=1))
     def blocks(self, items: list[int]) -> list[int]:

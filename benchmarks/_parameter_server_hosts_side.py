@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Round, batched, lookup, register, remote
+from aiorpc_torch import Round, batched, lookup, register, remote
 
 INIT = "tcp://10.94.7.1:29512"
 TRAINERS = 8
@@ -58,8 +58,8 @@ class Server:
         self.model = Model(size)
 
     @batched(Round(TRAINERS))
-    def update(self, gradients: list[Tensor]) -> Broadcast[Tensor]:
-        return Broadcast(self.model.step(gradients))
+    def update(self, gradients: list[Tensor]) -> Tensor:
+        return self.model.step(gradients)
 
 
 async def ours(rank: int, rounds: int, size: int) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Round, RoundTimeout, batched, lookup, remote, run_local
+from aiorpc_torch import Round, RoundTimeout, batched, lookup, remote, run_local
 
 CLASSES = 10
 
@@ -43,20 +43,29 @@ class ParameterServer:
         torch.manual_seed(0)
         self.model = get_model(options.model, num_classes=CLASSES).to(options.server_device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, 0.9, fused=True)
-        self.losses, self.iterations, self.via = list[float](), options.iterations, options.via
-        rule = Round(options.trainers, options.quorum, options.timeout, member=lambda name, _: name)
-        self.step = batched(rule)(self._step)
+        self.losses, self.options = list[float](), options
 
     def __reduce__(self) -> tuple[type, tuple[()]]:  # torch looks for tensors in it, with maps
         return object, ()
 
     def state(self) -> tuple[int, Tensors]:
         """Return the number of steps and the model, which is not copied if it is there already."""
-        return len(self.losses), {n: x.to(self.via) for n, x in self.model.state_dict().items()}
+        return len(self.losses), {
+            n: x.to(self.options.via) for n, x in self.model.state_dict().items()
+        }
 
+    @batched(
+        Round(
+            lambda self: self.options.trainers,
+            quorum=lambda self: self.options.quorum,
+            timeout=lambda self: self.options.timeout,
+            member=lambda name, _: name,
+        )
+    )
     @torch.no_grad()
-    def _step(self, names: list[str], learned: list[Tensors]) -> Broadcast[tuple[int, Tensors]]:
-        if len(self.losses) < self.iterations:  # else a late trainer gets the model alone
+    def step(self, names: list[str], learned: list[Tensors]) -> tuple[int, Tensors]:
+        """Make one step for a round of trainers; all get the new model."""
+        if len(self.losses) < self.options.iterations:  # else a late trainer gets the model alone
             for name, parameter in self.model.named_parameters():
                 parameter.grad = mean(learned, name).to(parameter.device)
             for name, buffer in self.model.named_buffers():
@@ -65,7 +74,7 @@ class ParameterServer:
             self.optimizer.zero_grad()
             self.losses.append(loss := mean(learned, "loss").item())
             print(f"step {len(self.losses)}: loss {loss:.3f} of", *sorted(names), flush=True)
-        return Broadcast(self.state())
+        return self.state()
 
 
 def mean(learned: list[Tensors], name: str) -> Tensor:

@@ -1,7 +1,8 @@
 """Static types of `@batched` functions: `list[T] -> list[R]` is called as `T -> R`.
 
-A function of more than four parameters, or with another result than a sequence or a `Broadcast`, is
-typed as a function of anything. Nothing here runs.
+With a `Round`, `list[T] -> R` is called as `T -> R`. A function of more than four parameters, or
+with another result than a sequence or a `Broadcast`, is typed as a function of anything. Nothing
+here runs.
 """
 
 import asyncio
@@ -80,6 +81,80 @@ class ListDecorator(Protocol):
     def __call__(
         self, function: Callable[[S, list[A], list[B], list[C], list[D]], _Returned[R]], /
     ) -> BatchedMethod[S, [A, B, C, D], R]: ...
+    @overload
+    def __call__(self, function: Callable[..., Any], /) -> Any: ...
+
+
+class RoundDecorator(Protocol):
+    """`@batched(Round(4))`: takes lists, returns the result of all callers.
+
+    `each(values)` has the type of one of its values.
+    """
+
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[[list[A]], Awaitable[R]], /
+    ) -> BatchedFunction[[A], R]: ...
+    @overload
+    def __call__(self, function: Callable[[list[A]], R], /) -> BatchedFunction[[A], R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[[list[A], list[B]], Awaitable[R]], /
+    ) -> BatchedFunction[[A, B], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[list[A], list[B]], R], /
+    ) -> BatchedFunction[[A, B], R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[[list[A], list[B], list[C]], Awaitable[R]], /
+    ) -> BatchedFunction[[A, B, C], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[list[A], list[B], list[C]], R], /
+    ) -> BatchedFunction[[A, B, C], R]: ...
+    @overload
+    def __call__(  # type: ignore[overload-overlap]
+        self, function: Callable[[list[A], list[B], list[C], list[D]], Awaitable[R]], /
+    ) -> BatchedFunction[[A, B, C, D], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[list[A], list[B], list[C], list[D]], R], /
+    ) -> BatchedFunction[[A, B, C, D], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A]], Awaitable[R]], /
+    ) -> BatchedMethod[S, [A], R]: ...
+    @overload
+    def __call__(self, function: Callable[[S, list[A]], R], /) -> BatchedMethod[S, [A], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A], list[B]], Awaitable[R]], /
+    ) -> BatchedMethod[S, [A, B], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A], list[B]], R], /
+    ) -> BatchedMethod[S, [A, B], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A], list[B], list[C]], Awaitable[R]], /
+    ) -> BatchedMethod[S, [A, B, C], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A], list[B], list[C]], R], /
+    ) -> BatchedMethod[S, [A, B, C], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A], list[B], list[C], list[D]], Awaitable[R]], /
+    ) -> BatchedMethod[S, [A, B, C, D], R]: ...
+    @overload
+    def __call__(
+        self, function: Callable[[S, list[A], list[B], list[C], list[D]], R], /
+    ) -> BatchedMethod[S, [A, B, C, D], R]: ...
+    @overload
+    def __call__(self, function: Callable[[S], Awaitable[R]], /) -> BatchedMethod[S, [], R]: ...
+    @overload
+    def __call__(self, function: Callable[[S], R], /) -> BatchedMethod[S, [], R]: ...
     @overload
     def __call__(self, function: Callable[..., Any], /) -> Any: ...
 

@@ -15,10 +15,10 @@ from .._protocol.runtime import in_event_loop, mark_runs_on_loop, run_for_torch_
 from .._torch.compat import RRefBase
 from .._wire.by_value import refuse_by_value
 from .._wire.messages import Arguments
-from ._typing import ListDecorator, StackDecorator
+from ._typing import ListDecorator, RoundDecorator, StackDecorator
 from .collate import Device
 from .function import BatchFunction
-from .policies import Fill, Policy
+from .policies import Count, Fill, Policy, Round, Seconds, has_functions
 from .queue import BatchQueue, ResultCallback
 from .stats import new_counters
 from .traits import traits_function
@@ -27,13 +27,13 @@ from .traits import traits_function
 class FillOptions(TypedDict, total=False):
     """The arguments of a `Fill`, in place of one."""
 
-    max_size: int
-    max_wait: float
-    max_concurrency: int
-    max_pending: int | None
+    max_size: Count
+    max_wait: Seconds
+    max_concurrent_batches: Count
+    max_pending: Count | None
     key: Callable[..., Hashable] | None
     weight: Callable[..., float] | None
-    max_weight: float | None
+    max_weight: float | Callable[[Any], float] | None
 
 
 @overload
@@ -47,8 +47,12 @@ def batched(
 
 
 @overload
+def batched(policy: Round, *, stack: Literal[False] = False) -> RoundDecorator: ...
+
+
+@overload
 def batched(
-    policy: Policy | None = None, *, stack: Literal[False] = False, **fill: Unpack[FillOptions]
+    policy: Fill | None = None, *, stack: Literal[False] = False, **fill: Unpack[FillOptions]
 ) -> ListDecorator: ...
 
 
@@ -58,10 +62,11 @@ def batched(
     """Call the decorated function once for many callers.
 
     A caller passes one item: `await remote(agent).select(state)`. The function gets one list for
-    each parameter, in order of arrival. It returns a list or tuple of the same length, a tensor (or
-    a dict or dataclass of tensors) whose first dimension is the batch, or `Broadcast(value)`. An
-    exception *instance* among the results is raised for that caller alone; an exception that the
-    function raises is raised for each caller.
+    each parameter, in order of arrival. With a `Fill` it returns a list or tuple of the same
+    length, a tensor (or a dict or dataclass of tensors) whose first dimension is the batch, or
+    `Broadcast(value)`. With a `Round` all callers get what it returns, whatever that is, or one
+    value each of `each(values)`. An exception *instance* among the results is raised for that
+    caller alone; an exception that the function raises is raised for each caller.
 
         @batched(max_size=64, max_wait=0.002)
         async def select(self, states: list[Tensor]) -> list[int]: ...
@@ -70,7 +75,7 @@ def batched(
         def infer(self, states: Tensor) -> Tensor: ...  # [B, ...] in, [B, ...] out
 
         @batched(Round(size=5, quorum=4, timeout=10.0))
-        def update(self, grads: list[Grads]): ...; return Broadcast(self.parameters())
+        def update(self, grads: list[Grads]) -> list[Tensor]: ...  # for all five
 
     An `async def` function runs on the event loop, a plain `def` in a thread; calls that arrive
     meanwhile form the next batch. Each instance has its own queue. A call leaves the queue if its
@@ -81,7 +86,7 @@ def batched(
     Args:
         policy: A `Fill` or a `Round`. In place of a `Fill`, its arguments: `max_size`, the most
             calls in a batch; `max_wait`, the seconds that the oldest call waits for others
-            (default: 0.0); `max_concurrency`, the batches that run at once (default: 1);
+            (default: 0.0); `max_concurrent_batches`, the batches that run at once (default: 1);
             `max_pending`, the most calls that wait (default: None, no limit); `key`, `weight` and
             `max_weight`, which `Fill` describes.
         stack: Pass each parameter stacked: a tensor with the batch as its first dimension, or a
@@ -98,6 +103,8 @@ def batched(
         BatchContractError: at the call, if the function does not return one result per caller.
     """
     if policy is None:
+        if "max_concurrency" in fill:
+            raise TypeError("max_concurrency= is called max_concurrent_batches=")
         if "max_size" not in fill:
             raise TypeError("batched needs max_size=, or a Fill or a Round")
         policy = Fill(**fill)
@@ -133,7 +140,8 @@ class Batched:
         self._device = device
         self._traits_of = traits_function(policy, self.__qualname__, stacked=stack)
         size = policy.max_size if isinstance(policy, Fill) else policy.size
-        self._counters = new_counters(self.__qualname__, size)
+        # Of a function of the object it is known from the first call on.
+        self._counters = new_counters(self.__qualname__, size if isinstance(size, int) else 1)
         self._is_method = False
         self._queues: WeakIdentityDict[Any, BatchQueue] = WeakIdentityDict()
         mark_runs_on_loop(self)
@@ -205,6 +213,7 @@ class Batched:
             is_method=self._is_method,
             stacked=self._stack,
             device=self._device,
+            for_all=isinstance(self._policy, Round),
         )
 
     def _queue(self, instance: Any) -> BatchQueue:
@@ -212,6 +221,11 @@ class Batched:
         owner = self if instance is None else instance
         if (known := self._queues.get(owner)) is not None:
             return known
+        if not self._is_method and has_functions(self._policy):
+            raise TypeError(
+                f"{self.__qualname__} is no method: a number of its policy cannot be a function of "
+                f"the object, got {self._policy}"
+            )
         queue = BatchQueue(self._batch_function, self._policy, self._traits_of, self._counters)
         try:
             self._queues.set(owner, queue)

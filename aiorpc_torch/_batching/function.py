@@ -16,16 +16,26 @@ from .traits import CallArgs
 
 
 class BatchFunction:
-    """A function that gets one list per parameter; if `stacked`, one tree of tensors."""
+    """A function that gets one list per parameter; if `stacked`, one tree of tensors.
+
+    With `for_all`, its result is for all callers.
+    """
 
     def __init__(
-        self, function: Callable[..., Any], *, is_method: bool, stacked: bool, device: Device
+        self,
+        function: Callable[..., Any],
+        *,
+        is_method: bool,
+        stacked: bool,
+        device: Device,
+        for_all: bool = False,
     ) -> None:
         self.name = getattr(function, "__qualname__", repr(function))
         self._function = function
         self._is_async = inspect.iscoroutinefunction(function)
         self._is_method = is_method
         self._stacked = stacked
+        self._for_all = for_all
         self._collator = Collator(device)
         target = None if device is None else torch.device(device)
         self._cuda = target if target is not None and target.type == "cuda" else None
@@ -101,7 +111,8 @@ class BatchFunction:
         return self._split(result, size)
 
     def _split(self, result: Any, size: int) -> list[Any]:
-        return split_results(result, size, self.name, stacked=self._stacked)
+        for_all = self._for_all
+        return split_results(result, size, self.name, stacked=self._stacked, for_all=for_all)
 
     def _call(self, instance: Any, calls: Sequence[CallArgs], collator: Collator) -> Any:
         columns = zip(*calls, strict=True)

@@ -29,7 +29,7 @@ from .._wire.ancestry import (
 from .._wire.columns import SharedValue
 from ..errors import NotServing, QueueFull, RoundTimeout
 from .function import BatchFunction
-from .policies import Fill, Policy, Round
+from .policies import Fill, Policy, Round, has_functions, numbers_of
 from .results import failure_per_caller
 from .rounds import RoundScheduler
 from .scheduler import Batch, FillScheduler, Scheduler, TimedOutRound
@@ -132,9 +132,10 @@ class BatchQueue:
     ) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
         self._function = function
-        self._policy = policy
+        self._given = self._policy = policy
         self._traits_of = traits_of
         self._counters = counters
+        self._varies = has_functions(policy)
         self._scheduler = _new_scheduler(policy)
         self._running: dict[Batch[QueuedCall], RunningBatch] = {}
         self._dispatcher: asyncio.Task[None] | None = None  # begins in the next loop iteration
@@ -172,6 +173,8 @@ class BatchQueue:
         loop = asyncio.get_running_loop()
         if self.loop is not loop:
             self._bind_loop(loop)
+        if self._varies:
+            self._renew_numbers(instance)
         if not self._scheduler.can_accept():
             name, limit = self._function.name, len(self)
             text = f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending"
@@ -186,6 +189,14 @@ class BatchQueue:
         self._scheduler.add(call, now, traits)
         self._schedule_dispatch()
         return call
+
+    def _renew_numbers(self, instance: Any) -> None:
+        """Follow the numbers of the policy that are functions of the object."""
+        policy: Any = numbers_of(self._given, instance)
+        self._counters.size = policy.max_size if isinstance(policy, Fill) else policy.size  # type: ignore[assignment]
+        if policy != self._policy:
+            self._policy = policy
+            self._scheduler.use(policy)
 
     def discard(self, call: QueuedCall) -> bool:
         """Remove a cancelled call; return False if its batch has started."""

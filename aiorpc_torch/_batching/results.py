@@ -1,4 +1,8 @@
-"""The result of a `@batched` function, split into one result per caller."""
+"""The result of a `@batched` function, split into one result per caller.
+
+The policy says what a result is. That of a `Fill` is a sequence, with one result for each caller.
+That of a `Round` is for all of its callers. `Broadcast` and `each` say the other.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,6 +13,7 @@ from torch import Tensor
 from .._torch.tree import children
 from .._wire.columns import SharedValue
 from .._wire.exceptions import copy_exception, ensure_raisable, try_add_note
+from .._wire.shared_arguments import EachValue
 from ..errors import BatchContractError
 from .collate import uncollate
 
@@ -17,26 +22,43 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Broadcast(Generic[T]):
-    """One result for every caller of the batch: `return Broadcast(model.parameters())`.
+    """One result for every caller of a batch of `Fill`: `return Broadcast(model.parameters())`.
 
-    The value is pickled once for all callers. Its large tensors are copied or sent later: do not
-    change them in place before every caller has its result.
+    The result of a `Round` is for every caller without it. The value is pickled once for all
+    callers. Its large tensors are copied or sent later: do not change them in place before every
+    caller has its result.
     """
 
     value: T
 
 
-def split_results(result: Any, size: int, name: str, *, stacked: bool = False) -> list[Any]:
+def split_results(
+    result: Any, size: int, name: str, *, stacked: bool = False, for_all: bool = False
+) -> list[Any]:
     """Return one result for each of `size` callers; an exception among them is to be raised.
 
     A tuple is one result per caller; if the arguments were `stacked`, it is a tree of tensors. One
     rule for both would take (actions, values) for two results whenever the batch is of two.
 
+    Args:
+        result: What the function has returned.
+        size: Number of callers.
+        name: Name of the function, for errors.
+        stacked: Whether its arguments were stacked.
+        for_all: Whether a result is for all callers: that of a round.
+
     Raises:
         BatchContractError: if `result` is not one result per caller.
     """
+    if type(result) is EachValue:
+        results = [*map(_own_row, result.values)]
+    elif for_all or type(result) is Broadcast:
+        results = _shared(result.value if type(result) is Broadcast else result, size)
     # The usual case first: the check for Sequence takes longer than the rest.
-    results = result[:] if type(result) is list else _results_of(result, size, name, stacked)
+    elif type(result) is list:
+        results = result[:]
+    else:
+        results = _results_of(result, size, name, stacked)
     if len(results) != size:
         raise BatchContractError(
             f"{name} got a batch of {size} and returned {len(results)} results"
@@ -60,11 +82,18 @@ def _takes_list_for_tensor(exc: BaseException) -> bool:
     return isinstance(exc, TypeError) and "Tensor" in str(exc) and "list" in str(exc)
 
 
+def _shared(value: Any, size: int) -> list[Any]:
+    """Return one value for all callers; an exception stays unshared: each gets a copy."""
+    return [value if isinstance(value, BaseException) else SharedValue(value)] * size
+
+
+def _own_row(value: Any) -> Any:
+    """Return a value of `each`: a row of a tensor without the rest of its storage, on the CPU."""
+    is_row = isinstance(value, Tensor) and value._is_view()
+    return value.cpu().clone() if is_row else value
+
+
 def _results_of(result: Any, size: int, name: str, stacked: bool) -> list[Any]:
-    if isinstance(result, Broadcast):
-        # An exception stays unshared: `_distinct` copies it for each caller.
-        is_exception = isinstance(result.value, BaseException)
-        return [result.value if is_exception else SharedValue(result.value)] * size
     # A str or bytes is a sequence as well, but never meant as one result per caller.
     is_sequence = isinstance(result, Sequence) and not isinstance(result, str | bytes | bytearray)
     if is_sequence and not (stacked and isinstance(result, tuple)):

@@ -5,7 +5,7 @@ A round takes the first waiting contribution of each member; further ones wait f
 
 from collections.abc import Hashable
 from itertools import islice
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from .policies import Round
 from .scheduler import DEFAULT_TRAITS, Batch, CallTraits, Reason, Scheduler, TimedOutRound
@@ -18,11 +18,14 @@ class RoundScheduler(Scheduler[T]):
 
     def __init__(self, policy: Round) -> None:
         super().__init__(slots=1)
-        self._policy = policy
+        self._policy: Any = policy  # its numbers are known once `use` was called, if not before
         self._waiting: dict[T, tuple[float, CallTraits]] = {}  # with the times of arrival
         self._last_end = float("-inf")  # of the previous round
         # The latest contributor last. Members are not declared: workers may join and leave.
         self._known_members: dict[Hashable, None] = {}
+
+    def use(self, policy: Round) -> None:
+        self._policy = policy
 
     def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
         """Add a contribution.
@@ -57,7 +60,7 @@ class RoundScheduler(Scheduler[T]):
             return None
         # Not before the previous round ends: a missing member may wait for that one's result.
         since, _ = next(iter(self._waiting.values()))
-        return max(since, self._last_end) + self._policy.timeout
+        return max(since, self._last_end) + self._policy.timeout  # type: ignore[no-any-return]
 
     def _select_batch(self, now: float) -> Batch[T] | TimedOutRound[T] | None:
         members = self._next_members()

@@ -85,6 +85,13 @@ class Scheduler(abc.ABC, Generic[T]):
         return len(self._waiting)
 
     @abc.abstractmethod
+    def use(self, policy: Any) -> None:
+        """Follow another policy of the same kind from now on, whose numbers are none of functions.
+
+        One with functions needs it before the first item.
+        """
+
+    @abc.abstractmethod
     def add(self, item: T, now: float, traits: CallTraits = DEFAULT_TRAITS) -> None:
         """Add an item that arrived at time `now`."""
 
@@ -129,12 +136,17 @@ class FillScheduler(Scheduler[T]):
     """A scheduler for `Fill`: any callers share a batch if their keys are equal."""
 
     def __init__(self, policy: Fill) -> None:
-        super().__init__(policy.max_concurrency)
-        self._policy = policy
+        super().__init__(policy.max_concurrent_batches)  # type: ignore[arg-type]
+        self._policy: Any = policy
         self._key_queues: dict[Hashable, _KeyQueue[T]] = {}  # none is empty
         self._waiting: dict[T, Hashable] = {}  # with their keys
         self._full: set[Hashable] = set()  # keys with a full batch, while there are several keys
         self._added = 0
+
+    def use(self, policy: Fill) -> None:
+        self._policy, self._slots = policy, policy.max_concurrent_batches  # type: ignore[assignment]
+        for key in self._key_queues if len(self._key_queues) > 1 else ():
+            self._note_full(key)
 
     def can_accept(self) -> bool:
         limit = self._policy.max_pending
@@ -162,7 +174,8 @@ class FillScheduler(Scheduler[T]):
     def deadline(self) -> float | None:
         if self._running >= self._slots or not self._waiting:
             return None
-        return _oldest(self._key_queues[self._oldest_key()])[1] + self._policy.max_wait
+        oldest = _oldest(self._key_queues[self._oldest_key()])[1]
+        return oldest + self._policy.max_wait  # type: ignore[no-any-return]
 
     def close(self) -> tuple[T, ...]:
         self._key_queues.clear()

@@ -43,7 +43,8 @@ def each(values: Iterable[V]) -> V:
     """Give each member of a group a value of its own: `remote(envs).reset(each(seeds))`.
 
     It is a direct argument, positional or keyword, of a call of a group. There must be one value
-    for each member. A tensor gives its rows.
+    for each member. A tensor gives its rows. A `@batched` function returns `each(values)` to give
+    one value to each caller, which the function of a `Round` needs: its result is for all.
 
     Raises:
         TypeError: if `values` cannot be iterated, or is a str, bytes, a mapping or a set. Also from

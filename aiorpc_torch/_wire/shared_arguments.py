@@ -5,6 +5,7 @@ together, once. (tests/unit/wire/test_shared_arguments.py)
 """
 
 from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from .ancestry import BatchId
@@ -16,14 +17,16 @@ from .shared_tensors import share
 from .wire_targets import EncodedTarget
 
 
+# A dataclass, so that the tensors of a batch's result are found in it (`_torch.tree`).
+@dataclass(slots=True, init=False, repr=False, eq=False)
 class EachValue:
-    """The values of `each`: one for each member of a group.
+    """The values of `each`: one for each member of a group, or for each caller of a batch.
 
     Raises:
         TypeError: if `values` cannot be iterated, or is a str, bytes, a mapping or a set.
     """
 
-    __slots__ = ("values",)
+    values: tuple[Any, ...]
 
     def __init__(self, values: Iterable[Any]) -> None:
         if isinstance(values, str | bytes | bytearray | Mapping | Set):
@@ -36,8 +39,14 @@ class EachValue:
     def __repr__(self) -> str:
         return f"<each of {len(self.values)} values>"
 
+    def __copy__(self) -> "EachValue":
+        return EachValue(self.values)
+
     def __reduce_ex__(self, _: object) -> NoReturn:
-        raise TypeError("each() must be a direct argument of a call of a group")
+        raise TypeError(
+            "each() must be a direct argument of a call of a group, or what a batched function "
+            "returns"
+        )
 
 
 class MemberArguments(NamedTuple):

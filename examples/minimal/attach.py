@@ -19,8 +19,8 @@ class ParameterServer:
         return self.weight.clone()
 
     @aiorpc.batched(aiorpc.Round(2), stack=True)
-    def step(self, gradients: torch.Tensor) -> aiorpc.Broadcast[torch.Tensor]:  # for all
-        return aiorpc.Broadcast(self.add(gradients.mean(0)))
+    def step(self, gradients: torch.Tensor) -> torch.Tensor:  # for all
+        return self.add(gradients.mean(0))
 
 
 SERVER = ParameterServer()

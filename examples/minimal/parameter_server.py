@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Round, batched, create, create_all, each, remote
+from aiorpc_torch import Round, batched, create, create_all, each, remote
 
 TRAINERS = ["trainer0", "trainer1", "trainer2"]
 
@@ -18,11 +18,11 @@ class Server:
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
 
     @batched(Round(len(TRAINERS)))  # runs once all trainers have called
-    async def update(self, gradients: list[list[Tensor]]) -> Broadcast[dict[str, Tensor]]:
+    async def update(self, gradients: list[list[Tensor]]) -> dict[str, Tensor]:
         for parameter, *parts in zip(self.model.parameters(), *gradients, strict=True):
             parameter.grad = torch.stack(parts).mean(0)
         self.optimizer.step()
-        return Broadcast(self.model.state_dict())
+        return self.model.state_dict()
 
     async def state(self) -> dict[str, Tensor]:
         return self.model.state_dict()

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Fill, Round, batched, call, create, remote, stats
+from aiorpc_torch import Broadcast, Fill, Round, batched, call, create, each, remote, stats
 from tests.support.actors import Proxied
 
 PATIENCE = 10.0
@@ -44,8 +44,8 @@ async def test_a_member_that_is_none(who: Any) -> None:
     """It is its caller's error alone: the round goes on without it."""
 
     @batched(Round(2, member=lambda item: item))
-    async def body(items: list[Any]) -> list[Any]:
-        return items
+    async def body(items: list[Any]) -> Any:
+        return each(items)
 
     (refused,) = await all_of(asked(body, who))
     assert isinstance(refused, TypeError)
@@ -147,7 +147,7 @@ async def test_a_stacked_round_of_one_kind() -> None:
     (refused,) = await all_of(asked(body, {"a": torch.zeros(2), "b": torch.zeros(2)}))
     assert isinstance(refused, ValueError)
     found = await all_of(first, body({"a": torch.ones(2)}))
-    assert [each["a"].sum().item() for each in found] == [0.0, 2.0]
+    assert [tree["a"].tolist() for tree in found] == [[[0.0, 0.0], [1.0, 1.0]]] * 2
 
 
 # ── loops, proxies, garbage ─────────────────────────────────────────────────────────────────────

@@ -429,7 +429,7 @@ async def test_a_function_that_awaits_its_own_queue(concurrency: int) -> None:
     """Its callers, elsewhere, are told instead of waiting for ever."""
 
     class Nested:
-        @batched(max_size=8, max_concurrency=concurrency)
+        @batched(max_size=8, max_concurrent_batches=concurrency)
         async def ask(self, items: list[int]) -> list[int]:
             return [await self.ask(item) for item in items]
 
@@ -455,11 +455,11 @@ async def test_leaving_a_world_answers_everybody() -> None:
 @pytest.mark.promise("batching.one_at_a_time")
 @pytest.mark.usefixtures("world")
 async def test_two_batches_at_once_and_the_third_waits() -> None:
-    """With `max_concurrency=2`; whichever ends first makes room."""
+    """With `max_concurrent_batches=2`; whichever ends first makes room."""
     gates: dict[int, asyncio.Event] = collections.defaultdict(asyncio.Event)
 
     class Two(Gated):
-        @batched(max_size=2, max_concurrency=2)
+        @batched(max_size=2, max_concurrent_batches=2)
         async def ask(self, items: list[int]) -> list[int]:
             self.batches.append(items)
             await gates[items[0]].wait()
@@ -513,7 +513,7 @@ class Counted:
 @pytest.mark.promise("batching.broadcast")
 async def test_a_broadcast_is_pickled_once(gated: Any) -> None:
     """However many callers there are; each has an object of its own."""
-    _, far = gated(Round(8), answer=lambda items: Broadcast({"it": Counted(), "x": torch.ones(3)}))
+    _, far = gated(Round(8), answer=lambda items: {"it": Counted(), "x": torch.ones(3)})
     before = Counted.pickled
     got = await settled(*asks(far, *range(8)))
     assert Counted.pickled == before + 1
@@ -534,12 +534,12 @@ class Kept:
         return items
 
     @batched(Round(2, quorum=1, timeout=1000.0))
-    async def meet(self, items: list[int]) -> list[int]:
-        return items
+    async def meet(self, items: list[int]) -> int:
+        return len(items)
 
     @batched(Round(2, timeout=1000.0))
-    async def fail(self, items: list[int]) -> list[int]:
-        return items
+    async def fail(self, items: list[int]) -> int:
+        return len(items)
 
     async def here(self) -> None:
         pass
@@ -585,7 +585,7 @@ async def test_statistics_of_batches(skip: Callable[[float], None]) -> None:
 @pytest.mark.promise("torch_clients.batched")
 async def test_torch_clients_of_every_policy(gated: Any) -> None:
     """`rpc_sync` and `rref.rpc_sync()` join rounds, stacks and lines by key, and a full queue."""
-    met, meet = gated(Round(2, member=by_name), answer=Broadcast)
+    met, meet = gated(Round(2, member=by_name), answer=list)
     theirs = asyncio.create_task(asyncio.to_thread(lambda: RRef(met).rpc_sync().ask("a1")))
     ours = asyncio.create_task(meet.ask("b1"))
     assert sorted(await theirs) == sorted(await ours) == ["a1", "b1"]
@@ -618,7 +618,11 @@ async def test_torch_clients_of_every_policy(gated: Any) -> None:
         ({"max_size": 2, "device": "cuda"}, TypeError, "device= requires stack=True"),
         ({"policy": Round(2), "device": "cpu"}, TypeError, "device= requires stack=True"),
         ({"stack": True}, TypeError, "needs max_size="),
-        ({"max_size": 2, "max_concurrency": 0}, ValueError, "max_concurrency must be at least 1"),
+        (
+            {"max_size": 2, "max_concurrent_batches": 0},
+            ValueError,
+            "max_concurrent_batches must be at least 1",
+        ),
         ({"max_size": 2, "max_pending": 0}, ValueError, "max_pending must be at least 1"),
         ({"max_size": 2, "key": "name"}, TypeError, "key must be a function"),
         ({"max_size": 2, "weight": len}, ValueError, "weight= requires max_weight="),
@@ -674,7 +678,7 @@ async def test_every_call_settles_once_with_its_own_answer(
         return answers[1:] if ending == "too few" else answers
 
     made, far = gated(
-        max_size=3, max_concurrency=concurrency, weight=weight, max_weight=3, answer=answer
+        max_size=3, max_concurrent_batches=concurrency, weight=weight, max_weight=3, answer=answer
     )
     calls: list[asyncio.Task[Any]] = []
     kinds: list[str] = []

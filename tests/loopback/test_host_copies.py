@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Group, Round, RRef, batched, remote
+from aiorpc_torch import Group, Round, RRef, batched, remote
 from aiorpc_torch._aio.segments import SegmentName
 from aiorpc_torch._sockets import socket_link, socket_threads, transfers
 from tests.support.segment_files import mapped_segments, open_segments
@@ -46,7 +46,7 @@ class Crowd(Shelf):
 
     @batched(Round(3))
     async def gather(self, values: list[int]) -> Any:
-        return Broadcast(torch.full((LARGE,), float(sum(values))))
+        return torch.full((LARGE,), float(sum(values)))
 
 
 class Shelves(list[Shelf]):

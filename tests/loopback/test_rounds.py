@@ -3,17 +3,23 @@
 import asyncio
 import pickle
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import aiorpc_torch as aiorpc
 from aiorpc_torch import (
+    BatchContractError,
     Broadcast,
     CallTimeout,
     Round,
     RoundTimeout,
     RRef,
+    batched,
     remote,
+    stats,
 )
 from tests.support.gated_batches import arrived, asks, by_name, cancel, outcome, raises, settled
 
@@ -32,7 +38,7 @@ async def test_a_members_second_contribution_waits_for_the_next_round(gated: Any
     made.answer = raises(LookupError("the step"))
     calls += asks(far, "b2")
     assert [type(each) for each in await settled(calls[1], calls[3])] == [LookupError] * 2
-    made.answer = Broadcast
+    made.answer = list
     assert await settled(*asks(far, "a3", "b3")) == [["a3", "b3"]] * 2
     assert made.batches == [["a1", "b1"], ["a2", "b2"], ["a3", "b3"]]
 
@@ -170,3 +176,178 @@ async def test_a_quorum_is_enough_once_the_time_is_over(
     assert made.batches == [["a1", "b1"]]  # c may wait for that answer still
     skip(1001.0)
     assert await settled(*calls[2:]) == ["b2", "a2"]
+
+
+# ── results ───────────────────────────────────────────────────────────────────────────────────────
+
+
+FOR_ALL = {
+    "tensor": torch.arange(3.0),
+    "list": [1, 2, 3],
+    "tuple": (1, 2),
+    "dict": {"weights": torch.ones(3, 2)},
+    "none": None,
+    "text": "abc",
+    "object": SimpleNamespace(rows=3),
+}
+
+
+@pytest.mark.promise("rounds.for_all")
+@pytest.mark.parametrize("stack", [False, True], ids=["lists", "stacked"])
+@pytest.mark.parametrize("result", FOR_ALL.values(), ids=FOR_ALL)
+async def test_what_a_round_returns_is_for_all(
+    world: aiorpc.Worker, result: Any, stack: bool
+) -> None:
+    """Whatever it is, also if it could be dealt out: three weights for three trainers."""
+
+    class Server:
+        @batched(Round(3), stack=stack)
+        def update(self, gradients: Any) -> Any:
+            return result
+
+    here = Server()
+    far = remote(RRef(here))
+    got = await settled(*(far.update(float(each)) for each in range(3)))
+    got += await settled(*(here.update(float(each)) for each in range(3)))
+    assert [repr(each) for each in got] == [repr(result)] * 6
+
+
+@pytest.mark.promise("rounds.for_all")
+async def test_each_gives_one_result_to_each(gated: Any) -> None:
+    """Values, the rows of a tensor and exceptions, in the order of arrival."""
+    made, far = gated(Round(3), answer=lambda items: aiorpc.each(torch.tensor(items)))
+    assert [int(row) for row in await settled(*asks(far, 1, 2, 3))] == [1, 2, 3]
+    made.answer = lambda items: aiorpc.each([items[0], LookupError("two"), items[2]])
+    first, second, third = await settled(*asks(far, 1, 2, 3))
+    assert (first, str(second), third) == (1, "two", 3)
+    made.answer = lambda items: aiorpc.each(items[:2])
+    for told in await settled(*asks(far, 1, 2, 3)):
+        assert type(told) is BatchContractError
+        assert "got a batch of 3 and returned 2 results" in str(told)
+
+
+async def test_rows_of_each_are_tensors_of_their_own(world: aiorpc.Worker) -> None:
+    """A local caller may change its row, and keeps no other alive."""
+
+    class Server:
+        @batched(Round(2))
+        async def rows(self, items: list[int]) -> Any:
+            return aiorpc.each(torch.zeros(2, 3))
+
+    here = Server()
+    one, other = await settled(here.rows(0), here.rows(1))
+    one.fill_(1.0)
+    assert other.tolist() == [0.0] * 3
+    assert one.untyped_storage().nbytes() == 12
+
+
+async def test_an_exception_instance_is_raised_for_all(gated: Any) -> None:
+    """Each caller has its own."""
+    _, far = gated(Round(2), answer=lambda items: LookupError("over"))
+    one, other = await settled(*asks(far, 1, 2))
+    assert str(one) == str(other) == "over"
+    assert one is not other
+
+
+async def test_a_broadcast_of_a_round_is_its_value(gated: Any) -> None:
+    """It says twice what a round does."""
+    _, far = gated(Round(2), answer=Broadcast)
+    assert await settled(*asks(far, 1, 2)) == [[1, 2]] * 2
+
+
+async def test_a_barrier(world: aiorpc.Worker) -> None:
+    """A method without parameters and without a result."""
+
+    class Barrier:
+        passed = 0
+
+        @batched(Round(lambda self: 3))
+        def wait(self) -> None:
+            self.passed += 1
+
+    barrier = Barrier()
+    far = remote(RRef(barrier))
+    waiting = [asyncio.create_task(outcome(far.wait())) for _ in range(2)]
+    await asyncio.sleep(0.01)
+    assert not any(task.done() for task in waiting)
+    assert await settled(*waiting, far.wait()) == [None] * 3
+    assert barrier.passed == 1
+
+
+# ── numbers of the object ─────────────────────────────────────────────────────────────────────────
+
+
+class Trainers:
+    """A round of as many as there are trainers now."""
+
+    def __init__(self, trainers: Any) -> None:
+        self.trainers = trainers
+
+    @batched(Round(lambda self: self.trainers, timeout=lambda self: 1000.0))
+    async def update(self, items: list[int]) -> list[int]:
+        return items
+
+    @batched(max_size=lambda self: self.trainers, max_wait=lambda self: 1000.0)
+    async def fill(self, items: list[int]) -> list[list[int]]:
+        return [items] * len(items)
+
+
+@pytest.mark.promise("batching.numbers")
+@pytest.mark.parametrize("method", ["update", "fill"])
+async def test_numbers_are_functions_of_the_object(world: aiorpc.Worker, method: str) -> None:
+    """Each object has its own, and a change counts from the next call on."""
+    few, many = Trainers(1), Trainers(3)
+    ask, ask_many = getattr(remote(RRef(few)), method), getattr(remote(RRef(many)), method)
+    assert await settled(ask(1)) == [[1]]
+    waiting = [asyncio.create_task(outcome(ask_many(each))) for each in (1, 2)]
+    assert await settled(ask(1)) == [[1]]
+    assert not any(task.done() for task in waiting)
+    many.trainers = 4
+    waiting.append(asyncio.create_task(outcome(ask_many(3))))
+    assert await settled(*waiting, ask_many(4)) == [[1, 2, 3, 4]] * 4
+    waiting = [asyncio.create_task(outcome(ask_many(each))) for each in (1, 2)]
+    assert await settled(ask(1)) == [[1]]
+    many.trainers = 3
+    assert await settled(*waiting, ask_many(3)) == [[1, 2, 3]] * 3
+    name = f"Trainers.{method}"
+    assert stats().batches[name].size == 1 or stats().batches[name].size == 3
+
+
+@pytest.mark.parametrize(
+    ("trainers", "error"),
+    [
+        (0, "size must be at least 1, got 0"),
+        ("two", "size must be an int, got 'two'"),
+        (None, "size must be an int, got None"),
+    ],
+)
+async def test_an_invalid_number_is_its_callers_error(
+    world: aiorpc.Worker, trainers: Any, error: str
+) -> None:
+    """The call raises, and the object goes on."""
+    made = Trainers(trainers)
+    for method in (remote(RRef(made)).update, remote(RRef(made)).fill):
+        (told,) = await settled(method(1))
+        assert isinstance(told, TypeError | ValueError)
+        assert error in str(told)
+    made.trainers = 1
+    assert await settled(remote(RRef(made)).update(1)) == [[1]]
+
+
+async def test_a_number_that_raises_is_its_callers_error(world: aiorpc.Worker) -> None:
+    """As the function raised it."""
+    made = Trainers(1)
+    del made.trainers
+    (told,) = await settled(remote(RRef(made)).update(1))
+    assert type(told) is AttributeError
+
+
+async def test_a_function_has_no_object(world: aiorpc.Worker) -> None:
+    """Its numbers are numbers."""
+
+    @batched(max_size=lambda self: 1)
+    async def free(items: list[int]) -> list[int]:
+        return items
+
+    with pytest.raises(TypeError, match="is no method"):
+        await free(1)

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Round, async_execution, batched, call, remote
+from aiorpc_torch import Round, async_execution, batched, call, remote
 
 
 class Notes:
@@ -105,8 +105,8 @@ class Batching:
         return [2 * x + offset for x, offset in zip(xs, offsets, strict=True)]
 
     @batched(Round(size=3))
-    async def total(self, xs: list[int]) -> Broadcast[int]:
-        return Broadcast(sum(xs))
+    async def total(self, xs: list[int]) -> int:
+        return sum(xs)
 
     @batched(max_size=8)
     async def rows(self, xs: list[Tensor]) -> Tensor:
@@ -139,7 +139,7 @@ class Knot:
         await self.gate.wait()
         return answers
 
-    @batched(max_size=8, max_concurrency=2)
+    @batched(max_size=8, max_concurrent_batches=2)
     def ask_in_thread(self, routes: list[Any]) -> list[Any]:
         return [asyncio.run(follow(route)) for route in routes]
 
@@ -569,16 +569,16 @@ class Parameters:
     async def rounds(self) -> list[list[str]]:
         return self._rounds
 
-    def _step(self, grads: list[Tensor], names: list[str]) -> Broadcast[tuple[Tensor, int]]:
+    def _step(self, grads: list[Tensor], names: list[str]) -> tuple[Tensor, int]:
         self._rounds.append(sorted(names))
-        return Broadcast((torch.stack(grads).sum(0), len(self._rounds)))
+        return torch.stack(grads).sum(0), len(self._rounds)
 
     @batched(Round(5, quorum=4, timeout=1.0, member=lambda grad, name: name))
-    def lenient(self, grads: list[Tensor], names: list[str]) -> Broadcast[tuple[Tensor, int]]:
+    def lenient(self, grads: list[Tensor], names: list[str]) -> tuple[Tensor, int]:
         return self._step(grads, names)
 
     @batched(Round(5, timeout=1.0, member=lambda grad, name: name))
-    def strict(self, grads: list[Tensor], names: list[str]) -> Broadcast[tuple[Tensor, int]]:
+    def strict(self, grads: list[Tensor], names: list[str]) -> tuple[Tensor, int]:
         return self._step(grads, names)
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed import autograd, rpc
 
-from aiorpc_torch import Broadcast, Round, RRef, batched, call, create, fetch, remote
+from aiorpc_torch import Round, RRef, batched, call, create, fetch, remote
 from aiorpc_torch._torch.compat import current_context_id
 from aiorpc_torch.testing import Gate
 
@@ -128,8 +128,8 @@ class Stage:
             yield x
 
     @batched(Round(size=2))
-    async def together(self, xs: list[Tensor]) -> Broadcast[Tensor]:
-        return Broadcast(torch.stack(xs).sum(0) * self.weight.sum())
+    async def together(self, xs: list[Tensor]) -> Tensor:
+        return torch.stack(xs).sum(0) * self.weight.sum()
 
     async def slow_backward(self, x: Tensor) -> Tensor:
         return Slow.apply(x)  # type: ignore[no-any-return]

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, batched, remote
+from aiorpc_torch import Round, RRef, batched, each, remote
 
 
 class Gated:
@@ -29,16 +29,20 @@ class Gated:
 
 
 def new_gated(
-    *policy: Any, answer: Callable[[list[Any]], Any] = list, **fill: Any
+    *policy: Any, answer: Callable[[list[Any]], Any] | None = None, **fill: Any
 ) -> tuple[Any, Any]:
-    """An object with a batched `ask`, and the same as a caller elsewhere has it."""
+    """An object with a batched `ask`, and the same as a caller elsewhere has it.
+
+    Without an `answer`, each caller gets its item back.
+    """
 
     class Made(Gated):
         @batched(*policy, **fill)
         async def ask(self, items: Any, scale: Any = 1) -> Any:
             return await self.pass_(items)
 
-    made = Made(answer)
+    of_round = any(isinstance(given, Round) for given in (*policy, *fill.values()))
+    made = Made(answer or (each if of_round else list))
     return made, remote(RRef(made))
 
 

@@ -145,5 +145,5 @@ class Env:
             yield each
 
     @aiorpc.batched(aiorpc.Round(2, timeout=30))
-    async def both(self, numbers: list[int]) -> list[int]:
-        return [sum(numbers)] * len(numbers)
+    async def both(self, numbers: list[int]) -> int:
+        return sum(numbers)

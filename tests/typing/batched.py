@@ -6,7 +6,7 @@ from typing import assert_type
 
 from torch import Tensor
 
-from aiorpc_torch import Broadcast, Round, RRef, batched, call
+from aiorpc_torch import Broadcast, Round, RRef, batched, call, each
 
 
 @dataclass
@@ -27,8 +27,20 @@ class Agent:
         return tuple(names)
 
     @batched(Round(size=5, quorum=4, timeout=1.0))
-    def update(self, gradients: list[list[Tensor]]) -> Broadcast[dict[str, Tensor]]:
-        return Broadcast({})
+    def update(self, gradients: list[list[Tensor]]) -> dict[str, Tensor]:
+        return {}
+
+    @batched(Round(lambda self: 3))
+    async def order(self, names: list[str]) -> int:
+        return each(range(len(names)))
+
+    @batched(Round(3))
+    def barrier(self) -> None:
+        pass
+
+    @batched(max_size=8)
+    def same(self, names: list[str]) -> Broadcast[int]:
+        return Broadcast(1)
 
     @batched(max_size=2)
     async def four(
@@ -65,6 +77,9 @@ async def remotely(rref: RRef[Agent], state: Tensor, observed: Observation) -> N
     assert_type(await call(rref, Agent.select, state), int)
     assert_type(await call(rref, Agent.rank, "a", 1.0), str)
     assert_type(await call(rref, Agent.update, [state]), dict[str, Tensor])
+    assert_type(await call(rref, Agent.order, "a"), int)
+    assert_type(await call(rref, Agent.barrier), None)
+    assert_type(await call(rref, Agent.same, "a"), int)
     assert_type(await call(rref, Agent.four, 1, "b", b"c", 0.5), complex)
     assert_type(await call(rref, Agent.infer, state), Tensor)
     assert_type(await call(rref, Agent.value, observed, discount=0.5), dict[str, Tensor])

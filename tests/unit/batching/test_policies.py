@@ -15,7 +15,7 @@ rule by its name.
 4.  `_next_size`: exactly `max_weight` is not full, or stops before the last one that fits
 5.  `_next_size`: the weight of the last one in place of the sum; or a sum beyond `max_size`
 6.  `deadline`: of any key; None while any batch runs, or although no slot is free
-7.  `next_batch`: one batch more than `max_concurrency`; a timed-out round takes a slot
+7.  `next_batch`: one batch more than `max_concurrent_batches`; a timed-out round takes a slot
 8.  `can_accept`: one more than `max_pending`; or those in running batches count, too
 9.  `_remove`: counts one for each batch; or leaves an empty queue behind
 10. `close`: in order of keys, not of arrival; or it keeps the keys
@@ -121,12 +121,12 @@ class FillModel:
         return self.policy.max_pending is None or len(self.waiting) < self.policy.max_pending
 
     def deadline(self) -> float | None:
-        if self.running == self.policy.max_concurrency or not self.waiting:
+        if self.running == self.policy.max_concurrent_batches or not self.waiting:
             return None
         return self.waiting[0].since + self.policy.max_wait
 
     def next_batch(self, now: float) -> Told | None:
-        if self.running == self.policy.max_concurrency:
+        if self.running == self.policy.max_concurrent_batches:
             return None
         for line in queues_of(self.waiting):
             batch, full = self.together(line)
@@ -288,7 +288,7 @@ class Machine(RuleBasedStateMachine):
 class FillMachine(Machine):
     @initialize(policy=fills, start=starts)
     def begin(self, policy: Fill, start: float) -> None:
-        self.begin_with(FillModel(policy), policy.max_concurrency, start)
+        self.begin_with(FillModel(policy), policy.max_concurrent_batches, start)
 
     @rule(gap=gaps, burst=st.lists(calls, min_size=1, max_size=4))
     def add(self, gap: float, burst: list[CallTraits]) -> None:
@@ -494,7 +494,7 @@ def test_fills_are_bounded(told: ToldFill) -> None:
     for each in story.left:
         assert 1 <= len(each.items) <= fill.max_size
         assert len(queues_of(each.there)) == 1
-        assert each.running < fill.max_concurrency
+        assert each.running < fill.max_concurrent_batches
         assert fill.max_pending is None or len(each.waiting) <= fill.max_pending
         if fill.max_weight is not None and len(each.items) > 1:
             assert weight_of(each.there) <= fill.max_weight
@@ -521,7 +521,7 @@ def test_a_batch_of_a_key_starts_as_soon_as_it_may(told: ToldFill) -> None:
     fill, _, _, story = told
     untils = [now for now, _, _ in story.rests[1:]]
     for (now, running, waiting), until in zip(story.rests, untils, strict=False):
-        for line in queues_of(waiting) if running < fill.max_concurrency else []:
+        for line in queues_of(waiting) if running < fill.max_concurrent_batches else []:
             assert not may_leave(fill, line, now)
             assert until <= line[0].since + fill.max_wait
     assert story.closed == ()
@@ -685,7 +685,7 @@ def test_what_fills_a_batch_by_weight(waiting: list[float], full: list[int], lef
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 5))
 def test_max_pending_counts_waiting_items(most: int, slots: int, pick: int) -> None:
     """Exactly `max_pending` fit, however many run; who leaves makes room for one."""
-    scheduler = new(Fill(1, max_concurrency=slots, max_pending=most))
+    scheduler = new(Fill(1, max_concurrent_batches=slots, max_pending=most))
     for item in range(slots):
         scheduler.add(item, 0.0)
         assert scheduler.next_batch(0.0) is not None
@@ -736,8 +736,8 @@ def test_an_empty_key_is_forgotten(size: int) -> None:
 @pytest.mark.parametrize(
     ("make", "given", "message"),
     [
-        (Fill, {"max_concurrency": 0}, "max_concurrency must be at least 1, got 0"),
-        (Fill, {"max_concurrency": True}, "max_concurrency must be an int, got True"),
+        (Fill, {"max_concurrent_batches": 0}, "max_concurrent_batches must be at least 1, got 0"),
+        (Fill, {"max_concurrent_batches": True}, "max_concurrent_batches must be an int, got True"),
         (Fill, {"max_pending": 0}, "max_pending must be at least 1, got 0"),
         (Fill, {"key": "id"}, "key must be a function of a call's arguments, got 'id'"),
         (Fill, {"weight": 3, "max_weight": 3}, "weight must be a function of a call's arguments"),
@@ -764,3 +764,37 @@ def test_a_policy_shows_what_was_given() -> None:
     """And nothing that is as it is by default."""
     assert repr(Fill(2, max_pending=3)) == "Fill(max_size=2, max_pending=3)"
     assert repr(Round(3, 2, 1.0)) == "Round(size=3, quorum=2, timeout=1.0)"
+
+
+# ── numbers that change ─────────────────────────────────────────────────────────────────────────
+
+
+def drained(scheduler: Scheduler[int], since: float) -> list[Any]:
+    """Everything that leaves, one batch at a time, until nothing leaves any more."""
+    told: list[Any] = []
+    for now in (since, since + 1.0, since + 1e6):
+        while (left := scheduler.next_batch(now)) is not None:
+            told.append((now, left.items, getattr(left, "reason", None)))
+            if isinstance(left, Batch):
+                scheduler.finish_batch(now)
+    return told
+
+
+@given(
+    st.tuples(fills, fills, st.lists(calls, max_size=12))
+    | st.tuples(rounds, rounds, st.lists(alike, max_size=12))
+)
+def test_other_numbers_count_as_if_they_always_had(
+    told: tuple[Policy, Policy, list[CallTraits]],
+) -> None:
+    """`use` leaves a scheduler as one that had its policy before the first item."""
+    before, after, arrivals = told
+    changed, fresh = new(before), new(after)
+    for number, traits in enumerate(arrivals):
+        changed.add(number, float(number), traits)
+        fresh.add(number, float(number), traits)
+    changed.use(after)
+    now = float(len(arrivals))
+    assert changed.deadline() == fresh.deadline()
+    assert changed.can_accept() == fresh.can_accept()
+    assert drained(changed, now) == drained(fresh, now)

@@ -54,9 +54,9 @@ class Gated:
         return [("passed", item) for item in items]
 
     @batched(Round(size=3))
-    async def meet(self, items: list[Any]) -> "Broadcast[tuple[Any, ...]]":
+    async def meet(self, items: list[Any]) -> tuple[Any, ...]:
         self.batches.append(items)
-        return Broadcast(tuple(items))
+        return tuple(items)
 
     async def busy(self) -> "asyncio.Future[Any]":
         """Let a first batch run, and stand at the gate."""
@@ -1027,7 +1027,7 @@ class Pairs:
     async def together(self, xs: list[int]) -> list[int]:
         return xs
 
-    @batched(max_size=1, max_concurrency=2)
+    @batched(max_size=1, max_concurrent_batches=2)
     async def apart(self, xs: list[int]) -> list[int]:
         await asyncio.sleep(0)
         return xs
