@@ -10,7 +10,13 @@ from typing import Any
 
 
 class RpcError(Exception):
-    """Base class: the call failed for a reason other than an exception in remote code."""
+    """Base class: the call failed for a reason other than an exception in remote code.
+
+    Attributes:
+        may_have_run: False if the call was not sent, or was not started: it may be made again.
+    """
+
+    may_have_run = True
 
 
 class CallTimeout(RpcError, TimeoutError):
@@ -26,8 +32,6 @@ class CallTimeout(RpcError, TimeoutError):
         may_have_run: False if the call was not sent, or was not started.
     """
 
-    may_have_run = True
-
     def __init__(
         self,
         *args: object,
@@ -41,50 +45,13 @@ class CallTimeout(RpcError, TimeoutError):
         self.may_have_run = may_have_run
 
 
-class WorkerLost(RpcError, ConnectionError):
-    """Loss of a worker: it has died or is unreachable. A call that was sent may have run.
+class NotInWorld(RpcError, RuntimeError):
+    """No world: this process is in none, or has left it.
 
-    Continue without it; or restart it (`restart=`), `await me.wait_for(name)`, and create its
-    objects again, which `supervised` does.
-
-    Attributes:
-        worker: name of the worker.
-        reason: reason of the loss.
-        method: name of the method or function that was called, with its class where that is known;
-            None if the loss did not end a call.
-        may_have_run: False if the call was not sent.
-    """
-
-    may_have_run = True
-
-    def __init__(
-        self,
-        worker: str,
-        reason: str = "the connection broke",
-        *,
-        method: str | None = None,
-        may_have_run: bool = True,
-    ) -> None:
-        what = "may have run" if may_have_run else "was not sent"
-        call = f"; {method} {what}" if method else ""
-        super().__init__(f"worker {worker!r} is lost: {reason}{call}")
-        self.worker = worker
-        self.reason = reason
-        self.method = method
-        self.may_have_run = may_have_run
-
-    def __reduce__(self) -> Any:
-        return _read_worker_lost, (type(self), self.args), vars(self)
-
-
-class NotServing(RpcError):
-    """Call without a world: this process or the peer is in none.
-
-    In this process, enter `worker()`, `local_world()` or `attach()` first. A peer is in no world if
-    it has left it, or has not entered it through this library.
+    Enter `worker()`, `local_world()` or `attach()` first.
 
     Attributes:
-        may_have_run: False if the call was not sent.
+        may_have_run: True if the call was sent before this process left.
     """
 
     may_have_run = False
@@ -94,11 +61,105 @@ class NotServing(RpcError):
         self.may_have_run = may_have_run
 
 
+class UnknownWorker(RpcError, ValueError):
+    """Unknown worker: this world has none of that name or rank. The call was not sent.
+
+    The message lists the workers. One that joins is known once it has entered the world.
+    """
+
+    may_have_run = False
+
+
+class NoMembers(RpcError, LookupError):
+    """No members: `any()` of `members(name)` has none to call now. The call was not sent.
+
+    `await members(name).wait()` waits for one.
+    """
+
+    may_have_run = False
+
+
+class WorkerGone(RpcError, ConnectionError):
+    """Base class: the worker of a call is lost, has left, or cannot be connected.
+
+    Attributes:
+        worker: name of the worker.
+        reason: reason of the end, "" if there is none but the class.
+        method: name of the method or function that was called, with its class where that is known;
+            None if no call is concerned.
+        may_have_run: False if the call was not sent.
+    """
+
+    _HAPPENED = "is gone"
+
+    def __init__(
+        self,
+        worker: str,
+        reason: str = "",
+        *,
+        method: str | None = None,
+        may_have_run: bool | None = None,
+    ) -> None:
+        self.may_have_run = type(self).may_have_run if may_have_run is None else may_have_run
+        because = f": {reason}" if reason else ""
+        call = f"; {method} {'may have run' if self.may_have_run else 'was not sent'}"
+        what = f"worker {worker!r} {self._HAPPENED}{because}{call if method else ''}"
+        super().__init__(what)
+        self.worker = worker
+        self.reason = reason
+        self.method = method
+
+    def __reduce__(self) -> Any:
+        return _read_worker_gone, (type(self), self.args), vars(self)
+
+
+class WorkerLost(WorkerGone):
+    """Loss of a worker: it has died or is unreachable. A call that was sent may have run.
+
+    Continue without it; or restart it (`max_restarts=`), `await me.wait_for(name)`, and create its
+    objects again, which `supervised` does.
+    """
+
+    _HAPPENED = "is lost"
+
+    def __init__(
+        self,
+        worker: str,
+        reason: str = "the connection broke",
+        *,
+        method: str | None = None,
+        may_have_run: bool | None = None,
+    ) -> None:
+        super().__init__(worker, reason, method=method, may_have_run=may_have_run)
+
+
+class WorkerLeft(WorkerGone):
+    """Departure of a worker: it has left its world in order. Call another one.
+
+    It also has if its process is in no world of this library, or has left `attach()`.
+    """
+
+    _HAPPENED = "has left its world"
+
+
+class WorkerUnreachable(WorkerGone):
+    """Failed connection: the worker may be alive, and this process cannot connect to it.
+
+    The call was not sent. The reason names an address to open, a certificate, or what is missing at
+    the worker.
+    """
+
+    may_have_run = False
+    _HAPPENED = "cannot be connected"
+
+
 class NotExported(RpcError, PermissionError):
     """Call of what the worker does not export. It has not run, and its arguments were not read.
 
     Add the class, the function or its module to the `exports=` of that worker.
     """
+
+    may_have_run = False
 
 
 class RemoteError(RpcError):
@@ -135,6 +196,8 @@ class WorldTimeout(RpcError, TimeoutError):
         missing: ranks that did not register.
     """
 
+    may_have_run = False
+
     def __init__(self, message: str, missing: Iterable[int] = ()) -> None:
         super().__init__(message)
         self.missing = tuple(missing)
@@ -154,6 +217,8 @@ class QueueFull(RpcError):
     Retry later, call another worker, or raise `max_pending`.
     """
 
+    may_have_run = False
+
 
 class RoundTimeout(RpcError, TimeoutError):
     """Round timeout: neither `size` nor `quorum` members contributed within `timeout`.
@@ -166,6 +231,8 @@ class RoundTimeout(RpcError, TimeoutError):
         present: members that had contributed.
         missing: the most recent past contributors, up to the number needed.
     """
+
+    may_have_run = False
 
     def __init__(
         self, message: str, present: Iterable[Hashable] = (), missing: Iterable[Hashable] = ()
@@ -262,7 +329,7 @@ def _read_round_timeout(
     return exc
 
 
-def _read_worker_lost(cls: type[WorkerLost], args: tuple[Any, ...]) -> WorkerLost:
+def _read_worker_gone(cls: type[WorkerGone], args: tuple[Any, ...]) -> WorkerGone:
     exc = cls.__new__(cls)  # a subclass may have another `__init__`
     ConnectionError.__init__(exc, *args)
     return exc

@@ -302,7 +302,8 @@ def part(there: list[Member], verdict: Verdict) -> None:
         for name, end in member.hears("rest").items():
             text = "" if end is None else end[0]
             fine = re.search(
-                "^(NotServing|WorkerLost|ReferenceError|RuntimeError|CallTimeout|[0-9'])", text
+                "^(NotInWorld|WorkerLeft|WorkerLost|ReferenceError|RuntimeError|CallTimeout|[0-9'])",
+                text,
             )
             verdict.expect(bool(fine), f"after the world: {name} ended with {text!r}")
 
@@ -410,10 +411,10 @@ def leaving(members: Members, fault: Fault, state: str, verdict: Verdict) -> dic
     ends = main.asks("ends", bound + SLACK, "until it is gone" if fault.how else "")
     for name, end in ends.items():
         text, when = end if end is not None else ("it waits", struck)
-        told = rf"^NotServing|^ReferenceError|{LOST}|^CallTimeout|^(None|\d+)$"
+        told = rf"^NotInWorld|^WorkerLeft|^ReferenceError|{LOST}|^CallTimeout|^(None|\d+)$"
         verdict.expect(bool(re.search(told, text)), f"{name} ended with {text!r}")
         verdict.took(when - struck, bound, name)
-    verdict.end = "NotServing" if fault.how else "WorkerLost"
+    verdict.end = "WorkerLeft" if fault.how else "WorkerLost"
     main.asks("prove")
     if fault.heal is not None:
         fault.heal(members)

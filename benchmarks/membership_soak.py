@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotServing, WorkerLost, call, create, remote
+from aiorpc_torch import NotInWorld, WorkerGone, call, create, remote
 
 from ._compare import lay_out
 from ._process import census_at_rest, open_descriptors, swept_memory
@@ -33,7 +33,7 @@ LARGE = 65_536  # floats, which travel in shared memory
 ENOUGH = 500  # joins from which on growth exceeds noise
 KILOBYTES, OBJECTS = 30.0, 8.0  # that may be left of a worker: torch keeps its name and pipe
 SPARE = 4  # descriptors and threads that may come and go
-ENDS = (NotServing, WorkerLost)  # documented errors of calls to a worker that leaves
+ENDS = (NotInWorld, WorkerGone)  # documented errors of calls to a worker that leaves
 
 
 class Sample(NamedTuple):

@@ -19,7 +19,7 @@ from ._typing import ListDecorator, RoundDecorator, StackDecorator
 from .collate import Device
 from .function import BatchFunction
 from .policies import Count, Fill, Policy, Round, Seconds, has_functions
-from .queue import BatchQueue, ResultCallback
+from .queue import LOCAL_CALLER, BatchQueue, ResultCallback
 from .stats import new_counters
 from .traits import traits_function
 
@@ -176,7 +176,7 @@ class Batched:
         bound = self._batch_function.bind(args, kwargs)
         if in_event_loop():
             server = serving()
-            caller = "a local caller" if server is None else server.name
+            caller = LOCAL_CALLER if server is None else server.name
             return self._queue(instance).submit(instance, bound, caller)
 
         # A torch thread, for a plain torch client: that one needs a torch Future.

@@ -27,7 +27,7 @@ from .._wire.ancestry import (
     new_batch,
 )
 from .._wire.columns import SharedValue
-from ..errors import NotServing, QueueFull, RoundTimeout
+from ..errors import NotInWorld, QueueFull, RoundTimeout, RpcError, WorkerLeft
 from .function import BatchFunction
 from .policies import Fill, Policy, Round, has_functions, numbers_of
 from .results import failure_per_caller
@@ -37,6 +37,9 @@ from .stats import BatchCounters
 from .traits import CallArgs, TraitsFunction
 
 CANCEL_TIMEOUT = 0.5  # seconds that a cancelled function may take to end when its worker stops
+
+LOCAL_CALLER = "a local caller"
+"""The caller of a batched function in a process without a worker."""
 
 ResultCallback = Callable[[Any], None]
 """Called with the result of one call: a value, or an exception to raise."""
@@ -77,6 +80,7 @@ class QueuedCall:
     args: CallArgs
     on_result: ResultCallback
     arrival: float
+    caller: str
     scopes: frozenset[BatchScope] = field(default_factory=current_scopes)
     recording: ContextRecord | None = field(default_factory=current_record)
     context: contextvars.Context | None = field(default_factory=caller_context)
@@ -180,7 +184,7 @@ class BatchQueue:
             text = f"{name}: queue full (max_pending={limit}). Retry later or raise max_pending"
             raise QueueFull(text)
         now = loop.time()
-        call = QueuedCall(self, instance, args, on_result, now)
+        call = QueuedCall(self, instance, args, on_result, now, caller)
         traits = self._traits_of(args, caller)
         if call.recording is not None and isinstance(self._policy, Fill):
             # Calls of two autograd contexts never share a batch: its members have one graph, which
@@ -214,12 +218,20 @@ class BatchQueue:
         running = [call for batch in self._running for call in batch.items]
         for calls, may_have_run in ((queued, False), (running, True)):
             for call in calls:
-                text = f"the worker stopped before {self._function.name} returned"
-                call.resolve(NotServing(text, may_have_run=may_have_run))
+                call.resolve(self._left(call.caller, may_have_run))
         for task in tasks:
             task.cancel()
         for task in tasks and (await asyncio.wait(tasks, timeout=CANCEL_TIMEOUT))[1]:
             detach_task(task, self._function.name)
+
+    def _left(self, caller: str, may_have_run: bool) -> RpcError:
+        """Return the error of a call of this worker, or of another, as this worker leaves."""
+        server, name = serving(), self._function.name
+        worker = LOCAL_CALLER if server is None else server.name
+        if caller in (worker, LOCAL_CALLER):
+            text = f"this worker left its world before {name} returned"
+            return NotInWorld(text, may_have_run=may_have_run)
+        return WorkerLeft(worker, method=name, may_have_run=may_have_run)
 
     def _reject_reentry(self, instance: Any) -> None:
         batches = ancestor_batches()

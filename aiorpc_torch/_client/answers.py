@@ -3,7 +3,6 @@
 import logging
 from typing import Any, NoReturn
 
-from .._protocol.members import left_text
 from .._protocol.recording import without_gradient_parts
 from .._torch.cuda import note_delivered
 from .._torch.transport import classify_error
@@ -13,7 +12,15 @@ from .._wire.payloads import detach_data
 from .._wire.pickling import CallAborted
 from .._wire.targets import Target, call_name
 from .._wire.tensors import INLINE_BYTES
-from ..errors import NotServing, RemoteError, RemoteTraceback, RpcError, WorkerLost
+from ..errors import (
+    NotInWorld,
+    RemoteError,
+    RemoteTraceback,
+    RpcError,
+    WorkerGone,
+    WorkerLeft,
+    WorkerLost,
+)
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -54,20 +61,19 @@ def error_of_close(peer: str, what: str, text: str) -> RpcError:
     if what == "broken":
         return RemoteError(f"worker {peer!r} has closed the connection: {text}")
     if what == "detached":
-        return NotServing(f"worker {peer!r} has left attach(): this call was cancelled")
-    return NotServing(text or left_text(peer))
+        return WorkerLeft(peer, "it has left attach(), and this call was cancelled")
+    return NotInWorld(text) if what == "replaced" else WorkerLeft(peer, text)
 
 
 def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
-    """Raise the error of a call without a reply; WorkerLost names the call."""
+    """Raise the error of a call without a reply; that of a worker which is gone names the call."""
     error = aborted.error
-    if type(error) is NotServing:
-        raise NotServing(*error.args, may_have_run=aborted.was_sent) from None
-    if type(error) is WorkerLost and error.method is None:
+    if type(error) is NotInWorld:
+        raise NotInWorld(*error.args, may_have_run=aborted.was_sent) from None
+    if isinstance(error, WorkerGone) and error.method is None:
         may_have_run = aborted.was_sent and error.may_have_run
-        raise WorkerLost(
-            error.worker, error.reason, method=name, may_have_run=may_have_run
-        ) from error
+        kind = type(error)
+        raise kind(error.worker, error.reason, method=name, may_have_run=may_have_run) from error
     aborted.raise_()
 
 

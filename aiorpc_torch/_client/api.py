@@ -132,7 +132,7 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
         AttributeError: if there is no such method, or its name starts with an underscore.
         GroupError: from a call of a group, if members have failed.
-        CallTimeout, WorkerLost, NotServing, RemoteError: from the await. An exception that the
+        CallTimeout, WorkerGone, NotInWorld, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
     bound = None if timeout is None else checked_timeout(timeout)
@@ -181,7 +181,7 @@ def proxy(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) -> T:
 
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
-        AttributeError, CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
+        AttributeError, CallTimeout, WorkerGone, NotInWorld, RemoteError: as `remote`.
     """
     if isinstance(rref, Group | NamedMembers):
         raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
@@ -256,7 +256,7 @@ def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) ->
     Raises:
         ValueError: if there is no such worker.
         TypeError: if `function` cannot be called.
-        NotServing: outside a world.
+        NotInWorld: outside a world.
     """
     if not callable(function):
         raise TypeError(f"the function of call() must be callable, got {function!r}")
@@ -294,7 +294,7 @@ async def create(to: WorkerRef, factory: Callable[..., Any], /, *args: Any, **kw
     Raises:
         ValueError: if there is no such worker.
         TypeError: if `factory` cannot be called.
-        NotServing: outside a world.
+        NotInWorld: outside a world.
     """
     if not callable(factory):
         raise TypeError(f"the factory of create() must be callable, got {factory!r}")
@@ -334,7 +334,7 @@ async def supervised(
     A replacement process comes with `restart=` of `local_world` or `run_local`, or from your own
     supervisor. An exception of the factory is raised from the calls that wait; the next call tries
     again. If the worker was silent only, the object is still there. A worker that has left in order
-    raises `NotServing`. `.incarnation` counts from 0, `.rref` is the RRef of the last one.
+    raises `WorkerLeft`. `.incarnation` counts from 0, `.rref` is the RRef of the last one.
 
     Args:
         to: worker by name, rank or WorkerInfo.
@@ -346,7 +346,7 @@ async def supervised(
     Raises:
         ValueError: if there is no such worker, or if `restarts` is negative.
         TypeError: if `factory` cannot be called.
-        NotServing: outside a world.
+        NotInWorld: outside a world.
         WorkerLost: if the worker is lost before the first object is made.
     """
     if not callable(factory):
@@ -368,7 +368,7 @@ async def fetch(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) 
     Raises:
         TypeError: if `rref` is not an RRef, if the object cannot be pickled, or if `timeout` is not
             a number.
-        CallTimeout, WorkerLost, NotServing, RemoteError: as `remote`.
+        CallTimeout, WorkerGone, NotInWorld, RemoteError: as `remote`.
     """
     bound = checked_timeout(timeout)
     if isinstance(rref, Supervised):

@@ -24,7 +24,7 @@ from .._wire.entered import Entered
 from .._wire.exceptions import RemoteFailure, try_add_note
 from .._wire.pickling import CallAborted
 from .._wire.targets import CreateTarget, Target, call_name, target_name
-from ..errors import CallTimeout, WorkerLost
+from ..errors import CallTimeout, WorkerGone
 from .answers import raise_aborted
 from .connection import Connection
 from .pool import WorkerRef, connection_to
@@ -115,7 +115,7 @@ class RemoteCall(LazyCall[Any]):
     def _run(self) -> Generator[Any, Any, Any]:
         try:
             connection = connection_to(self._worker)
-        except WorkerLost as exc:
+        except WorkerGone as exc:
             raise self._not_sent(exc) from None
         due = bound = None
         if self._timeout is not None or current_deadline() is not None or ANYIO_BACKEND in modules:
@@ -150,7 +150,7 @@ class RemoteCall(LazyCall[Any]):
         self._steps = USED
         try:
             connection = connection_to(self._worker)
-        except WorkerLost as exc:
+        except WorkerGone as exc:
             raise self._not_sent(exc) from None
         due, bound = self._bounds(connection)
         number, reader = connection.stream(self._target, self._arguments, bound)
@@ -170,9 +170,9 @@ class RemoteCall(LazyCall[Any]):
         finally:
             await self._entered.aclose()
 
-    def _not_sent(self, exc: WorkerLost) -> WorkerLost:
+    def _not_sent(self, exc: WorkerGone) -> WorkerGone:
         method = call_name(self._target)
-        return WorkerLost(exc.worker, exc.reason, method=method, may_have_run=False)
+        return type(exc)(exc.worker, exc.reason, method=method, may_have_run=False)
 
     # ── deadlines ───────────────────────────────────────────────────────────────────────────────
 

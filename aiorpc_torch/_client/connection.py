@@ -44,7 +44,14 @@ from .._wire.messages import Arguments, EncodedCall, decode_reply
 from .._wire.shared_arguments import MemberArguments
 from .._wire.targets import Target, call_name, target_name
 from .._wire.wire_targets import EncodedTarget
-from ..errors import CallTimeout, NotServing, RemoteError, RpcError, WorkerLost
+from ..errors import (
+    CallTimeout,
+    RemoteError,
+    RpcError,
+    WorkerLeft,
+    WorkerLost,
+    WorkerUnreachable,
+)
 from .answers import error_of_close
 from .call_encoder import CallEncoder
 from .introduction import Holding, Introductions, held_too_long
@@ -399,7 +406,7 @@ class Connection(Channel):
         elif isinstance(exc, RpcError):
             self._finish(exc)
         else:
-            self._finish(RpcError(f"worker {self.peer.name!r} cannot be connected: {exc!r}"))
+            self._finish(WorkerUnreachable(self.peer.name, repr(exc)))
         self.ended.set()
 
     def _retire(self) -> None:
@@ -468,4 +475,4 @@ class Connection(Channel):
         if error is not None and self._error is None:
             self._lose(WorkerLost(self.peer.name, f"its connection has ended: {error}"))
         else:
-            self._finish(NotServing(f"the connection to worker {self.peer.name!r} was closed"))
+            self._finish(WorkerLeft(self.peer.name, "the connection was closed"))

@@ -20,7 +20,7 @@ from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
 from .._wire.shared_arguments import EachValue, arguments_of
 from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
-from ..errors import NotServing, RemoteTraceback, RpcError, WorkerLost
+from ..errors import NoMembers, RemoteTraceback, RpcError, WorkerLeft, WorkerLost
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
 from .group_map import MapResults
@@ -276,7 +276,7 @@ async def create_all(
         GroupError: if some fail; `results` has the RRefs of the others.
         ValueError: if there is no such worker. Nothing has run.
         TypeError: if `factory` cannot be called, or `workers` is a single worker.
-        NotServing: outside a world.
+        NotInWorld: outside a world.
     """
     names = _checked_workers("create_all", workers, factory)
     return Group(await _create_on(names, factory, args, kwargs))
@@ -350,7 +350,7 @@ async def supervised_all(
         restarts: number of times that each object may be made again.
 
     Raises:
-        GroupError, ValueError, TypeError, NotServing: as `create_all`.
+        GroupError, ValueError, TypeError, NotInWorld: as `create_all`.
     """
     check_restarts(restarts)
     names = _checked_workers("supervised_all", workers, factory)
@@ -423,11 +423,13 @@ class AnyMember(Generic[T]):
 
         Raises:
             WorkerLost: if no member is left.
-            NotServing: outside a world, if the group is empty now, or if all members have left.
+            WorkerLeft: if all members have left.
+            NoMembers: if the group is empty now.
+            NotInWorld: outside a world.
         """
         pool, group = current(), self._now()
         if not group:
-            raise NotServing(f"there is no member in {self._group!r}: await its `wait()` first")
+            raise NoMembers(f"there is no member in {self._group!r}: await its `wait()` first")
         if group._has_supervised:
             loads = [_load(pool, member) for member in group]
         else:
@@ -447,8 +449,8 @@ def _none_left(pool: ConnectionPool, group: Group[Any], refused: Collection[str]
     owners = [pool.worker_of(owner_name(member)) for member in group]
     lost = [each for each in owners if not (pool.has_left(each) or each in refused)]
     if lost:
-        return WorkerLost(lost[0], "no member of the group is left")
-    return NotServing(f"the workers of all members of {group!r} have left their world")
+        return WorkerLost(lost[0], "no member of the group is left", may_have_run=False)
+    return WorkerLeft(owners[0], f"so have all members of {group!r}", may_have_run=False)
 
 
 def _load(pool: ConnectionPool, member: Any) -> int | None:
@@ -483,7 +485,7 @@ class AnyCall(SupervisedCall):
         while not self._choose(refused):
             try:
                 return (yield from RemoteCall._run(self))
-            except NotServing as exc:
+            except WorkerLeft as exc:
                 refused.add(owner_name(self._worker))
                 if exc.may_have_run or isinstance(exc.__cause__, RemoteTraceback):
                     raise  # the method itself may raise it, too

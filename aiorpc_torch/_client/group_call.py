@@ -26,7 +26,7 @@ from .._wire.messages import Arguments
 from .._wire.shared_arguments import MemberArguments, encode_for_members
 from .._wire.targets import GENERATOR_HINT, Target, call_name
 from .._wire.wire_targets import EncodedTarget
-from ..errors import CallTimeout, GroupError, NotServing, RemoteError, WorkerLost
+from ..errors import CallTimeout, GroupError, RemoteError, WorkerGone, WorkerLost
 from .answers import exception_of
 from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
 from .connection import Connection
@@ -166,7 +166,7 @@ class _Running:
                 worker, target = self._choose_rref(position, rref, row)
             try:
                 connection = connection_to(worker)
-            except (WorkerLost, NotServing) as exc:  # its process was replaced, or has left
+            except WorkerGone as exc:  # its process was replaced, or has left
                 self._loop.call_soon(self._on_failure, position, exc)
             else:
                 encoded = connection.encoder.member_target(target, row)

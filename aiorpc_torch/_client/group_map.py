@@ -26,11 +26,10 @@ from .._aio.loops import call_soon
 from .._aio.tasks import InlineFuture
 from .._aio.wakeup import Wakeup
 from .._protocol.interception import CallInfo, End, begin_group, is_needed
-from .._protocol.members import left_text
 from .._torch.rrefs import identity, owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import BoundTarget, call_name
-from ..errors import CallTimeout, NotServing, RpcError, WorkerLost
+from ..errors import CallTimeout, RpcError, WorkerLeft, WorkerLost
 from .answers import exception_of
 from .call import has_passed
 from .connection import Connection
@@ -288,7 +287,7 @@ class _MapRun:
 
         Raises:
             WorkerLost: if the member is lost.
-            NotServing: if its worker leaves.
+            WorkerLeft: if its worker leaves.
         """
         is_supervised = isinstance(member, Supervised)
         rref: RRef[Any] | None = member.start() if is_supervised else member
@@ -298,8 +297,8 @@ class _MapRun:
                 member.lose(member.rref)
             worker = self._pool.worker_of(owner)
             if self._pool.has_left(worker):
-                raise NotServing(left_text(worker))
-            raise WorkerLost(worker, "no member of the group is left")
+                raise WorkerLeft(worker, may_have_run=False)
+            raise WorkerLost(worker, "no member of the group is left", may_have_run=False)
         return rref
 
     def _expect(self, position: int) -> None:
@@ -351,12 +350,12 @@ class _MapRun:
             self._end_item(index, member, Outcome(None if failure else answer, failure))
         self._go_on()
 
-    def _is_leaving(self, failure: BaseException | None) -> TypeGuard[NotServing]:
+    def _is_leaving(self, failure: BaseException | None) -> TypeGuard[WorkerLeft]:
         """Return whether a call has failed since its member leaves.
 
         A member has answered before, so only a worker that leaves does not serve.
         """
-        return isinstance(failure, NotServing)
+        return isinstance(failure, WorkerLeft)
 
     def _end_item(self, index: int, member: int, outcome: Outcome) -> None:
         self._items.pop(index, None)

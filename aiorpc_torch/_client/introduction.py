@@ -31,7 +31,7 @@ from .._wire.handshake import (
     new_nonce,
 )
 from .._wire.plain import dump
-from ..errors import NotServing, RpcError
+from ..errors import WorkerLeft, WorkerUnreachable
 from .tensor_dialing import dial_in_thread
 
 Introduction = tuple[Credentials, Addresses]
@@ -69,15 +69,12 @@ class Holding(Protocol):
         """Note that a peer, which had begun to serve `epoch` times, does not serve any more."""
 
 
-def held_too_long(holding: Holding, peer: str, seconds: float) -> NotServing:
+def held_too_long(holding: Holding, peer: str, seconds: float) -> WorkerUnreachable:
     """Return the error of a call that was held for `seconds`."""
     is_held = holding.is_held(peer)
-    reason = "is not attached" if is_held else "has not answered an introduction"
+    reason = "it is not attached" if is_held else "it has not answered an introduction"
     remedy = ". Enter attach() there" if is_held else ""
-    waited = in_seconds(seconds)
-    return NotServing(
-        f"worker {peer!r} {reason} after {waited}: the call failed; it has not run{remedy}"
-    )
+    return WorkerUnreachable(peer, f"{reason} after {in_seconds(seconds)}{remedy}")
 
 
 class Introductions:
@@ -106,8 +103,8 @@ class Introductions:
 
         Raises:
             WorkerLost: if torch RPC does not reach the peer.
-            NotServing: if the peer does not serve.
-            RpcError: if the listener of the peer does not answer; the message names its address.
+            WorkerLeft: if the peer does not serve.
+            WorkerUnreachable: if its listener does not answer; the reason names its address.
         """
 
         async def open_(address: Address, credentials: Credentials) -> None:
@@ -128,16 +125,17 @@ class Introductions:
                 await open_(address, credentials)
                 return
             except TlsError as exc:
-                raise RpcError(f"no connection to worker {peer.name!r}: {exc}") from exc
+                raise WorkerUnreachable(peer.name, str(exc)) from exc
             except (OSError, TimeoutError) as exc:
                 if isinstance(failure, TimeoutError) and isinstance(exc, TimeoutError):
                     break  # a firewall, for one
                 failure = exc
                 self._known.pop((peer.name, peer.id), None)  # the listener may be closed
             await asyncio.sleep(delay)
-        raise RpcError(
-            f"worker {peer.name!r} does not answer at {_format_address(address)}: {failure!r}. "
-            "Open that address and port for this worker"
+        raise WorkerUnreachable(
+            peer.name,
+            f"it does not answer at {_format_address(address)}: {failure!r}. Open that address and "
+            "port for this worker",
         ) from failure
 
     async def dial(self, peer: WorkerInfo, number: int) -> socket.socket:
@@ -182,7 +180,7 @@ class Introductions:
                 epoch = await self.holding.wait_until_serving(peer)
             try:
                 return await self._introduction(peer)
-            except NotServing:  # it has left meanwhile
+            except WorkerLeft:  # meanwhile
                 self.holding.on_refused(peer.name, epoch)
 
     async def _introduction(self, peer: WorkerInfo) -> Introduction:
@@ -204,7 +202,7 @@ class Introductions:
         if addresses.namespace and addresses.namespace == self._namespace:
             return addresses.unix
         if addresses.tcp is None:
-            raise NotServing(f"worker {peer!r} listens in another network namespace only")
+            raise WorkerUnreachable(peer, "it listens in another network namespace only")
         return addresses.tcp
 
 

@@ -33,7 +33,8 @@ async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> R
         CallTimeout: if the name is not registered in time; it lists the names that are.
         WorkerLost: if the worker is lost, and no replacement process will come.
         ValueError: if there is no such worker.
-        NotServing: outside a world, or if the worker has left.
+        WorkerLeft: if the worker has left.
+        NotInWorld: outside a world.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")

@@ -15,7 +15,7 @@ from torch.distributed.rpc import RRef
 from .._aio.deadlines import deadline_in, time_left
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._protocol import endpoints
-from ..errors import CallTimeout, NotServing
+from ..errors import CallTimeout, NotInWorld
 from .group import AnyMember, Group, Items
 from .group_map import MapResults
 from .pool import current
@@ -85,7 +85,7 @@ class _Watch:
         try:
             while len(self.group) < count:
                 if self.registry.is_closed:
-                    raise NotServing(_LEFT)
+                    raise NotInWorld(_LEFT)
                 changed.clear()
                 await changed.wait()
         finally:
@@ -137,7 +137,7 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
         Each call chooses among those that are there when it starts.
 
         Raises:
-            NotServing: from the call, if there is none.
+            NoMembers: from the call, if there is none.
         """
         return AnyMember(self, lambda: self._watch.group)
 
@@ -182,7 +182,7 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
 
         Raises:
             TypeError, ValueError: as `Group.map`.
-            NotServing: from a step, once this worker has left its world.
+            NotInWorld: from a step, once this worker has left its world.
         """
         return MapResults(self, method, iterables, in_flight, retries, self._follow)
 
@@ -192,7 +192,7 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
         registry = watch.registry
 
         def tell() -> None:
-            call_soon(loop, on_change, NotServing(_LEFT) if registry.is_closed else None)
+            call_soon(loop, on_change, NotInWorld(_LEFT) if registry.is_closed else None)
 
         run_on_loop(registry.loop, watch.listen, tell)
         return functools.partial(run_on_loop, registry.loop, watch.ignore, tell)
@@ -202,7 +202,7 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
 
         Raises:
             CallTimeout: if there are not so many in time; it tells how many there are.
-            NotServing: once this worker has left its world.
+            NotInWorld: once this worker has left its world.
         """
         if not isinstance(count, int):
             raise TypeError(f"count must be an int, got {count!r}")
@@ -234,7 +234,7 @@ def members(name: str) -> NamedMembers[Any]:
 
     Raises:
         TypeError: if the name is not a str.
-        NotServing: outside a world.
+        NotInWorld: outside a world.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")

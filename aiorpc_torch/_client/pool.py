@@ -14,13 +14,13 @@ import torch
 
 from .._aio.loops import call_soon
 from .._protocol import endpoints
-from .._protocol.members import Members, left_text
+from .._protocol.members import Members
 from .._protocol.peer_observer import PeerObserver
 from .._torch.compat import RRefBase, WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._torch.rrefs import owner_name, past_ids, split_past_name
 from .._torch.transport import is_own_end
-from ..errors import NotServing, RpcError, WorkerLost
+from ..errors import NotInWorld, RpcError, UnknownWorker, WorkerLeft, WorkerLost
 from .connection import Connection
 from .introduction import Introductions
 
@@ -83,14 +83,15 @@ class ConnectionPool:
         """Return the name of a worker of this world.
 
         Raises:
-            ValueError: if there is no such worker; the message names the workers.
+            UnknownWorker: if there is no such worker; the message names the workers.
         """
         key = worker.name if isinstance(worker, WorkerInfo) else worker
         try:
             return self._members.workers[key].name
         except (KeyError, TypeError):
             names = ", ".join(self._members.processes)
-            raise ValueError(f"no worker {worker!r} in this world; there are: {names}") from None
+            text = f"no worker {worker!r} in this world; there are: {names}"
+            raise UnknownWorker(text) from None
 
     # ── connections ─────────────────────────────────────────────────────────────────────────────
 
@@ -120,15 +121,13 @@ class ConnectionPool:
     def _peer(self, worker: str) -> WorkerInfo:
         if (known := self._members.workers.get(worker)) is not None:
             if self._introductions.holding is None and self.has_left(worker):
-                raise NotServing(left_text(worker))
+                raise WorkerLeft(worker, may_have_run=False)
             return known.info
         name, number = split_past_name(worker)
         if self._members.processes.get(name, number) != number:
             reason = "it was restarted, and this RRef belongs to its old process. create() it again"
             raise WorkerLost(name, reason, may_have_run=False)
-        raise NotServing(
-            f"the owner of this RRef, worker {name!r}, has left: create() the object again"
-        )
+        raise WorkerLeft(name, "create() the object of this RRef again", may_have_run=False)
 
     def _is_gone(self, owner: str) -> bool:
         """Return whether an owner of RRefs is no member: another process may have its name."""
@@ -159,7 +158,7 @@ class ConnectionPool:
         finally:
             connections = [each for each in _all(by_peer) if not each.ended.is_set()]
             for each in connections:
-                each.leave("ended", "", NotServing("the event loop of this call has ended"))
+                each.leave("ended", "", NotInWorld("the event loop of this call has ended"))
             self._forget_loop(key)
             await asyncio.gather(*(each.ended.wait() for each in connections))
 
@@ -253,7 +252,8 @@ class ConnectionPool:
 
         Raises:
             WorkerLost: if it will not.
-            NotServing: if it has left in order, or once this worker leaves its world.
+            WorkerLeft: if it has left in order.
+            NotInWorld: once this worker leaves its world.
         """
         await self._observer.wait_until_alive(peer)
 
@@ -302,11 +302,11 @@ class ConnectionPool:
         The peers are told "left", "detached", or "failed" and the reason.
         """
         for _, on_loss in [*self._watches.values()]:
-            on_loss(NotServing("this worker has left its world"))
+            on_loss(NotInWorld("this worker has left its world"))
         running = asyncio.get_running_loop()
         for loop, by_peer in self._loops():
             for each in _all(by_peer):
-                error = NotServing(f"this worker left its world before {each.peer.name!r} answered")
+                error = NotInWorld(f"this worker left its world before {each.peer.name!r} answered")
                 if loop is running:
                     each.leave(what, text, error)
                 else:
@@ -337,11 +337,11 @@ def current() -> ConnectionPool:
     """Return the pool of this process.
 
     Raises:
-        NotServing: if this process is in no world.
+        NotInWorld: if this process is in no world.
     """
     if (pool := find_current()) is None:
         node = endpoints.here
-        raise NotServing(endpoints.NO_WORLD if node is None else node.pool.refusal)
+        raise NotInWorld(endpoints.NO_WORLD if node is None else node.pool.refusal)
     return pool
 
 
@@ -349,8 +349,9 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
     """Return the connection of the running loop to a worker, or to the owner of an RRef.
 
     Raises:
-        NotServing: if this process is in no world.
-        ValueError: if there is no such worker.
+        NotInWorld: if this process is in no world.
+        UnknownWorker: if there is no such worker.
+        WorkerGone: if the worker is known to be gone.
     """
     node = endpoints.here
     pool: ConnectionPool = current() if node is None or node.pool.refusal else node.pool
@@ -360,6 +361,6 @@ def connection_to(worker: "WorkerRef | RRefBase[Any]") -> Connection:
         owner = owner_name(worker) if past_ids else _owner_name(worker)
     except RuntimeError as exc:
         if is_own_end(str(exc)):
-            raise NotServing(AGENT_ENDED) from None
+            raise NotInWorld(AGENT_ENDED) from None
         owner = owner_name(worker)  # its process has left torch's group
     return pool.connection(owner)

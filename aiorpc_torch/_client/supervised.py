@@ -19,7 +19,14 @@ from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.pickling import CallAborted
 from .._wire.targets import Target, call_name, function_name
-from ..errors import CallTimeout, NotServing, RemoteTraceback, WorkerLost
+from ..errors import (
+    CallTimeout,
+    NotInWorld,
+    RemoteTraceback,
+    WorkerGone,
+    WorkerLeft,
+    WorkerLost,
+)
 from .call import create_object
 from .pool import ConnectionPool, current
 from .supervision import Supervision
@@ -183,7 +190,7 @@ class Supervised(Generic[T]):
         """Wait for the process, and make the object if it was replaced."""
         while True:
             if self._pool.has_left(self._worker):
-                raise NotServing(f"worker {self._worker!r} has left its world")
+                raise WorkerLeft(self._worker, may_have_run=False)
             await self._wait_until_alive()
             with self._lock:
                 if not self._pool.is_replaced(self._rref):
@@ -226,11 +233,11 @@ class Supervised(Generic[T]):
         )
         return self._error
 
-    def _loop_ended(self) -> NotServing:
-        return NotServing(f"the event loop that made {self!r} has ended: supervise it again")
+    def _loop_ended(self) -> NotInWorld:
+        return NotInWorld(f"the event loop that made {self!r} has ended: supervise it again")
 
     def _end_with(self, exc: BaseException) -> None:
-        if not isinstance(exc, NotServing | WorkerLost):
+        if not isinstance(exc, NotInWorld | WorkerGone):
             log.warning("%r could not be made again: %r", self, exc)
         with self._lock:
             self._fail(exc)

@@ -1,6 +1,6 @@
 """Entry points that peers call by torch RPC, on torch's threads, even if the event loop is blocked.
 
-They delegate to the current node. Without one they answer with `NotServing`.
+They delegate to the current node. Without one they answer with `WorkerLeft`.
 
 What must go on while an event loop is blocked is here: pings, collecting results, plain torch
 clients. Calls need the event loop, also those of a plain `def`. If a thread read the socket, a lone
@@ -15,12 +15,13 @@ from torch import Tensor
 from torch.distributed.rpc import functions
 from torch.futures import Future
 
+from .._torch.agent import agent_name
 from .._torch.compat import WorkerInfo, on_group_change
 from .._torch.thread_state import pin_thread_state
 from .._wire.exceptions import RemoteFailure
 from .._wire.handshake import VERSION, Party
 from .._wire.plain import dump, reader
-from ..errors import NotServing
+from ..errors import WorkerLeft
 from .name_table import NameTable
 
 
@@ -125,7 +126,12 @@ def serving() -> Endpoint | None:
 
 def not_serving() -> "Future[Any]":
     """Return the answer of a process that does not serve."""
-    return completed_future(RemoteFailure.of(NotServing(NOT_SERVING), "the callee"))
+    try:
+        name = agent_name()
+    except RuntimeError:  # torch stops
+        name = "the callee"
+    error = WorkerLeft(name, "its process serves in no world", may_have_run=False)
+    return completed_future(RemoteFailure.of(error, name))
 
 
 def completed_future(value: Any) -> "Future[Any]":

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from .._torch.agent import PeerInfo
 from .._torch.devices import NamedDeviceMaps
 from .._wire.handshake import Party
-from ..errors import NotServing, RpcError
+from ..errors import NotInWorld, RpcError
 
 
 def replaced_text(worker: str) -> str:
@@ -85,9 +85,9 @@ class Members:
 
         Raises:
             ValueError: if no member has that name.
-            NotServing: if another process has replaced the caller.
+            NotInWorld: if another process has replaced the caller.
         """
         if caller.name not in self.processes:
             raise ValueError(f"no worker {caller.name!r} in this world")
         if not self.is_current(caller.name, caller.number):
-            raise NotServing(replaced_text(caller.name))
+            raise NotInWorld(replaced_text(caller.name))

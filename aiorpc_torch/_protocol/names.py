@@ -11,7 +11,7 @@ from .._aio.loops import call_soon
 from .._torch.compat import RRefBase
 from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
-from ..errors import NotServing
+from ..errors import NotInWorld
 from . import endpoints
 from .name_table import NameTable
 
@@ -34,12 +34,12 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     Raises:
         ValueError: if the name is taken, or the RRef is another worker's.
         TypeError: if the name is not a str.
-        NotServing: outside a world.
+        NotInWorld: outside a world.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     if (server := endpoints.serving()) is None:
-        raise NotServing(endpoints.NO_WORLD)
+        raise NotInWorld(endpoints.NO_WORLD)
     rref: Any = object
     if not isinstance(rref, RRefBase):
         rref = RRef(object)
@@ -96,7 +96,7 @@ async def take_state(name: str, worker: str, process: int, state: State) -> bool
 
 def _registry() -> Any:
     if (node := endpoints.current()) is None or node.registry.is_closed:
-        raise NotServing(endpoints.NOT_SERVING)
+        raise NotInWorld(endpoints.NOT_SERVING)
     return node.registry
 
 

@@ -40,5 +40,6 @@ class PeerObserver(Protocol):
 
         Raises:
             WorkerLost: if it will not.
-            NotServing: if it has left in order, or once this worker leaves its world.
+            WorkerLeft: if it has left in order.
+            NotInWorld: once this worker leaves its world.
         """

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from torch.futures import Future
 
 from .._aio.threads import run_in_thread
-from ..errors import NotServing
+from ..errors import NotInWorld
 from . import endpoints
 from .recording import current_record
 
@@ -27,7 +27,7 @@ def run_for_torch_client(function: Callable[..., Any], *args: Any, **kwargs: Any
     """Run a function on the worker's event loop; return the plain torch client's future."""
     endpoint = endpoints.serving()
     if endpoint is None:
-        raise NotServing(endpoints.NOT_SERVING)
+        raise NotInWorld(endpoints.NOT_SERVING)
     return endpoint.accept_torch(function, *args, **kwargs)
 
 

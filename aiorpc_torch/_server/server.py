@@ -20,7 +20,7 @@ from .._aio.tasks import detach_task
 from .._port.port import Port
 from .._protocol.endpoints import completed_future
 from .._protocol.interception import is_needed
-from .._protocol.members import Members, left_text
+from .._protocol.members import Members
 from .._protocol.name_table import NameTable
 from .._protocol.peer_observer import PeerObserver
 from .._protocol.recording import record_of_torch_context
@@ -36,7 +36,7 @@ from .._wire.messages import (
 )
 from .._wire.payloads import detach_data
 from .._wire.plain import reader
-from ..errors import NotServing, RemoteError, RpcError, WorkerLost
+from ..errors import RemoteError, RpcError, WorkerGone, WorkerLeft, WorkerLost
 from .calls import RpcCall, ServerCall
 from .created import CreatedObjects
 from .dispatch import NO_RESULTS, Dispatcher
@@ -151,7 +151,7 @@ class Server:
         except Exception as exc:
             log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
         if session is None:  # its call has run
-            error = self._not_serving_error(may_have_run=True)
+            error = self._gone(may_have_run=True)
             reply.set_result(RemoteFailure.of(error, self.name))
         else:
             session.collect(number, reply)
@@ -194,7 +194,7 @@ class Server:
             caller = Party(*_read_party(data))
             self._members.check(caller)
             if self._is_leaving or self._listener is None:
-                raise self._not_serving_error()
+                raise self._gone()
             return dump_introduction(*self._listener.introduce(caller))
         except RpcError as exc:
             return RemoteFailure.of(exc, self.name)
@@ -255,10 +255,10 @@ class Server:
 
     # ── end ─────────────────────────────────────────────────────────────────────────────────────
 
-    def _not_serving_error(self, *, may_have_run: bool = False) -> WorkerLost | NotServing:
-        if self._failure:
-            return WorkerLost(self.name, self._failure, may_have_run=may_have_run)
-        return NotServing(left_text(self.name), may_have_run=may_have_run)
+    def _gone(self, *, may_have_run: bool = False) -> WorkerGone:
+        """Return the error for calls of this worker, which leaves or has failed."""
+        kind = WorkerLost if self._failure else WorkerLeft
+        return kind(self.name, self._failure, may_have_run=may_have_run)
 
     def retire(self) -> None:
         """Refuse new connections, and ask the callers for no further calls on those that are open.
@@ -299,12 +299,12 @@ class Server:
             what: reason for the peers (default: "failed" with a failure, else "left").
         """
         self._is_leaving, self._failure = True, failure
-        self._executor.refusal = self._not_serving_error
+        self._executor.refusal = self._gone
         self.names.clear()
         calls = self.open_calls()
         for call in calls:
             # It has arrived: its caller must not take it for unsent.
-            call.abandon(self._not_serving_error(may_have_run=True))
+            call.abandon(self._gone(may_have_run=True))
         for call in calls:
             call.cancel()
         sessions = [*self.sessions.values()]

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.futures import Future
 
 from .._aio.entry_queue import EntryQueue
-from ..errors import NotServing, RemoteError, RpcError, WorkerLost, safe_str
+from ..errors import NotInWorld, RemoteError, RpcError, WorkerLost, safe_str
 from . import rrefs
 from .compat import (
     PythonUDF,
@@ -159,7 +159,7 @@ def classify_error(exc: BaseException, worker: str) -> RpcError:
     text = safe_str(exc).strip()
     first = text.partition("\n")[0]  # a C++ traceback may follow, which names the agent's file
     if rrefs.is_adopted() and is_own_end(text):
-        return NotServing("torch's RPC of this process has ended")
+        return NotInWorld("torch's RPC of this process has ended")
     if "tensorpipe/" in first:
         cause = first.partition(" (")[0].rpartition(": ")[2]
         return WorkerLost(worker, f"its connection has ended: {cause}")

@@ -28,7 +28,7 @@ from .._protocol.members import Members
 from .._server.exports import Export, checked_exports
 from .._torch.agent import PeerInfo, adopt_agent, agent_name, init_method, is_running
 from .._torch.thread_state import free_dead_thread_states
-from ..errors import NotServing
+from ..errors import NotInWorld
 from . import network
 from .config import NodeConfig
 from .node import Node
@@ -75,8 +75,8 @@ async def attach(
 
     Exit leaves torch's RPC running, and a process may attach again: an `asyncio.run` for each epoch
     works. `rpc_sync` and `await` may be used side by side. A call to a peer that is not attached is
-    held until it attaches; after its deadline or `start_timeout` it raises `NotServing`, and has
-    not run. Exit does not wait for peers: `await me.serve()` does. Signal handlers, garbage
+    held until it attaches; after its deadline or `start_timeout` it raises `WorkerUnreachable`, and
+    has not run. Exit does not wait for peers: `await me.serve()` does. Signal handlers, garbage
     collection and device maps stay as they are. A dead peer has no replacement process. In a group
     without a `world_size`, workers may enter and leave later.
 
@@ -91,7 +91,7 @@ async def attach(
         exports: As for `worker`.
 
     Raises:
-        NotServing: If torch's RPC does not run: call `rpc.init_rpc` first.
+        NotInWorld: If torch's RPC does not run: call `rpc.init_rpc` first.
         RuntimeError: If this process is in a world of this library, or attached already.
         ValueError: If an argument is out of range, or there is no such interface.
     """
@@ -105,7 +105,7 @@ async def attach(
     if endpoints.current() is not None:
         raise RuntimeError(endpoints.IN_A_WORLD)
     if not is_running():
-        raise NotServing("attach() needs torch's RPC: call rpc.init_rpc() first")
+        raise NotInWorld("attach() needs torch's RPC: call rpc.init_rpc() first")
     host = _host(interface)
     attached = _Attached(config, Members(agent_name()))
     endpoints.enter(attached.node)  # before torch's table is read: no later change of it is missed
@@ -215,7 +215,7 @@ class AttachedThread(Worker):
 
         Raises:
             RuntimeError: in the loop's own thread, which would wait for itself: use `await`.
-            NotServing: if the block of `attach_in_thread` is left before the end.
+            NotInWorld: if the block of `attach_in_thread` is left before the end.
         """
         loop = self._loop
         if asyncio._get_running_loop() is loop:
@@ -225,11 +225,11 @@ class AttachedThread(Worker):
             result = asyncio.run_coroutine_threadsafe(running, loop)
         except RuntimeError:  # the loop is closed
             running.close()
-            raise NotServing(_THREAD_LEFT) from None
+            raise NotInWorld(_THREAD_LEFT) from None
         try:
             return result.result()
         except concurrent.futures.CancelledError:
-            raise NotServing(_THREAD_LEFT) from None
+            raise NotInWorld(_THREAD_LEFT) from None
         except BaseException:
             result.cancel()
             raise
@@ -256,7 +256,7 @@ def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThrea
         options: Arguments of `attach`.
 
     Raises:
-        NotServing, RuntimeError, ValueError: As `attach`.
+        NotInWorld, RuntimeError, ValueError: As `attach`.
     """
     # Not anyio's portal, which opens a scope: from the first scope of a process on, each call has
     # to ask for deadlines (`_aio.deadlines`).

@@ -24,7 +24,7 @@ from .._torch.agent import agent_generation
 from .._torch.compat import WorkerInfo
 from .._torch.transport import classify_error, send, wrap_future
 from .._wire.handshake import VERSION
-from ..errors import NotServing, RpcError, WorkerLost, safe_str
+from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost, WorkerUnreachable, safe_str
 
 log = logging.getLogger("aiorpc_torch")
 
@@ -122,9 +122,9 @@ class Attachments:
         self._asking.add(task)
         task.add_done_callback(self._asking.discard)
 
-    def dismiss(self, peer: str, text: str) -> None:
-        """Note that a peer has left torch's group: calls to it raise NotServing."""
-        self._states[peer].dismiss(functools.partial(NotServing, text))
+    def dismiss(self, peer: str) -> None:
+        """Note that a peer has left torch's group: calls to it raise WorkerLeft."""
+        self._states[peer].dismiss(functools.partial(WorkerLeft, peer, LEFT_GROUP))
 
     def forget(self, peer: str) -> None:
         """Forget a peer that has left torch's group."""
@@ -159,9 +159,9 @@ class Attachments:
         """Wait until a peer is attached; return how many times it has attached.
 
         Raises:
-            NotServing: if it does not have this package, or torch's RPC has ended here.
+            WorkerUnreachable: if it does not have this package.
+            NotInWorld: if torch's RPC has ended here.
             WorkerLost: if torch does not reach it.
-            RpcError: if it speaks another version of the protocol.
         """
         state = self._states.get(peer.name)  # None for this process itself
         if state is not None and isinstance(_error_of(state), WorkerLost):
@@ -173,13 +173,13 @@ class Attachments:
             if not state.is_attached:
                 await wrap_future(changed)
         if not self.has_agent():
-            raise NotServing(AGENT_ENDED)
+            raise NotInWorld(AGENT_ENDED)
         return 0 if state is None else state.epoch
 
     def on_refused(self, peer: str, epoch: int) -> None:
         """Note that a peer has refused a connection in its `epoch`: it leaves."""
         if peer not in self._states:
-            raise NotServing("this process leaves attach()")
+            raise NotInWorld("this process leaves attach()")
         self._record_detached(peer, epoch)
 
     def _record_detached(self, peer: str, epoch: int) -> None:
@@ -189,7 +189,7 @@ class Attachments:
     def wake(self) -> None:
         """Let held calls look again: torch's RPC has ended."""
         for state in self._states.values():
-            state.refuse(functools.partial(NotServing, AGENT_ENDED))
+            state.refuse(functools.partial(NotInWorld, AGENT_ENDED))
 
     # ── messages ────────────────────────────────────────────────────────────────────────────────
 
@@ -222,12 +222,11 @@ class Attachments:
         version, *rest = message
         state = self._states[peer]
         if version != VERSION:
-            text = (
-                f"worker {peer!r} speaks {bytes(version).decode()}, and this process "
-                f"{VERSION.decode()}: install one version of aiorpc_torch in both; the call has "
-                "not run"
+            reason = (
+                f"it speaks {bytes(version).decode()}, and this process {VERSION.decode()}: "
+                "install one version of aiorpc_torch in both"
             )
-            state.refuse(functools.partial(RpcError, text))
+            state.refuse(functools.partial(WorkerUnreachable, peer, reason))
             return
         _, epoch, is_attached, maps = rest
         if not is_attached:
@@ -276,9 +275,8 @@ class Attachments:
             self._record_detached(peer, int(text))
 
 
-def left_group_text(peer: str) -> str:
-    """Return the text of the error of calls to a peer that has left torch's group."""
-    return f"worker {peer!r} has left torch's group (rpc.shutdown)"
+LEFT_GROUP = "it has left torch's group (rpc.shutdown)"
+"""Reason of the error of calls to a peer that has."""
 
 
 def _error_of(state: PeerState) -> RpcError | None:
@@ -289,9 +287,9 @@ def _refusal(peer: str, exc: Exception) -> Callable[[], RpcError]:
     """Return what makes the error for calls to a peer that has answered with `exc`."""
     text = safe_str(exc)
     if "ModuleNotFoundError" in text or "ImportError" in text:
-        reason = "does not have aiorpc_torch: install it there; the call has not run"
-        return functools.partial(NotServing, f"worker {peer!r} {reason}")
+        reason = "it does not have aiorpc_torch: install it there"
+        return functools.partial(WorkerUnreachable, peer, reason)
     if "attach_message" in text:  # torch's text for a function that the peer does not know
-        reason = f"speaks a protocol before {VERSION.decode()}, which this process speaks"
-        return functools.partial(RpcError, f"worker {peer!r} {reason}; the call has not run")
+        reason = f"it speaks a protocol before {VERSION.decode()}, which this process speaks"
+        return functools.partial(WorkerUnreachable, peer, reason)
     return functools.partial(classify_error, exc, peer)

@@ -17,10 +17,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 from .._aio.loops import await_on, call_soon, run_on_loop
 from .._client.answers import error_of_close
 from .._protocol import endpoints
-from .._protocol.members import Members, left_text
+from .._protocol.members import Members
 from .._torch.compat import RawFuture, WorkerInfo
 from .._torch.transport import classify_error, send, when_done, wrap_future
-from ..errors import NotServing, RpcError, WorkerLost
+from ..errors import NotInWorld, RpcError, WorkerLeft, WorkerLost
 from .heartbeat import HeartbeatTracker
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ class FailureDetector:
         self._timer = self._loop.call_later(self._tracker.interval, self._check)
 
     def close(self) -> None:
-        """Stop watching: `wait_until_alive` raises NotServing."""
+        """Stop watching: `wait_until_alive` raises NotInWorld."""
         self._open = False
         for event in [*self._rejoined.values(), *self._probed.values()]:
             event.set()
@@ -100,7 +100,8 @@ class FailureDetector:
 
         Raises:
             WorkerLost: if it will not rejoin.
-            NotServing: if it has left in order, or once this worker leaves its world.
+            WorkerLeft: if it has left in order.
+            NotInWorld: once this worker leaves its world.
         """
         await await_on(self._loop, self._wait_until_alive(peer))
 
@@ -110,9 +111,9 @@ class FailureDetector:
         if peer in self.lost_peers and not self._has_left(peer) and self._open:
             await self._rejoined[peer].wait()
         if not self._open:
-            raise NotServing(f"this worker has left its world; it waited for worker {peer!r}")
+            raise NotInWorld(f"this worker has left its world; it waited for worker {peer!r}")
         if self._has_left(peer):
-            raise NotServing(left_text(peer))
+            raise WorkerLeft(peer)
         if peer not in self._members.processes:
             raise WorkerLost(peer, "it is lost for so long that its name is forgotten")
         if (error := self._given_up.get(peer)) is not None:
@@ -315,7 +316,7 @@ class FailureDetector:
 
     def lose(self, peer: str, error: RpcError) -> None:
         """Fail what waits for a peer: it is lost."""
-        if not self._open or isinstance(error, NotServing):  # torch's RPC has ended here
+        if not self._open or isinstance(error, NotInWorld):  # torch's RPC has ended here
             return
         log.info("%s: %s", self._members.name, error)
         self.lost_peers[peer] = error

@@ -23,8 +23,8 @@ from .._torch.agent import Agent, PeerInfo, adopted_peer, device_map_for
 from .._torch.compat import WorkerInfo
 from .._torch.devices import DeviceRoutes
 from .._wire.plain import reader
-from ..errors import NotServing, RpcError, WorkerLost
-from .attachments import Attachments, left_group_text
+from ..errors import RpcError, WorkerLeft, WorkerLost
+from .attachments import LEFT_GROUP, Attachments
 from .changes import Change, ChangeLog, Entry, Kind
 from .config import NodeConfig
 from .departures import Departures
@@ -227,9 +227,8 @@ class Node:
         return peer in self.members.leave_messages or peer in self.members.lost_peers
 
     def _forget(self, member: PeerInfo) -> None:
-        text = left_text(member.name)
-        self.pool.end_process(member.name, NotServing(text))
-        self.server.end_process(member.name, text)
+        self.pool.end_process(member.name, WorkerLeft(member.name))
+        self.server.end_process(member.name, left_text(member.name))
         if self._agent is not None:
             self._agent.retire_peer(member)
         self.members.remove(member)
@@ -284,15 +283,14 @@ class Node:
         assert self.attachments is not None
         if not self.members.is_current(worker.name, worker.id):
             return
-        text = left_group_text(worker.name)
-        error = NotServing(text)
-        self.attachments.dismiss(worker.name, text)
+        error = WorkerLeft(worker.name, LEFT_GROUP)
+        self.attachments.dismiss(worker.name)
         self.note("left", worker.name)
         self.members.leave_messages[worker.name] = ""
         self.fail(worker.name, error)
         rrefs.note_gone(worker.id, worker.name)
         self.pool.end_process(worker.name, error)
-        self.server.end_process(worker.name, text)
+        self.server.end_process(worker.name, str(error))
         self.departures.settle()
         self._let_go(self.members.peers[worker.name])
 

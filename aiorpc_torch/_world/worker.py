@@ -24,7 +24,7 @@ from .._server.exports import Export, checked_exports
 from .._torch.agent import Agent, PeerInfo, is_running
 from .._torch.cpp_log import cpp_warnings_hidden
 from .._torch.devices import DeviceMaps
-from ..errors import WorkerLost
+from ..errors import UnknownWorker, WorkerLost
 from .changes import Change
 from .config import OnFailure, WorkerConfig
 from .directory_client import DirectoryClient
@@ -91,9 +91,10 @@ class Worker:
         with `asyncio.timeout`.
 
         Raises:
-            ValueError: if there is no such peer.
+            UnknownWorker: if there is no such peer.
             WorkerLost: if it will not rejoin.
-            NotServing: if it has left in order, or once this worker leaves its world.
+            WorkerLeft: if it has left in order.
+            NotInWorld: once this worker leaves its world.
         """
         self._check_peer("peer", peer)
         await self._node.detector.wait_until_alive(peer)
@@ -130,7 +131,7 @@ class Worker:
             until: Name of a peer, which must leave (default: all must leave, or serve).
 
         Raises:
-            ValueError: if there is no such peer.
+            UnknownWorker: if there is no such peer.
             WorkerLost: if the peer `until` is lost.
         """
         departures = self._node.departures
@@ -145,7 +146,7 @@ class Worker:
     def _check_peer(self, option: str, peer: str) -> None:
         if not isinstance(peer, str) or peer not in self._node.members.peers:
             names = ", ".join(self.peers) or "(no peer)"
-            raise ValueError(
+            raise UnknownWorker(
                 f"{option} must be one of {names}, got {peer!r}. A worker that joins is one of "
                 "them once it has entered (`me.changes()` tells)"
             )

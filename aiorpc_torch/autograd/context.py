@@ -191,7 +191,7 @@ def context() -> Context:
     that the method makes are recorded too, whatever kind of method it is.
 
     Raises:
-        NotServing: if this process is in no world.
+        NotInWorld: if this process is in no world.
     """
     return Context()
 

@@ -97,7 +97,7 @@ async def parameter_rrefs(module: "torch.nn.Module | RRef[Any]") -> list[RRef[Te
 
     Raises:
         TypeError: if `module` has no `parameters()`.
-        NotServing: if this process is in no world.
+        NotInWorld: if this process is in no world.
     """
     current_pool()
     if not isinstance(module, RRef | RRefBase):
@@ -139,7 +139,7 @@ class DistributedOptimizer:
         Raises:
             TypeError, ValueError: if `params` is empty, or contains other than RRefs of tensors.
                 Exceptions of the class itself are raised as they are.
-            NotServing: if this process is in no world.
+            NotInWorld: if this process is in no world.
         """
         owners: dict[str, list[RRef[Tensor]]] = {}
         for rref in params:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from .. import NotServing
+from .. import NotInWorld, WorkerLeft
 from .holds import Holds
 from .numbers import is_count, is_number
 from .placing import ForwardHolds, Into, place
@@ -34,7 +34,7 @@ async def follow(
         poll: seconds between two versions, which the follower then puts into `into` by itself.
 
     Raises:
-        CallTimeout, WorkerLost, ValueError, NotServing: as `lookup`.
+        CallTimeout, WorkerGone, ValueError, NotInWorld: as `lookup`.
         ValueError: if the names or shapes of the version and of `into` differ.
         TypeError: if `into` is none of these, or if the object of that name is no `Weights`.
     """
@@ -104,7 +104,8 @@ class Policy:
             CallTimeout: if the deadline passes.
             WorkerLost: if the publisher is lost, and no replacement process has come within 60 s,
                 or will come.
-            NotServing: if this worker or the publisher's has left the world.
+            WorkerLeft: if the publisher's worker has left the world.
+            NotInWorld: if this worker has.
             RuntimeError: inside of `hold()`, or after `aclose`.
             ValueError: if `version` is no number of a version.
         """
@@ -118,7 +119,7 @@ class Policy:
 
     async def __aiter__(self) -> AsyncIterator[int]:
         version = self.version
-        with contextlib.suppress(NotServing):
+        with contextlib.suppress(WorkerLeft, NotInWorld):
             while True:
                 version = await self.wait(version + 1)
                 yield version

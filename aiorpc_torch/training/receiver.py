@@ -10,7 +10,7 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .. import CallTimeout, NotServing, RpcError, RRef, WorkerLost, lookup, remote
+from .. import CallTimeout, NotInWorld, RpcError, RRef, WorkerGone, WorkerLost, lookup, remote
 from .relays import start_relay, this_host
 from .snapshots import Snapshot
 from .waiting import Changes
@@ -73,7 +73,7 @@ class Receiver:
         """Receive the newest version now, within the caller's deadline.
 
         Raises:
-            CallTimeout, WorkerLost, ValueError, NotServing: as `lookup`.
+            CallTimeout, WorkerGone, ValueError, NotInWorld: as `lookup`.
         """
         publisher = await self._connect()
         # A relay may have an older one: nothing has asked it for the newest.
@@ -90,7 +90,7 @@ class Receiver:
             assert self._publisher is not None  # since `first`
             newest = await remote(self._publisher).newest(self.version)
             await self.until(newest, lambda: self._losses > losses)
-        except (WorkerLost, NotServing):
+        except (WorkerGone, NotInWorld):
             self.start()  # it looks for the publisher's replacement process
 
     async def until(self, version: int, is_over: Callable[[], bool] = lambda: False) -> None:
@@ -196,7 +196,7 @@ class Receiver:
                     if relay is None
                     else await lookup(name, on=relay, timeout=RELAY_TIMEOUT)
                 )
-            except (CallTimeout, WorkerLost, NotServing):
+            except (CallTimeout, WorkerGone):
                 if relay == me:
                     raise
                 lost = relay
@@ -222,7 +222,7 @@ class Receiver:
                 assert self._source is not None
                 number, *parts = await remote(self._source).after(seen)
                 break
-            except (WorkerLost, NotServing) as exc:
+            except WorkerGone as exc:
                 # A relay reports the loss of the publisher with the same class.
                 if self._relay is None or getattr(exc, "worker", self._relay) != self._relay:
                     raise

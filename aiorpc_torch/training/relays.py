@@ -14,7 +14,7 @@ import socket
 from pathlib import Path
 from typing import Any
 
-from .. import NotServing, RRef, register, remote, unregister
+from .. import NotInWorld, RRef, register, remote, unregister
 from .waiting import Changes
 
 Version = tuple[int, bytes, Any]
@@ -89,7 +89,7 @@ class Relay:
             self._newest = max(self._newest, version, key=operator.itemgetter(0))
         except Exception as exc:  # followers look for the publisher's replacement process
             self._error = exc
-            with contextlib.suppress(ValueError, NotServing):
+            with contextlib.suppress(ValueError, NotInWorld):
                 unregister(self._name)
         del self._transfers[seen]
         self._changes.notify()

@@ -13,7 +13,7 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import (
     Broadcast,
     Group,
-    NotServing,
+    NotInWorld,
     Round,
     RpcError,
     RRef,
@@ -383,7 +383,7 @@ async def local_batches_of_a_def_in_a_row(scene: Scene) -> Any:
     """As code that goes on though the world ends."""
     actor, other = Actor(scene.loop), remote(scene.actor())
     for each in range(8):
-        with contextlib.suppress(NotServing):
+        with contextlib.suppress(NotInWorld):
             await actor.together_in_thread(each)
     return actor, other
 
@@ -537,7 +537,7 @@ async def world_entered_and_left(scene: Scene) -> Any:
 
 @operation(around="nothing")
 async def world_left_with_a_call(scene: Scene) -> Any:
-    with contextlib.suppress(NotServing):
+    with contextlib.suppress(NotInWorld):
         async with testing.world(heartbeat=ENDLESS, freeze_gc=False):
             waiting = asyncio.ensure_future(remote(scene.actor()).slow(SMALL))
             await asyncio.sleep(0)

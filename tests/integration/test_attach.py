@@ -267,8 +267,10 @@ def test_a_peer_that_never_attaches(players: Players, options: dict[str, float])
     players["t0"].run(begin, "never", None if options else 0.2)
     error = players["t0"].run(end, "never")
     # Of a deadline, what is left when the call is made.
-    assert re.match(r"NotServing: worker 'ps' is not attached after 0\.\d+ s", error)
-    assert "it has not run" in error
+    assert re.match(
+        r"WorkerUnreachable: worker 'ps' cannot .*: it is not attached after 0\.\d+ s", error
+    )
+    assert "was not sent" in error
 
 
 def _enter_with(options: dict[str, Any]) -> None:
@@ -286,7 +288,9 @@ def test_a_peer_without_the_package(players: Players) -> None:
     """The error comes at once, although calls are held for a minute."""
     players["t0"].run(enter)
     error = players["t0"].run(call_error, "bare")
-    assert error.startswith("NotServing: worker 'bare' does not have aiorpc_torch")
+    assert error.startswith(
+        "WorkerUnreachable: worker 'bare' cannot be connected: it does not have"
+    )
 
 
 def speak(version: bytes) -> None:
@@ -302,7 +306,9 @@ def test_another_version_of_the_protocol(players: Players) -> None:
         error = players["t0"].run(call_error, "t1")
     finally:
         players["t1"].run(speak, b"aiorpc/1")
-    assert error.startswith("RpcError: worker 't1' speaks aiorpc/0, and this process aiorpc/1")
+    assert error.startswith(
+        "WorkerUnreachable: worker 't1' cannot be connected: it speaks aiorpc/0"
+    )
 
 
 # ── again ───────────────────────────────────────────────────────────────────────────────────────
@@ -466,7 +472,7 @@ def begin_sleep(seconds: float) -> None:
 
 
 @pytest.mark.parametrize(
-    ("stop_timeout", "error"), [(10.0, "no error, but 'slept'"), (0.1, "NotServing")]
+    ("stop_timeout", "error"), [(10.0, "no error, but 'slept'"), (0.1, "WorkerLeft")]
 )
 def test_served_calls_when_leaving(players: Players, stop_timeout: float, error: str) -> None:
     """They get `stop_timeout`, and then are cancelled."""
@@ -506,7 +512,7 @@ def test_serving_until_peers_have_left(players: Players) -> None:
         players[name].run(leave)
     assert players["ps"].result() == "left"
     assert players["ps"].run(serve_until, "t0") == "left"  # it has left before
-    assert players["ps"].run(serve_until, "t9").startswith("ValueError: until must be one of")
+    assert players["ps"].run(serve_until, "t9").startswith("UnknownWorker: until must be one of")
 
 
 @pytest.mark.promise("worlds.servers")
@@ -551,7 +557,7 @@ def refusals() -> list[str]:
         found.append(me.run(inside))
     try:
         me.run(asyncio.sleep, 0)
-    except aiorpc.NotServing as exc:
+    except aiorpc.NotInWorld as exc:
         found.append(f"{type(exc).__name__}: {exc}")
     return found
 
@@ -562,14 +568,14 @@ def test_refusals(players: Players) -> None:
     assert world.startswith("RuntimeError: this process is in a world already")
     assert thread.startswith("RuntimeError: this process is attached")
     assert own_loop.startswith("RuntimeError: run() would block its own event loop")
-    assert after.startswith("NotServing: the block of attach_in_thread() was left")
+    assert after.startswith("NotInWorld: the block of attach_in_thread() was left")
 
 
 async def test_no_agent() -> None:
-    with pytest.raises(aiorpc.NotServing, match=r"call rpc\.init_rpc"):
+    with pytest.raises(aiorpc.NotInWorld, match=r"call rpc\.init_rpc"):
         async with aiorpc.attach():
             pass
-    with pytest.raises(aiorpc.NotServing), aiorpc.attach_in_thread():
+    with pytest.raises(aiorpc.NotInWorld), aiorpc.attach_in_thread():
         pass
 
 
@@ -623,8 +629,8 @@ def test_the_agent_ends_inside() -> None:
     with cast("ps", "t0", "t1") as players:
         players["ps"].run(enter)
         *errors, after = players["t0"].run(end_agent)
-        assert errors == ["NotServing"] * 3
-        assert after.startswith("NotServing: torch's RPC of this process has ended")
+        assert errors == ["NotInWorld"] * 3
+        assert after.startswith("NotInWorld: torch's RPC of this process has ended")
 
 
 def test_a_passive_server() -> None:

@@ -213,7 +213,7 @@ async def add_there(counter: "RRef[Counter]", x: int) -> int:
 def test_a_name_that_does_not_exist(group: tuple[Enter, Player]) -> None:
     _, ps = group
     error = ps.run(outcome, "nobody", 1)
-    assert error.startswith("ValueError: no worker 'nobody' in this world; there are: ps")
+    assert error.startswith("UnknownWorker: no worker 'nobody' in this world; there are: ps")
 
 
 def test_a_late_worker_without_the_package(group: tuple[Enter, Player]) -> None:
@@ -221,7 +221,9 @@ def test_a_late_worker_without_the_package(group: tuple[Enter, Player]) -> None:
     start, ps = group
     with start("bare", "bare") as bare:
         error = ps.run(outcome, "bare", 1)
-        assert error.startswith("NotServing: worker 'bare' does not have aiorpc_torch")
+        assert error.startswith(
+            "WorkerUnreachable: worker 'bare' cannot be connected: it does not have"
+        )
         bare.run(rpc.shutdown)
 
 
@@ -239,9 +241,10 @@ def test_a_worker_that_leaves(group: tuple[Enter, Player], inside: bool) -> None
         ps.run(begin_wait, name)
         leaver.run(wait_for, "waits")
         leaver.run(shut_down if inside else leave_all)
-        assert class_of(ps.run(end)) in ("NotServing", "WorkerLost")
+        assert class_of(ps.run(end)) in ("WorkerLeft", "WorkerLost")
         error = ps.run(outcome, name, 1)
-        assert error.startswith(f"NotServing: worker {name!r} has left torch's group"), error
+        left = f"WorkerLeft: worker {name!r} has left its world: it has left torch's group"
+        assert error.startswith(left), error
         assert name not in ps.run(members)[0]
         assert ps.run(changes_of, name, 2) == ["joined", "left"]
 
@@ -260,7 +263,8 @@ def test_calls_held_for_a_worker_that_leaves(group: tuple[Enter, Player]) -> Non
     with start("idle") as idle:
         ps.run(begin_call, "idle")
         idle.run(shut_down)
-        assert ps.run(end).startswith("NotServing: worker 'idle' has left torch's group")
+        left = "WorkerLeft: worker 'idle' has left its world: it has left torch's group"
+        assert ps.run(end).startswith(left)
 
 
 def test_serving_until_a_late_worker_leaves(group: tuple[Enter, Player]) -> None:
@@ -280,7 +284,9 @@ def test_a_name_that_comes_again(group: tuple[Enter, Player]) -> None:
         old.run(enter)
         ps.run(use, "again", old.run(own_rank))
         old.run(leave_all)
-        assert ps.run(use_kept).startswith("NotServing: the owner of this RRef, worker 'again'")
+        assert ps.run(use_kept).startswith(
+            "WorkerLeft: worker 'again' has left its world: create() the object"
+        )
         assert ps.run(use_any_kept) == 1
     with start("again") as new:
         new.run(enter)
@@ -316,5 +322,5 @@ def test_a_worker_that_left_while_this_one_was_not_attached(group: tuple[Enter, 
         ps.run(leave)
         unseen.run(leave_all)
         ps.run(enter)
-    assert ps.run(use_kept).startswith("NotServing: the owner of this RRef, worker 'rank ")
-    assert ps.run(outcome, "unseen", 1).startswith("ValueError: no worker 'unseen'")
+    assert ps.run(use_kept).startswith("WorkerLeft: worker 'rank ")
+    assert ps.run(outcome, "unseen", 1).startswith("UnknownWorker: no worker 'unseen'")

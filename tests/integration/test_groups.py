@@ -17,9 +17,9 @@ from aiorpc_torch import (
     CallTimeout,
     Group,
     GroupError,
-    NotServing,
     RemoteTraceback,
     RRef,
+    WorkerLeft,
     WorkerLost,
     call,
     create,
@@ -316,18 +316,14 @@ async def test_gradients_through_a_group() -> None:
 
 
 async def test_a_peer_that_leaves() -> None:
-    """Its lookup ends with NotServing: it will register nothing."""
-    async with world(["a"]):
-        looking = asyncio.create_task(call("a", look_at_main))
+    """Its lookup ends with WorkerLeft: it will register nothing."""
+    async with world(["a"]) as me:
+        looking = asyncio.create_task(lookup("x", on="a"))
         await asyncio.wait([looking], timeout=0.05)
         assert not looking.done()
-        looking.cancel()
-    with pytest.raises(NotServing):
-        await lookup("x", on="a")
-
-
-async def look_at_main() -> Any:
-    return await lookup("never", on="main")
+        await me.stop("a")
+        with pytest.raises(WorkerLeft, match="worker 'a' has left its world"):
+            await looking
 
 
 PROGRAM = """

@@ -209,7 +209,7 @@ async def test_a_joiner_leaves_and_another_has_its_name(tmp_path: Path) -> None:
         assert await call("b", joiners.peers) == (("main",), 2)
         calls = remote(env).number, functools.partial(call, "a", abs)
         for calling in (*calls, functools.partial(call, "b", actors.call_abs, "a")):
-            with pytest.raises(aiorpc.NotServing, match="worker 'a' has left its world"):
+            with pytest.raises(aiorpc.WorkerLeft, match="worker 'a' has left its world"):
                 await calling(1)
         await them.enter("a")
         assert me.peers == ("b", "a"), "in rank order"

@@ -194,7 +194,7 @@ async def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.promise("supervised.left")
 async def test_a_supervised_object_of_a_worker_that_has_left(tmp_path: Path) -> None:
-    """Its calls raise NotServing. Nothing is made again, since no loss has ended its worker."""
+    """Its calls raise WorkerLeft. Nothing is made again, since no loss has ended its worker."""
     options: Any = {"world_size": 2, "init_method": f"file://{tmp_path}/store", "interface": "lo"}
     left = Process(leavers.client, "a", 1, options | {"stop_timeout": 0.1})
     try:
@@ -208,12 +208,12 @@ async def test_a_supervised_object_of_a_worker_that_has_left(tmp_path: Path) -> 
                 lambda: aiorpc.fetch(counter),
                 lambda: aiorpc.remote(counter).aadd(),
             ):
-                with pytest.raises(aiorpc.NotServing):
+                with pytest.raises(aiorpc.WorkerLeft):
                     await calling()
             with pytest.raises(aiorpc.GroupError) as raised:
                 await aiorpc.remote(aiorpc.Group([counter])).add()
-            assert isinstance(raised.value.exceptions[0], aiorpc.NotServing)
-            with pytest.raises((aiorpc.NotServing, aiorpc.WorkerLost)):
+            assert isinstance(raised.value.exceptions[0], aiorpc.WorkerLeft)
+            with pytest.raises((aiorpc.WorkerLeft, aiorpc.WorkerLost)):
                 await aiorpc.remote(aiorpc.Group([counter]).any()).add()
             assert counter.incarnation == 0
     finally:
@@ -222,7 +222,7 @@ async def test_a_supervised_object_of_a_worker_that_has_left(tmp_path: Path) -> 
 
 @pytest.mark.promise("rejoin.wait_ends", "supervised.waits")
 async def test_waits_for_a_dead_peer_end_with_the_world(tmp_path: Path) -> None:
-    """Nothing starts that peer again. `wait_for` and supervised objects raise NotServing."""
+    """Nothing starts that peer again. `wait_for` and supervised objects raise WorkerLeft."""
     options: Any = {"world_size": 2, "init_method": f"file://{tmp_path}/store", "interface": "lo"}
     peer = Process(leavers.client, "a", 1, options)
     try:
@@ -243,8 +243,8 @@ async def test_waits_for_a_dead_peer_end_with_the_world(tmp_path: Path) -> None:
             waiting = [asyncio.ensure_future(waited(each)) for each in waits]
             await asyncio.sleep(0)
         async with asyncio.timeout(PATIENCE):
-            assert [type(await each) for each in waiting] == [aiorpc.NotServing] * 4
-            assert isinstance(await waited(aiorpc.remote(counter).add()), aiorpc.NotServing)
+            assert [type(await each) for each in waiting] == [aiorpc.NotInWorld] * 4
+            assert isinstance(await waited(aiorpc.remote(counter).add()), aiorpc.NotInWorld)
     finally:
         peer.close()
 

@@ -9,7 +9,17 @@ import psutil
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, GroupError, NotServing, WorkerLost, call, each, members, remote
+from aiorpc_torch import (
+    Group,
+    GroupError,
+    NotInWorld,
+    WorkerLeft,
+    WorkerLost,
+    call,
+    each,
+    members,
+    remote,
+)
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch.testing import kill, world
 from tests.support import joiners
@@ -70,7 +80,7 @@ async def add_unaware() -> list[str]:
     results = [await remote(group.any()).add(value) for value in range(3)]
     results += await asyncio.gather(*(remote(group.any()).add(value) for value in range(3)))
     results += [result async for result in group.map(Env.add, range(3))]
-    with pytest.raises(NotServing, match="the workers of all members"):
+    with pytest.raises(WorkerLeft, match="so have all members of <Group"):
         await remote(Group(envs[:1]).any()).add(1)
     return results
 
@@ -94,7 +104,7 @@ async def test_a_worker_that_leaves_while_its_calls_run() -> None:
         assert [await remote(envs.any()).add(value) for value in range(3)] == ["a0", "a1", "a2"]
         assert [result async for result in envs.map(Env.add, range(3))] == ["a0", "a1", "a2"]
         assert await call("c", add_unaware) == ["a0", "a1", "a2"] * 3
-        with pytest.raises(NotServing, match="worker 'b' has left its world"):
+        with pytest.raises(WorkerLeft, match="worker 'b' has left its world"):
             await remote(both[0]).add(1)
         assert not stopping.done()
         running.cancel()
@@ -196,17 +206,17 @@ async def _enlist_quick() -> None:
 
 @pytest.mark.promise("members.ends")
 async def test_the_end_of_a_world() -> None:
-    """Whatever waits for members ends with NotServing."""
+    """Whatever waits for members ends with NotInWorld."""
     async with world(["a"]):
         envs: aiorpc.NamedMembers[Env] = members(NAME)
         waiting = asyncio.create_task(envs.wait(1))
         mapping = asyncio.create_task(_all(envs.map(Env.roll, [1])))
         await call("a", asyncio.sleep, 0)
     for each_wait in (waiting, mapping):
-        with pytest.raises(NotServing):
+        with pytest.raises(NotInWorld):
             await each_wait
     assert not envs
-    with pytest.raises(NotServing):
+    with pytest.raises(NotInWorld):
         await remote(envs.any()).add(1)
 
 

@@ -20,7 +20,7 @@ def test_a_short_run(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr().out
     assert found == [], printed
     assert "4 workers have joined and left" in printed
-    assert "NotServing" in printed
+    assert "WorkerLeft" in printed
 
 
 @pytest.mark.parametrize("name", ["descriptors", "threads", "tasks"])

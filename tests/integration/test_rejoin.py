@@ -311,7 +311,7 @@ def test_a_restarted_process_rejoins(tmp_path: Path) -> None:
 @pytest.mark.promise("rejoin.replaced")
 @pytest.mark.slow
 def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
-    """A frozen process that was replaced gets NotServing from all peers when it thaws."""
+    """A frozen process that was replaced gets NotInWorld from all peers when it thaws."""
     with three(tmp_path) as (path, where, found):
         found[1].send_signal(signal.SIGSTOP)
         try:
@@ -321,7 +321,7 @@ def test_a_replaced_process_is_not_served(tmp_path: Path) -> None:
                 assert line(found[0]) == f"back {second.pid}\n"
                 found[1].send_signal(signal.SIGCONT)
                 assert line(found[1]) == (
-                    "NotServing: worker 'worker1' was restarted: a newer process has replaced "
+                    "NotInWorld: worker 'worker1' was restarted: a newer process has replaced "
                     "this one\n"
                 )
         finally:

@@ -13,7 +13,7 @@ import torch
 from torch._C._distributed_rpc import _rref_context_get_debug_info
 from torch.distributed.rpc import api
 
-from aiorpc_torch import NotServing, RRef, create, remote
+from aiorpc_torch import NotInWorld, RRef, create, remote
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch._torch.rrefs import PINNED, RRefTable
@@ -87,7 +87,7 @@ async def end_a_world_with_a_late_call(kind: type[Slotted], late: Late) -> None:
             call = asyncio.create_task(remote(rref).add(torch.zeros(1_000_000)))
             assert await asyncio.to_thread(late.arrived.wait, 30.0)
             raise LookupError("ends the world without waiting for anybody")
-    with pytest.raises(NotServing):
+    with pytest.raises(NotInWorld):
         await call
 
 
@@ -159,7 +159,7 @@ def known_to_torch() -> int:
     return int(_rref_context_get_debug_info()["num_owner_rrefs"])
 
 
-@pytest.mark.promise("calls.not_serving")
+@pytest.mark.promise("calls.not_in_world")
 async def test_of_a_world_that_was_left() -> None:
     """Any use raises, whichever its owner; RRefs of own objects still work."""
     async with world(["a"]):
@@ -175,7 +175,7 @@ async def test_of_a_world_that_was_left() -> None:
         await remote(holder).take(here)
         assert await remote(holder).add(2) == 6
         assert (await remote(holder).given()).local_value() is here.local_value()
-    with pytest.raises(NotServing):
+    with pytest.raises(NotInWorld):
         await remote(there).add(2)
 
 

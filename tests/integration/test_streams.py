@@ -7,7 +7,7 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
-    NotServing,
+    NotInWorld,
     RemoteTraceback,
     WorkerLost,
     call,
@@ -65,5 +65,5 @@ async def test_streams_from_another_process() -> None:
 
         left = asyncio.create_task(iterate(remote(rref).follow()))
         await remote(rref).followed()
-    with pytest.raises((NotServing, WorkerLost)):
+    with pytest.raises((NotInWorld, WorkerLost)):
         await left

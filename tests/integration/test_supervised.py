@@ -12,7 +12,7 @@ from aiorpc_torch import (
     CallTimeout,
     Group,
     GroupError,
-    NotServing,
+    NotInWorld,
     WorkerLost,
     call,
     each,
@@ -294,7 +294,7 @@ async def test_the_end_of_the_loop_that_supervises(file: Path) -> None:
         await lose("a")
         await me.wait_for("a")
         for _ in range(2):
-            with pytest.raises(NotServing, match="the event loop that made <supervised Diary"):
+            with pytest.raises(NotInWorld, match="the event loop that made <supervised Diary"):
                 await remote(diary).add()
 
 

@@ -491,7 +491,7 @@ async def test_leaving_ends_calls_that_are_still_awaited() -> None:
         await remote(sleeper).sleep(0)
         start = time.monotonic()
     assert time.monotonic() - start < 4 + SLACK
-    with pytest.raises((aiorpc.NotServing, WorkerLost)):
+    with pytest.raises((aiorpc.NotInWorld, WorkerLost)):
         await waiting
 
 
@@ -544,7 +544,7 @@ def test_what_never_returns_does_not_keep_a_process(tmp_path: Path, how: str) ->
         """,
     )
     done = run(path, how)
-    assert (done.returncode, done.stdout.split()) == (3, ["True", "NotServing", "exit"]), (
+    assert (done.returncode, done.stdout.split()) == (3, ["True", "NotInWorld", "exit"]), (
         done.stderr
     )
     said = (

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, NotServing, RRef, call, remote, stats
+from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, remote, stats
 from aiorpc_torch._client import connection, sender
 from aiorpc_torch._wire.connection_state import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
 
@@ -340,5 +340,5 @@ class TestLeaving:
             await turnstile.holds(5)
             del rref
         results = await asyncio.gather(*tasks, return_exceptions=True)
-        assert all(isinstance(result, NotServing) for result in results), results
+        assert all(isinstance(result, NotInWorld) for result in results), results
         assert turnstile.inside == 0, "what ran was cancelled"

@@ -17,7 +17,7 @@ from aiorpc_torch import (
     BatchContractError,
     BatchStats,
     Broadcast,
-    NotServing,
+    NotInWorld,
     QueueFull,
     RemoteError,
     RemoteTraceback,
@@ -411,7 +411,7 @@ def test_a_second_world_on_a_second_loop() -> None:
             made, far = new_gated(max_size=2, max_wait=1000.0)
             calls = asks(far, "left behind")
             await arrived(far)
-        assert [type(each) for each in await settled(*calls)] == [NotServing]
+        assert [type(each) for each in await settled(*calls)] == [NotInWorld]
 
     async def second() -> list[Any]:
         async with aiorpc.local_world(0):
@@ -439,13 +439,13 @@ async def test_a_function_that_awaits_its_own_queue(concurrency: int) -> None:
 
 
 async def test_leaving_a_world_answers_everybody() -> None:
-    """Who runs, who waits and who waits for a round get NotServing."""
+    """Who runs, who waits and who waits for a round get NotInWorld."""
     async with aiorpc.local_world(0):
         (made, far), (met, meet) = new_gated(max_size=2), new_gated(Round(2))
         made.gate.clear()
         calls = asks(far, 1, 2, 3) + asks(meet, 4)
         await arrived(far)
-    assert [type(each) for each in await settled(*calls)] == [NotServing] * 4
+    assert [type(each) for each in await settled(*calls)] == [NotInWorld] * 4
     assert (made.batches, met.batches) == ([[1, 2]], [])
 
 
@@ -562,7 +562,7 @@ async def test_statistics_of_batches(skip: Callable[[float], None]) -> None:
         await settled(*calls, failing)
         last = asyncio.create_task(outcome(far.fill(4)))
         await arrived(far)
-    assert type((await settled(last))[0]) is NotServing
+    assert type((await settled(last))[0]) is NotInWorld
     fill, slot, meet, fail = (
         stats().batches[f"Kept.{n}"] for n in ("fill", "slot", "meet", "fail")
     )

@@ -12,7 +12,7 @@ import torch
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, NotServing, RRef, call, create, fetch, remote, stats
+from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, create, fetch, remote, stats
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Failing, Loud, Notes, Sleeper
@@ -381,11 +381,11 @@ class TestOutside:
     def world(self) -> None:
         """None."""
 
-    @pytest.mark.promise("calls.not_serving")
+    @pytest.mark.promise("calls.not_in_world")
     async def test_not_serving(self) -> None:
         """Every way to call says what to do."""
         for mistake in (call("main", actors.pid), create("main", Counter)):
-            with pytest.raises(NotServing, match="enter worker"):
+            with pytest.raises(NotInWorld, match="enter worker"):
                 await mistake
 
 

@@ -12,7 +12,7 @@ import anyio
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, NotServing, RRef, batched, create, members, remote
+from aiorpc_torch import Group, NotInWorld, RRef, batched, create, members, remote
 from aiorpc_torch._torch.agent import Agent, is_running
 from aiorpc_torch._world import startup
 from aiorpc_torch._world.config import WorkerConfig
@@ -37,7 +37,7 @@ async def test_torch_stops_though_a_call_to_itself_is_pending(
         except LookupError:
             pass
         assert not is_running()
-        with pytest.raises(NotServing):
+        with pytest.raises(NotInWorld):
             await waiting
     assert not [each for each in caplog.records if each.levelno >= logging.ERROR], caplog.text
 
@@ -142,7 +142,7 @@ async def test_a_batch_that_begins_as_its_worker_leaves() -> None:
         calls = [asyncio.ensure_future(far.hold(0)), asyncio.create_task(call_later(far))]
         await lingering.began.wait()
     for each in calls:
-        with pytest.raises(NotServing):
+        with pytest.raises(NotInWorld):
             await each
     assert lingering.ends == 1
 
@@ -153,5 +153,5 @@ async def test_a_call_by_no_members_after_the_world() -> None:
         envs = members("env")
         assert await remote(envs).step() == []
     for group in (envs, Group(())):
-        with pytest.raises(NotServing, match="in no world"):
+        with pytest.raises(NotInWorld, match="in no world"):
             await remote(group).step()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotServing, RpcError, RRef, call, remote
+from aiorpc_torch import RpcError, RRef, WorkerLeft, call, remote
 from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._server import result_sender, session
@@ -744,7 +744,7 @@ class Liar:
         with contextlib.suppress(RpcError):  # it may be among those that are lied to
             await self.victim.target.quick(1)
         assert await self.victim.target.quick(2) == 2
-        pool.current().connection("main").leave("ended", "", NotServing("it lies"))
+        pool.current().connection("main").leave("ended", "", WorkerLeft("main", "it lies"))
         await asyncio.wait(tasks, timeout=SOON)
         assert all(task.done() for task in tasks), "no caller is left waiting"
         for task in tasks:

@@ -265,9 +265,8 @@ async def test_each_elsewhere() -> None:
     for ask in asks:
         with pytest.raises(TypeError, match="must be a direct argument of a call of a group"):
             await ask
-    for ask in (pickle.dumps, copy.copy):
-        with pytest.raises(TypeError, match="direct argument"):
-            ask(value)
+    with pytest.raises(TypeError, match="direct argument"):
+        pickle.dumps(value)
 
 
 # ── iterated ────────────────────────────────────────────────────────────────────────────────────

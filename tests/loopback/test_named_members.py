@@ -12,7 +12,9 @@ import aiorpc_torch as aiorpc
 from aiorpc_torch import (
     CallTimeout,
     Group,
-    NotServing,
+    NoMembers,
+    NotInWorld,
+    WorkerLeft,
     WorkerLost,
     call,
     each,
@@ -61,7 +63,7 @@ async def test_a_method_that_raises_what_a_refusal_raises() -> None:
     """It has run, so no other member is called."""
     one, other = Env(), Env()
     group: Group[Env] = Group([register(NAME, one), register("other", other)])
-    with pytest.raises(NotServing, match="another worker has left"):
+    with pytest.raises(NotInWorld, match="another worker has left"):
         await remote(group.any()).refuse(1)
     assert one.items + other.items == [1]
 
@@ -80,7 +82,7 @@ async def test_a_call_is_made_by_those_at_its_start() -> None:
 async def test_nobody_is_there() -> None:
     """A call of any member names the group; a wait ends in time, with the number."""
     envs: aiorpc.NamedMembers[Env] = members("nobody")
-    with pytest.raises(NotServing, match="no member in <members 'nobody', 0 now>"):
+    with pytest.raises(NoMembers, match="no member in <members 'nobody', 0 now>"):
         await remote(envs.any()).add(1)
     expected = "waited for 2 members 'nobody', there are 0"
     with pytest.raises(CallTimeout, match=expected) as late, timeout(0.1):
@@ -125,7 +127,7 @@ async def test_items_of_a_member_that_leaves(was_sent: bool) -> None:
     results = asyncio.create_task(_all(envs.map(Env.stay, range(2), in_flight=1)))
     own = pool.current().connection("main")
     await until(lambda: leaving.items if was_sent else own.waiting)
-    own.leave("ended", "", NotServing("worker 'main' has left its world"))
+    own.leave("ended", "", WorkerLeft("main"))
     assert leaving.items == [0] * was_sent
     unregister(NAME)
     register(NAME, other)
@@ -139,10 +141,10 @@ async def test_a_member_that_is_lost_after_the_end_of_a_map() -> None:
     results: Any = members(NAME).map(Env.stay, [0])
     step = asyncio.create_task(anext(results))
     await until(lambda: env.items)
-    results._run._end(NotServing("this worker has left its world"))
+    results._run._end(NotInWorld("this worker has left its world"))
     pool.current().connection("main").leave("ended", "", WorkerLost("main", "died"))
     async with asyncio.timeout(SOON):
-        with pytest.raises(NotServing, match="has left its world"):
+        with pytest.raises(NotInWorld, match="has left its world"):
             await step
 
 
@@ -155,7 +157,7 @@ async def test_a_member_that_comes_as_a_map_is_ended() -> None:
     step = asyncio.create_task(anext(results))
     await until(lambda: leaving.items)
     own = pool.current().connection("main")
-    own.leave("ended", "", NotServing("worker 'main' has left its world"))
+    own.leave("ended", "", WorkerLeft("main"))
     ends: list[Any] = []
     envs._watch.listen(lambda: [end() for end in ends])  # after the map was told
     ends.append(results._run.stop)

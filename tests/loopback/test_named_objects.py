@@ -12,7 +12,7 @@ from aiorpc_torch import (
     Group,
     GroupError,
     NotExported,
-    NotServing,
+    NotInWorld,
     call,
     create,
     create_all,
@@ -163,9 +163,9 @@ class TestOutsideAWorld:
             lambda: anext(group.map(Node.plain, [1])),
         ]
         for ask in asks:
-            with pytest.raises((NotServing, RuntimeError)):
+            with pytest.raises((NotInWorld, RuntimeError)):
                 await ask()
-        with pytest.raises(NotServing):
+        with pytest.raises(NotInWorld):
             aiorpc.register("node", Node())
         assert repr(group)
         assert hash(group) == hash(Group([*group]))

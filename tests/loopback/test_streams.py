@@ -16,7 +16,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
     CallTimeout,
-    NotServing,
+    NotInWorld,
     RemoteTraceback,
     RRef,
     call,
@@ -536,7 +536,7 @@ class TestLeaving:
             await (remote(rref).followed() if kind == "follow" else take(stream, 1))
             del rref
         assert await asyncio.to_thread(source.closed) == (kind == "follow")
-        with pytest.raises(NotServing):
+        with pytest.raises(NotInWorld):
             await iterate(stream)
         assert not [r for r in caplog.records if r.levelno >= logging.WARNING], caplog.text
 

@@ -3,7 +3,7 @@
 import asyncio
 import os
 
-from aiorpc_torch import NotServing, register, unregister
+from aiorpc_torch import NotInWorld, register, unregister
 
 NAME = "env"
 
@@ -37,7 +37,7 @@ class Env:
     async def refuse(self, item: int) -> None:
         """Raise the error of a call to a worker that has left, as a call of this method may."""
         self.items.append(item)
-        raise NotServing("another worker has left")
+        raise NotInWorld("another worker has left")
 
     async def count(self) -> int:
         return len(self.items)

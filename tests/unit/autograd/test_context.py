@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from aiorpc_torch import NotServing
+from aiorpc_torch import NotInWorld
 from aiorpc_torch.autograd import context, parameter_rrefs
 
 
 async def test_outside_a_world() -> None:
-    with pytest.raises(NotServing):
+    with pytest.raises(NotInWorld):
         async with context():
             pass
-    with pytest.raises(NotServing):
+    with pytest.raises(NotInWorld):
         await parameter_rrefs(torch.nn.Linear(1, 1))

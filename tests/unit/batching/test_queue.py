@@ -16,7 +16,7 @@ from aiorpc_torch import (
     BatchContractError,
     Broadcast,
     Fill,
-    NotServing,
+    NotInWorld,
     RemoteError,
     Round,
     batched,
@@ -870,19 +870,19 @@ async def test_busy_on_another_loop() -> None:
 
 def test_outside_a_loop_and_a_world() -> None:
     """There is no loop to run the batch, and the error says what to enter."""
-    with pytest.raises(NotServing, match=r"enter worker\(\), local_world\(\) or attach\(\)"):
+    with pytest.raises(NotInWorld, match=r"enter worker\(\), local_world\(\) or attach\(\)"):
         plain(1)
 
 
 async def test_closing_fails_every_call() -> None:
-    """Waiting and running calls get NotServing; the function is cancelled; new calls are served."""
+    """Waiting and running calls get NotInWorld; the function is cancelled; new calls are served."""
     gated = Gated()
     calls = [asyncio.create_task(outcome(gated.pass_(n))) for n in range(5)]
     met = asyncio.create_task(outcome(gated.meet(1)))
     await gated.started.wait()
     await close_queues()
     got = await asyncio.gather(*calls, met)
-    assert [type(each) for each in got] == [NotServing] * 6
+    assert [type(each) for each in got] == [NotInWorld] * 6
     assert [each.may_have_run for each in got] == [True] * 3 + [False] * 3
     assert len({id(each) for each in got}) == 6
     assert "Gated.pass_" in str(got[0])
@@ -911,7 +911,7 @@ async def test_closing_does_not_wait_for_a_function_that_will_not_end(
     await started.wait()
     async with asyncio.timeout(30.0):
         await close_queues()
-    with pytest.raises(NotServing):
+    with pytest.raises(NotInWorld):
         await call
     assert "stubborn did not end" in caplog.text
     end.set()

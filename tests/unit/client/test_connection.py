@@ -25,7 +25,7 @@ from aiorpc_torch._wire.handshake import Party
 from aiorpc_torch._wire.messages import encode_reply, load_calls, numbers_of
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.targets import MethodTarget
-from aiorpc_torch.errors import CallTimeout, NotServing, RemoteError, WorkerLost
+from aiorpc_torch.errors import CallTimeout, NotInWorld, RemoteError, WorkerLost
 from tests.support.raw_connections import read
 
 TARGET = MethodTarget((0, 1), "method")
@@ -298,7 +298,7 @@ async def test_when_this_process_leaves(pair: Pair) -> None:
     await pair.connect()
     _, future = pair.call(1)
     await pair.frame()
-    pair.connection.leave("left", "we are done", NotServing("over"))
+    pair.connection.leave("left", "we are done", NotInWorld("over"))
     assert str(await error_of(future)) == "over"
     kind, data = await pair.frame()
     while kind != CLOSE:  # the cancellation goes first

@@ -14,7 +14,7 @@ from aiorpc_torch._torch.compat import WorkerInfo
 from aiorpc_torch._wire.frames import CLOSE, RETIRE, frame
 from aiorpc_torch._wire.handshake import HELLO, Credentials, Hello, Party, new_nonce
 from aiorpc_torch._wire.plain import dump
-from aiorpc_torch.errors import NotServing, RpcError, WorkerLost
+from aiorpc_torch.errors import RpcError, WorkerLeft, WorkerLost
 from tests.unit.client.test_connection import SOON, TARGET, Observed, error_of
 
 CREDENTIALS = Credentials(Party("me", 0), Party("peer", 3))
@@ -97,12 +97,12 @@ async def test_a_callee_that_is_lost_with_its_proof() -> None:
 @pytest.mark.parametrize("before", [b"", frame(RETIRE, b"")])
 async def test_a_callee_that_leaves_with_its_proof(before: bytes) -> None:
     """Frames that come with the last bytes of the handshake are read."""
-    goodbye = frame(CLOSE, dump(("left", "worker 'peer' has had enough")))
+    goodbye = frame(CLOSE, dump(("left", "it has had enough")))
     error, observed = await error_and_observed(before + goodbye)
-    assert isinstance(error, NotServing)
+    assert isinstance(error, WorkerLeft)
     assert "has had enough" in str(error)
     retires = [("leave", "peer", 3, "retires", "")] if before else []
-    assert observed.told == [*retires, ("leave", "peer", 3, "left", "worker 'peer' has had enough")]
+    assert observed.told == [*retires, ("leave", "peer", 3, "left", "it has had enough")]
 
 
 @pytest.mark.parametrize("is_busy", [True, False])

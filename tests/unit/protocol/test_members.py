@@ -2,7 +2,7 @@
 
 import pytest
 
-from aiorpc_torch import NotServing
+from aiorpc_torch import NotInWorld
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._wire.handshake import Party
@@ -26,7 +26,7 @@ def test_a_process_that_was_replaced() -> None:
     found.leave_messages["b"] = "its block raised"
     found.check(Party("b", 6))
     found.put(PeerInfo("b", 1, 7, ""))
-    with pytest.raises(NotServing, match="worker 'b' was restarted"):
+    with pytest.raises(NotInWorld, match="worker 'b' was restarted"):
         found.check(Party("b", 6))
     found.check(Party("b", 7))
     assert (peers["b"].number, processes["b"], found.workers[1].number) == (7, 7, 7)

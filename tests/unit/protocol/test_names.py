@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, strategies as st
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import NotServing
+from aiorpc_torch import NotInWorld
 from aiorpc_torch._protocol import names
 from aiorpc_torch._protocol.name_table import NameTable
 from aiorpc_torch._protocol.names import watch_name
@@ -43,7 +43,7 @@ def test_it_is_a_table(steps: list[tuple[str, str]]) -> None:
 
 def test_outside_a_world() -> None:
     """Nothing can be registered, and nothing is there to unregister."""
-    with pytest.raises(NotServing, match="in no world"):
+    with pytest.raises(NotInWorld, match="in no world"):
         aiorpc.register("ps", object())
     with pytest.raises(ValueError, match="'ps' is not registered; registered names: none"):
         aiorpc.unregister("ps")

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch import NotServing, call
+from aiorpc_torch import WorkerLeft, call
 from aiorpc_torch._server.calls import RpcCall
 from tests.support.two_ends import TwoEnds, gated, gated_in_a_thread, two_ends, until
 
@@ -32,8 +32,8 @@ async def running(ends: TwoEnds, function: Any, value: Any) -> tuple[Any, RpcCal
 async def test_the_first_end_of_a_call_counts(ends: TwoEnds, function: Any) -> None:
     """A worker that leaves answers for a function that still runs; its result goes nowhere."""
     task, found = await running(ends, function, 1)
-    found.abandon(NotServing("it leaves"))
-    with pytest.raises(NotServing, match="it leaves"):
+    found.abandon(WorkerLeft("it leaves"))
+    with pytest.raises(WorkerLeft, match="it leaves"):
         await task
     ends.gate.open()
     found.succeed(2)

@@ -11,7 +11,7 @@ import pytest
 
 from aiorpc_torch._server.calls import ServerCall
 from aiorpc_torch._server.executor import Executor
-from aiorpc_torch.errors import CallTimeout, NotServing
+from aiorpc_torch.errors import CallTimeout, WorkerLeft
 
 SOON = 30.0  # seconds after which something will never happen
 VARIABLE: contextvars.ContextVar[str] = contextvars.ContextVar("variable", default="")
@@ -236,10 +236,10 @@ async def test_a_coroutine_behind_a_plain_function(executor: Executor) -> None:
 
 
 async def test_refused_calls_never_run(executor: Executor) -> None:
-    executor.refusal = lambda: NotServing("it has left")
+    executor.refusal = lambda: WorkerLeft("it has left")
     call = Call(pytest.fail, "it ran", on_loop=True)
     executor.start([call])
-    assert isinstance(await end_of(call), NotServing)
+    assert isinstance(await end_of(call), WorkerLeft)
 
 
 async def test_threads_that_do_not_end_are_counted(caplog: pytest.LogCaptureFixture) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from torch.futures import Future
 
-from aiorpc_torch import NotServing, RemoteError, Round, WorkerLost, batched, call
+from aiorpc_torch import NotInWorld, RemoteError, Round, WorkerLeft, WorkerLost, batched, call
 from aiorpc_torch._batching import queue
 from aiorpc_torch._protocol.members import replaced_text
 from aiorpc_torch._wire.exceptions import RemoteFailure
@@ -72,10 +72,10 @@ async def test_a_worker_that_leaves_fails_what_runs(
     running = asyncio.ensure_future(call("far", gated_in_a_thread if plain else gated, 1))
     await ends.gate.wait_for()
     await ends.server.close(SOON, failure, failure)
-    expected = WorkerLost if failure else NotServing
+    expected = WorkerLost if failure else WorkerLeft
     with pytest.raises(expected, match=failure or "has left its world") as raised:
         await running
-    assert isinstance(raised.value, WorkerLost | NotServing)
+    assert isinstance(raised.value, WorkerLost | WorkerLeft)
     assert raised.value.may_have_run
     assert ends.gate.cancelled == (not plain)
     assert not ends.server.sessions
@@ -94,9 +94,9 @@ async def test_what_has_run_of_what_it_refuses(ends: TwoEnds, failure: str) -> N
     late: Any = ends.server.collect(dump((key, 1)))
     for answer, may_have_run in ((introduction(ends, "near", 0), False), (late.value(), True)):
         assert isinstance(answer, RemoteFailure)
-        with pytest.raises((WorkerLost, NotServing)) as raised:
+        with pytest.raises((WorkerLost, WorkerLeft)) as raised:
             answer.raise_()
-        assert isinstance(raised.value, WorkerLost | NotServing)
+        assert isinstance(raised.value, WorkerLost | WorkerLeft)
         assert raised.value.may_have_run is may_have_run
 
 
@@ -110,7 +110,7 @@ async def test_a_call_that_waits_for_a_batch_as_the_worker_leaves(ends: TwoEnds)
     running = asyncio.ensure_future(call("far", contribute, 1))
     await until(lambda: waiting() == before + 1)
     closing = asyncio.ensure_future(ends.server.close(SOON))
-    with pytest.raises(NotServing):
+    with pytest.raises(WorkerLeft):
         await running
     assert waiting() == before
     await closing
@@ -139,12 +139,12 @@ async def test_who_is_introduced(ends: TwoEnds) -> None:
         assert introduction(ends, "near", 0) == found != introduction(ends, "far", 1)
         with pytest.raises(RemoteError, match="no worker 'stranger' in this world"):
             introduction(ends, "stranger", 0).raise_()
-        with pytest.raises(NotServing, match="a newer process has replaced this one"):
+        with pytest.raises(NotInWorld, match="a newer process has replaced this one"):
             introduction(ends, "near", 7).raise_()
         ends.server.end_process("near", replaced_text("near"))
         assert introduction(ends, "near", 0) != found
         ends.server.retire()
-        with pytest.raises(NotServing, match="'far' has left its world"):
+        with pytest.raises(WorkerLeft, match="'far' has left its world"):
             introduction(ends, "near", 0).raise_()
     finally:
         await ends.server.close(SOON)
@@ -155,7 +155,7 @@ async def test_a_replaced_process_is_told(ends: TwoEnds) -> None:
     running = asyncio.ensure_future(call("far", gated, 1))
     await ends.gate.wait_for()
     ends.server.end_process("near", replaced_text("near"))
-    with pytest.raises(NotServing, match="'near' was restarted") as raised:
+    with pytest.raises(NotInWorld, match="'near' was restarted") as raised:
         await running
     assert not isinstance(raised.value, WorkerLost)
     await until(lambda: ends.gate.cancelled)

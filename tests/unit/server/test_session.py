@@ -6,7 +6,7 @@ from operator import add
 
 import pytest
 
-from aiorpc_torch import NotServing, RemoteError, WorkerLost, call
+from aiorpc_torch import RemoteError, WorkerLeft, WorkerLost, call
 from aiorpc_torch._wire.frames import RESULTS, frame
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, two_ends, until
@@ -72,7 +72,7 @@ async def test_a_retired_caller_sends_no_further_call(ends: TwoEnds) -> None:
     async with asyncio.timeout(SOON):
         await session.retired.wait()
     assert (ends.near.pool.load("far"), ends.near.peers()) == (None, ())
-    with pytest.raises(NotServing, match="'far' has left its world") as raised:
+    with pytest.raises(WorkerLeft, match="'far' has left its world") as raised:
         await call("far", add, 1, 2)
     assert not raised.value.may_have_run
     assert len(ends.server.sessions) == 1

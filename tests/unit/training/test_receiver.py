@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 
-from aiorpc_torch import NotServing
+from aiorpc_torch import NotInWorld
 from aiorpc_torch.training.receiver import Receiver
 
 
@@ -31,10 +31,10 @@ async def test_what_ends_the_task_is_raised_from_each_wait(monkeypatch: pytest.M
     async def fail(_: int) -> None:
         nonlocal tries
         tries += 1
-        raise NotServing("left")
+        raise NotInWorld("left")
 
     monkeypatch.setattr(found, "_receive_next", fail)
     for count in (1, 2):
-        with pytest.raises(NotServing, match="left"):
+        with pytest.raises(NotInWorld, match="left"):
             await found.until(0)
         assert tries == count

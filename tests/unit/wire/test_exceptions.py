@@ -18,7 +18,7 @@ from hypothesis import given, strategies as st
 from aiorpc_torch import (
     BatchContractError,
     CallTimeout,
-    NotServing,
+    NotInWorld,
     RemoteError,
     RemoteTraceback,
     RpcError,
@@ -286,7 +286,7 @@ INTACT: dict[str, Callable[[], BaseException]] = {
     "CallTimeout": lambda: CallTimeout("no answer in 3 s"),
     "CallTimeout of a call": lambda: CallTimeout("too late", worker="ps", method="PS.update"),
     "WorldTimeout": lambda: WorldTimeout("ranks 1 and 2 are missing", [1, 2]),
-    "NotServing": lambda: NotServing("nobody"),
+    "NotInWorld": lambda: NotInWorld("nobody"),
     "RemoteError": lambda: RemoteError("worker 'a' raised X"),
     "RpcError": lambda: RpcError("something"),
     "RemoteTraceback": lambda: RemoteTraceback("ps", "Traceback: ö\\x"),

@@ -5,7 +5,7 @@ import threading
 from hypothesis import given, strategies as st
 
 from aiorpc_torch._world.attachments import PeerState
-from aiorpc_torch.errors import NotServing
+from aiorpc_torch.errors import NotInWorld
 
 messages = st.lists(
     st.integers(0, 5).flatmap(
@@ -40,7 +40,7 @@ def test_a_change_wakes_who_waits(told: list[tuple[int, bool]]) -> None:
 
 def test_a_peer_that_cannot_attach_has_left_until_it_does() -> None:
     state = PeerState()
-    state.refuse(lambda: NotServing("no package"))
+    state.refuse(lambda: NotInWorld("no package"))
     assert (state.has_left, state.is_attached) == (True, False)
     waiting = state.changed
     state.record(1, True)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Change, NotServing, Worker, WorkerLost, call
+from aiorpc_torch import Change, NotInWorld, Worker, WorkerLeft, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
@@ -40,7 +40,7 @@ async def test_messages_are_held_until_it_starts(entered: list[Node]) -> None:
     node.leave_message(dump(("near", 0, "its block raised ValueError: odd\nTraceback")))
     await node.server.handle_last_messages()
     assert not introduction.done()
-    with pytest.raises(NotServing, match="in no world"):
+    with pytest.raises(NotInWorld, match="in no world"):
         await call("near", abs, -1)
     node.start(None, WORKERS)
     assert introduction.done()
@@ -59,7 +59,7 @@ async def test_a_node_that_cannot_listen_answers_all_the_same() -> None:
     await node.server.handle_last_messages()
     with pytest.raises(OSError, match="assign"):
         node.start("192.0.2.1", WORKERS)  # an address of no machine
-    with pytest.raises(NotServing, match="'far' has left its world"):
+    with pytest.raises(WorkerLeft, match="'far' has left its world"):
         introduction.value().raise_()
     node.detector.close()
     await node.server.close(SOON)
@@ -154,7 +154,7 @@ async def test_a_caller_that_fails() -> None:
     async with two_ends() as ends:
         assert await call("far", abs, -1) == 1
         session = ends.session
-        ends.connection.leave("failed", "odd\nTraceback", NotServing("it has failed"))
+        ends.connection.leave("failed", "odd\nTraceback", NotInWorld("it has failed"))
         await until(lambda: ends.far.members.lost_peers)
         await session.ended.wait()
         await asyncio.sleep(0)
@@ -271,10 +271,10 @@ async def test_a_wait_for_a_worker_that_has_left_ends() -> None:
         waiting = asyncio.ensure_future(me.wait_for("far"))
         await until(lambda: "far" in detector._rejoined)
         detector.on_leave_message("far", 1, "left", "")
-        with pytest.raises(NotServing, match="worker 'far' has left its world"):
+        with pytest.raises(WorkerLeft, match="worker 'far' has left its world"):
             await waiting
         detector.lose("far", WorkerLost("far", "its connection has ended"))
-        with pytest.raises(NotServing, match="worker 'far' has left its world"):
+        with pytest.raises(WorkerLeft, match="worker 'far' has left its world"):
             await me.wait_for("far")
 
 
