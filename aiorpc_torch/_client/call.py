@@ -14,6 +14,7 @@ from typing import Any, NoReturn, TypeVar
 from .._aio.deadlines import (
     ANYIO_BACKEND,
     anyio_scope_deadline,
+    call_at,
     current_deadline,
     deadline_in,
     earlier,
@@ -122,7 +123,10 @@ class RemoteCall(LazyCall[Any]):
             due, bound = self._bounds(connection)
         # The target keeps its RRef, so the object lives until the result is here.
         number, future = connection.call(self._target, self._arguments, bound)
-        timer = None if due is None else self._start_timer(connection, number, due)
+        timer = None
+        if due is not None:
+            left = due - time.monotonic()
+            timer = call_at(due, left, connection.expire, number, left, self._target)
         try:
             yield future  # raises CancelledError if the wait is cancelled
             answer = future.answer
@@ -154,7 +158,12 @@ class RemoteCall(LazyCall[Any]):
             raise self._not_sent(exc) from None
         due, bound = self._bounds(connection)
         number, reader = connection.stream(self._target, self._arguments, bound)
-        timer = None if due is None else self._start_timer(connection, number, due)
+        timer = None
+        if due is not None:  # of its own: the stream may outlive the block of the deadline
+            left, loop = due - time.monotonic(), asyncio.get_running_loop()
+            timer = loop.call_later(
+                left, connection.expire_stream, number, left, self._target, reader
+            )
         return RemoteStream(connection, number, reader, bound, timer, self._target, enters)
 
     # ── entered ─────────────────────────────────────────────────────────────────────────────────
@@ -185,11 +194,6 @@ class RemoteCall(LazyCall[Any]):
             raise CallTimeout(text, worker=peer, method=method, may_have_run=False)
         # A scope's deadline is sent along and not enforced here: the scope cancels the call.
         return due, earlier(due, anyio_scope_deadline())
-
-    def _start_timer(self, connection: Connection, number: int, due: float) -> asyncio.TimerHandle:
-        left = due - time.monotonic()
-        loop = asyncio.get_running_loop()
-        return loop.call_later(left, connection.expire, number, left, self._target)
 
 
 async def create_object(

@@ -41,6 +41,7 @@ from .._wire.frames import (
 )
 from .._wire.handshake import Party, number_for
 from .._wire.messages import Arguments, EncodedCall, decode_reply
+from .._wire.pickling import CallAborted
 from .._wire.shared_arguments import MemberArguments
 from .._wire.targets import Target, call_name, target_name
 from .._wire.wire_targets import EncodedTarget
@@ -220,13 +221,24 @@ class Connection(Channel):
             self._give_up(number, seconds)
         elif number in self._pending:
             was_sent = self._state.cancel(number)
-            what = "may have run" if was_sent else "was not sent"
-            peer, method = self.peer.name, call_name(target)
-            text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
-            error = CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
+            error = self._late(seconds, target, was_sent=was_sent)
             self._pending.fail((number,), error)
             self._links.sockets.drop_cancelled()
             self.flush_soon()
+
+    def expire_stream(
+        self, number: int, seconds: float, target: Target, reader: StreamReader
+    ) -> None:
+        """End a stream with CallTimeout, also one whose last items are still collected."""
+        self.expire(number, seconds, target)
+        if reader.is_collecting():
+            reader.fail(CallAborted(self._late(seconds, target, was_sent=True)))
+
+    def _late(self, seconds: float, target: Target, *, was_sent: bool) -> CallTimeout:
+        what = "may have run" if was_sent else "was not sent"
+        peer, method = self.peer.name, call_name(target)
+        text = f"{method} on worker {peer!r} timed out after {in_seconds(seconds)}; it {what}"
+        return CallTimeout(text, worker=peer, method=method, may_have_run=was_sent)
 
     def _grant(self, number: int, credit: int) -> None:
         self._state.credits.append((number, credit))

@@ -1,4 +1,4 @@
-"""The public function `lookup`: find an object by its name on a worker."""
+"""The public function `lookup`: find an object by its name."""
 
 import asyncio
 import logging
@@ -7,44 +7,62 @@ from typing import Any
 
 from torch.distributed.rpc import RRef
 
-from .._aio.deadlines import checked_timeout, deadline_in, in_seconds, time_left
+from .._aio.deadlines import deadline_in, in_seconds, time_left
 from .._aio.waiting import LOG_DELAY, announced
 from .._protocol.names import watch_name
 from .._torch.compat import RRefBase
 from .._wire.targets import FunctionTarget
 from ..errors import CallTimeout, RemoteError, WorkerLost
 from .call import RemoteCall
+from .named_members import members
 from .pool import ConnectionPool, WorkerRef, current
 
 
-async def lookup(name: str, *, on: WorkerRef, timeout: float | None = 60.0) -> RRef[Any]:
-    """Return an RRef of the object that worker `on` has registered as `name`.
+async def lookup(name: str, *, on: WorkerRef | None = None) -> RRef[Any]:
+    """Return an RRef of the object that a living worker has registered as `name`.
 
-    It waits until the worker registers the name. If the worker is lost, it waits until a
-    replacement process registers it. The worker answers whatever its `exports` are.
+    It waits until a worker registers the name, within the deadline of `aiorpc.timeout`. Without a
+    deadline, the log warns once after 10 s that it waits. Workers answer whatever their `exports`
+    are.
 
     Args:
-        name: name given to `register`.
-        on: worker that registers it, by name, rank or WorkerInfo.
-        timeout: seconds; None for no bound but `aiorpc.timeout`'s. Without any, the log warns once
-            after 10 s that the lookup waits.
+        name: name given to `register`. If several workers have an object of that name, the result
+            is one of these: `members(name)` has all.
+        on: worker that registers it, by name, rank or WorkerInfo (default: any). If that worker is
+            lost, its replacement process is waited for.
 
     Raises:
-        CallTimeout: if the name is not registered in time; it lists the names that are.
-        WorkerLost: if the worker is lost, and no replacement process will come.
-        ValueError: if there is no such worker.
-        WorkerLeft: if the worker has left.
-        NotInWorld: outside a world.
+        CallTimeout: if the name is not registered in time.
+        WorkerLost: if worker `on` is lost, and no replacement process will come.
+        WorkerLeft: if worker `on` has left.
+        UnknownWorker: if there is no worker `on`.
+        NotInWorld: outside a world, or once this worker leaves it.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
-    pool = current()
-    worker, due = pool.find(on), deadline_in(checked_timeout(timeout))
+    pool, due = current(), deadline_in(None)
+    worker = None if on is None else pool.find(on)
     # Which worker would register the object is unknown, so its death ends no lookup.
     level = logging.WARNING if due is None else logging.DEBUG
-    text = f"the lookup of {name!r} on worker {worker!r} waits until it is registered there"
+    where = "" if worker is None else f" on worker {worker!r}"
+    text = f"the lookup of {name!r}{where} waits until it is registered there"
     with announced(text, level, LOG_DELAY):
+        if worker is None:
+            return await _find_anywhere(name, due)
         return await _find(pool, worker, name, due)
+
+
+async def _find_anywhere(name: str, due: float | None) -> RRef[Any]:
+    seconds, found = time_left(due), members(name)
+    while True:
+        try:
+            await found.wait()
+        except CallTimeout as exc:
+            limit = "" if seconds is None else f" after {in_seconds(seconds)}"
+            text = f"lookup of {name!r} timed out{limit}; no living worker has registered it"
+            raise CallTimeout(text, method="lookup") from exc
+        for rref in found:  # unless the last one has gone since
+            return rref
 
 
 async def _find(pool: ConnectionPool, worker: str, name: str, due: float | None) -> RRef[Any]:

@@ -58,9 +58,14 @@ class StreamReader:
 
     def fail(self, failure: CallAborted | RemoteFailure) -> None:
         """End the stream with a failure; items that were not collected are dropped."""
-        while any(type(item.value) is HeldResult for item in self._items):
+        while self.is_collecting():
             self._items.pop()
+            self._end = None  # if it has come, it was that of the items which are dropped
         self._finish(failure)
+
+    def is_collecting(self) -> bool:
+        """Return whether items are on their way that torch RPC brings."""
+        return any(type(item.value) is HeldResult for item in self._items)
 
     def close(self) -> None:
         """Drop all items: the consumer has left, and `next` finds the end."""

@@ -16,19 +16,20 @@ from .receiver import Receiver
 
 
 async def follow(
-    name: str, *, on: str | int, into: Into = None, poll: float | None = None
+    name: str, *, on: str | int | None = None, into: Into = None, poll: float | None = None
 ) -> "Policy":
-    """Follow the weights that worker `on` has registered as `name`; the newest are in `into` then.
+    """Follow the weights that a worker has registered as `name`; the newest are in `into` then.
 
-        policy = await follow("policy", on="learner", into=model)
+        policy = await follow("policy", into=model)
 
-    It waits until the name is registered. Later versions are received as they are published, and
-    enter `into` in `update`, `wait` and `async for`. If the publisher is lost, the follower keeps
-    its version, and goes on with the publisher's replacement process.
+    It waits until the name is registered, within the deadline of `aiorpc.timeout`. Later versions
+    are received as they are published, and enter `into` in `update`, `wait` and `async for`. If the
+    publisher is lost, the follower keeps its version, and goes on with the publisher's replacement
+    process.
 
     Args:
         name: name given to `register`.
-        on: the learner's worker, by name or rank.
+        on: the learner's worker, by name or rank (default: any).
         into: a module, or a dict of tensors, that gets each version as `load_state_dict` would; or
             a function that is called with each on the event loop. Default: `Policy.state` alone.
         poll: seconds between two versions, which the follower then puts into `into` by itself.
@@ -65,7 +66,7 @@ class Policy:
     def __init__(
         self,
         name: str,
-        on: str | int,
+        on: str | int | None,
         into: Into,
         poll: float | None = None,
         host: str | None = None,  # as for `Receiver`

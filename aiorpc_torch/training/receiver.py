@@ -10,7 +10,17 @@ import contextvars
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from .. import CallTimeout, NotInWorld, RpcError, RRef, WorkerGone, WorkerLost, lookup, remote
+from .. import (
+    CallTimeout,
+    NotInWorld,
+    RpcError,
+    RRef,
+    WorkerGone,
+    WorkerLost,
+    lookup,
+    remote,
+    timeout as bounded,
+)
 from .relays import start_relay, this_host
 from .snapshots import Snapshot
 from .waiting import Changes
@@ -28,7 +38,7 @@ class Receiver:
 
     Args:
         name: name of the weights.
-        on: worker of the publisher.
+        on: worker of the publisher, None for any.
         poll: minimum seconds between two versions, None for no minimum.
         on_version: is awaited for each version, if given.
         host: name of the host whose followers share a relay (default: this one's).
@@ -41,7 +51,7 @@ class Receiver:
     def __init__(
         self,
         name: str,
-        on: str | int,
+        on: str | int | None,
         poll: float | None = None,
         on_version: Callable[[], Awaitable[object]] | None = None,
         host: str | None = None,
@@ -49,6 +59,7 @@ class Receiver:
         self.newest: tuple[int, Snapshot] | None = None
         self.changes = Changes()
         self._name, self._on = name, on
+        self._where = "" if on is None else f" on worker {on!r}"
         self._publisher: RRef[Weights] | None = None
         self._source: RRef[Any] | None = None  # the publisher, or a relay
         self._relay: str | None = None  # worker of that relay
@@ -62,7 +73,7 @@ class Receiver:
         self._is_closed = False
 
     def __repr__(self) -> str:
-        return f"<Receiver of {self._name!r} of worker {self._on!r}, version {self.version}>"
+        return f"<Receiver of {self._name!r}{self._where}, version {self.version}>"
 
     @property
     def version(self) -> int:
@@ -174,16 +185,19 @@ class Receiver:
                 self._error = None
                 return
 
-    async def _connect(self, lost: str | None = None, timeout: float = 60.0) -> RRef[Weights]:
+    async def _connect(
+        self, lost: str | None = None, timeout: float | None = None
+    ) -> RRef[Weights]:
         """Find the publisher, and the relay of this host if there is one; return the publisher.
 
         Args:
             lost: worker of a relay that is lost.
-            timeout: seconds for the name to be registered.
+            timeout: seconds for the name to be registered, None for no bound but the caller's.
         """
         me = RRef(self.changes).owner_name()  # of any object of this worker
         while True:
-            publisher = await lookup(self._name, on=self._on, timeout=timeout)
+            with bounded(timeout):
+                publisher = await lookup(self._name, on=self._on)
             try:
                 relay, name = await self._find_source(publisher, me, lost)
             except WorkerLost:  # once more; `lookup` raises if none will come
@@ -191,11 +205,10 @@ class Receiver:
             if relay == me:
                 start_relay(name, publisher)
             try:
-                source = (
-                    publisher
-                    if relay is None
-                    else await lookup(name, on=relay, timeout=RELAY_TIMEOUT)
-                )
+                source: RRef[Any] = publisher
+                if relay is not None:
+                    with bounded(RELAY_TIMEOUT):
+                        source = await lookup(name, on=relay)
             except (CallTimeout, WorkerGone):
                 if relay == me:
                     raise
@@ -211,7 +224,7 @@ class Receiver:
         try:
             found: tuple[str | None, str] = await remote(publisher).source(self._host, me, lost)
         except AttributeError as exc:
-            text = f"{self._name!r} on worker {self._on!r} is no Weights: register one there"
+            text = f"{self._name!r}{self._where} is no Weights: register one there"
             raise TypeError(text) from exc
         return found
 

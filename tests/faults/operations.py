@@ -147,6 +147,7 @@ class Operation:
         around: where it runs: in a "world", in one that is "watched", beside an "agent" of
             `rpc.init_rpc`, or in "nothing".
         raises: exceptions with which it ends without a fault.
+        waits: whether it waits for other things than calls, which a deadline ends with TimeoutError.
     """
 
     name: str
@@ -154,6 +155,7 @@ class Operation:
     way: str = "shared"
     raises: tuple[type[BaseException], ...] = ()
     around: str = "world"
+    waits: bool = False
 
 
 OPERATIONS: list[Operation] = []
@@ -165,13 +167,14 @@ def operation(
     ways: tuple[str, ...] = ("shared",),
     raises: tuple[type[BaseException], ...] = (),
     around: str = "world",
+    waits: bool = False,
 ) -> Callable[[Callable[[Scene], Awaitable[Any]]], Callable[[Scene], Awaitable[Any]]]:
     """Add an operation, once for each way of large tensors."""
 
     def add(run: Callable[[Scene], Awaitable[Any]]) -> Callable[[Scene], Awaitable[Any]]:
         for way in ways:
             name = run.__name__.replace("_", " ") + f" over {way}" * (way != "shared")
-            OPERATIONS.append(Operation(name, run, way, raises, around))
+            OPERATIONS.append(Operation(name, run, way, raises, around, waits))
         return run
 
     return add
@@ -360,25 +363,25 @@ async def large_rounds(scene: Scene) -> Any:
     return len(await asyncio.gather(*(actor.large_round(value) for _ in range(2))))
 
 
-@operation()
+@operation(waits=True)
 async def local_batch(scene: Scene) -> Any:
     actor = Actor(scene.loop)
     return await asyncio.gather(*(actor.together(each) for each in range(3)))
 
 
-@operation()
+@operation(waits=True)
 async def local_batch_of_a_def(scene: Scene) -> Any:
     actor = Actor(scene.loop)
     return await asyncio.gather(*(actor.together_in_thread(each) for each in range(3)))
 
 
-@operation()
+@operation(waits=True)
 async def local_batch_of_a_slow_def(scene: Scene) -> Any:
     actor = Actor(scene.loop)
     return await asyncio.gather(*(actor.slowly_together(each) for each in range(3)))
 
 
-@operation()
+@operation(waits=True)
 async def local_batches_of_a_def_in_a_row(scene: Scene) -> Any:
     """As code that goes on though the world ends."""
     actor, other = Actor(scene.loop), remote(scene.actor())
@@ -394,7 +397,7 @@ async def rounds(scene: Scene) -> Any:
     return await asyncio.gather(actor.round(1), actor.round(2))
 
 
-@operation()
+@operation(waits=True)
 async def local_rounds(scene: Scene) -> Any:
     actor = Actor(scene.loop)
     return await asyncio.gather(actor.round(1), actor.round(2))
@@ -406,7 +409,7 @@ async def rounds_of_a_def(scene: Scene) -> Any:
     return await asyncio.gather(actor.round_in_thread(1), actor.round_in_thread(2))
 
 
-@operation()
+@operation(waits=True)
 async def local_rounds_of_a_def(scene: Scene) -> Any:
     actor = Actor(scene.loop)
     return await asyncio.gather(actor.round_in_thread(1), actor.round_in_thread(2))
@@ -469,7 +472,7 @@ async def weights_followed(_: Scene) -> Any:
             return version, await policy.update()
 
 
-@operation()
+@operation(waits=True)
 async def tickets(_: Scene) -> Any:
     limit = StalenessLimit(0, 1)
     rref = RRef(limit)
@@ -529,13 +532,13 @@ async def autograd_context(scene: Scene) -> Any:
 ENDLESS = 1e9  # seconds of a heartbeat: time jumps here
 
 
-@operation(around="nothing")
+@operation(around="nothing", waits=True)
 async def world_entered_and_left(scene: Scene) -> Any:
     async with testing.world(heartbeat=ENDLESS, freeze_gc=False):
         return await remote(scene.actor()).echo(1)
 
 
-@operation(around="nothing")
+@operation(around="nothing", waits=True)
 async def world_left_with_a_call(scene: Scene) -> Any:
     with contextlib.suppress(NotInWorld):
         async with testing.world(heartbeat=ENDLESS, freeze_gc=False):
@@ -544,7 +547,7 @@ async def world_left_with_a_call(scene: Scene) -> Any:
         await waiting
 
 
-@operation(around="nothing")
+@operation(around="nothing", waits=True)
 async def world_left_by_an_exception(scene: Scene) -> Any:
     with contextlib.suppress(LookupError):
         async with testing.world(heartbeat=ENDLESS, freeze_gc=False):
@@ -552,7 +555,7 @@ async def world_left_by_an_exception(scene: Scene) -> Any:
             raise LookupError
 
 
-@operation(around="agent")
+@operation(around="agent", waits=True)
 async def attached(scene: Scene) -> Any:
     async with aiorpc.attach(heartbeat=ENDLESS):
         return await remote(scene.actor()).echo(1)

@@ -209,6 +209,8 @@ class Search:
         """Check the exceptions that the operation has ended with."""
         exc = asyncio.CancelledError() if task.cancelled() else task.exception()
         allowed = (*self._fault.allowed, *self._operation.raises)
+        if self._fault.has_deadline and self._operation.waits:
+            allowed += (TimeoutError,)
         for each in leaves_of(exc):
             if not isinstance(each, allowed):
                 text = "".join(traceback.format_exception(each)[-4:])

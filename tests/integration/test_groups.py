@@ -29,6 +29,7 @@ from aiorpc_torch import (
     register,
     remote,
     stats,
+    timeout,
 )
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
@@ -269,8 +270,8 @@ async def test_replacement_processes() -> None:
             await asyncio.wait([looking], timeout=0.05)
             await me.wait_for("a")
             assert not looking.done()
-            with pytest.raises(CallTimeout, match="registered there: nothing"):
-                await lookup("old", on="a", timeout=0.2)
+            with pytest.raises(CallTimeout, match="registered there: nothing"), timeout(0.2):
+                await lookup("old", on="a")
             await call("a", register_node, "new", 7)
             assert {await remote(await looking).add(1), await far} == {8, 9}
             await check_replaced(group)

@@ -148,8 +148,6 @@ async def test_a_timeout_is_a_number_of_seconds(timeout: Any) -> None:
             make(counter, timeout=timeout)
     with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
         await fetch(counter, timeout=timeout)
-    with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
-        await aiorpc.lookup("counter", on="main", timeout=timeout)
     with (
         pytest.raises(TypeError, match="timeout must be a number of seconds or None"),
         aiorpc.timeout(timeout),

@@ -69,7 +69,7 @@ async def test_a_lookup_tells_what_it_waits_for(
 ) -> None:
     """Once: nobody knows whether the worker that was to register the object is alive."""
     monkeypatch.setattr(lookup_module, "LOG_DELAY", 0.0)
-    looking = asyncio.create_task(aiorpc.lookup("late", on="main", timeout=None))
+    looking = asyncio.create_task(aiorpc.lookup("late", on="main"))
     while not caplog.records:  # noqa: ASYNC110 - nothing tells of it
         await asyncio.sleep(0)
     aiorpc.register("late", Node(1))
@@ -86,16 +86,26 @@ async def test_a_lookup_in_time() -> None:
     text = (
         r"lookup of 'three' on worker 'main' timed out after 0.1 s; registered there: 'one', 'two'"
     )
-    with pytest.raises(CallTimeout, match=text) as raised:
-        await aiorpc.lookup("three", on="main", timeout=0.1)
+    with pytest.raises(CallTimeout, match=text) as raised, timeout(0.1):
+        await aiorpc.lookup("three", on="main")
     assert (raised.value.worker, raised.value.method) == ("main", "lookup")
-    with pytest.raises(CallTimeout, match="registered there: 'one', 'two'"):
-        with timeout(0.1):
-            await aiorpc.lookup("three", on="main", timeout=None)
-    with pytest.raises(CallTimeout, match=r"timed out after 0\.1 s"):  # not 60 s, the default
-        with timeout(0.1):
-            await aiorpc.lookup("three", on="main")
+    text = "lookup of 'three' timed out after 0.1 s; no living worker has registered it"
+    with pytest.raises(CallTimeout, match=text) as raised, timeout(0.1):
+        await aiorpc.lookup("three")
+    assert (raised.value.worker, raised.value.method) == (None, "lookup")
     assert stats().in_flight == 0
+
+
+@pytest.mark.promise("members.lookup")
+async def test_a_lookup_finds_the_worker() -> None:
+    """Without its name, now and when it registers later."""
+    aiorpc.register("one", node := Node())
+    assert (await aiorpc.lookup("one")).local_value() is node
+    looking = asyncio.create_task(aiorpc.lookup("later"))
+    await asyncio.wait([looking], timeout=0.01)
+    assert not looking.done()
+    aiorpc.register("later", other := Node())
+    assert (await looking).local_value() is other
 
 
 async def test_names_are_freed() -> None:
@@ -117,8 +127,8 @@ async def test_names_are_freed() -> None:
     assert gone() is None
     assert kept() is not None
     assert await remote(rref).add(1) == 1
-    with pytest.raises(CallTimeout, match="registered there: nothing"):
-        await aiorpc.lookup("gone", on="main", timeout=0.05)
+    with pytest.raises(CallTimeout, match="registered there: nothing"), timeout(0.05):
+        await aiorpc.lookup("gone", on="main")
     aiorpc.register("gone", Node())  # the name is free
 
 
@@ -148,8 +158,8 @@ class TestOutsideAWorld:
         async with world_of():
             aiorpc.register("node", Node())
         async with world_of():
-            with pytest.raises(CallTimeout, match="registered there: nothing"):
-                await aiorpc.lookup("node", on="main", timeout=0.05)
+            with pytest.raises(CallTimeout, match="registered there: nothing"), timeout(0.05):
+                await aiorpc.lookup("node", on="main")
 
     async def test_not_serving(self) -> None:
         """Whatever is called; a group of an earlier world is refused."""

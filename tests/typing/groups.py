@@ -114,7 +114,7 @@ def groups(envs: Group[Env], env: RRef[Env], other: RRef[Other]) -> None:
 
 async def names() -> None:
     assert_type(register("norm", 3), RRef[int])
-    assert_type(await lookup("norm", on="ps", timeout=None), RRef[Any])
+    assert_type(await lookup("norm", on="ps"), RRef[Any])
     env: RRef[Env] = await lookup("env", on=0)
     unregister("norm")
     await remote(env).train(1)

@@ -331,3 +331,20 @@ async def test_a_cancelled_wait_loses_nothing() -> None:
             await task
         if index:
             assert await consumer.reader.next() == index - 1
+
+
+@pytest.mark.parametrize("ended", [False, True], ids=["going on", "ended"])
+def test_a_deadline_while_items_are_collected(ended: bool) -> None:
+    """What has not come is dropped, and the failure is told, also if the end had come."""
+    consumer = Consumer()
+    consumer.reader.add(1, 1)
+    consumer.reader.add(HeldResult(5), 1)
+    if ended:
+        consumer.reader.add(STREAM_END, 0)
+    assert consumer.reader.is_collecting()
+    consumer.reader.fail(LOST)
+    assert not consumer.reader.is_collecting()
+    assert consumer.take() == 1
+    with pytest.raises(WorkerLost):
+        consumer.take()
+    assert consumer.take_all() == []
