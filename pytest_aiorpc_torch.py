@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    from aiorpc_torch import LocalWorker
     from aiorpc_torch.testing import Workers
+    from aiorpc_torch.types import LocalWorker
 
 
 @pytest.fixture

@@ -142,7 +142,7 @@ async def ours(rank: int, sizes: Sequence[int], *, is_quick: bool) -> None:
         else:
             both = [aiorpc.remote(await aiorpc.create("w1", Shelf)) for _ in range(2)]
             found = await measure(both, sizes, is_quick=is_quick)
-            found["sockets"] = [aiorpc.stats().socket_messages]
+            found["sockets"] = [aiorpc.observe.stats().socket_messages]
             print(json.dumps(found))
 
 

@@ -58,7 +58,7 @@ async def stop() -> None:
 
 async def sample() -> Sample:
     """Return the sample of the process that runs this."""
-    memory, stats = swept_memory(), aiorpc.stats()
+    memory, stats = swept_memory(), aiorpc.observe.stats()
     names = [each.name for each in threading.enumerate()]
     threads = sum(each in ("aiorpc-send", "aiorpc-receive") for each in names)
     received = receive_memory.memory_of(asyncio.get_running_loop())._pool.total
@@ -73,7 +73,7 @@ def tell(kind: str, value: Any = None) -> None:
 class Soak:
     """Rounds of calls between the hosts, each with an event in the middle."""
 
-    def __init__(self, me: aiorpc.Worker, seed: str) -> None:
+    def __init__(self, me: aiorpc.types.Worker, seed: str) -> None:
         self.messages = self.bytes = self.losses = 0
         self.problems: list[str] = []
         self._me = me
@@ -109,7 +109,7 @@ class Soak:
         tasks.append(asyncio.create_task(self._disturb(middle)))
         _, unended = await asyncio.wait(tasks, timeout=PATIENCE)
         if unended:
-            raise TimeoutError(f"{len(unended)} tasks do not end: {aiorpc.pending()[:5]}")
+            raise TimeoutError(f"{len(unended)} tasks do not end: {aiorpc.observe.pending()[:5]}")
         for each in tasks:
             each.result()
 
@@ -191,7 +191,7 @@ async def drive(seed: str, rounds: int, messages: int) -> None:
         for each in WORKERS[1:]:
             with contextlib.suppress(RpcError):
                 await call(each, stop)
-        tell("end", [soak.problems, aiorpc.stats().socket_messages])
+        tell("end", [soak.problems, aiorpc.observe.stats().socket_messages])
 
 
 async def serve(rank: int, name: str) -> None:

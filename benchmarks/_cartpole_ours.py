@@ -31,7 +31,7 @@ async def _live(rank: int, sizes: Sizes, where: str, report: Any) -> None:
             report.send(await _measure(me, sizes))
 
 
-async def _measure(me: aiorpc.Worker, sizes: Sizes) -> Times:
+async def _measure(me: aiorpc.types.Worker, sizes: Sizes) -> Times:
     options = Namespace(seed=0, device=sizes.device, environments=sizes.each)
     agent, observers = await new_team(me.peers, options)
     times: Times = {"batched": [], "unbatched": []}

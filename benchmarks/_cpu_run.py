@@ -39,7 +39,7 @@ async def switch_on(mode: str) -> None:
     if mode == "api imported":
         importlib.import_module("opentelemetry.trace")
     elif mode == "a variable":
-        aiorpc.propagate(VARIABLE)
+        aiorpc.observe.propagate(VARIABLE)
     elif mode == "metrics":
         from aiorpc_torch import observe
 

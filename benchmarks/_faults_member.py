@@ -35,7 +35,7 @@ class Member:
     def __init__(self, heard: int, told: int, given: dict[str, Any]) -> None:
         self._heard, self._told = heard, told
         self._given = given
-        self._me: aiorpc.Worker | None = None
+        self._me: aiorpc.types.Worker | None = None
         self._text = b""
         self._words: asyncio.Queue[list[Any]] = asyncio.Queue()
         self._steps: dict[str, Callable[..., Awaitable[Any]]] = {

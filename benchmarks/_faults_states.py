@@ -19,7 +19,6 @@ from aiorpc_torch import (
     Round,
     RoundTimeout,
     RRef,
-    Supervised,
     batched,
     call,
     create,
@@ -28,6 +27,7 @@ from aiorpc_torch import (
 )
 from aiorpc_torch.autograd import context
 from aiorpc_torch.testing import Gate
+from aiorpc_torch.types import Supervised
 
 SHORT = 0.5  # seconds, of a call with a timeout
 End = tuple[str, float]
@@ -315,7 +315,7 @@ async def _go_round(far: RRef[Table], mine: "asyncio.Task[int]") -> None:
 
 async def supervised_object(scene: Scene) -> None:
     """Start calls of a supervised object; later ones wait until it is there again."""
-    gate = await supervised("a", Gate, restarts=1)
+    gate = await supervised("a", Gate)
     scene.here("call", remote(gate).passed())
     scene.from_b("call", end_on, gate.rref, "passed")
     await remote(gate).entered(2)

@@ -35,7 +35,7 @@ class Left:
         self._before = self._now()
 
     def _now(self) -> tuple[int, Counter[str]]:
-        for name, found in aiorpc.stats().batches.items():
+        for name, found in aiorpc.observe.stats().batches.items():
             if name.endswith(f".{self._way}"):
                 return found.items, Counter(found.reasons)
         return 0, Counter()

@@ -97,14 +97,14 @@ class Census(NamedTuple):
     blocks: int  # objects, as Python's allocator counts them
     threads: int
     tasks: int
-    stats: aiorpc.Stats
+    stats: aiorpc.observe.Stats
 
 
 async def census() -> Census:
     """Return the counts of the process that runs this."""
     threads = len(os.listdir("/proc/self/task"))
     tasks = len(asyncio.all_tasks())
-    return Census(own_memory(), sys.getallocatedblocks(), threads, tasks, aiorpc.stats())
+    return Census(own_memory(), sys.getallocatedblocks(), threads, tasks, aiorpc.observe.stats())
 
 
 async def census_at_rest() -> Census:

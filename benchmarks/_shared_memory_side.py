@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import call, create_all, remote
+from aiorpc_torch import call, create, remote
 
 WARM_UP = 5  # calls that are not counted: segments and channels are made by the first ones
 
@@ -66,7 +66,7 @@ async def ours(repeat: int, sizes: Sequence[int], members: Sequence[int], argume
     for count in members:
         names = [f"w{number}" for number in range(count)]
         async with aiorpc.local_world(names):
-            group, x, times = await create_all(names, Server), torch.rand(argument // 4), []
+            group, x, times = await create(names, Server), torch.rand(argument // 4), []
             for _ in range(WARM_UP + repeat):
                 start = perf_counter()
                 await remote(group).take(x)
@@ -83,7 +83,7 @@ async def ours(repeat: int, sizes: Sequence[int], members: Sequence[int], argume
 async def there_and_back(repeat: int, sizes: Sequence[int]) -> Figures:
     found: Figures = {}
     async with aiorpc.local_world(["w0"]):
-        (server,) = await create_all(["w0"], Server)
+        (server,) = await create(["w0"], Server)
         for size in sizes:
             x, times = torch.rand(size // 4), []
             before = 0

@@ -8,7 +8,8 @@ from typing import Any, NoReturn
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RemoteTraceback, RRef, remote
+from aiorpc_torch import CallTimeout, RRef, remote
+from aiorpc_torch.types import RemoteTraceback
 
 from ._soak_server import ENDLESS, Refused, Server
 

@@ -10,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, call, create_all, remote
+from aiorpc_torch import Group, call, create, remote
 
 from ._starts_work import HOUR, report
 
@@ -30,7 +30,7 @@ async def pid() -> int:
 
 
 class Workers:
-    def __init__(self, me: aiorpc.Worker) -> None:
+    def __init__(self, me: aiorpc.types.Worker) -> None:
         self.me = me
         self.takers: Group[Counter] | None = None
 
@@ -39,10 +39,10 @@ class Workers:
 
     async def create(self, count: int) -> Any:
         names = [self.me.peers[number % len(self.me.peers)] for number in range(count)]
-        return await create_all(names, Counter)
+        return await create(names, Counter)
 
     async def take(self, x: Tensor) -> Any:
-        self.takers = self.takers or await create_all(self.me.peers, Counter)
+        self.takers = self.takers or await create(self.me.peers, Counter)
         return await remote(self.takers).take(x)
 
     async def wait(self) -> Any:

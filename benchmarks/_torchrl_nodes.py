@@ -55,6 +55,6 @@ def collect(rank: int, size: int, port: int) -> None:
         world_size=size,
         rpc_backend_options=options("env://"),
     )
-    with aiorpc.attach_in_thread():
+    with aiorpc.in_thread(aiorpc.attach()):
         rpc.shutdown()
     torch.distributed.destroy_process_group()

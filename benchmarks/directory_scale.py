@@ -99,7 +99,7 @@ async def _live(pipe: Connection, options: dict[str, Any]) -> None:
         else:
             pipe.send(("counts", "", Counts._make([*_counts, private_memory()])))
 
-    async def tell(me: aiorpc.Worker) -> None:
+    async def tell(me: aiorpc.types.Worker) -> None:
         async for change in me.changes():
             pipe.send((change.kind, change.name, time.monotonic()))
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, call, create_all, remote, testing
+from aiorpc_torch import Group, call, create, remote, testing
 
 from ._compare import Row, Runs, parse, settle, show
 from ._process import cpu_seconds
@@ -96,13 +96,13 @@ def ways_of(group: Group[Member], names: Sequence[str], *, large: bool) -> list[
 async def measure(way: Way, x: Any, rounds: int, members: int, pids: Sequence[int]) -> None:
     """Add a measurement: the rate and the CPU of a call."""
     settle()
-    before, cpu, start = aiorpc.stats().bytes_sent, cpu_seconds(pids), time.perf_counter()
+    before, cpu, start = aiorpc.observe.stats().bytes_sent, cpu_seconds(pids), time.perf_counter()
     for _ in range(rounds):
         await way.run(x)
     seconds, calls = time.perf_counter() - start, rounds * members
     way.rates.append(calls / seconds)
     way.cpu.append((cpu_seconds(pids) - cpu) / calls * 1e6)
-    way.sent.append((aiorpc.stats().bytes_sent - before) / calls)
+    way.sent.append((aiorpc.observe.stats().bytes_sent - before) / calls)
 
 
 async def compare(ways: Sequence[Way], x: Any, rounds: int, repeat: int, pids: list[int]) -> None:
@@ -121,7 +121,7 @@ async def rows_of(members: int, repeat: int, scale: int) -> list[Row]:
     """Return the rows of a world with so many members."""
     rows = []
     async with testing.world(members, start_timeout=PATIENCE) as me:
-        group = await create_all(me.peers, Member)
+        group = await create(me.peers, Member)
         pids = [os.getpid(), *await asyncio.gather(*(call(each, pid) for each in me.peers))]
         for x, calls in ((1.0, CALLS), (torch.ones(MB // 4), LARGE_CALLS)):
             large = isinstance(x, Tensor)
@@ -153,7 +153,7 @@ def table(members: int, ways: Sequence[Way], what: str, *, sent: bool) -> list[R
 async def map_with_a_loss(items: int) -> tuple[float, bool]:
     """Return items/s of a map with a member that is killed in the middle, and if all is there."""
     async with testing.world(WORKERS, start_timeout=PATIENCE) as me:
-        group = await create_all(me.peers, Member)
+        group = await create(me.peers, Member)
         found: list[float] = []
         start = time.perf_counter()
         async for x in group.map(Member.echo, range(items), in_flight=8):

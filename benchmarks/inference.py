@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import create_all, each, register, remote
+from aiorpc_torch import create, each, register, remote
 
 from ._compare import lay_out, machine
 from ._inference_report import WAYS, Left, OpenLoop, Row, row, served_both
@@ -31,7 +31,7 @@ async def measure(given: argparse.Namespace) -> list[Row]:
         most = torch.zeros(given.max_size, 3, given.side, given.side, dtype=torch.uint8)
         await asyncio.to_thread(model.answer, most.to(given.device))  # warms up
         register("model", model)
-        clients = await create_all(names, OpenLoop.start, given.side, each(range(len(names))))
+        clients = await create(names, OpenLoop.start, given.side, each(range(len(names))))
         rows = []
         for rate in given.rates:
             for way in WAYS:

@@ -89,7 +89,7 @@ async def visit(name: str) -> int:
 class Soak:
     """Workers that join, are called and leave, several at once."""
 
-    def __init__(self, me: aiorpc.LocalWorker) -> None:
+    def __init__(self, me: aiorpc.types.LocalWorker) -> None:
         self.outcomes: Counter[str] = Counter()
         self.problems: list[str] = []
         self._me = me

@@ -123,7 +123,9 @@ def run_ours(words: list[str], scratch: str) -> None:
     )
 
 
-async def worker_of_ours(me: aiorpc.Worker, options: argparse.Namespace, scratch: str) -> None:
+async def worker_of_ours(
+    me: aiorpc.types.Worker, options: argparse.Namespace, scratch: str
+) -> None:
     spans = timed(ours, "ParameterServer")
     await ours.main(me, options)
     write(scratch, me.rank, spans)

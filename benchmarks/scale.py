@@ -105,7 +105,7 @@ async def nothing() -> None:
     """Do nothing; a call of this shows the cost of a call."""
 
 
-async def lone_call(me: aiorpc.Worker) -> float:
+async def lone_call(me: aiorpc.types.Worker) -> float:
     """Return the µs of a call to one worker; the first call opens the connection."""
     times = []
     for _ in range(LONE + 1):
@@ -115,7 +115,7 @@ async def lone_call(me: aiorpc.Worker) -> float:
     return median(times[1:]) * 1e6
 
 
-async def calls_at_once(me: aiorpc.Worker) -> float:
+async def calls_at_once(me: aiorpc.types.Worker) -> float:
     """Return calls per second, spread over all workers, once each has a connection."""
     await asyncio.gather(*(call(each, nothing) for each in me.peers))
     begin = time.perf_counter()

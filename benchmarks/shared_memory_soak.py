@@ -15,7 +15,7 @@ from statistics import median
 from typing import NamedTuple
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, RRef, WorkerLost, call, create, create_all, remote, testing
+from aiorpc_torch import Group, RRef, WorkerLost, call, create, remote, testing
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 
 from ._compare import lay_out
@@ -48,7 +48,7 @@ class Sample(NamedTuple):
 
 async def sample() -> Sample:
     """Return the sample of the process that runs this."""
-    memory, stats = swept_memory(), aiorpc.stats()
+    memory, stats = swept_memory(), aiorpc.observe.stats()
     descriptors = open_descriptors() - stats.segments
     made, pending = (stats.segments, stats.segment_bytes), stats.in_flight + stats.running
     return Sample(memory, descriptors, mapped_segments(), *made, pending)
@@ -65,7 +65,7 @@ class Stuck(Exception):
 class Soak:
     """Rounds of calls with a kill in the middle."""
 
-    def __init__(self, me: aiorpc.Worker, seed: int) -> None:
+    def __init__(self, me: aiorpc.types.Worker, seed: int) -> None:
         self.messages = self.bytes = self.large = 0
         self.losses = 0  # calls that a kill ended
         self.problems: list[str] = []
@@ -86,7 +86,7 @@ class Soak:
             tasks.append(asyncio.create_task(self._replace(victim)))
         _, unended = await asyncio.wait(tasks, timeout=PATIENCE + messages / SLOWEST)
         if unended:
-            raise Stuck(f"{len(unended)} tasks do not end; pending: {aiorpc.pending()[:5]}")
+            raise Stuck(f"{len(unended)} tasks do not end; pending: {aiorpc.observe.pending()[:5]}")
         for task in tasks:
             task.result()
 
@@ -131,7 +131,7 @@ class Soak:
 
     async def start(self) -> None:
         """Put a shelf on every worker; warm up, so that all have connected and rejoined once."""
-        await self._meet(await create_all(WORKERS, Shelf))
+        await self._meet(await create(WORKERS, Shelf))
         for victim in VICTIMS:
             await self.round(WARM_UP, victim)
 
@@ -218,7 +218,7 @@ def show_rest(before: Sequence[Sample], after: Sequence[Sample]) -> None:
 async def main(given: argparse.Namespace) -> list[str]:
     """Run the soak; return its problems."""
     world = testing.world if given.quick else aiorpc.local_world  # children start sooner
-    async with world(WORKERS[1:], restart=given.kills + len(VICTIMS)) as me:
+    async with world(WORKERS[1:], max_restarts=given.kills + len(VICTIMS)) as me:
         soak = Soak(me, given.seed)
         try:
             return await run(soak, given.messages, given.kills)
@@ -237,7 +237,7 @@ async def run(soak: Soak, messages: int, kills: int) -> list[str]:
         show_round(soak, time.monotonic() - start, rounds[-1])
     seconds, after = time.monotonic() - start, await soak.rest()
     await soak.end()
-    shared = aiorpc.stats().shared_messages
+    shared = aiorpc.observe.stats().shared_messages
     show_rest(before, after)
     print(
         f"\n{soak.messages:,} messages, {soak.bytes / 1e9:.1f} GB, {soak.large:,} of them large; "

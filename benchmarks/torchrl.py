@@ -17,7 +17,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-from aiorpc_torch import RRef, batched, create, create_all, local_world, remote
+from aiorpc_torch import RRef, batched, create, local_world, remote
 from examples._learning import CartPole
 
 from . import weights
@@ -65,7 +65,7 @@ async def inference(processes: int, environments: int, seconds: float) -> float:
     names = [f"client{number}" for number in range(processes)]
     async with local_world(["server", *names], start_timeout=600.0):
         agent = await create("server", Agent)
-        clients = await create_all(names, Client)
+        clients = await create(names, Client)
         await remote(clients).play(agent, environments, 0.2)  # warms up
         return float(sum(await remote(clients).play(agent, environments, seconds)))
 

@@ -16,8 +16,8 @@ from statistics import median
 
 import torch
 
-from aiorpc_torch import RRef, create, create_all, local_world, register, remote
-from aiorpc_torch.training import Policy, Weights, follow
+from aiorpc_torch import RRef, create, local_world, register, remote, training
+from aiorpc_torch.training import Weights, follow
 
 from ._compare import parse
 
@@ -45,7 +45,7 @@ class Learner:
 
 
 class Follower:
-    policy: Policy
+    policy: training.Follower
 
     async def start(self) -> None:
         self.policy = await follow("policy", on="learner")
@@ -72,7 +72,7 @@ async def measure(given: argparse.Namespace) -> list[tuple[float, ...]]:
     names = [f"follower{number}" for number in range(given.followers)]
     async with local_world(["learner", *names], start_timeout=600.0):
         learner: RRef[Learner] = await create("learner", Learner, given.megabytes)
-        followers = await create_all(names, Follower)
+        followers = await create(names, Follower)
         await remote(followers).start()
         found = list[tuple[float, ...]]()
         for version in range(1, given.repeat + 4):  # the first ones make their memory

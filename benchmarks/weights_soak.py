@@ -21,18 +21,9 @@ from typing import NamedTuple, Self, TypeVar
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    Group,
-    Supervised,
-    WorkerLost,
-    call,
-    register,
-    remote,
-    supervised,
-    supervised_all,
-    testing,
-)
-from aiorpc_torch.training import Policy, Weights
+from aiorpc_torch import Group, WorkerLost, call, register, remote, supervised, testing, training
+from aiorpc_torch.training import Weights
+from aiorpc_torch.types import Supervised
 
 from ._compare import lay_out
 from ._process import mapped_segments, open_descriptors, swept_memory
@@ -72,7 +63,7 @@ class Learner:
 class Follower:
     """Checks each version that it sees."""
 
-    policy: Policy
+    policy: training.Follower
 
     def __init__(self) -> None:
         self.state = {f"layer{number}": torch.full((ELEMENTS,), -1.0) for number in range(TENSORS)}
@@ -83,7 +74,7 @@ class Follower:
     async def start(cls, host: str = "") -> Self:
         """Return a follower, which behaves as a process of that host."""
         self = cls()
-        self.policy = Policy("policy", "learner", self.state, host=host or None)
+        self.policy = training.Follower("policy", "learner", self.state, host=host or None)
         await self.policy._begin()
         return self
 
@@ -123,7 +114,7 @@ class Sample(NamedTuple):
 
 async def sample() -> Sample:
     """Return the sample of the process that runs this."""
-    stats = aiorpc.stats()
+    stats = aiorpc.observe.stats()
     descriptors = open_descriptors() - stats.segments
     counts = len(asyncio.all_tasks()), stats.in_flight + stats.running
     return Sample(swept_memory(), descriptors, mapped_segments(), *counts)
@@ -275,10 +266,10 @@ async def main(given: argparse.Namespace) -> list[str]:
     """Run the soak; return its problems."""
     world = testing.world if given.quick else aiorpc.local_world  # children start sooner
     restarts = given.rounds + len(KINDS)
-    async with world(["learner", *NEAR, *FAR], restart=restarts):
-        learner = await supervised("learner", Learner, restarts=restarts)
-        near = await supervised_all(NEAR, Follower.start, restarts=restarts)
-        far = await supervised_all(FAR, Follower.start, "other", restarts=restarts)
+    async with world(["learner", *NEAR, *FAR], max_restarts=restarts):
+        learner = await supervised("learner", Learner)
+        near = await supervised(NEAR, Follower.start)
+        far = await supervised(FAR, Follower.start, "other")
         soak = Soak(learner, Group([*near, *far]))
         await soak.start()
         try:

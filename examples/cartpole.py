@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import Tensor
 
-from aiorpc_torch import Group, RRef, batched, create_all, each, local_world, remote, stats, worker
+import aiorpc_torch as aiorpc
 
 from ._learning import CartPole, Episode, Learner
 
@@ -33,7 +33,7 @@ from ._learning import CartPole, Episode, Learner
 class Agent(Learner):
     """An agent that answers observers and learns from their episodes."""
 
-    @batched(max_size=256, stack=True)
+    @aiorpc.batched(max_size=256, stack=True)
     async def select(self, states: Tensor) -> list[float]:
         """Return the probabilities of a push to the right; states come stacked: [B, 4]."""
         return self.chances(states)
@@ -46,13 +46,13 @@ class Agent(Learner):
 class Observer:
     """An observer that plays environments, each in a coroutine of its own."""
 
-    def __init__(self, agent: RRef[Agent], seeds: Sequence[int]) -> None:
+    def __init__(self, agent: aiorpc.RRef[Agent], seeds: Sequence[int]) -> None:
         self.agent = agent
         self.environments = [CartPole(seed) for seed in seeds]
 
     async def play(self, method: str, steps: int) -> list[Episode]:
         """Play whole episodes of each environment, until each has made `steps` steps."""
-        select = getattr(remote(self.agent), method)
+        select = getattr(aiorpc.remote(self.agent), method)
         plays = [self._play(each, select, steps) for each in self.environments]
         return [*itertools.chain(*await asyncio.gather(*plays))]
 
@@ -73,17 +73,19 @@ class Observer:
 
 async def new_team(
     names: Sequence[str], options: argparse.Namespace
-) -> tuple[Agent, Group[Observer]]:
+) -> tuple[Agent, aiorpc.Group[Observer]]:
     """Make an agent here, and an observer on every worker of `names`."""
     agent, size = Agent(options.seed, options.device), options.environments
     firsts = [10_000 * options.seed + size * number for number in range(len(names))]
     seeds = [range(first, first + size) for first in firsts]
-    return agent, await create_all(names, Observer, RRef(agent), each(seeds))
+    return agent, await aiorpc.create(names, Observer, aiorpc.RRef(agent), aiorpc.each(seeds))
 
 
-async def train(agent: Agent, observers: Group[Observer], method: str, steps: int) -> list[Episode]:
+async def train(
+    agent: Agent, observers: aiorpc.Group[Observer], method: str, steps: int
+) -> list[Episode]:
     """Play a round of every environment, and learn from it; return its episodes."""
-    episodes = [*itertools.chain(*await remote(observers).play(method, steps))]
+    episodes = [*itertools.chain(*await aiorpc.remote(observers).play(method, steps))]
     agent.learn(episodes)
     return episodes
 
@@ -103,7 +105,7 @@ async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
         print(f"{done}; {steps / seconds:,.0f} agent steps/s", flush=True)
         if seconds > options.seconds:
             break
-    for name, batches in stats().batches.items():
+    for name, batches in aiorpc.observe.stats().batches.items():
         print(f"{name}: {batches.items:,} calls in {batches.batches:,} batches")
     first, last = mean(rewards[:10]), mean(rewards[-10:])
     print(f"reward, first ten episodes: {first:.1f}, last ten of {len(rewards)}: {last:.1f}")
@@ -112,9 +114,11 @@ async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
 async def main(options: argparse.Namespace) -> None:
     """Lead as the agent on rank 0; serve on the other workers until it has left."""
     rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
-    local = local_world([f"observer{number}" for number in range(options.observers)], name="agent")
+    local = aiorpc.local_world(
+        [f"observer{number}" for number in range(options.observers)], name="agent"
+    )
     name = f"observer{rank - 1}" if rank else "agent"
-    async with local if rank < 0 else worker(name) as me:
+    async with local if rank < 0 else aiorpc.worker(name) as me:
         await (me.serve(until="agent") if me.rank else lead(me.peers, options))
 
 

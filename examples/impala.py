@@ -9,7 +9,7 @@ more than `--staleness` versions old.
 With `--policy shared` one process answers the actors, in batches (`@batched`); with `--policy own`
 each actor has its copy. `--synchronous` is the same program in turns: publish, every environment
 plays a rollout, learn. `--kill N` kills actors in the middle, N times: other processes take their
-places (`supervised_all`), and the run goes on.
+places (`supervised`), and the run goes on.
 
     python -m examples.impala                                # half a minute on two cores
     python -m examples.impala --policy own --kill 2
@@ -30,22 +30,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 import torch
 from torch import Tensor, nn
 
-from aiorpc_torch import (
-    Group,
-    RRef,
-    WorkerLost,
-    batched,
-    create,
-    each,
-    local_world,
-    lookup,
-    proxy,
-    register,
-    remote,
-    supervised_all,
-)
-from aiorpc_torch.testing import kill
-from aiorpc_torch.training import Policy, Replay, SampleLimit, StalenessLimit, Weights, follow
+import aiorpc_torch as aiorpc
 
 from ._learning import CartPole
 
@@ -55,6 +40,7 @@ STEPS = 20  # of an environment in a rollout
 GAMMA, ENTROPY = 0.99, 0.01
 SCALE = 0.1  # of rewards: values stay below ten
 RECENT = 50  # episodes whose mean reward is shown
+RESTARTS = 100  # of actors in a run
 
 
 class Network(nn.Module):
@@ -89,21 +75,21 @@ class Player:
     """A copy of the network that follows the learner's, and chooses actions."""
 
     network: Network
-    policy: Policy
+    policy: aiorpc.training.Follower
 
     @classmethod
     async def start(cls) -> Self:
         """Return a player that has the newest version."""
         self = cls()
         self.network = Network()
-        self.policy = await follow("policy", on="learner", into=self.network)
+        self.policy = await aiorpc.training.follow("policy", on="learner", into=self.network)
         return self
 
     async def wait(self, version: int) -> int:
         """Wait until actions are chosen with this version or a later one."""
         return await self.policy.wait(version)
 
-    @batched(max_size=512, stack=True)
+    @aiorpc.batched(max_size=512, stack=True)
     async def act(self, states: Tensor) -> list[tuple[int, float, int]]:
         """Return action, log-probability and version for each state; they come stacked: [B, 4].
 
@@ -158,19 +144,19 @@ class Actor:
         self.games = [Game(seed) for seed in seeds]
 
     @classmethod
-    async def start(cls, shared: RRef[Player] | None, seeds: Sequence[int]) -> Self:
+    async def start(cls, shared: aiorpc.RRef[Player] | None, seeds: Sequence[int]) -> Self:
         """Return an actor that asks the shared player, or its own."""
-        return cls(await Player.start() if shared is None else proxy(shared), seeds)
+        return cls(await Player.start() if shared is None else aiorpc.proxy(shared), seeds)
 
     async def run(self) -> None:
         """Play and send rollouts until the call is cancelled."""
-        limit, replay = [await lookup(name, on="learner") for name in ("limit", "replay")]
+        limit, replay = [await aiorpc.lookup(name, on="learner") for name in ("limit", "replay")]
 
         async def play(game: Game) -> None:
             while True:
-                async with proxy(limit).ticket() as ticket:
+                async with aiorpc.proxy(limit).ticket() as ticket:
                     await self.player.wait(ticket.version)
-                    await proxy(replay).insert(await game.play(self.player), ticket)
+                    await aiorpc.proxy(replay).insert(await game.play(self.player), ticket)
 
         async with asyncio.TaskGroup() as group:
             for game in self.games:
@@ -270,7 +256,7 @@ class Queue(deque[Any]):
 async def again(call: Callable[[], Awaitable[T]], times: int) -> T:
     """Call an actor; if its process is lost, call the one that takes its place."""
     for _ in range(times):
-        with contextlib.suppress(WorkerLost):
+        with contextlib.suppress(aiorpc.WorkerLost):
             return await call()
     return await call()
 
@@ -280,14 +266,18 @@ Source = Callable[[int], Awaitable[Sequence[Rollout]]]
 
 
 @contextlib.asynccontextmanager
-async def at_any_time(actors: Group[Actor], given: argparse.Namespace) -> AsyncIterator[Source]:
+async def at_any_time(
+    actors: aiorpc.Group[Actor], given: argparse.Namespace
+) -> AsyncIterator[Source]:
     """Let actors play all the time, and the learner take the oldest rollouts of the queue."""
     size = given.actors * given.environments
-    limit = StalenessLimit(given.staleness, max_in_flight=size)
+    limit = aiorpc.training.StalenessLimit(given.staleness, max_in_flight=size)
     # A sample waits for `size` rollouts in the queue, and an insert while it has twice as many.
-    replay = Replay(Queue(), SampleLimit(1, min_size=size, slack=size))
-    register("limit", limit)
-    register("replay", replay)
+    replay = aiorpc.training.Replay(
+        Queue(), aiorpc.training.SampleLimit(1, min_size=size, slack=size)
+    )
+    aiorpc.register("limit", limit)
+    aiorpc.register("replay", replay)
 
     async def take(version: int) -> Sequence[Rollout]:
         await limit.advance(version)
@@ -295,18 +285,18 @@ async def at_any_time(actors: Group[Actor], given: argparse.Namespace) -> AsyncI
         return rollouts
 
     async with asyncio.TaskGroup() as group:  # an actor that raises ends the program
-        playing = [group.create_task(again(remote(one).run, given.kill)) for one in actors]
+        playing = [group.create_task(again(aiorpc.remote(one).run, given.kill)) for one in actors]
         yield take
         for task in playing:
             task.cancel()
 
 
 @contextlib.asynccontextmanager
-async def in_turns(actors: Group[Actor], given: argparse.Namespace) -> AsyncIterator[Source]:
+async def in_turns(actors: aiorpc.Group[Actor], given: argparse.Namespace) -> AsyncIterator[Source]:
     """Let each environment play one rollout when the learner asks for it."""
 
     async def collect(version: int) -> Sequence[Rollout]:
-        calls = [again(partial(remote(one).collect, version), given.kill) for one in actors]
+        calls = [again(partial(aiorpc.remote(one).collect, version), given.kill) for one in actors]
         return [*itertools.chain(*await asyncio.gather(*calls))]
 
     yield collect
@@ -316,7 +306,7 @@ Report = Callable[[Progress], object]
 
 
 async def learn(
-    learner: Learner, weights: Weights, source: Source, steps: int, report: Report
+    learner: Learner, weights: aiorpc.training.Weights, source: Source, steps: int, report: Report
 ) -> None:
     """Learn and publish until the environments have made so many steps."""
     begun, made, scores = time.perf_counter(), 0, deque[float](maxlen=RECENT)
@@ -338,7 +328,7 @@ async def train(given: argparse.Namespace, report: Report) -> None:
     """Train in a world of processes; report after each update."""
     torch.manual_seed(given.seed)
     learner = Learner(max(1, given.steps // (STEPS * given.actors * given.environments)))
-    weights = Weights(learner.network.state_dict())
+    weights = aiorpc.training.Weights(learner.network.state_dict())
     names = [f"actor{number}" for number in range(given.actors)]
     others = ["player"] if given.policy == "shared" else []
     kills = [given.steps * part // (given.kill + 1) for part in range(1, given.kill + 1)]
@@ -347,25 +337,27 @@ async def train(given: argparse.Namespace, report: Report) -> None:
         report(progress)
         if kills and progress.steps >= kills[0]:
             print(f"{progress.seconds:5.1f} s: an actor is killed", flush=True)
-            kill(names[len(kills) % len(names)])
+            aiorpc.testing.kill(names[len(kills) % len(names)])
             kills.pop(0)
 
     preload = ("gymnasium",)
-    async with local_world([*names, *others], name="learner", restart=given.kill, preload=preload):
-        register("policy", weights)
+    async with aiorpc.local_world(
+        [*names, *others], name="learner", max_restarts=RESTARTS, preload=preload
+    ):
+        aiorpc.register("policy", weights)
         actors = await start_actors(names, given)
         form = in_turns if given.synchronous else at_any_time
         async with form(actors, given) as source:
             await learn(learner, weights, source, given.steps, after)
 
 
-async def start_actors(names: Sequence[str], given: argparse.Namespace) -> Group[Actor]:
+async def start_actors(names: Sequence[str], given: argparse.Namespace) -> aiorpc.Group[Actor]:
     """Make an actor on each worker, and the player if they share one."""
-    shared = await create("player", Player.start) if given.policy == "shared" else None
+    shared = await aiorpc.create("player", Player.start) if given.policy == "shared" else None
     size = given.environments
     firsts = [1_000 * given.seed + size * number for number in range(len(names))]
-    seeds = each(range(first, first + size) for first in firsts)
-    return await supervised_all(names, Actor.start, shared, seeds, restarts=given.kill)
+    seeds = aiorpc.each(range(first, first + size) for first in firsts)
+    return await aiorpc.supervised(names, Actor.start, shared, seeds)
 
 
 def parse(*args: str) -> argparse.Namespace:

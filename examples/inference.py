@@ -25,7 +25,6 @@ import torchvision
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, batched, create_all, each, lookup, register, remote
 
 CLASSES = 100
 IMAGES = 32  # of each client
@@ -51,7 +50,7 @@ def served(options: argparse.Namespace) -> type[Any]:
     """Return the class of the served model, with batches and device of the command line."""
 
     class Served(Model):
-        @batched(
+        @aiorpc.batched(
             max_size=options.max_size,
             max_wait=options.max_wait,
             max_pending=options.max_pending,
@@ -81,15 +80,15 @@ class Outcome(NamedTuple):
 class Client:
     """A client that asks about images of noise, for many users."""
 
-    def __init__(self, model: RRef[Any], side: int, seed: int) -> None:
-        self.model, generator = remote(model), torch.Generator().manual_seed(seed)
+    def __init__(self, model: aiorpc.RRef[Any], side: int, seed: int) -> None:
+        self.model, generator = aiorpc.remote(model), torch.Generator().manual_seed(seed)
         shape = (IMAGES, 3, side, side)
         self.images = torch.randint(256, shape, dtype=torch.uint8, generator=generator).unbind()
 
     @classmethod
     async def start(cls, side: int, seed: int) -> "Client":
         """Make a client of the model that the server has registered."""
-        return cls(await lookup("model", on="server"), side, seed)
+        return cls(await aiorpc.lookup("model", on="server"), side, seed)
 
     async def ask(self, users: int, seconds: float, deadline: float) -> Outcome:
         """Have each user ask again and again; a user that is shed waits for a deadline."""
@@ -127,18 +126,18 @@ async def serve(clients: tuple[str, ...], options: argparse.Namespace) -> None:
     model = served(options)(options.model, options.device, options.seed)
     most = torch.zeros(options.max_size, 3, options.side, options.side, dtype=torch.uint8)
     await asyncio.to_thread(model.answer, most.to(options.device))  # warms up
-    register("model", model)
+    aiorpc.register("model", model)
     seeds = range(options.seed, options.seed + len(clients))
-    group = await create_all(clients, Client.start, options.side, each(seeds))
+    group = await aiorpc.create(clients, Client.start, options.side, aiorpc.each(seeds))
     print(f"server: process {os.getpid()}, {options.model} on {options.device}", flush=True)
-    asked = remote(group).ask(options.users, options.seconds, options.deadline)
+    asked = aiorpc.remote(group).ask(options.users, options.seconds, options.deadline)
     async for client, outcome in asked:  # at the end it raises `GroupError` if some were lost
         print(f"{client.owner_name()}: {outcome}", flush=True)
     before = model.computed
-    given_up, answered = map(sum, zip(*await remote(group).give_up(), strict=True))
+    given_up, answered = map(sum, zip(*await aiorpc.remote(group).give_up(), strict=True))
     asked_about = f"{IMAGES * len(group)} images asked about at once, {given_up} given up"
     print(f"{asked_about}: {answered} answered, {model.computed - before} computed")
-    for name, found in aiorpc.stats().batches.items():
+    for name, found in aiorpc.observe.stats().batches.items():
         images = f"{found.items:,} images in {found.batches:,} batches of {found.mean:.1f}"
         waited = f"{(found.wait_p50 or 0) * 1e3:.1f} ms, p99 {(found.wait_p99 or 0) * 1e3:.1f} ms"
         print(f"{name.rpartition('.')[2]}: {images} on average; waited: p50 {waited}")

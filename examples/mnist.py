@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, create_all, each, remote
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 
 from ._mnist import Net, devices, load, prepare, shuffled, snapshot
@@ -55,9 +54,10 @@ class Trainer:
     """A trainer with one of `many` shards of the images, and an optimizer beside the parameters."""
 
     def __init__(
-        self, ps: RRef[ParameterServer], shard: int, many: int, options: argparse.Namespace
+        self, ps: aiorpc.RRef[ParameterServer], shard: int, many: int, options: argparse.Namespace
     ) -> None:
-        self.ps, self.options, part = ps, options, slice(shard, None, many)
+        self.ps, self.options = aiorpc.remote(ps), options
+        part = slice(shard, None, many)
         self.images = load(options.data, train=True).part(slice(options.images)).part(part)
         self.test = load(options.data, train=False).part(part)
 
@@ -76,7 +76,7 @@ class Trainer:
     async def step(self, images: Tensor, labels: Tensor) -> float:
         """Learn a batch; return its loss."""
         async with context() as ctx:
-            found = await remote(self.ps).forward(images.to(self.options.device), training=True)
+            found = await self.ps.forward(images.to(self.options.device), training=True)
             loss = functional.nll_loss(found, labels.to(found.device))
             await ctx.backward([loss], timeout=60.0)
             await self.opt.step(ctx)
@@ -86,23 +86,23 @@ class Trainer:
         """Return the numbers of recognised and of all test images of this shard."""
         right = 0
         for images, labels in self.test.batches(250):
-            found = await remote(self.ps).forward(images.to(self.options.device), training=False)
+            found = await self.ps.forward(images.to(self.options.device), training=False)
             right += int((found.argmax(1).cpu() == labels).sum())
         return right, len(self.test.labels)
 
 
-async def train(me: aiorpc.Worker, options: argparse.Namespace) -> None:
+async def train(me: aiorpc.types.Worker, options: argparse.Namespace) -> None:
     """Have all other workers train the network of this one."""
-    ps, many = RRef(ParameterServer(options.num_gpus, options.seed)), len(me.peers)
-    trainers = await create_all(me.peers, Trainer, ps, each(range(many)), many, options)
-    count, start = options.epochs * sum(await remote(trainers).prepare()), time.monotonic()
+    ps, many = aiorpc.RRef(ParameterServer(options.num_gpus, options.seed)), len(me.peers)
+    trainers = await aiorpc.create(me.peers, Trainer, ps, aiorpc.each(range(many)), many, options)
+    count, start = options.epochs * sum(await aiorpc.remote(trainers).prepare()), time.monotonic()
     print(f"{many} trainers, {count:,} iterations", flush=True)
     for epoch in range(options.epochs):
-        losses = [loss for shard in await remote(trainers).train(epoch) for loss in shard]
+        losses = [loss for shard in await aiorpc.remote(trainers).train(epoch) for loss in shard]
         print(f"epoch {epoch + 1}: loss {sum(losses) / len(losses):.3f}", flush=True)
     seconds = time.monotonic() - start
     print(f"{count:,} iterations in {seconds:.1f} s: {count / seconds:.1f} iterations/s")
-    right, tested = map(sum, zip(*await remote(trainers).evaluate(), strict=True))
+    right, tested = map(sum, zip(*await aiorpc.remote(trainers).evaluate(), strict=True))
     print(f"accuracy: {right / tested:.4f} of {tested:,} test images")
 
 

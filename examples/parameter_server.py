@@ -20,11 +20,13 @@ from torch import Tensor, nn
 from torchvision.models import get_model
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Round, RoundTimeout, batched, lookup, remote, run_local
 
 CLASSES = 10
 
 Tensors = dict[str, Tensor]
+ROUND = aiorpc.Round(
+    lambda ps: ps.trainers, quorum=1, timeout=lambda ps: ps.timeout, member=lambda name, _: name
+)
 
 
 def pictures(options: argparse.Namespace, count: int, seed: int) -> tuple[Tensor, Tensor]:
@@ -43,35 +45,26 @@ class ParameterServer:
         torch.manual_seed(0)
         self.model = get_model(options.model, num_classes=CLASSES).to(options.server_device)
         self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01, 0.9, fused=True)
-        self.losses, self.options = list[float](), options
+        self.losses, self.iterations, self.via = list[float](), options.iterations, options.via
+        self.trainers, self.timeout = options.trainers, options.timeout
 
     def __reduce__(self) -> tuple[type, tuple[()]]:  # torch looks for tensors in it, with maps
         return object, ()
 
     def state(self) -> tuple[int, Tensors]:
         """Return the number of steps and the model, which is not copied if it is there already."""
-        return len(self.losses), {
-            n: x.to(self.options.via) for n, x in self.model.state_dict().items()
-        }
+        return len(self.losses), {n: x.to(self.via) for n, x in self.model.state_dict().items()}
 
-    @batched(
-        Round(
-            lambda self: self.options.trainers,
-            quorum=lambda self: self.options.quorum,
-            timeout=lambda self: self.options.timeout,
-            member=lambda name, _: name,
-        )
-    )
+    @aiorpc.batched(ROUND)
     @torch.no_grad()
     def step(self, names: list[str], learned: list[Tensors]) -> tuple[int, Tensors]:
         """Make one step for a round of trainers; all get the new model."""
-        if len(self.losses) < self.options.iterations:  # else a late trainer gets the model alone
+        if len(self.losses) < self.iterations:  # else a late trainer gets the model alone
             for name, parameter in self.model.named_parameters():
                 parameter.grad = mean(learned, name).to(parameter.device)
             for name, buffer in self.model.named_buffers():
                 buffer.copy_(mean(learned, name))
             self.optimizer.step()
-            self.optimizer.zero_grad()
             self.losses.append(loss := mean(learned, "loss").item())
             print(f"step {len(self.losses)}: loss {loss:.3f} of", *sorted(names), flush=True)
         return self.state()
@@ -91,9 +84,9 @@ def learn(model: nn.Module, images: Tensor, labels: Tensor, device: str, via: st
     return {name: each.to(via) for name, each in learned.items()}
 
 
-async def train(me: aiorpc.Worker, options: argparse.Namespace) -> None:
+async def train(me: aiorpc.types.Worker, options: argparse.Namespace) -> None:
     """Train from the current model to the last step."""
-    ps = remote(await lookup("ps", on="ps"))
+    ps = aiorpc.remote(await aiorpc.lookup("ps", on="ps"))
     model = get_model(options.model, num_classes=CLASSES).to(options.device)
     steps, state = await ps.state()
     print(f"{me.name}, process {os.getpid()}, begins at step {steps}", flush=True)
@@ -103,7 +96,7 @@ async def train(me: aiorpc.Worker, options: argparse.Namespace) -> None:
         learned = await asyncio.to_thread(learn, model, *batch, options.device, options.via)
         try:
             steps, state = await ps.step(me.name, learned)
-        except RoundTimeout:  # fewer than a quorum
+        except aiorpc.RoundTimeout:  # this one came too late
             steps, state = await ps.state()
 
 
@@ -115,7 +108,7 @@ def accuracy(model: nn.Module, options: argparse.Namespace) -> float:
     return float(right.float().mean())
 
 
-async def main(me: aiorpc.Worker, options: argparse.Namespace) -> None:
+async def main(me: aiorpc.types.Worker, options: argparse.Namespace) -> None:
     """Serve on rank 0 until the last step; train on the others."""
     if me.rank:
         return await train(me, options)
@@ -140,8 +133,7 @@ if __name__ == "__main__":
     add("--side", type=int, default=64, help="height and width of a picture in pixels")
     add("--batch", type=int, default=20, help="pictures of a trainer in a step")
     add("--iterations", type=int, default=60, help="steps of the model")
-    add("--quorum", type=int, default=1, help="trainers that suffice after --timeout")
-    add("--timeout", type=float, default=10.0, help="seconds until a quorum suffices")
+    add("--timeout", type=float, default=10.0, help="seconds until the present trainers suffice")
     add("--restart", type=int, default=3, help="restarts of trainers, at most")
     add("--device", default="cpu", help="device of the trainers")
     add("--server-device", default="cpu", help="device of the model and the optimizer")
@@ -152,5 +144,5 @@ if __name__ == "__main__":
     if "RANK" in os.environ:  # of torchrun, or of a terminal for each worker
         asyncio.run(join(names[int(os.environ["RANK"])], options))
     else:
-        more = {"restart": options.restart, "device_maps": options.maps}
-        run_local(main, names, args=(options,), on_failure="continue", **more)
+        more = {"max_restarts": options.restart, "device_maps": options.maps}
+        aiorpc.run_local(main, names, args=(options,), on_failure="continue", **more)

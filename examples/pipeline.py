@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, RRef, batched, call, create_all, each, remote
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 
 from ._textures import Shape, Textures, batches, cut, held_out, microbatches
@@ -32,9 +31,9 @@ class Stage:
 
     def __init__(self, shape: Shape, stage: int, stages: int) -> None:
         self.layers, self.device = cut(shape, stage, stages), shape.device
-        self.following: RRef[Stage] | None = None
+        self.following: aiorpc.RRef[Stage] | None = None
 
-    async def lead_to(self, following: "RRef[Stage]") -> None:
+    async def lead_to(self, following: "aiorpc.RRef[Stage]") -> None:
         """Set the next stage, which gets what this one computes."""
         self.following = following
 
@@ -46,17 +45,17 @@ class Stage:
         """Return the summed loss of a microbatch, from these layers on."""
         y = await self.compute(x, True)
         if self.following is not None:
-            return await call(self.following, Stage.loss, y, labels)
+            return await aiorpc.call(self.following, Stage.loss, y, labels)
         return functional.cross_entropy(y, labels.to(y.device), reduction="sum")
 
     async def correct(self, x: Tensor, labels: Tensor) -> int:
         """Return the number of images that the model classifies correctly."""
         y = await self.compute(x, False)
         if self.following is not None:
-            return await call(self.following, Stage.correct, y, labels)
+            return await aiorpc.call(self.following, Stage.correct, y, labels)
         return int((y.argmax(1) == labels.to(y.device)).sum())
 
-    @batched(max_size=1)
+    @aiorpc.batched(max_size=1)
     def compute(self, xs: list[Tensor], training: list[bool]) -> list[Tensor]:
         """Compute one microbatch at a time, in the order of arrival, beside the event loop.
 
@@ -75,14 +74,15 @@ class Stage:
 class Pipeline:
     """A pipeline of all stages, with an optimizer beside the parameters of each."""
 
-    def __init__(self, stages: Group[Stage], optimizer: DistributedOptimizer) -> None:
+    def __init__(self, stages: aiorpc.Group[Stage], optimizer: DistributedOptimizer) -> None:
         self.stages, self.optimizer = stages, optimizer
 
     @classmethod
     async def create(cls, workers: list[str], shape: Shape, lr: float) -> "Pipeline":
         """Make a stage on each worker, and connect each with the next one."""
-        stages = await create_all(workers, Stage, shape, each(range(len(workers))), len(workers))
-        await remote(stages[:-1]).lead_to(each(stages[1:]))
+        count = len(workers)
+        stages = await aiorpc.create(workers, Stage, shape, aiorpc.each(range(count)), count)
+        await aiorpc.remote(stages[:-1]).lead_to(aiorpc.each(stages[1:]))
         parameters = [parameter for stage in stages for parameter in await parameter_rrefs(stage)]
         made = await DistributedOptimizer.create(torch.optim.SGD, parameters, lr=lr, momentum=0.9)
         return cls(stages, made)
@@ -108,7 +108,7 @@ async def train(stages: list[str], options: argparse.Namespace) -> None:
     """Train the model in these stages, and print what it learns."""
     shape = Shape(options.blocks, options.width, options.seed, options.device)
     pipeline = await Pipeline.create(stages, shape, options.lr)
-    for name, line in zip(stages, await remote(pipeline.stages).describe(), strict=True):
+    for name, line in zip(stages, await aiorpc.remote(pipeline.stages).describe(), strict=True):
         print(f"{name}: {line}", flush=True)
     losses, start = [], time.perf_counter()
     for number, batch in enumerate(batches(options.steps, options.batch, options.seed), 1):

@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from statistics import mean
 
-from aiorpc_torch import Group, RRef, create_all, each, exclusive, local_world, remote, worker
+import aiorpc_torch as aiorpc
 
 from ._learning import CartPole, Episode, Learner
 
@@ -29,7 +29,7 @@ SOLVED = 475.0
 FRESH = 0.05  # weight of a round in the running reward
 
 
-@exclusive
+@aiorpc.exclusive
 class Observer(CartPole):
     """An environment for remote calls: one at a time, since its methods run in threads.
 
@@ -40,7 +40,7 @@ class Observer(CartPole):
 class Agent(Learner):
     """An agent that plays its observers' environments and learns from each round."""
 
-    def __init__(self, observers: Group[Observer], seed: int, device: str = "cpu") -> None:
+    def __init__(self, observers: aiorpc.Group[Observer], seed: int, device: str = "cpu") -> None:
         super().__init__(seed, device)
         self.observers = observers
         self.draws = [Random(f"{seed}, {number}").random for number in range(len(observers))]
@@ -50,13 +50,13 @@ class Agent(Learner):
         """Play an episode of every observer, all at once; `draws` are of numbers from 0 to 1."""
         return await asyncio.gather(*map(self._episode, self.observers, draws))
 
-    async def _episode(self, observer: RRef[Observer], draw: Callable[[], float]) -> Episode:
-        state, done = await remote(observer).reset(), False
+    async def _episode(self, observer: aiorpc.RRef[Observer], draw: Callable[[], float]) -> Episode:
+        state, done = await aiorpc.remote(observer).reset(), False
         states, actions, rewards = [], [], []
         while not done:
             states.append(state)
             actions.append(int(draw() < self.chances(state.unsqueeze(0))[0]))
-            state, reward, done = await remote(observer).step(actions[-1])
+            state, reward, done = await aiorpc.remote(observer).step(actions[-1])
             rewards.append(reward)
         return Episode.of(states, actions, rewards)
 
@@ -83,7 +83,7 @@ class Agent(Learner):
 async def lead(names: Sequence[str], options: argparse.Namespace) -> bool:
     """Train and evaluate with observers on the workers of `names`; return True if solved."""
     seeds = [10_000 * options.seed + number for number in range(len(names))]
-    observers = await create_all(names, Observer, each(seeds))
+    observers = await aiorpc.create(names, Observer, aiorpc.each(seeds))
     agent, start = Agent(observers, options.seed, options.device), time.monotonic()
     solved = await agent.solve(options.max_episodes)
     seconds = time.monotonic() - start
@@ -98,9 +98,11 @@ async def lead(names: Sequence[str], options: argparse.Namespace) -> bool:
 async def main(options: argparse.Namespace) -> bool:
     """Lead as the agent on rank 0; serve on the other workers until it has left."""
     rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
-    local = local_world([f"observer{number}" for number in range(options.observers)], name="agent")
+    local = aiorpc.local_world(
+        [f"observer{number}" for number in range(options.observers)], name="agent"
+    )
     name = f"observer{rank - 1}" if rank else "agent"
-    async with local if rank < 0 else worker(name) as me:
+    async with local if rank < 0 else aiorpc.worker(name) as me:
         if me.rank:
             await me.serve(until="agent")
         return me.rank > 0 or await lead(me.peers, options)

@@ -21,16 +21,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from aiorpc_torch import Group, create_all, each, local_world, lookup, proxy, register, remote
-from aiorpc_torch.training import (
-    Policy,
-    Replay,
-    SampleLimit,
-    StalenessLimit,
-    Uniform,
-    Weights,
-    follow,
-)
+import aiorpc_torch as aiorpc
 
 from ._learning import CartPole
 
@@ -54,24 +45,26 @@ class Actor(CartPole):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.network, self.state, self.total = network(), self.reset(), 0.0
-        self.policy: Policy | None = None  # in the synchronous form
+        self.policy: aiorpc.training.Follower | None = None  # in the synchronous form
 
     async def run(self) -> None:
         """Play until the call is cancelled."""
-        limit, replay, scores = [await lookup(name, on="learner") for name in NAMES]
-        async with await follow("policy", on="learner", into=self.network) as policy:
+        limit, replay, scores = [await aiorpc.lookup(name, on="learner") for name in NAMES]
+        async with await aiorpc.training.follow(
+            "policy", on="learner", into=self.network
+        ) as policy:
             while True:
-                async with proxy(limit).ticket() as ticket:
+                async with aiorpc.proxy(limit).ticket() as ticket:
                     items, totals = self.segment(await policy.wait(ticket.version))
-                    inserts = [proxy(replay).insert(item, ticket) for item in items]
+                    inserts = [aiorpc.proxy(replay).insert(item, ticket) for item in items]
                     await asyncio.gather(
-                        *inserts, *(remote(scores).append(each) for each in totals)
+                        *inserts, *(aiorpc.remote(scores).append(each) for each in totals)
                     )
 
     async def collect(self, version: int) -> tuple[list[Transition], list[float]]:
         """Play one rollout with a version."""
         if self.policy is None:
-            self.policy = await follow("policy", on="learner", into=self.network)
+            self.policy = await aiorpc.training.follow("policy", on="learner", into=self.network)
         return self.segment(await self.policy.wait(version))
 
     def segment(self, version: int) -> tuple[list[Transition], list[float]]:
@@ -153,20 +146,24 @@ class Progress(NamedTuple):
 
 
 async def learn(
-    given: argparse.Namespace, actors: Group[Actor], report: Callable[[Progress], object]
+    given: argparse.Namespace, actors: aiorpc.Group[Actor], report: Callable[[Progress], object]
 ) -> Learner:
     """Learn while actors play, or in turns with them; report after each version."""
     learner, scores = Learner(), list[float]()
-    weights = Weights(learner.network.state_dict())
-    limit = StalenessLimit(given.staleness, max_in_flight=2 * given.actors)
-    ratio = SampleLimit(given.ratio, min_size=FIRST, slack=4 * (given.ratio + BATCH))
-    replay = Replay(Uniform(20_000, given.seed), None if given.synchronous else ratio)
+    weights = aiorpc.training.Weights(learner.network.state_dict())
+    limit = aiorpc.training.StalenessLimit(given.staleness, max_in_flight=2 * given.actors)
+    ratio = aiorpc.training.SampleLimit(
+        given.ratio, min_size=FIRST, slack=4 * (given.ratio + BATCH)
+    )
+    replay = aiorpc.training.Replay(
+        aiorpc.training.Uniform(20_000, given.seed), None if given.synchronous else ratio
+    )
     for name, thing in zip(("policy", *NAMES), (weights, limit, replay, scores), strict=True):
-        register(name, thing)
+        aiorpc.register(name, thing)
     begun = time.perf_counter()
     for update in range(1, given.steps + 1):
         while given.synchronous and replay.inserted < FIRST + update * BATCH / given.ratio:
-            for items, totals in await remote(actors).collect(weights.version):
+            for items, totals in await aiorpc.remote(actors).collect(weights.version):
                 scores += totals
                 for item in items:
                     await replay.insert(item)
@@ -183,10 +180,10 @@ async def train(given: argparse.Namespace, report: Callable[[Progress], object])
     torch.manual_seed(given.seed)
     random.seed(given.seed)
     names = [f"actor{number}" for number in range(given.actors)]
-    async with local_world(names, name="learner", preload=("gymnasium",)):
+    async with aiorpc.local_world(names, name="learner", preload=("gymnasium",)):
         firsts = range(100 * given.seed, 100 * given.seed + given.actors)
-        actors = await create_all(names, Actor, each(firsts))
-        calls = [] if given.synchronous else [remote(actor).run() for actor in actors]
+        actors = await aiorpc.create(names, Actor, aiorpc.each(firsts))
+        calls = [] if given.synchronous else [aiorpc.remote(actor).run() for actor in actors]
         async with asyncio.TaskGroup() as group:  # an actor that raises ends the program
             playing = [group.create_task(call) for call in calls]
             learner = await learn(given, actors, report)

@@ -21,7 +21,6 @@ import torch
 from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, RRef, call, create
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 
 BATCH, LENGTH = 32, 32  # rows of a batch, and words of a row in a step
@@ -89,15 +88,15 @@ def set_training(part: nn.Module, mode: bool) -> None:
 class Model:
     """A model of two parts, used on the worker of the LSTM."""
 
-    def __init__(self, words: RRef[Words], size: int, microbatches: int, device: str) -> None:
+    def __init__(self, words: aiorpc.RRef[Words], size: int, micro: int, device: str) -> None:
         torch.manual_seed(1)
-        self.words, self.microbatches, self.device = words, microbatches, device
+        self.words, self.microbatches, self.device = words, micro, device
         self.lstm = nn.LSTM(size, size, batch_first=True).to(device)
-        self.parts = Group[nn.Module]([words, RRef(self.lstm)])
+        self.parts = aiorpc.Group[nn.Module]([words, aiorpc.RRef(self.lstm)])
 
     async def run(self, text: Tensor, rows: int, opt: DistributedOptimizer | None = None) -> Tensor:
         """Read a text, and learn it with `opt`; return the loss of each step in nats a word."""
-        await call(self.parts, set_training, opt is not None)
+        await aiorpc.call(self.parts, set_training, opt is not None)
         self.states: list[tuple[Tensor, Tensor] | None] = [None] * self.microbatches
         losses = []
         for batch in chunks(text.to(self.device), rows, self.microbatches):
@@ -110,10 +109,10 @@ class Model:
         return torch.stack(losses).detach().cpu()
 
     async def _loss(self, number: int, chunk: tuple[Tensor, Tensor]) -> Tensor:
-        vectors = await call(self.words, Words.vectors, chunk[0])
+        vectors = await aiorpc.call(self.words, Words.vectors, chunk[0])
         hidden, (h, c) = await asyncio.to_thread(self.lstm, vectors, self.states[number])
         self.states[number] = h.detach(), c.detach()  # read on here in the next step
-        return await call(self.words, Words.loss, hidden, chunk[1])
+        return await aiorpc.call(self.words, Words.loss, hidden, chunk[1])
 
 
 async def train(options: argparse.Namespace) -> None:
@@ -121,7 +120,7 @@ async def train(options: argparse.Namespace) -> None:
     training, held_out = corpus(topics, options.words)
     counts = training.bincount(minlength=options.words) + 1.0
     unigram = (counts.sum() / counts).log()[held_out].mean().exp()
-    words = await create("ps", Words, options.words, options.size, options.device)
+    words = await aiorpc.create("ps", Words, options.words, options.size, options.device)
     model = Model(words, options.size, options.microbatches, options.device)
     params = [each for part in model.parts for each in await parameter_rrefs(part)]
     opt = await DistributedOptimizer.create(torch.optim.Adam, params, lr=options.lr)

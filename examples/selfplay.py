@@ -26,17 +26,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from aiorpc_torch import (
-    Group,
-    RRef,
-    batched,
-    create_all,
-    each,
-    local_world,
-    remote,
-    stats,
-    worker,
-)
+import aiorpc_torch as aiorpc
 
 from ._connect4 import START, Position
 from ._plot import curves
@@ -54,7 +44,7 @@ class Evaluator:
     def __init__(self, network: Network) -> None:
         self.network = network
 
-    @batched(max_size=512, stack=True)
+    @aiorpc.batched(max_size=512, stack=True)
     def evaluate(self, mine: Tensor, theirs: Tensor) -> Tensor:
         """Return seven probabilities and a value for each position; bitboards come stacked: [B]."""
         return self._answer(mine, theirs)
@@ -72,9 +62,11 @@ class Evaluator:
 class Player:
     """A process that plays, each game in a coroutine."""
 
-    async def play(self, evaluator: RRef[Evaluator], simulations: int, method: str) -> list[Sample]:
+    async def play(
+        self, evaluator: aiorpc.RRef[Evaluator], simulations: int, method: str
+    ) -> list[Sample]:
         """Play a game of a network against itself."""
-        evaluate, node = getattr(remote(evaluator), method), Node(START)
+        evaluate, node = getattr(aiorpc.remote(evaluator), method), Node(START)
         path: list[tuple[Position, list[float]]] = []
         while node.outcome is None:
             await search(node, evaluate, simulations, noise=True)
@@ -86,8 +78,8 @@ class Player:
 
     async def match(
         self,
-        one: RRef[Evaluator],
-        other: RRef[Evaluator] | None,
+        one: aiorpc.RRef[Evaluator],
+        other: aiorpc.RRef[Evaluator] | None,
         simulations: int,
         starts: Sequence[Position],
     ) -> list[int]:
@@ -100,12 +92,12 @@ class Player:
         return [*results[: len(starts)], *(-result for result in results[len(starts) :])]
 
 
-def searching(evaluator: RRef[Evaluator], simulations: int) -> Move:
+def searching(evaluator: aiorpc.RRef[Evaluator], simulations: int) -> Move:
     """Return a function that finds the best move by a search."""
 
     async def move(position: Position) -> int:
         root = Node(position)
-        await search(root, remote(evaluator).evaluate, simulations)
+        await search(root, aiorpc.remote(evaluator).evaluate, simulations)
         return root.moves[root.most_visited()]
 
     return move
@@ -148,12 +140,12 @@ class Checkpoint:
 class Training:
     """A learner, the evaluator with its latest network, and the players that ask it."""
 
-    def __init__(self, players: Group[Player], options: argparse.Namespace) -> None:
+    def __init__(self, players: aiorpc.Group[Player], options: argparse.Namespace) -> None:
         self.players = players
         self.options = options
         self.learner = Learner(options.seed, device=options.device)
         self.evaluator = Evaluator(self.learner.copy())
-        self.asked = RRef(self.evaluator)
+        self.asked = aiorpc.RRef(self.evaluator)
         self.finished: asyncio.Queue[list[Sample]] = asyncio.Queue(options.lesson)
         self.games = 0
         self.checkpoints = [Checkpoint(0.0, 0, self.evaluator.network)]
@@ -169,13 +161,13 @@ class Training:
             for supply in supplies:
                 supply.cancel()  # and with it the remote coroutine that plays
 
-    async def _supply(self, player: RRef[Player]) -> None:
+    async def _supply(self, player: aiorpc.RRef[Player]) -> None:
         while True:
             await self.finished.put(await self._play(player))
 
-    async def _play(self, player: RRef[Player], method: str = "evaluate") -> list[Sample]:
+    async def _play(self, player: aiorpc.RRef[Player], method: str = "evaluate") -> list[Sample]:
         simulations = self.options.simulations
-        game: list[Sample] = await remote(player).play(self.asked, simulations, method)
+        game: list[Sample] = await aiorpc.remote(player).play(self.asked, simulations, method)
         return game
 
     async def _learn(self) -> None:
@@ -201,10 +193,15 @@ class Training:
         self, network: Network, other: Network | None, simulations: int
     ) -> tuple[int, int]:
         """Return the games of a match that `network` won, and those that were drawn."""
-        one, two = RRef(Evaluator(network)), None if other is None else RRef(Evaluator(other))
+        one, two = (
+            aiorpc.RRef(Evaluator(network)),
+            None if other is None else aiorpc.RRef(Evaluator(other)),
+        )
         starts = random.sample(openings(), self.options.match // 2)
         shares = [starts[number :: len(self.players)] for number in range(len(self.players))]
-        matches = await remote(self.players).match(one, two, simulations, each(shares))
+        matches = await aiorpc.remote(self.players).match(
+            one, two, simulations, aiorpc.each(shares)
+        )
         results = [*itertools.chain(*matches)]
         return results.count(1), results.count(0)
 
@@ -222,15 +219,17 @@ class Training:
 async def main(options: argparse.Namespace) -> None:
     """Lead as the learner on rank 0; serve on the other workers until it has left."""
     rank = int(os.environ.get("RANK", -1))  # of torchrun, or of a terminal for each worker
-    local = local_world([f"player{number}" for number in range(options.players)], name="learner")
+    local = aiorpc.local_world(
+        [f"player{number}" for number in range(options.players)], name="learner"
+    )
     name = f"player{rank - 1}" if rank else "learner"
-    async with local if rank < 0 else worker(name) as me:
+    async with local if rank < 0 else aiorpc.worker(name) as me:
         await (me.serve(until="learner") if me.rank else lead(me.peers, options))
 
 
 async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
     """Train, then play the matches of each checkpoint."""
-    training = Training(await create_all(names, Player), options)
+    training = Training(await aiorpc.create(names, Player), options)
     sizes = f"{options.games} games each, {options.simulations} simulations a move"
     print(f"{len(names)} players with {sizes}", flush=True)
     await training.train()
@@ -239,7 +238,7 @@ async def lead(names: Sequence[str], options: argparse.Namespace) -> None:
         batched, alone = [await training.speed(it, games) for it in ("evaluate", "evaluate_alone")]
         ratio = f"batched {batched:.2f}, unbatched {alone:.2f} ({batched / alone:.1f} x)"
         print(f"games a second, {games} at once: {ratio}")
-    (evaluated,) = stats().batches.values()
+    (evaluated,) = aiorpc.observe.stats().batches.values()
     mean = evaluated.items / evaluated.batches
     print(f"{evaluated.items:,} positions evaluated in batches of {mean:.0f} on average")
 

@@ -22,8 +22,11 @@ current_deadline = _deadline.get
 """Return the current deadline, None without one. A function of C: every call asks."""
 
 
+LATER = 0.002
+"""Seconds from a deadline until its block ends: uvloop rounds the timers inside to milliseconds."""
+
 ITERATIONS = 8
-"""Iterations of the event loop from a deadline until its block is cancelled.
+"""Iterations of the event loop from then until the block is cancelled.
 
 A call inside ends at the deadline with CallTimeout, by a timer of its own, and its block goes on
 some iterations later: three after a call of a group, four if it is in a task of a TaskGroup. Only
@@ -75,7 +78,7 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
                 self._task, self._cancelling = task, task.cancelling()
                 due = _BlockDeadline(due)
                 due.block = self
-                self._handle = loop.call_later(due - time.monotonic(), self._expire, loop)
+                self._handle = loop.call_later(due + LATER - time.monotonic(), self._expire, loop)
         self._token = _deadline.set(due)
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:

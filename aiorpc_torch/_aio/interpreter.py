@@ -28,6 +28,7 @@ PRIVATE_NAMES: tuple[tuple[Any, str], ...] = (
     (asyncio.tasks, "_unregister_task"),
     (atexit, "_run_exitfuncs"),
     (sys, "_current_frames"),
+    (sys, "_getframe"),
     (threading, "_shutdown"),
     (copyreg, "_slotnames"),
     (weakref, "finalize._registry"),

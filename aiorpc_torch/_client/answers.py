@@ -1,7 +1,7 @@
 """Results and errors that do not come in frames of results: torch's replies, and last frames."""
 
 import logging
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeGuard
 
 from .._protocol.recording import without_gradient_parts
 from .._torch.cuda import note_delivered
@@ -75,6 +75,14 @@ def raise_aborted(aborted: CallAborted, name: str) -> NoReturn:
         kind = type(error)
         raise kind(error.worker, error.reason, method=name, may_have_run=may_have_run) from error
     aborted.raise_()
+
+
+def is_own(exc: BaseException | None) -> TypeGuard[WorkerGone]:
+    """Return whether the call's own worker is gone; False if its method has raised that.
+
+    The method's exception has a RemoteTraceback as its cause.
+    """
+    return isinstance(exc, WorkerGone) and not isinstance(exc.__cause__, RemoteTraceback)
 
 
 def exception_of(answer: Any, target: Target) -> BaseException | None:

@@ -1,121 +1,89 @@
 """The public functions that make calls: `remote(rref).method(...)`, `call`, `create`, `fetch`."""
 
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import (
+    AsyncIterable,
+    AsyncIterator,
+    Awaitable,
+    Callable,
+    Coroutine,
+    Iterable,
+    Iterator,
+    Sequence,
+)
 from functools import partial
-from typing import Any, Concatenate, Generic, NoReturn, ParamSpec, TypeVar, overload
+from typing import Any, Concatenate, NoReturn, ParamSpec, TypeGuard, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout
 from .._torch.compat import RRefBase, WorkerInfo
-from .._torch.rrefs import known_class, owner_name
-from .._wire.targets import (
-    BoundTarget,
-    FetchTarget,
-    FunctionTarget,
-    MethodTarget,
-    check_public_name,
-    public_methods,
-)
+from .._wire.shared_arguments import arguments_of
+from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
 from .call import RemoteCall, create_object
-from .group import AnyMember, AnyProxy, Group, GroupProxy, call_any, call_group
+from .group import AnyCall, AnyMember, Group, create_on
 from .group_call import GroupCall
 from .named_members import NamedMembers
 from .pool import WorkerRef, current
-from .supervised import Supervised, check_restarts
-from .supervised_calls import SupervisedCall, SupervisedProxy
+from .proxies import AnyProxy, GroupProxy, RemoteProxy, SupervisedProxy
+from .retried import RetriedCall, checked_retries
+from .supervised import Supervised
+from .supervised_calls import SupervisedCall
 
+S = TypeVar("S")
 T = TypeVar("T")
 R = TypeVar("R")
 P = ParamSpec("P")
 
-
-class RemoteProxy(Generic[T]):
-    """A proxy of the object behind an RRef: its methods return awaitables. Made by `remote`."""
-
-    __slots__ = ("_rref", "_timeout")
-
-    def __init__(self, rref: RRef[T], timeout: float | None) -> None:
-        self._rref = rref
-        self._timeout = timeout
-
-    def __repr__(self) -> str:
-        return f"<remote object on {owner_name(self._rref)}>"
-
-    def __dir__(self) -> list[str]:
-        cls = known_class(self._rref)
-        return [] if cls is None else public_methods(cls)
-
-    # Type checkers cannot see T's methods here: `proxy` and `call` are the typed forms.
-    # Not `__getattr__`: the search before it makes an AttributeError in each call.
-    def __getattribute__(self, name: str) -> Callable[..., RemoteCall]:
-        if name.startswith("_"):
-            return _own_attribute(self, name)  # type: ignore[no-any-return]
-        rref = _rref_of(self)
-        target = MethodTarget(rref, check_public_name(name))
-        return RemoteMethod(RemoteCall, rref, target, _timeout_of(self))
+Workers = Sequence[WorkerRef]
+"""Several workers, by name, rank or WorkerInfo."""
 
 
-class RemoteMethod(partial[RemoteCall]):
-    """A method of a remote object, as `remote(rref).name`: a call of it returns an awaitable."""
-
-    __slots__ = ()
-
-    def __repr__(self) -> str:
-        return f"<remote method {self._name}>"
-
-    def __await__(self) -> NoReturn:
-        raise TypeError(
-            f"{self._name} was not called: write `await remote(rref).{self._name}()`. Only methods "
-            f"are reached by remote(); for data, add a method that returns it, or fetch the object"
-        )
-
-    @property
-    def _name(self) -> str:
-        return str(self.args[1].name)
+def _are_workers(to: Any) -> TypeGuard[Workers]:
+    """Return whether it is a list or tuple, or another sequence that may be of workers."""
+    return isinstance(to, Sequence) and not isinstance(to, str | bytes | bytearray | Group)
 
 
-_slots: Any = vars(RemoteProxy)
-_rref_of, _timeout_of = _slots["_rref"].__get__, _slots["_timeout"].__get__
-
-
-def _own_attribute(proxy: RemoteProxy[Any], name: str) -> Any:
-    try:
-        return object.__getattribute__(proxy, name)
-    except AttributeError:
-        check_public_name(name)
-        raise
-
-
-_NOT_TORCH = (
-    "this is not rpc.remote: make objects with `await create('ps', PS)`, call functions with "
-    "`await call('ps', f, x)`"
-)
+_Object = RRef[T] | Supervised[T]
+_Members = Group[T] | NamedMembers[T]
+_One = RRef[T] | RemoteProxy[T] | Supervised[T] | SupervisedProxy[T] | AnyMember[T] | AnyProxy[T]
+_Many = Group[T] | NamedMembers[T] | GroupProxy[T]
 
 
 @overload
-def remote(rref: RRef[T], *, timeout: float | None = None) -> RemoteProxy[T]: ...
+def remote(
+    rref: RRef[T] | RemoteProxy[T], *, timeout: float | None = None, retries: int = 0
+) -> RemoteProxy[T]: ...
 
 
 @overload
-def remote(rref: Supervised[T], *, timeout: float | None = None) -> SupervisedProxy[T]: ...
+def remote(
+    rref: Supervised[T] | SupervisedProxy[T], *, timeout: float | None = None, retries: int = 0
+) -> SupervisedProxy[T]: ...
 
 
 @overload
-def remote(rref: Group[T] | NamedMembers[T], *, timeout: float | None = None) -> GroupProxy[T]: ...
+def remote(rref: _Many[T], *, timeout: float | None = None, retries: int = 0) -> GroupProxy[T]: ...
 
 
 @overload
-def remote(rref: AnyMember[T], *, timeout: float | None = None) -> AnyProxy[T]: ...
+def remote(
+    rref: AnyMember[T] | AnyProxy[T], *, timeout: float | None = None, retries: int = 0
+) -> AnyProxy[T]: ...
 
 
-def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -> Any:
-    """Return a proxy of the object behind `rref`: `await remote(rref).method(*args, **kwargs)`.
+def remote(
+    rref: Any, *more: Any, timeout: float | None = None, retries: int = 0, **others: Any
+) -> Any:
+    """Return a handle of the object behind `rref`: `await remote(rref).method(*args, **kwargs)`.
 
     An `async def` method runs on the owner's event loop, a plain `def` in a thread of its own. A
     `@batched` method joins a batch. Calls to one worker start in the order of their awaits. Small
     arguments, of up to 128 KiB in all, are copied at the call. Do not change larger tensors before
     the await returns: they are copied or sent meanwhile.
+
+    `await remote(net)(x)` calls the object itself, a module with its hooks. The handle can be
+    passed where an RRef can: to `call`, `create`, `fetch`, `Group`, `register`, and as an argument,
+    which arrives as a handle.
 
     The methods of a `Group` or of `members(name)` call all members. `await` gives the list of their
     results; `async for` gives pairs of member and result as they complete. The methods of
@@ -127,47 +95,79 @@ def remote(rref: Any, *more: Any, timeout: float | None = None, **others: Any) -
             `cloudpickle` installed there.
         timeout: seconds for each call, from its await (default: no bound but `aiorpc.timeout`'s).
             The earlier of both applies.
+        retries: how often a call that ends with `WorkerGone` is made again, also if it may have
+            run: that of `any()` by another member, that of a supervised object once it is there
+            again (default: 0). The timeout bounds all attempts together. A stream is begun again
+            until its first item.
 
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
+        ValueError: if `retries` is not a number, or negative.
         AttributeError: if there is no such method, or its name starts with an underscore.
         GroupError: from a call of a group, if members have failed.
         CallTimeout, WorkerGone, NotInWorld, RemoteError: from the await. An exception that the
             method raises arrives as itself, with a `RemoteTraceback` as its cause.
     """
     bound = None if timeout is None else checked_timeout(timeout)
-    if more or others or not isinstance(rref, RRefBase):
-        return _remote_members(rref, bound, more, others)
+    if more or others or retries or not isinstance(rref, RRefBase):
+        return _remote(rref, bound, retries, more, others)
     found: Any = rref
     return RemoteProxy(found, bound)
 
 
-def _remote_members(
-    members: Any, timeout: float | None, more: tuple[Any, ...], others: dict[str, Any]
+def _remote(
+    rref: Any,
+    timeout: float | None,
+    retries: int,
+    more: tuple[Any, ...],
+    others: dict[str, Any],
 ) -> Any:
-    if not (more or others):
-        if isinstance(members, Group | NamedMembers):
-            return GroupProxy(members, timeout)
-        if isinstance(members, AnyMember):
-            return AnyProxy(members, timeout)
-        if isinstance(members, Supervised):
-            return SupervisedProxy(members, timeout)
-    _refuse_arguments(members, more, others)
+    if more or others:
+        _refuse_arguments(rref, more, others)
+    found, retries = _of_handle(rref)[0], checked_retries(retries)
+    for kinds, proxy_of in _PROXIES:
+        if isinstance(found, kinds):
+            return proxy_of(found, timeout, retries)
+    if isinstance(found, str | int | WorkerInfo | type):
+        raise TypeError(_NOT_TORCH)
+    raise _no_rref(found)
 
 
-_TORCH_ARGUMENTS = (str, int, WorkerInfo, type)
+_PROXIES: tuple[tuple[Any, Callable[..., Any]], ...] = (
+    (RRefBase, RemoteProxy),
+    (Group | NamedMembers, GroupProxy),
+    (AnyMember, AnyProxy),
+    (Supervised, SupervisedProxy),
+)
+
+_NOT_TORCH = (
+    "this is not rpc.remote: make objects with `await create('ps', PS)`, call functions with "
+    "`await call('ps', f, x)`"
+)
 
 
 def _refuse_arguments(rref: Any, more: tuple[Any, ...], others: dict[str, Any]) -> NoReturn:
-    if not (more or others or isinstance(rref, _TORCH_ARGUMENTS)):
-        _check_rref(rref)
     unknown = others.keys() - {"args", "kwargs"}
     if unknown and not more and isinstance(rref, RRefBase):
         raise TypeError(f"remote() has no parameter {', '.join(sorted(unknown))}")
     raise TypeError(_NOT_TORCH)
 
 
-def proxy(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) -> T:
+def _of_handle(value: Any) -> tuple[Any, float | None, int]:
+    """Return what a handle was made of, with its timeout and retries; any other value as it is."""
+    if isinstance(value, RemoteProxy):
+        return value._rref, value._timeout, value._retries
+    if isinstance(value, GroupProxy | AnyProxy | SupervisedProxy):
+        return value._of, value._timeout, value._retries
+    return value, None, 0
+
+
+def proxy(
+    rref: RRef[T] | RemoteProxy[T] | Supervised[T] | SupervisedProxy[T],
+    *,
+    timeout: float | None = None,
+    retries: int = 0,
+) -> T:
     """Return `remote(rref)` under the type of the object: `await proxy(rref).method(...)`.
 
     Type checkers then see the parameters and results of `async def` methods, and the items of async
@@ -176,51 +176,52 @@ def proxy(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) -> T:
 
     Args:
         rref: RRef of any object, or supervised object.
-        timeout: seconds for each call (default: no bound but `aiorpc.timeout`'s). The earlier of
-            both applies.
+        timeout: as for `remote`.
+        retries: as for `remote`.
 
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
-        AttributeError, CallTimeout, WorkerGone, NotInWorld, RemoteError: as `remote`.
+        ValueError, AttributeError, CallTimeout, WorkerGone, NotInWorld, RemoteError: as `remote`.
     """
-    if isinstance(rref, Group | NamedMembers):
+    if isinstance(rref, Group | NamedMembers | GroupProxy):
         raise TypeError("proxy() takes an RRef or group.any(), got a Group: use remote(group)")
-    return remote(rref, timeout=timeout)  # type: ignore[return-value]
+    found: Any = remote(rref, timeout=timeout, retries=retries)
+    return found  # type: ignore[no-any-return]
 
 
-_Members = Group[T] | NamedMembers[T]
-_Object = RRef[T] | Supervised[T] | AnyMember[T]
+# ── functions and methods ───────────────────────────────────────────────────────────────────────
+
 _Method = Callable[Concatenate[T, P], R]
 _Items = AsyncIterator[R] | Iterator[R]
 
 
 @overload
 def call(
-    to: _Members[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
-) -> GroupCall[T, R]: ...
+    to: _Many[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+) -> GroupCall[RRef[T], R]: ...
 
 
 @overload
 def call(
-    to: _Members[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
-) -> GroupCall[T, R]: ...
+    to: _Many[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
+) -> GroupCall[RRef[T], R]: ...
 
 
 @overload
 def call(  # type: ignore[overload-overlap]
-    to: _Object[T], function: _Method[T, P, _Items[R]], /, *args: P.args, **kwargs: P.kwargs
+    to: _One[T], function: _Method[T, P, _Items[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> AsyncIterable[R]: ...
 
 
 @overload
 def call(
-    to: _Object[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+    to: _One[T], function: _Method[T, P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> Coroutine[Any, Any, R]: ...
 
 
 @overload
 def call(
-    to: _Object[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
+    to: _One[T], function: _Method[T, P, R], /, *args: P.args, **kwargs: P.kwargs
 ) -> Coroutine[Any, Any, R]: ...
 
 
@@ -231,137 +232,289 @@ def call(  # type: ignore[overload-overlap]
 
 
 @overload
-def call(
+def call(  # type: ignore[overload-overlap]
     to: WorkerRef, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
 ) -> Coroutine[Any, Any, R]: ...
 
 
 @overload
-def call(
+def call(  # type: ignore[overload-overlap]
     to: WorkerRef, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
 ) -> Coroutine[Any, Any, R]: ...
 
 
+@overload
+def call(
+    to: Workers, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs
+) -> GroupCall[str, R]: ...
+
+
+@overload
+def call(
+    to: Workers, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs
+) -> GroupCall[str, R]: ...
+
+
 def call(to: Any, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Call a function on a worker, or a method of the object behind an RRef, with its types.
+    """Call a function on one or many workers, or a method of an object, with its types.
 
     `await call("ps", torch.add, a, b)` runs a function on the worker with that name (or rank, or
-    WorkerInfo). `await call(rref, Net.forward, x)` runs the method on the owner of `rref`, like
+    WorkerInfo). With a list or tuple of workers it runs on each of them, concurrently: `await`
+    gives the list of the results, `async for` gives pairs of worker and result as they complete;
+    `each` gives every worker its own argument.
+
+    `await call(rref, Net.forward, x)` runs the method on the owner of `rref`, like
     `remote(rref).forward(x)`. An override of the method runs there as well, and type checkers see
     the parameters and the result. A function that is not a method gets the object as its first
     argument. With a `Group`, `members(name)` or `group.any()` in place of `rref`, it calls all
-    members or the least busy one, as `remote` does. Keywords are the function's; for a bound in
-    seconds write `with aiorpc.timeout(5.0):` around it.
+    members or the least busy one, as `remote` does. With what `remote` returns, its timeout and
+    retries apply. Keywords are the function's; for a bound in seconds write
+    `with aiorpc.timeout(5.0):` around it.
 
     Raises:
-        ValueError: if there is no such worker.
-        TypeError: if `function` cannot be called.
-        NotInWorld: outside a world.
+        UnknownWorker: from the await, if there is no such worker.
+        TypeError: if `function` cannot be called, or `to` is none of these.
+        GroupError: from the await, if workers or members have failed.
+        NotInWorld: from the await, outside a world.
     """
     if not callable(function):
         raise TypeError(f"the function of call() must be callable, got {function!r}")
     if isinstance(to, RRefBase):
-        return RemoteCall(to, BoundTarget(_check_rref(to), function), None, *args, **kwargs)
+        return RemoteCall(to, BoundTarget(_checked_rref(to), function), None, *args, **kwargs)
+    if isinstance(to, str | int | WorkerInfo):
+        return RemoteCall(to, FunctionTarget(function), None, *args, **kwargs)
+    return _call_object(to, BoundTarget, function, args, kwargs)
+
+
+def _call_object(
+    to: Any,
+    target: Any,
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Return the call of a function of an object or of several, or on several workers.
+
+    `target` is the class of the target: `BoundTarget` or `MakeTarget`.
+    """
+    to, timeout, retries = _of_handle(to)
+    if _are_workers(to):
+        of_workers = FunctionTarget(function)
+        return GroupCall[Any, Any](to, lambda _: of_workers, args, kwargs)
     if isinstance(to, Group | NamedMembers):
-        return call_group(to, function, args, kwargs)
-    if isinstance(to, AnyMember):
-        return call_any(to, function, args, kwargs)
-    if isinstance(to, Supervised):
-        return SupervisedCall(to, BoundTarget(to.rref, function), args, kwargs)
-    return RemoteCall(to, FunctionTarget(function), None, *args, **kwargs)
+        of_members = partial(target, function=function)
+        return GroupCall[Any, Any](to, of_members, args, kwargs, timeout, retries)
+
+    def make(seconds: float | None) -> RemoteCall:
+        if isinstance(to, RRefBase):
+            return RemoteCall(to, target(to, function), seconds, *args, **kwargs)
+        if isinstance(to, Supervised):
+            return SupervisedCall(to, target(to.rref, function), args, kwargs, seconds)
+        return AnyCall(to, target((0, 0), function), args, kwargs, seconds)
+
+    if not isinstance(to, RRefBase | Supervised | AnyMember):
+        raise _no_target(to)
+    return RetriedCall(make, timeout, retries) if retries else make(timeout)
+
+
+def _no_target(to: Any) -> TypeError:
+    more = f"; write [*{to!r}]" if isinstance(to, Iterable) else ""
+    return TypeError(
+        f"the first argument must be a worker, a list or tuple of workers, an RRef or a Group, got "
+        f"{to!r}{more}"
+    )
+
+
+# ── objects ─────────────────────────────────────────────────────────────────────────────────────
 
 
 @overload
-async def create(
+async def create(  # type: ignore[overload-overlap]
     to: WorkerRef, factory: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
 ) -> RRef[T]: ...
 
 
 @overload
-async def create(
+async def create(  # type: ignore[overload-overlap]
     to: WorkerRef, factory: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> RRef[T]: ...
 
 
-async def create(to: WorkerRef, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Make an object on a worker; return an RRef of it once it is made.
+@overload
+async def create(
+    to: Workers, factory: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> Group[T]: ...
+
+
+@overload
+async def create(
+    to: Workers, factory: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> Group[T]: ...
+
+
+@overload
+async def create(
+    to: _One[S], method: _Method[S, P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> RRef[T]: ...
+
+
+@overload
+async def create(
+    to: _One[S], method: _Method[S, P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> RRef[T]: ...
+
+
+@overload
+async def create(
+    to: _Many[S], method: _Method[S, P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> Group[T]: ...
+
+
+@overload
+async def create(
+    to: _Many[S], method: _Method[S, P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> Group[T]: ...
+
+
+async def create(to: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Make an object on a worker, and return an RRef of it once it is made; or one on each of many.
+
+        ps = await create("ps", ParameterServer, lr=0.1)            # an RRef
+        envs = await create(["env0", "env1"], Env, each(seeds))     # a Group
+        latent = await create(encoder, Encoder.forward, x)          # stays where the encoder is
 
     `factory` is a class or any function, which runs in a thread of the worker, or an `async def`,
     which runs on its loop. An exception of the factory is raised here; torch's `rpc.remote` raises
     it at the first use of the RRef. The object lives as long as an RRef of it on any worker. For a
     bound in seconds write `with aiorpc.timeout(5.0):` around it.
 
+    With a list or tuple of workers, the objects are made concurrently. Arguments are encoded once
+    for all; `each` gives every object its own. A worker that is named twice gets two objects.
+
+    With an RRef in place of the worker, `factory` is a method of its object, or a function that
+    gets it as first argument. The result stays at the owner, as torch's `rref.remote().method(x)`.
+    With a `Group` or `members(name)` there is one for each member.
+
+    Args:
+        to: worker by name, rank or WorkerInfo; a list or tuple of workers; an RRef, a supervised
+            object, a Group, or what `remote` returns for one.
+        factory: class, function or method that makes the object.
+        args: its arguments, and `kwargs`.
+
     Raises:
-        ValueError: if there is no such worker.
-        TypeError: if `factory` cannot be called.
+        UnknownWorker: if there is no such worker. Nothing has run.
+        TypeError: if `factory` cannot be called, or `to` is none of these.
+        GroupError: if some of many fail; `results` has the RRefs of the others.
         NotInWorld: outside a world.
     """
     if not callable(factory):
         raise TypeError(f"the factory of create() must be callable, got {factory!r}")
-    return await create_object(to, factory, args, kwargs)
+    if isinstance(to, str | int | WorkerInfo):
+        return await create_object(to, factory, args, kwargs)
+    if _are_workers(to):
+        pool = current()
+        return Group(await create_on([*map(pool.find, to)], factory, (args, kwargs)))
+    made = await _call_object(to, MakeTarget, factory, args, kwargs)
+    return Group(made) if isinstance(made, list) else made
 
 
 @overload
-async def supervised(
-    to: WorkerRef,
-    factory: Callable[..., Awaitable[T]],
-    /,
-    *args: Any,
-    restarts: int = 3,
-    **kwargs: Any,
+async def supervised(  # type: ignore[overload-overlap]
+    to: WorkerRef, factory: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> Supervised[T]: ...
+
+
+@overload
+async def supervised(  # type: ignore[overload-overlap]
+    to: WorkerRef, factory: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
 ) -> Supervised[T]: ...
 
 
 @overload
 async def supervised(
-    to: WorkerRef, factory: Callable[..., T], /, *args: Any, restarts: int = 3, **kwargs: Any
-) -> Supervised[T]: ...
+    to: Workers, factory: Callable[P, Awaitable[T]], /, *args: P.args, **kwargs: P.kwargs
+) -> Group[T]: ...
 
 
+@overload
 async def supervised(
-    to: WorkerRef, factory: Callable[..., Any], /, *args: Any, restarts: int = 3, **kwargs: Any
-) -> Any:
-    """Make an object on a worker, and again when the worker's process is replaced.
+    to: Workers, factory: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
+) -> Group[T]: ...
 
-        env = await supervised("env0", Env, seed, restarts=3)
-        state = await remote(env).step(action)
+
+async def supervised(to: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Make an object on a worker, and again whenever the worker's process is replaced.
+
+        async with local_world(["env0", "env1"], max_restarts=3):
+            env = await supervised("env0", Env, seed)
+            state = await remote(env).step(action)
+            envs = await supervised(["env0", "env1"], Env, each(seeds))    # a Group
 
     Calls wait from the loss until the object is made again on the replacement process, within their
-    deadlines. A call that was sent raises `WorkerLost`, and is not repeated. One process makes the
-    object again once, however many of its calls wait. All calls of `env` then reach the new object,
-    whose state is that of a new one.
+    deadlines. A call that was sent raises `WorkerLost`, and is not repeated unless `retries=` of
+    `remote` says so. One process makes the object again once, however many of its calls wait. All
+    calls of `env` then reach the new object, whose state is that of a new one.
 
-    A replacement process comes with `restart=` of `local_world` or `run_local`, or from your own
-    supervisor. An exception of the factory is raised from the calls that wait; the next call tries
-    again. If the worker was silent only, the object is still there. A worker that has left in order
-    raises `WorkerLeft`. `.incarnation` counts from 0, `.rref` is the RRef of the last one.
+    A replacement process comes with `max_restarts=` of `local_world` or `run_local`, which is the
+    one budget, or from your own supervisor. An exception of the factory is raised from the calls
+    that wait; the next call tries again. If the worker was silent only, the object is still there.
+    Of a worker that is not started again, calls raise `WorkerLost`; of one that has left in order,
+    `WorkerLeft`. `.incarnation` counts from 0, `.rref` is the RRef of the last one.
+
+    With a list or tuple of workers, the objects are made concurrently, as by `create`. Each is made
+    again on its own, with its own values of `each`.
 
     Args:
-        to: worker by name, rank or WorkerInfo.
+        to: worker by name, rank or WorkerInfo; or a list or tuple of workers.
         factory: class or function that makes the object. Let it register the object's name.
         args: its arguments, and `kwargs`: kept, and sent again with what they hold then.
-        restarts: number of times that the object may be made again. After the next replacement,
-            calls raise `WorkerLost` at once.
 
     Raises:
-        ValueError: if there is no such worker, or if `restarts` is negative.
+        UnknownWorker: if there is no such worker. Nothing has run.
+        ValueError: if the worker is a child of a local world whose `max_restarts` is 0.
         TypeError: if `factory` cannot be called.
+        GroupError: if some of many fail; `results` has the RRefs of the others.
         NotInWorld: outside a world.
         WorkerLost: if the worker is lost before the first object is made.
     """
     if not callable(factory):
         raise TypeError(f"the factory of supervised() must be callable, got {factory!r}")
-    check_restarts(restarts)
-    worker = current().find(to)
-    rref = await create_object(worker, factory, args, kwargs)
-    return Supervised(rref, worker, factory, args, kwargs, restarts)
+    if not _are_workers(to):
+        worker = _replaceable(to)
+        rref = await create_object(worker, factory, args, kwargs)
+        return Supervised(rref, worker, factory, args, kwargs)
+    workers = [*map(_replaceable, to)]
+    rrefs = await create_on(workers, factory, (args, kwargs))
+    rows = [arguments_of(member, (args, kwargs)) for member in range(len(workers))]
+    return Group(
+        Supervised(rref, worker, factory, *row)
+        for rref, worker, row in zip(rrefs, workers, rows, strict=True)
+    )
 
 
-async def fetch(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) -> T:
+def _replaceable(to: Any) -> str:
+    """Return the name of a worker whose process may be replaced."""
+    if not isinstance(to, str | int | WorkerInfo):
+        raise TypeError(f"supervised() takes a worker, or a list or tuple of workers, got {to!r}")
+    pool = current()
+    worker = pool.find(to)
+    if pool.is_never_replaced(worker):
+        raise ValueError(
+            f"worker {worker!r} is not restarted when it dies, so its object would not be made "
+            "again: give local_world() or run_local() max_restarts=, or use create()"
+        )
+    return worker
+
+
+async def fetch(
+    rref: RRef[T] | RemoteProxy[T] | Supervised[T] | SupervisedProxy[T],
+    *,
+    timeout: float | None = None,
+) -> T:
     """Return a copy of the object behind `rref`, or on its owner the object: `to_here`, awaited.
 
     Args:
-        rref: RRef of any object, or supervised object.
+        rref: RRef of any object, or supervised object, or what `remote` returns for one.
         timeout: seconds for the copy (default: no bound but `aiorpc.timeout`'s). The earlier of
             both applies.
 
@@ -370,18 +523,26 @@ async def fetch(rref: RRef[T] | Supervised[T], *, timeout: float | None = None) 
             a number.
         CallTimeout, WorkerGone, NotInWorld, RemoteError: as `remote`.
     """
-    bound = checked_timeout(timeout)
-    if isinstance(rref, Supervised):
-        return await SupervisedCall(rref, FetchTarget(rref.rref), (), {}, bound)  # type: ignore[no-any-return]
-    _check_rref(rref)
-    if rref.is_owner():
-        return rref.local_value()  # type: ignore[no-any-return]
-    return await RemoteCall(rref, FetchTarget(rref), bound)  # type: ignore[no-any-return]
+    found, own, retries = _of_handle(rref)
+    bound = own if timeout is None else checked_timeout(timeout)
+    if isinstance(found, RRefBase) and found.is_owner():
+        return found.local_value()  # type: ignore[no-any-return]
+
+    def make(seconds: float | None) -> RemoteCall:
+        if isinstance(found, Supervised):
+            return SupervisedCall(found, FetchTarget(found.rref), (), {}, seconds)
+        return RemoteCall(_checked_rref(found), FetchTarget(found), seconds)
+
+    return await (RetriedCall(make, bound, retries) if retries else make(bound))  # type: ignore[no-any-return]
 
 
-def _check_rref(rref: Any) -> RRef[Any]:
+def _checked_rref(rref: Any) -> RRef[Any]:
     # torch passes RRefBase, the base class of RRef; users annotate RRef.
     if not isinstance(rref, RRefBase):
-        raise TypeError(f"rref must be an RRef, as create() or torch returns it, got {rref!r}")
+        raise _no_rref(rref)
     checked: Any = rref
     return checked  # type: ignore[no-any-return]
+
+
+def _no_rref(value: Any) -> TypeError:
+    return TypeError(f"rref must be an RRef, as create() or torch returns it, got {value!r}")

@@ -214,16 +214,19 @@ def _raise(answer: Any, target: Target) -> NoReturn:
         try:
             answer.raise_()
         except TypeError as exc:
-            if "keyword argument 'timeout'" in str(exc):
-                try_add_note(exc, _TIMEOUT_HINT)
+            for keyword, hint in _HINTS.items():
+                if f"keyword argument {keyword!r}" in str(exc):
+                    try_add_note(exc, hint)
             raise
     raise_aborted(answer, call_name(target))
 
 
-_TIMEOUT_HINT = (
-    "(a deadline is no argument of the method: `with aiorpc_torch.timeout(5):` around the call, or "
-    "`remote(rref, timeout=5)`)"
-)
+_HINTS = {
+    "timeout": "(a deadline is no argument of the method: `with aiorpc_torch.timeout(5):` around "
+    "the call, or `remote(rref, timeout=5)`)",
+    "restarts": "(supervised() has no budget of its own: it is max_restarts= of the world)",
+}
+"""Notes for a TypeError of a method that has no such parameter."""
 
 
 class RemoteStream(AsyncIterator[Any]):
@@ -273,6 +276,9 @@ class RemoteStream(AsyncIterator[Any]):
         if not self._enters:
             raise TypeError(f"{name} is a context manager: use `async with`, not `async for`")
         return item.value
+
+    def _has_item(self) -> bool:
+        return self._reader.has_item()
 
     def raise_failure(self) -> None:
         """Raise what has ended the stream before its consumer: a deadline, or a loss."""

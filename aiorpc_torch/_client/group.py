@@ -1,7 +1,6 @@
 """Groups: one call to many objects, or to the least busy of them."""
 
 import contextlib
-import functools
 from collections.abc import (
     AsyncIterable,
     Awaitable,
@@ -9,6 +8,7 @@ from collections.abc import (
     Collection,
     Generator,
     Iterable,
+    Mapping,
     Sequence,
 )
 from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
@@ -16,17 +16,20 @@ from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
+from .._protocol.handles import of_handle
 from .._torch.compat import RRefBase
 from .._torch.rrefs import identity, note_class, owner_name
-from .._wire.shared_arguments import EachValue, arguments_of
-from .._wire.targets import BoundTarget, CreateTarget, MethodTarget, check_public_name
-from ..errors import NoMembers, RemoteTraceback, RpcError, WorkerLeft, WorkerLost
+from .._wire.messages import Arguments
+from .._wire.shared_arguments import EachValue
+from .._wire.targets import BoundTarget, CreateTarget, MakeTarget, MethodTarget
+from ..errors import NoMembers, WorkerGone, WorkerLeft, WorkerLost
+from .answers import is_own
 from .call import RemoteCall, RemoteStream
 from .group_call import GroupCall
 from .group_map import MapResults
 from .group_schedule import LeastBusy
-from .pool import ConnectionPool, WorkerRef, current
-from .supervised import Supervised, check_restarts
+from .pool import ConnectionPool, current
+from .supervised import Supervised
 from .supervised_calls import SupervisedCall, SupervisedStream, target_on
 
 T = TypeVar("T")
@@ -69,7 +72,8 @@ class Group(Sequence[RRef[T]]):
     replaced stays lost, unless it is supervised: create it again.
 
     Args:
-        members: RRefs of the objects, of one class or of several. Supervised objects too.
+        members: RRefs of the objects, of one class or of several. Supervised objects, and what
+            `remote` returns for either, too.
 
     Raises:
         TypeError: if a member is neither an RRef nor supervised.
@@ -84,7 +88,7 @@ class Group(Sequence[RRef[T]]):
     def __init__(self, members: Iterable[RRef[Any] | Supervised[Any]]) -> None: ...
 
     def __init__(self, members: Iterable[Any]) -> None:
-        self._members: tuple[Any, ...] = tuple(members)
+        self._members: tuple[Any, ...] = tuple(map(of_handle, members))
         for member in self._members:
             if not isinstance(member, RRefBase | Supervised):
                 raise TypeError(f"members of a Group must be RRefs, got {member!r}")
@@ -127,7 +131,7 @@ class Group(Sequence[RRef[T]]):
 
         Each call chooses when it starts: the member whose worker has the fewest unanswered calls
         and streams of this process, ties in turn. Lost workers and replaced processes are skipped.
-        A call is not retried.
+        A call that was not sent goes to another member; one that may have run is not retried.
 
         Raises:
             ValueError: if the group is empty.
@@ -246,159 +250,26 @@ def _identity(member: Any) -> Any:
     return member if isinstance(member, Supervised) else identity(member)
 
 
-@overload
-async def create_all(
-    workers: Iterable[WorkerRef],
-    factory: Callable[P, Awaitable[T]],
-    /,
-    *args: P.args,
-    **kwargs: P.kwargs,
-) -> Group[T]: ...
-
-
-@overload
-async def create_all(
-    workers: Iterable[WorkerRef], factory: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs
-) -> Group[T]: ...
-
-
-async def create_all(
-    workers: Iterable[WorkerRef], factory: Callable[..., Any], /, *args: Any, **kwargs: Any
-) -> Group[Any]:
-    """Make an object on each of these workers, concurrently; return their Group.
-
-        envs = await create_all(["env0", "env1"], Env, agent, each(seeds))
-
-    Arguments are encoded once for all; `each` gives every object its own. A worker that is named
-    twice gets two objects.
+async def create_on(
+    workers: Sequence[str], factory: Callable[..., Any], arguments: Arguments
+) -> list[RRef[Any]]:
+    """Make an object on each of these workers, concurrently; return their RRefs.
 
     Raises:
-        GroupError: if some fail; `results` has the RRefs of the others.
-        ValueError: if there is no such worker. Nothing has run.
-        TypeError: if `factory` cannot be called, or `workers` is a single worker.
-        NotInWorld: outside a world.
+        GroupError: if some fail.
     """
-    names = _checked_workers("create_all", workers, factory)
-    return Group(await _create_on(names, factory, args, kwargs))
-
-
-def _checked_workers(what: str, workers: Any, factory: Any) -> list[str]:
-    """Return the names of the workers."""
-    if isinstance(workers, str | bytes) or not isinstance(workers, Iterable):
-        raise TypeError(f"{what}() takes several workers, got {workers!r}; write [{workers!r}]")
-    if not callable(factory):
-        raise TypeError(f"the factory of {what}() must be callable, got {factory!r}")
-    pool = current()
-    return [pool.find(worker) for worker in workers]
-
-
-async def _create_on(
-    workers: Sequence[str],
-    factory: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> list[RRef[Any]]:
     target = CreateTarget(factory)
-    rrefs = await GroupCall[Any, Any](workers, lambda _: target, args, kwargs)
+    rrefs = await GroupCall[Any, Any](workers, lambda _: target, *arguments)
     if isinstance(factory, type):
         for rref in rrefs:
             note_class(rref, factory)
     return rrefs
 
 
-@overload
-async def supervised_all(
-    workers: Iterable[WorkerRef],
-    factory: Callable[..., Awaitable[T]],
-    /,
-    *args: Any,
-    restarts: int = 3,
-    **kwargs: Any,
-) -> Group[T]: ...
-
-
-@overload
-async def supervised_all(
-    workers: Iterable[WorkerRef],
-    factory: Callable[..., T],
-    /,
-    *args: Any,
-    restarts: int = 3,
-    **kwargs: Any,
-) -> Group[T]: ...
-
-
-async def supervised_all(
-    workers: Iterable[WorkerRef],
-    factory: Callable[..., Any],
-    /,
-    *args: Any,
-    restarts: int = 3,
-    **kwargs: Any,
-) -> Group[Any]:
-    """Make a supervised object on each of these workers, concurrently; return their Group.
-
-        envs = await supervised_all(["env0", "env1"], Env, each(seeds), restarts=3)
-
-    As `create_all`, with objects as of `supervised`. Each is made again on its own, with its own
-    values of `each`.
-
-    Args:
-        workers: workers by name, rank or WorkerInfo.
-        factory: class or function that makes an object.
-        args: its arguments, and `kwargs`.
-        restarts: number of times that each object may be made again.
-
-    Raises:
-        GroupError, ValueError, TypeError, NotInWorld: as `create_all`.
-    """
-    check_restarts(restarts)
-    names = _checked_workers("supervised_all", workers, factory)
-    rrefs = await _create_on(names, factory, args, kwargs)
-    rows = [arguments_of(member, (args, kwargs)) for member in range(len(names))]
-    return Group(
-        Supervised(rref, name, factory, *row, restarts)
-        for rref, name, row in zip(rrefs, names, rows, strict=True)
-    )
-
-
-# ── calls of all members ────────────────────────────────────────────────────────────────────────
-
-
-class GroupProxy(Generic[T]):
-    """A proxy of the objects of a group: its methods call all of them. Made by `remote`."""
-
-    __slots__ = ("_group", "_timeout")
-
-    def __init__(self, group: Collection[RRef[T]], timeout: float | None) -> None:
-        self._group = group
-        self._timeout = timeout
-
-    def __repr__(self) -> str:
-        return f"<remote objects of {self._group!r}>"
-
-    def __getattr__(self, name: str) -> "Callable[..., GroupCall[T, Any]]":
-        name = check_public_name(name)
-
-        def method(*args: Any, **kwargs: Any) -> GroupCall[T, Any]:
-            target = functools.partial(MethodTarget, name=name)
-            return GroupCall(self._group, target, args, kwargs, self._timeout)
-
-        return method
-
-
-def call_group(
-    group: Collection[RRef[T]],
-    function: Callable[..., Any],
-    args: tuple[Any, ...],
-    kwargs: dict[str, Any],
-) -> "GroupCall[T, Any]":
-    """Return the call of a function with each member as its first argument."""
-    target = functools.partial(BoundTarget, function=function)
-    return GroupCall(group, target, args, kwargs)
-
-
 # ── the least busy member ───────────────────────────────────────────────────────────────────────
+
+
+NO_REFUSALS: Mapping[str, WorkerGone] = {}
 
 
 class AnyMember(Generic[T]):
@@ -409,6 +280,8 @@ class AnyMember(Generic[T]):
 
     __slots__ = ("_group", "_now")
 
+    __aiorpc_stands_for__ = True
+
     def __init__(self, group: Collection[RRef[T]], now: Callable[[], Group[T]]) -> None:
         self._group = group
         self._now = now
@@ -416,8 +289,11 @@ class AnyMember(Generic[T]):
     def __repr__(self) -> str:
         return f"<any member of {self._group!r}>"
 
-    def choose(self, refused: Collection[str] = ()) -> Any:
-        """Return the member for a call that starts now; not of a worker that has `refused` it.
+    def __reduce__(self) -> Any:
+        return type(self._group).any, (self._group,)  # type: ignore[attr-defined]
+
+    def _choose(self, refusals: Mapping[str, WorkerGone]) -> Any:
+        """Return the member for a call that starts now; not of a worker that did not get it.
 
         If all are lost, it is a supervised one, for which the call waits.
 
@@ -434,33 +310,32 @@ class AnyMember(Generic[T]):
             loads = [_load(pool, member) for member in group]
         else:
             loads = [*map(pool.load, [owner_name(member) for member in group])]
-        if refused:
+        if refusals:
             owners = map(owner_name, group)
-            loads = [None if own in refused else of for own, of in zip(owners, loads, strict=True)]
+            loads = [None if own in refusals else of for own, of in zip(owners, loads, strict=True)]
         chosen = group._least_busy.choose(loads)
         if chosen is None and group._has_supervised:
             chosen = group._least_busy.choose([0 if _may_return(each) else None for each in group])
         if chosen is None:
-            raise _none_left(pool, group, refused)
+            raise [*refusals.values(), _none_left(pool, group)][0]
         return group[chosen]
 
 
-def _none_left(pool: ConnectionPool, group: Group[Any], refused: Collection[str]) -> RpcError:
+def _none_left(pool: ConnectionPool, group: Group[Any]) -> WorkerGone:
     owners = [pool.worker_of(owner_name(member)) for member in group]
-    lost = [each for each in owners if not (pool.has_left(each) or each in refused)]
-    if lost:
+    if lost := [each for each in owners if not pool.has_left(each)]:
         return WorkerLost(lost[0], "no member of the group is left", may_have_run=False)
     return WorkerLeft(owners[0], f"so have all members of {group!r}", may_have_run=False)
 
 
 def _load(pool: ConnectionPool, member: Any) -> int | None:
     if isinstance(member, Supervised):
-        return member.load()
+        return member._load()
     return pool.load(owner_name(member))
 
 
 def _may_return(member: Any) -> bool:
-    return isinstance(member, Supervised) and member.may_return()
+    return isinstance(member, Supervised) and member._may_return()
 
 
 class AnyCall(SupervisedCall):
@@ -471,7 +346,7 @@ class AnyCall(SupervisedCall):
     def __init__(
         self,
         any_member: AnyMember[Any],
-        target: MethodTarget | BoundTarget,
+        target: MethodTarget | BoundTarget | MakeTarget,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None = None,
@@ -481,14 +356,14 @@ class AnyCall(SupervisedCall):
 
     def _run(self) -> Generator[Any, Any, Any]:
         steps, due = self._steps, None if self._timeout is None else deadline_in(self._timeout)
-        refused: set[str] = set()  # workers that leave, if the news of it has not come yet
-        while not self._choose(refused):
+        refusals: dict[str, WorkerGone] = {}  # of workers, if the news of it has not come yet
+        while not self._choose(refusals):
             try:
                 return (yield from RemoteCall._run(self))
-            except WorkerLeft as exc:
-                refused.add(owner_name(self._worker))
-                if exc.may_have_run or isinstance(exc.__cause__, RemoteTraceback):
-                    raise  # the method itself may raise it, too
+            except WorkerGone as exc:
+                if exc.may_have_run or not is_own(exc):
+                    raise
+                refusals[owner_name(self._worker)] = exc
             self._steps, self._timeout = steps, time_left(due)  # it is not over
         return (yield from super()._run())
 
@@ -497,40 +372,11 @@ class AnyCall(SupervisedCall):
         iterate = super()._iterate if is_supervised else super(SupervisedCall, self)._iterate
         return iterate(enters=enters)
 
-    def _choose(self, refused: Collection[str] = ()) -> bool:
+    def _choose(self, refusals: Mapping[str, WorkerGone] = NO_REFUSALS) -> bool:
         """Choose the member; return whether it is supervised."""
-        member = self._any.choose(refused)
+        member = self._any._choose(refusals)
         if isinstance(member, Supervised):
             self._supervised = member
             return True
         self._worker, self._target = member, target_on(self._target, member)
         return False
-
-
-class AnyProxy(Generic[T]):
-    """A proxy of the least busy member of a group. Made by `remote`."""
-
-    __slots__ = ("_any", "_timeout")
-
-    def __init__(self, any_member: AnyMember[T], timeout: float | None) -> None:
-        self._any = any_member
-        self._timeout = timeout
-
-    def __repr__(self) -> str:
-        return f"<remote object: {self._any!r}>"
-
-    def __getattr__(self, name: str) -> Callable[..., AnyCall]:
-        name = check_public_name(name)
-        target = MethodTarget((0, 0), name)
-
-        def method(*args: Any, **kwargs: Any) -> AnyCall:
-            return AnyCall(self._any, target, args, kwargs, self._timeout)
-
-        return method
-
-
-def call_any(
-    to: AnyMember[Any], function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> AnyCall:
-    """Return the call of a function with the least busy member as its first argument."""
-    return AnyCall(to, BoundTarget((0, 0), function), args, kwargs)

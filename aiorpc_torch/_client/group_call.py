@@ -27,28 +27,28 @@ from .._wire.shared_arguments import MemberArguments, encode_for_members
 from .._wire.targets import GENERATOR_HINT, Target, call_name
 from .._wire.wire_targets import EncodedTarget
 from ..errors import CallTimeout, GroupError, RemoteError, WorkerGone, WorkerLost
-from .answers import exception_of
+from .answers import exception_of, is_own
 from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
 from .connection import Connection
 from .pool import connection_to, current
 from .supervised import Supervised, Waiter, late_wait
 from .supervised_calls import may_wait, target_on
 
-T = TypeVar("T")
+M = TypeVar("M")
 R = TypeVar("R")
 
 Member = tuple[Any, Target]
 """The worker, the RRef or the supervised object of a member, and what to call there."""
 
 
-class GroupCall(LazyCall[list[R]], Generic[T, R]):
+class GroupCall(LazyCall[list[R]], Generic[M, R]):
     """A call of all members of a group. It gives a list, or if iterated pairs as they complete.
 
     The members are those at its start: workers, RRefs or supervised objects. `target` gives what to
-    call on each.
+    call on each. A call whose member is gone is made again up to `retries` times.
     """
 
-    __slots__ = ("_args", "_group", "_kwargs", "_target", "_timeout")
+    __slots__ = ("_args", "_group", "_kwargs", "_retries", "_target", "_timeout")
 
     def __init__(
         self,
@@ -57,6 +57,7 @@ class GroupCall(LazyCall[list[R]], Generic[T, R]):
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
         timeout: float | None = None,
+        retries: int = 0,
     ) -> None:
         self._steps = None
         self._group = group
@@ -64,6 +65,7 @@ class GroupCall(LazyCall[list[R]], Generic[T, R]):
         self._args = args
         self._kwargs = kwargs
         self._timeout = timeout
+        self._retries = retries
 
     def __repr__(self) -> str:
         members = self._members()
@@ -74,7 +76,7 @@ class GroupCall(LazyCall[list[R]], Generic[T, R]):
 
     def _run(self) -> Generator[Any, Any, list[R]]:
         done = InlineFuture(asyncio.get_running_loop())
-        running = _Running(self._members())
+        running = _Running(self._members(), self._retries)
         running.on_outcome = functools.partial(_resume_at_end, done)
         try:
             running.start((self._args, self._kwargs), self._timeout)
@@ -90,11 +92,11 @@ class GroupCall(LazyCall[list[R]], Generic[T, R]):
         running.raise_failures()
         return running.results
 
-    def __aiter__(self) -> "GroupResults[T, R]":
+    def __aiter__(self) -> "GroupResults[M, R]":
         if self._steps is not None:
             raise RuntimeError(ALREADY_AWAITED)
         self._steps = USED
-        running = _Running(self._members())
+        running = _Running(self._members(), self._retries)
         running.start((self._args, self._kwargs), self._timeout)
         return GroupResults(running)
 
@@ -119,10 +121,13 @@ class _Running:
         on_outcome: called with this object and the position of each member that has an outcome.
     """
 
-    def __init__(self, members: Sequence[Member]) -> None:
+    def __init__(self, members: Sequence[Member], retries: int = 0) -> None:
         self._loop = asyncio.get_running_loop()
         self._pool = current()  # also without members: a loop of such calls ends with the world
-        self.members = members
+        self.members = [self._named(*each) for each in members]
+        self._retries = dict.fromkeys(range(len(members)), retries) if retries else {}
+        self._rows: Sequence[MemberArguments] = ()  # kept for retries
+        self._tries: dict[int, asyncio.Task[None]] = {}  # of members that are called again
         self._context = contextvars.Context()  # of callbacks; they run no user code
         self._end: End | None = None  # of interceptors
         self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
@@ -136,6 +141,11 @@ class _Running:
         self.failures: dict[int, Exception] = {}
         self.bound: float | None = None
         self.on_outcome: Callable[[_Running, int], None] = _ignore
+
+    def _named(self, member: Any, target: Target) -> Member:
+        """Return a member, a worker by its name."""
+        is_worker = not isinstance(member, RRefBase | Supervised)
+        return (self._pool.find(member) if is_worker else member), target
 
     @property
     def name(self) -> str:
@@ -154,13 +164,15 @@ class _Running:
     def _start(self, arguments: Arguments, timeout: float | None) -> None:
         due = self._bounds(timeout)
         rows = self._encode(arguments)
+        if self._retries:
+            self._rows = rows
         send: Callable[..., None] = self._send
         if is_needed() and self.members:
             send = self._observe()  # first: a member may wait, in this context, for its object
         prepared = []
         for position, ((worker, target), row) in enumerate(zip(self.members, rows, strict=True)):
             if isinstance(worker, Supervised):
-                if (rref := worker.start()) is None:
+                if (rref := worker._start()) is None:
                     self._wait(position, worker, row)
                     continue
                 worker, target = self._choose_rref(position, rref, row)
@@ -173,7 +185,7 @@ class _Running:
                 prepared.append((position, connection, target, encoded, row))
         for each in prepared:
             send(*each)
-        if due is not None and (self._calls or self._waits):
+        if due is not None and self.left:
             left = due - time.monotonic()
             self._timer = self._loop.call_later(left, self._expire, left)
 
@@ -198,10 +210,44 @@ class _Running:
         on_answer = functools.partial(self._on_answer, position)
         future.add_done_callback(on_answer, context=self._context)
 
+    # ── members that are called again ───────────────────────────────────────────────────────────
+
+    def _is_tried_again(self, position: int, failure: BaseException) -> bool:
+        """Make the call of a member that is gone again, if it may be; return whether it is."""
+        if not is_own(failure) or self._is_cancelled or not self._retries.get(position):
+            return False
+        self._retries[position] -= 1
+        member = self.members[position][0]
+        if isinstance(member, Supervised):
+            if position in self._supervised:
+                member._lose(self._supervised[position][0])
+            self._wait(position, member, self._rows[position])
+        else:
+            trying = self._try_again(position, failure.worker)
+            self._tries[position] = self._loop.create_task(
+                trying, name="aiorpc-retry", context=contextvars.Context()
+            )
+        return True
+
+    async def _try_again(self, position: int, worker: str) -> None:
+        await self._pool.wait_until_probed(worker)
+        del self._tries[position]
+        self._try_to_send(position, *self.members[position], self._rows[position])
+
+    def _try_to_send(
+        self, position: int, worker: Any, target: Target, row: MemberArguments
+    ) -> None:
+        try:
+            connection = connection_to(worker)
+            encoded = connection.encoder.member_target(target, row)
+            self._send(position, connection, target, encoded, row)
+        except Exception as exc:
+            self._on_failure(position, exc)
+
     # ── supervised members ──────────────────────────────────────────────────────────────────────
 
     def _wait(self, position: int, member: Supervised[Any], row: MemberArguments) -> None:
-        self._waits[position] = waiter = member.wait()
+        self._waits[position] = waiter = member._wait()
         on_alive = functools.partial(self._on_alive, position, row)
         waiter.add_done_callback(on_alive, context=self._context)
 
@@ -213,13 +259,7 @@ class _Running:
         if (failure := exception_of(found, self.members[position][1])) is not None:
             self._set_outcome(position, None, failure)
             return
-        rref, target = self._choose_rref(position, found, row)
-        try:
-            connection = connection_to(rref)
-            encoded = connection.encoder.member_target(target, row)
-            self._send(position, connection, target, encoded, row)
-        except Exception as exc:
-            self._on_failure(position, exc)
+        self._try_to_send(position, *self._choose_rref(position, found, row), row)
 
     def _choose_rref(
         self, position: int, rref: RRef[Any], row: MemberArguments
@@ -261,11 +301,13 @@ class _Running:
         for position, (connection, number) in [*self._calls.items()]:
             connection.expire(number, seconds, self.members[position][1])
         waits, self._waits = self._waits, {}
-        for position, waiter in waits.items():
+        tries, self._tries = self._tries, {}
+        for position, waiter in (*waits.items(), *tries.items()):
             waiter.cancel()
             member, target = self.members[position]
-            late = exception_of(late_wait(target, member.owner_name(), seconds), target)
-            self._set_outcome(position, None, late)
+            was_sent = position in tries
+            late = late_wait(target, self._worker_of(member), seconds, was_sent=was_sent)
+            self._set_outcome(position, None, exception_of(late, target))
 
     def cancel(self) -> None:
         """Cancel the calls of members without an outcome."""
@@ -273,9 +315,10 @@ class _Running:
         for connection, number in self._calls.values():
             connection.cancel(number)
         self._calls.clear()
-        for waiter in self._waits.values():
+        for waiter in (*self._waits.values(), *self._tries.values()):
             waiter.cancel()
         self._waits.clear()
+        self._tries.clear()
         self._finish(asyncio.CancelledError())
 
     def _finish(self, failure: BaseException | None) -> None:
@@ -295,7 +338,7 @@ class _Running:
                 self._on_failure(position, failure, answer)
 
     def _on_failure(self, position: int, failure: BaseException, answer: Any = None) -> None:
-        if not self._waits_again(position, failure):
+        if not (self._waits_again(position, failure) or self._is_tried_again(position, failure)):
             self._set_outcome(position, answer, failure)
 
     def _set_outcome(self, position: int, answer: Any, failure: BaseException | None) -> None:
@@ -308,15 +351,17 @@ class _Running:
         self.on_outcome(self, position)
 
     def _noted(self, position: int, failure: BaseException) -> Exception:
-        worker = self.members[position][0]
-        if isinstance(worker, RRefBase | Supervised):
-            with contextlib.suppress(RuntimeError):  # torch has stopped
-                worker = owner_name(worker)
-        if isinstance(worker, str):
-            worker = self._pool.worker_of(worker)
+        worker = self._worker_of(self.members[position][0])
         exc = _as_member_error(failure, self.name)
         try_add_note(exc, f"member {position + 1} of {len(self.members)}, on worker {worker!r}")
         return exc
+
+    def _worker_of(self, member: Any) -> Any:
+        """Return the name of a member's worker, as far as torch knows it."""
+        if isinstance(member, RRefBase | Supervised):
+            with contextlib.suppress(RuntimeError):  # torch has stopped
+                member = owner_name(member)
+        return self._pool.worker_of(member) if isinstance(member, str) else member
 
     def raise_failures(self) -> None:
         """Raise GroupError if a member has failed."""
@@ -345,7 +390,7 @@ def _as_member_error(failure: BaseException, name: str) -> Exception:
     return error
 
 
-class GroupResults(AsyncIterator[tuple[RRef[T], R]]):
+class GroupResults(AsyncIterator[tuple[M, R]]):
     """The members and their results, as they complete. An early end cancels the other calls."""
 
     def __init__(self, running: _Running) -> None:
@@ -360,7 +405,7 @@ class GroupResults(AsyncIterator[tuple[RRef[T], R]]):
     def __repr__(self) -> str:
         return f"<results of {self._running.name}, {self._running.left} to come>"
 
-    async def __anext__(self) -> tuple[RRef[T], R]:
+    async def __anext__(self) -> tuple[M, R]:
         if self._wakeup.is_awaited():  # as for an async generator
             raise RuntimeError("another task waits for the next result of this call")
         try:
@@ -369,7 +414,7 @@ class GroupResults(AsyncIterator[tuple[RRef[T], R]]):
             await self.aclose()
             raise
 
-    async def _next(self) -> tuple[RRef[T], R]:
+    async def _next(self) -> tuple[M, R]:
         running = self._running
         while not self._completed:
             if self._is_over:

@@ -290,11 +290,11 @@ class _MapRun:
             WorkerLeft: if its worker leaves.
         """
         is_supervised = isinstance(member, Supervised)
-        rref: RRef[Any] | None = member.start() if is_supervised else member
+        rref: RRef[Any] | None = member._start() if is_supervised else member
         owner = owner_name(member if rref is None else rref)
         if rref is None or self._pool.load(owner) is None:
             if is_supervised:
-                member.lose(member.rref)
+                member._lose(member.rref)
             worker = self._pool.worker_of(owner)
             if self._pool.has_left(worker):
                 raise WorkerLeft(worker, may_have_run=False)
@@ -310,7 +310,7 @@ class _MapRun:
                 self._returning[position] = self.loop.create_task(waiting, name="aiorpc-map")
         elif isinstance(member, Supervised) and position not in self._waits:
             self._schedule.expect(position)
-            self._waits[position] = waiter = member.wait()
+            self._waits[position] = waiter = member._wait()
             waiter.add_done_callback(
                 functools.partial(self._on_alive, position), context=self._context
             )

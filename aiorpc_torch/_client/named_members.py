@@ -109,6 +109,8 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
 
     __slots__ = ("__weakref__", "_watch")
 
+    __aiorpc_stands_for__ = True
+
     def __init__(self, watch: _Watch) -> None:
         self._watch = watch
         loop = watch.registry.loop

@@ -40,7 +40,11 @@ _LoopConnections = tuple[Callable[[], asyncio.AbstractEventLoop | None], _ByPeer
 class ConnectionPool:
     """The connections of this process to the peers of its world. It makes some from `open` on.
 
-    The observer is told what the connections see of the peers.
+    Args:
+        members: the workers of the world.
+        observer: is told what the connections see of the peers.
+        introductions: open the connections.
+        max_restarts: restarts of children in a world of one host, None for another world.
 
     Attributes:
         worker: name of this process's worker.
@@ -48,13 +52,18 @@ class ConnectionPool:
     """
 
     def __init__(
-        self, members: Members, observer: PeerObserver, introductions: Introductions
+        self,
+        members: Members,
+        observer: PeerObserver,
+        introductions: Introductions,
+        max_restarts: int | None = None,
     ) -> None:
         self.worker = members.name
         self.refusal = endpoints.NO_WORLD
         self._members = members
         self._observer = observer
         self._introductions = introductions
+        self._max_restarts = max_restarts
         self._sendable_devices: Mapping[str, Collection[torch.device]] = {}
         # Each loop has its own connections, so nothing here needs a lock. The keys are ids, since
         # other threads read the counters: a WeakKeyDictionary cannot be iterated meanwhile.
@@ -238,6 +247,10 @@ class ConnectionPool:
         except RuntimeError:  # torch has stopped
             return False
 
+    def is_never_replaced(self, worker: str) -> bool:
+        """Return whether a worker is a child of a world that starts no child again."""
+        return self._max_restarts == 0 and self._members.workers[worker].rank != 0
+
     def has_left(self, worker: str) -> bool:
         """Return whether a worker has told that it leaves in order."""
         return self._members.leave_messages.get(worker) == ""
@@ -256,6 +269,10 @@ class ConnectionPool:
             NotInWorld: once this worker leaves its world.
         """
         await self._observer.wait_until_alive(peer)
+
+    async def wait_until_probed(self, peer: str) -> None:
+        """Wait for the ping that follows the end of a connection; the peer is lost if it fails."""
+        await self._observer.wait_until_probed(peer)
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 

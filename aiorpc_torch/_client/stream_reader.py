@@ -63,6 +63,10 @@ class StreamReader:
             self._end = None  # if it has come, it was that of the items which are dropped
         self._finish(failure)
 
+    def has_item(self) -> bool:
+        """Return whether `next` has an item at once."""
+        return bool(self._items) and type(self._items[0].value) is not HeldResult
+
     def is_collecting(self) -> bool:
         """Return whether items are on their way that torch RPC brings."""
         return any(type(item.value) is HeldResult for item in self._items)

@@ -22,11 +22,11 @@ from .._wire.targets import Target, call_name, function_name
 from ..errors import (
     CallTimeout,
     NotInWorld,
-    RemoteTraceback,
     WorkerGone,
     WorkerLeft,
     WorkerLost,
 )
+from .answers import is_own
 from .call import create_object
 from .pool import ConnectionPool, current
 from .supervision import Supervision
@@ -47,6 +47,8 @@ class Supervised(Generic[T]):
     lives as long as this does.
     """
 
+    __aiorpc_stands_for__ = True
+
     def __init__(
         self,
         rref: RRef[T],
@@ -54,17 +56,15 @@ class Supervised(Generic[T]):
         factory: Callable[..., Any],
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        restarts: int,
     ) -> None:
         self._rref = rref
         self._worker = worker
         self._making = factory, args, kwargs
-        self._restarts = restarts
         self._pool: ConnectionPool = current()
         self._lost_peers = self._pool.lost_peers
         self._loop = asyncio.get_running_loop()  # of the recoveries
         self._lock = threading.Lock()  # calls come from all loops of this process
-        self._supervision: Supervision[Waiter] = Supervision(restarts)
+        self._supervision: Supervision[Waiter] = Supervision()
         self._open_rref: RRef[T] | None = rref  # None: calls have to wait
         self._error: BaseException | None = None  # of an object that has ended
         self._recovery: asyncio.Task[None] | None = None
@@ -94,43 +94,38 @@ class Supervised(Generic[T]):
 
     # ── for calls ───────────────────────────────────────────────────────────────────────────────
 
-    def start(self) -> RRef[T] | None:
+    def _start(self) -> RRef[T] | None:
         """Return the RRef for a call that starts now, None if the call has to `wait`."""
         if self._lost_peers and self._worker in self._lost_peers:
-            self.lose(self._rref)
+            self._lose(self._rref)
         return self._open_rref
 
-    def load(self) -> int | None:
+    def _load(self) -> int | None:
         """Return the unanswered calls to its worker, None if a call would have to wait.
 
         If an attempt to make it again has failed, another one begins.
         """
-        rref = self.start()
+        rref = self._start()
         load = None if rref is None else self._pool.load(owner_name(rref))
         if load is None:
-            self.lose(rref or self._rref)
+            self._lose(rref or self._rref)
             self._recover_soon()
         return load
 
-    def may_return(self) -> bool:
+    def _may_return(self) -> bool:
         """Return whether calls may wait for the object: it has not ended."""
         return self._supervision.state != "ended"
 
-    def lose(self, rref: "RRefBase[Any]") -> bool:
-        """Note that the worker of an RRef is lost; return whether an unsent call may `wait`."""
+    def _lose(self, rref: "RRefBase[Any]") -> None:
+        """Note that the worker of an RRef is lost."""
         with self._lock:
             if rref is not self._rref:
-                return True
-            is_replaced = self._pool.is_replaced(rref)
-            incarnation = self._supervision.incarnation
-            may_wait = self._supervision.lose(incarnation, is_replaced=is_replaced)
-            if self._supervision.state == "ended" and self._error is None:
-                self._error = self._used_up()
+                return
+            self._supervision.lose(self._supervision.incarnation)
             self._update()
         self._recover_soon()
-        return may_wait
 
-    def wait(self) -> Waiter:
+    def _wait(self) -> Waiter:
         """Return a future of the RRef, or of the `CallAborted`, for a call on the running loop.
 
         Cancel it if the call ends before.
@@ -197,8 +192,7 @@ class Supervised(Generic[T]):
                     self._supervision.resume()
                     self._release()
                     return
-                if not self._supervision.make():
-                    raise self._used_up()
+                self._supervision.make()
             if await self._make():
                 return
 
@@ -227,12 +221,6 @@ class Supervised(Generic[T]):
         log.info("%r was made again", self)
         return True
 
-    def _used_up(self) -> WorkerLost:
-        self._error = WorkerLost(
-            self._worker, f"its process was replaced, and restarts={self._restarts} are used up"
-        )
-        return self._error
-
     def _loop_ended(self) -> NotInWorld:
         return NotInWorld(f"the event loop that made {self!r} has ended: supervise it again")
 
@@ -250,12 +238,6 @@ class Supervised(Generic[T]):
         self._update()
 
 
-def check_restarts(restarts: Any) -> None:
-    """Raise ValueError unless this is a number of restarts."""
-    if not isinstance(restarts, int) or restarts < 0:
-        raise ValueError(f"restarts must be an int of at least 0, got {restarts!r}")
-
-
 def _resolve(waiters: list[Waiter], outcome: Any) -> None:
     for each in waiters:
         run_on_loop(each.get_loop(), _set_result, each, outcome)
@@ -267,19 +249,18 @@ def _set_result(waiter: Waiter, outcome: Any) -> None:
 
 
 def is_own_loss(exc: BaseException | None) -> bool:
-    """Return whether the call's own worker was lost; False for WorkerLost that its method raised.
-
-    That one has a RemoteTraceback as its cause.
-    """
-    return isinstance(exc, WorkerLost) and not isinstance(exc.__cause__, RemoteTraceback)
+    """Return whether the call's own worker was lost, and not one that its method has called."""
+    return isinstance(exc, WorkerLost) and is_own(exc)
 
 
-def late_wait(target: Target, worker: str, seconds: float) -> CallAborted:
-    """Return the outcome of a call whose deadline passed while it waited for the object."""
+def late_wait(
+    target: Target, worker: str, seconds: float, *, was_sent: bool = False
+) -> CallAborted:
+    """Return the outcome of a call whose deadline passed while its worker was awaited."""
     method = call_name(target)
     text = (
-        f"{method} on worker {worker!r} timed out after {in_seconds(max(seconds, 0.0))}, while the "
-        "supervised object was awaited; it was not sent"
+        f"{method} on worker {worker!r} timed out after {in_seconds(max(seconds, 0.0))}, while its "
+        f"worker was awaited; it {'may have run' if was_sent else 'was not sent'}"
     )
-    error = CallTimeout(text, worker=worker, method=method, may_have_run=False)
-    return CallAborted(error, was_sent=False)
+    error = CallTimeout(text, worker=worker, method=method, may_have_run=was_sent)
+    return CallAborted(error, was_sent=was_sent)

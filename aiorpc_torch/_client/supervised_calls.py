@@ -5,23 +5,21 @@ The calls of groups do the same in `group_call` and `group_map`.
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Generator
-from typing import Any, Generic, TypeVar
+from collections.abc import AsyncIterator, Awaitable, Generator
+from typing import Any, TypeVar
 
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import deadline_in, time_left
 from .._torch.compat import RRefBase
-from .._torch.rrefs import known_class
 from .._wire.pickling import CallAborted
 from .._wire.targets import (
     BoundTarget,
     FetchTarget,
+    MakeTarget,
     MethodTarget,
     Target,
     call_name,
-    check_public_name,
-    public_methods,
 )
 from ..errors import WorkerLost
 from .answers import raise_aborted
@@ -30,7 +28,7 @@ from .supervised import Supervised, Waiter, is_own_loss, late_wait
 
 T = TypeVar("T")
 
-ObjectTarget = MethodTarget | BoundTarget | FetchTarget
+ObjectTarget = MethodTarget | BoundTarget | MakeTarget | FetchTarget
 
 
 def target_on(target: Any, rref: "RRefBase[Any]") -> Any:
@@ -66,7 +64,7 @@ class SupervisedCall(RemoteCall):
         steps, due = self._steps, None if self._timeout is None else deadline_in(self._timeout)
         tried: RRefBase[Any] | None = None
         while True:
-            rref = self._supervised.start()
+            rref = self._supervised._start()
             if rref is None:
                 rref = yield from wait_for(self._supervised, self._target, due).__await__()
                 self._timeout = time_left(due)
@@ -91,7 +89,10 @@ class SupervisedCall(RemoteCall):
 
 def may_wait(supervised: Supervised[Any], exc: WorkerLost, rref: "RRefBase[Any]") -> bool:
     """Note the failure of a call; return whether it was not sent and may wait."""
-    return is_own_loss(exc) and supervised.lose(rref) and not exc.may_have_run
+    if not is_own_loss(exc):
+        return False
+    supervised._lose(rref)
+    return not exc.may_have_run
 
 
 async def wait_for(supervised: Supervised[T], target: Target, due: float | None) -> RRef[T]:
@@ -102,7 +103,7 @@ async def wait_for(supervised: Supervised[T], target: Target, due: float | None)
         WorkerLost: if the object is not made again.
         Exception: of the factory.
     """
-    waiter, timer = supervised.wait(), None
+    waiter, timer = supervised._wait(), None
     loop = asyncio.get_running_loop()
     bound = due if due is not None else deadline_in(None)
     if bound is not None and not waiter.done():
@@ -141,7 +142,7 @@ class SupervisedStream(AsyncIterator[Any]):
         self._stream: RemoteStream | None = None
         self._is_begun = False  # from the first item or the end on
         self._waits = False
-        if (rref := supervised.start()) is not None:
+        if (rref := supervised._start()) is not None:
             self._try_to_open(rref)
 
     def __repr__(self) -> str:
@@ -193,6 +194,9 @@ class SupervisedStream(AsyncIterator[Any]):
                     raise
                 tried, self._stream = called, None
 
+    def _has_item(self) -> bool:
+        return self._is_begun and self._stream is not None and self._stream._has_item()
+
     def raise_failure(self) -> None:
         """Raise what has ended the stream before its consumer: a deadline, or a loss."""
         if self._stream is not None:
@@ -203,29 +207,3 @@ class SupervisedStream(AsyncIterator[Any]):
         self._is_begun = True
         if self._stream is not None:
             await self._stream.aclose()
-
-
-class SupervisedProxy(Generic[T]):
-    """A proxy of a supervised object: its methods return awaitables. Made by `remote`."""
-
-    __slots__ = ("_supervised", "_timeout")
-
-    def __init__(self, supervised: Supervised[T], timeout: float | None) -> None:
-        self._supervised = supervised
-        self._timeout = timeout
-
-    def __repr__(self) -> str:
-        return f"<remote object: {self._supervised!r}>"
-
-    def __dir__(self) -> list[str]:
-        cls = known_class(self._supervised.rref)
-        return [] if cls is None else public_methods(cls)
-
-    def __getattr__(self, name: str) -> Callable[..., SupervisedCall]:
-        supervised, timeout = self._supervised, self._timeout
-        target = MethodTarget(supervised.rref, check_public_name(name))
-
-        def method(*args: Any, **kwargs: Any) -> SupervisedCall:
-            return SupervisedCall(supervised, target, args, kwargs, timeout)
-
-        return method

@@ -19,19 +19,15 @@ class Supervision(Generic[Token]):
     Calls start in the order in which they came. So a call also waits while calls that came before
     it have been released and have not started.
 
-    Args:
-        restarts: number of times that the object may be made again.
-
     Attributes:
         state: "alive"; "lost" until its process is replaced or alive again; "making"; "ended" if
             it is not made again.
         incarnation: number of times that it was made again.
     """
 
-    def __init__(self, restarts: int) -> None:
+    def __init__(self) -> None:
         self.state: State = "alive"
         self.incarnation = 0
-        self._left = restarts
         self._recovers = False
         self._waiting: dict[Token, None] = {}
         self._released: dict[Token, None] = {}  # have not started yet
@@ -64,18 +60,10 @@ class Supervision(Generic[Token]):
 
     # ── losses ──────────────────────────────────────────────────────────────────────────────────
 
-    def lose(self, incarnation: int, *, is_replaced: bool) -> bool:
-        """Note that a call has found an incarnation lost; return whether such a call may wait.
-
-        Without restarts left it may not, as for an RRef: the process may be silent only.
-        """
-        if self.state != "alive" or incarnation != self.incarnation:
-            return True
-        if self._left:
+    def lose(self, incarnation: int) -> None:
+        """Note that a call has found an incarnation lost."""
+        if self.state == "alive" and incarnation == self.incarnation:
             self.state = "lost"
-        elif is_replaced:
-            self.state = "ended"
-        return self.state != "alive"
 
     def begin_recovery(self) -> bool:
         """Return whether a recovery is to begin: the object is lost, and none is under way."""
@@ -89,14 +77,9 @@ class Supervision(Generic[Token]):
         """Note that its process is alive and was not replaced: it was silent only."""
         self._end_recovery("alive")
 
-    def make(self) -> bool:
-        """Note that its process was replaced; return whether the object is to be made again."""
-        if not self._left:
-            self._end_recovery("ended")
-            return False
-        self._left -= 1
+    def make(self) -> None:
+        """Note that its process was replaced: the object is being made again."""
         self.state = "making"
-        return True
 
     def made(self) -> None:
         """Note that the object was made again."""
@@ -110,10 +93,8 @@ class Supervision(Generic[Token]):
     def fail(self) -> list[Token]:
         """End the recovery with an exception; return the calls that get it.
 
-        The next call begins another recovery. A factory that raises has used no restart.
+        The next call begins another recovery.
         """
-        if self.state == "making":
-            self._left += 1
         self._end_recovery("lost")
         return self._take()
 

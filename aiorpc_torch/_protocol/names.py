@@ -13,6 +13,7 @@ from .._torch.rrefs import owner_name
 from .._wire.handshake import Party
 from ..errors import NotInWorld
 from . import endpoints
+from .handles import is_of_this_process, of_handle
 from .name_table import NameTable
 
 T = TypeVar("T")
@@ -29,20 +30,23 @@ def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
 
     Args:
         name: name, unique on this worker.
-        object: any object, or an RRef of an object of this worker.
+        object: any object, or an RRef of an object of this worker, or what `remote` returns for
+            one.
 
     Raises:
         ValueError: if the name is taken, or the RRef is another worker's.
-        TypeError: if the name is not a str.
+        TypeError: if the name is not a str, or for a supervised object or `any()`.
         NotInWorld: outside a world.
     """
     if not isinstance(name, str):
         raise TypeError(f"a name must be a str, got {name!r}")
     if (server := endpoints.serving()) is None:
         raise NotInWorld(endpoints.NO_WORLD)
-    rref: Any = object
+    rref: Any = of_handle(object)
+    if is_of_this_process(rref):
+        raise TypeError(f"register() takes an object of this worker or its RRef, got {object!r}")
     if not isinstance(rref, RRefBase):
-        rref = RRef(object)
+        rref = RRef(rref)
     elif not rref.is_owner():
         owner = owner_name(rref)
         raise ValueError(f"the object is on worker {owner!r}; register it there, or pass its RRef")

@@ -35,6 +35,12 @@ class PeerObserver(Protocol):
     def penalty(self, peer: str) -> int | None:
         """Return 0 for a live peer, None for a lost one; in between, a load to add."""
 
+    async def wait_until_probed(self, peer: str) -> None:
+        """Wait until a peer whose connection has ended has answered a ping or is lost.
+
+        From any loop.
+        """
+
     async def wait_until_alive(self, peer: str) -> None:
         """Wait until a lost peer has rejoined. From any loop.
 

@@ -29,11 +29,11 @@ from .._torch.profiling import profiler_enabled
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
-from .._wire.targets import CreateTarget, MethodTarget, Target, order_key
+from .._wire.targets import CreateTarget, MakeTarget, MethodTarget, Target, order_key
 from .._wire.wire_targets import decode_target
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
 from .exclusive import unguarded
-from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveStream
+from .exclusive_calls import Entrance, ExclusiveCall, ExclusiveCreate, ExclusiveStream
 from .executor import Executor
 from .exports import ExportPolicy
 from .session import Payload, Session
@@ -283,13 +283,14 @@ def _resolve_on(owner: Any, target: Target, exports: ExportPolicy | None, stream
         exports.check(target, owner)
     function = target.bind(owner)
     on_loop, joiner = runs_on_loop(function), batch_joiner(function)
+    makes = isinstance(target, CreateTarget | MakeTarget)
     # A batch takes the turn when it runs. If its calls took it when they join, each would wait for
     # the batch of the one before.
     if joiner is None and is_exclusive(owner):
         entrance = Entrance(turns_of(owner), on_loop)
-        kind = ExclusiveStream if stream else ExclusiveCall
+        kind = ExclusiveStream if stream else ExclusiveCreate if makes else ExclusiveCall
         return unguarded(function), True, entrance, kind
-    if isinstance(target, CreateTarget):
+    if makes:
         return function, on_loop, joiner, CreateCall
     if stream:
         return function, on_loop, None, StreamCall

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from .._protocol.exclusive import Turn, Turns
 from .._wire.ancestry import NO_BATCHES, enter_scopes
-from .calls import RpcCall, ServerCall
+from .calls import CreateCall, RpcCall, ServerCall
 from .stream_writer import StreamCall
 
 
@@ -74,6 +74,10 @@ class CallInTurn(ServerCall):
 
 class ExclusiveCall(CallInTurn, RpcCall):
     """A call of a function."""
+
+
+class ExclusiveCreate(CallInTurn, CreateCall):
+    """A call of a function whose result stays on this worker."""
 
 
 class ExclusiveStream(CallInTurn, StreamCall):

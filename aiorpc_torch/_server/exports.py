@@ -17,11 +17,12 @@ from .._protocol.names import ALWAYS_EXPORTED
 from .._wire.by_value import is_among
 from .._wire.targets import (
     BoundTarget,
+    MakeTarget,
     MethodTarget,
     Target,
     check_public_name,
 )
-from .._wire.wire_targets import BOUND, NamedTarget, read_named
+from .._wire.wire_targets import BOUND, MAKE, NamedTarget, read_named
 from ..errors import NotExported
 
 Export = Callable[..., Any] | str
@@ -69,7 +70,7 @@ class ExportPolicy:
                 f"worker {self._worker!r} has exports=, so the function of a call must have a name "
                 "by which it can be imported: not one by value, a partial or a method of an object"
             )
-        by_itself = target.kind != BOUND
+        by_itself = target.kind not in (BOUND, MAKE)
         return read_named(target, lambda path, module: self._find(path, module, by_itself))
 
     def check(self, target: Target, found: Any) -> None:
@@ -78,7 +79,7 @@ class ExportPolicy:
             check_public_name(target.name)
             if not self._has_class(type(found)):
                 self._refuse(f"{_describe(type(found))}.{target.name}")
-        elif isinstance(target, BoundTarget):
+        elif isinstance(target, BoundTarget | MakeTarget):
             function = target.function
             if not (self._is_method(function, found) or self._has_function(function)):
                 self._refuse(_describe(function))

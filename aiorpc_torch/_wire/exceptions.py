@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..errors import GroupError, RemoteError, RemoteTraceback
+from ..errors import GroupError, RemoteError, RemoteTraceback, WorkerGone
 from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
 from .plain import wire_text
 
@@ -49,8 +49,13 @@ class RemoteFailure:
 
     @classmethod
     def of(cls, exc: BaseException, worker: str) -> "RemoteFailure":
-        """Describe `exc`, raised on `worker`. Never raises."""
-        return cls(worker, _summary(exc), _text(exc), _dump(exc))
+        """Describe `exc`, raised on `worker`. Never raises.
+
+        The worker's own error that it leaves was not raised, and has no remote traceback. So a
+        caller tells it from one that a method has raised.
+        """
+        is_own = isinstance(exc, WorkerGone) and exc.__traceback__ is None
+        return cls(worker, _summary(exc), "" if is_own else _text(exc), _dump(exc))
 
     def astuple(self) -> tuple[str, str, str, bytes | None]:
         """Return the arguments that make this `RemoteFailure` again, for a message."""
@@ -61,11 +66,11 @@ class RemoteFailure:
         raise self.exception()
 
     def exception(self) -> BaseException:
-        """Return a new exception whose cause is the remote traceback."""
+        """Return a new exception whose cause is the remote traceback, if there is one."""
         exc = _load(self.pickled)
         if exc is None:
             exc = RemoteError(f"worker {self.worker!r} raised {self.summary}")
-        return _caused(exc, RemoteTraceback(self.worker, self.text))
+        return _caused(exc, RemoteTraceback(self.worker, self.text)) if self.text else exc
 
 
 def copy_exception(exc: BaseException, doing: str) -> BaseException:

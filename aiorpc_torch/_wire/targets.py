@@ -4,13 +4,16 @@ import functools
 import inspect
 from collections.abc import Callable
 from functools import partial, partialmethod, singledispatchmethod
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Union
 
 from .._torch.compat import RRefBase
 from .._torch.rrefs import RRefId, known_class
 from .by_value import is_among
 from .plain import wire_text
+
+CALL = "__call__"
+"""The method by which an object itself is called, the only one that begins with an underscore."""
 
 GENERATOR_HINT = "a generator; use `async for`, not `await`"
 """Part of the note of an error: the method of an awaited call is a generator."""
@@ -36,9 +39,9 @@ class BoundTarget(NamedTuple):
     function: Callable[..., Any]
 
     def bind(self, found: Any) -> Callable[..., Any]:
-        name = getattr(self.function, "__name__", "")
-        if is_among(self.function, (vars(cls).get(name) for cls in type(found).__mro__)):
-            return public_method(found, name)
+        for name in (CALL, getattr(self.function, "__name__", "")):
+            if is_among(self.function, (vars(cls).get(name) for cls in type(found).__mro__)):
+                return public_method(found, name)
         return partial(self.function, found)
 
 
@@ -62,6 +65,16 @@ class CreateTarget(NamedTuple):
         return self.factory
 
 
+class MakeTarget(NamedTuple):
+    """As `BoundTarget`; the result is an RRef of what the function returns."""
+
+    on: ObjectRef
+    function: Callable[..., Any]
+
+    def bind(self, found: Any) -> Callable[..., Any]:
+        return BoundTarget(*self).bind(found)
+
+
 class FetchTarget(NamedTuple):
     """The object `on` itself."""
 
@@ -76,7 +89,7 @@ def fetch(found: Any) -> Any:
     return found
 
 
-Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | FetchTarget
+Target = MethodTarget | BoundTarget | FunctionTarget | CreateTarget | MakeTarget | FetchTarget
 
 
 def function_name(function: Callable[..., Any]) -> str:
@@ -123,7 +136,7 @@ def check_public_name(name: Any) -> str:
     """Return the name as a plain str. Raises for a name that remote calls must not use."""
     if not isinstance(name, str):
         raise TypeError(f"a method name must be a str, got {name!r}")
-    if name.startswith("_"):
+    if name.startswith("_") and name != CALL:
         raise AttributeError(f"{name!r} is private; only public methods can be called remotely")
     if not name.isidentifier():
         raise AttributeError(
@@ -145,6 +158,8 @@ def _is_method(cls: type, name: str) -> bool:
 def public_method(obj: Any, name: str) -> Callable[..., Any]:
     """Return the public method `name` of `obj`. Raises if it is missing or not a method."""
     check_public_name(name)
+    if name == CALL and isinstance(obj, _FUNCTIONS):  # whether it is a coroutine's is seen in it
+        return obj
     for cls in type(obj).__mro__:
         if name in cls.__dict__:
             found = cls.__dict__[name]
@@ -168,4 +183,5 @@ def _no_method(name: str, found: Any) -> TypeError:
     return TypeError(f"{name} is of type {type(found).__name__}, not a method")
 
 
+_FUNCTIONS = (FunctionType, MethodType, partial)
 _METHODS = (classmethod, staticmethod, partialmethod, singledispatchmethod)

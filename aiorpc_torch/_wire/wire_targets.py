@@ -20,9 +20,18 @@ from .by_value import NAMED, explain, refuse_by_value
 from .exceptions import RemoteFailure, try_add_note
 from .pickling import PickledValue, pack, unpack
 from .plain import are_plain_names, dump, reader
-from .targets import BoundTarget, CreateTarget, FetchTarget, FunctionTarget, MethodTarget, Target
+from .targets import (
+    BoundTarget,
+    CreateTarget,
+    FetchTarget,
+    FunctionTarget,
+    MakeTarget,
+    MethodTarget,
+    Target,
+)
 
-METHOD, BOUND, FUNCTION, CREATE, FETCH = "method", "bound", "function", "create", "fetch"
+METHOD, BOUND, MAKE, FETCH = "method", "bound", "make", "fetch"  # of an object
+FUNCTION, CREATE = "function", "create"
 
 
 class NamedTarget(NamedTuple):
@@ -54,7 +63,7 @@ def encode_target(target: Target, on: RRefId | None) -> EncodedTarget:
     kind, function = _parts(target)
     if (name := name_of(function)) is not None:
         return NamedTarget(kind, _object(target, on), *name)
-    if on is not None and isinstance(target, BoundTarget):
+    if on is not None and isinstance(target, BoundTarget | MakeTarget):
         target = target._replace(on=on)
     return pack(target)
 
@@ -69,8 +78,8 @@ def _object(target: Target, on: RRefId | None) -> RRefId | bytes | None:
 def _parts(target: Target) -> tuple[str, Callable[..., Any]]:
     if isinstance(target, CreateTarget):
         return CREATE, target.factory
-    assert isinstance(target, BoundTarget | FunctionTarget)
-    return BOUND if isinstance(target, BoundTarget) else FUNCTION, target.function
+    assert isinstance(target, BoundTarget | MakeTarget | FunctionTarget)
+    return _KINDS_OF[type(target)], target.function
 
 
 def name_of(function: Any) -> tuple[str, str] | None:
@@ -179,10 +188,11 @@ def read_named(target: NamedTarget, find_named: Callable[[str, str], Any]) -> Ta
     if kind == FETCH:
         return FetchTarget(where)
     function = find_named(name, module)
-    if kind == BOUND:
-        return BoundTarget(where, function)
+    if kind in (BOUND, MAKE):
+        return (BoundTarget if kind == BOUND else MakeTarget)(where, function)
     return CreateTarget(function) if kind == CREATE else FunctionTarget(function)
 
 
-_KINDS = METHOD, BOUND, FUNCTION, CREATE, FETCH
+_KINDS = METHOD, BOUND, MAKE, FUNCTION, CREATE, FETCH
+_KINDS_OF: dict[type, str] = {BoundTarget: BOUND, MakeTarget: MAKE, FunctionTarget: FUNCTION}
 _read_rref = reader(tuple[tuple[int, int, int, int, int, int, str], SharingMode])

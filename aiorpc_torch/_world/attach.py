@@ -1,4 +1,4 @@
-"""Serving in a world that `rpc.init_rpc` started: on the running loop, or in a thread.
+"""Serving in a world that `rpc.init_rpc` started, on the running loop.
 
 torch's RPC stays the program's own. There is no directory, so a peer that died has no
 replacement process; `Attachments` knows which peers serve. Without a world size, torch's agents
@@ -6,20 +6,16 @@ tell each other of the workers that enter and leave (`endpoints`).
 """
 
 import asyncio
-import concurrent.futures
 import contextlib
 import logging
 import os
-import threading
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, Unpack
+from collections.abc import AsyncIterator, Sequence
+from typing import TypeVar
 from urllib.parse import urlsplit
 
 import anyio
 
 from .._aio.fork import forks_exit_here
-from .._aio.loops import call_soon
 from .._aio.tasks import run_to_end
 from .._batching.queue import close_queues
 from .._client.pool import AGENT_ENDED
@@ -43,17 +39,6 @@ T = TypeVar("T")
 AGENT_POLL = 0.05  # between two looks whether torch's RPC still runs
 TELL_TIMEOUT = 0.5  # for peers to learn that this worker leaves
 CANCEL_TIMEOUT = 0.5  # for cancelled calls to end
-
-
-class AttachOptions(TypedDict, total=False):
-    """The options of `attach`."""
-
-    threads: int
-    start_timeout: float
-    stop_timeout: float | None
-    heartbeat: float
-    interface: str | None
-    exports: Sequence[Export] | None
 
 
 @contextlib.asynccontextmanager
@@ -196,97 +181,3 @@ class _Attached:
             self._is_closed = True
             await self.node.server.close(CANCEL_TIMEOUT, text=epoch, what="detached")
             await close_queues()  # of batches that have begun since
-
-
-# ── in a thread ─────────────────────────────────────────────────────────────────────────────────
-
-
-@dataclass(frozen=True, slots=True)
-class AttachedThread(Worker):
-    """This process as an attached worker in a thread: what `attach_in_thread` yields."""
-
-    _loop: asyncio.AbstractEventLoop = field(repr=False, compare=False, kw_only=True)
-
-    def run(self, async_function: Callable[..., Awaitable[T]], *args: Any) -> T:
-        """Run `await async_function(*args)` on the thread's event loop, and return its result.
-
-        Callable from any other thread; calls from several threads run side by side. An exception of
-        this thread (Ctrl-C) cancels the function.
-
-        Raises:
-            RuntimeError: in the loop's own thread, which would wait for itself: use `await`.
-            NotInWorld: if the block of `attach_in_thread` is left before the end.
-        """
-        loop = self._loop
-        if asyncio._get_running_loop() is loop:
-            raise RuntimeError("run() would block its own event loop: use await there")
-        running = _awaited(async_function, args)
-        try:
-            result = asyncio.run_coroutine_threadsafe(running, loop)
-        except RuntimeError:  # the loop is closed
-            running.close()
-            raise NotInWorld(_THREAD_LEFT) from None
-        try:
-            return result.result()
-        except concurrent.futures.CancelledError:
-            raise NotInWorld(_THREAD_LEFT) from None
-        except BaseException:
-            result.cancel()
-            raise
-
-
-_THREAD_LEFT = "the block of attach_in_thread() was left"
-
-
-async def _awaited(function: Callable[..., Awaitable[T]], args: tuple[Any, ...]) -> T:
-    return await function(*args)
-
-
-@contextlib.contextmanager
-def attach_in_thread(**options: Unpack[AttachOptions]) -> Iterator[AttachedThread]:
-    """Serve and call peers as `attach` does, on an event loop in a daemon thread.
-
-        with attach_in_thread() as me:
-            loss = me.run(train, 100)  # `async def train`
-
-        with attach_in_thread():  # a passive server
-            rpc.shutdown()
-
-    Args:
-        options: Arguments of `attach`.
-
-    Raises:
-        NotInWorld, RuntimeError, ValueError: As `attach`.
-    """
-    # Not anyio's portal, which opens a scope: from the first scope of a process on, each call has
-    # to ask for deadlines (`_aio.deadlines`).
-    entered: concurrent.futures.Future[AttachedThread] = concurrent.futures.Future()
-    left = asyncio.Event()  # set on the thread's loop
-    failure: list[BaseException] = []
-
-    async def serve() -> None:
-        async with attach(**options) as me:
-            loop = asyncio.get_running_loop()
-            entered.set_result(AttachedThread._of(me._node, _loop=loop))
-            await left.wait()
-
-    def run() -> None:
-        try:
-            asyncio.run(serve())
-        except BaseException as exc:
-            if entered.done():
-                failure.append(exc)
-            else:
-                entered.set_exception(exc)
-
-    thread = threading.Thread(target=run, name="aiorpc-attach", daemon=True)
-    thread.start()
-    me = entered.result()
-    try:
-        with forks_exit_here():
-            yield me
-    finally:
-        call_soon(me._loop, left.set)
-        thread.join()
-    if failure:
-        raise failure[0]

@@ -52,6 +52,7 @@ class NodeConfig:
     stop_timeout: float | None = 10.0
     heartbeat: float = 10.0
     exports: tuple[Export, ...] | None = None
+    max_restarts: int | None = None  # of the children of a local world; None in other worlds
 
     def __post_init__(self) -> None:
         check_type("threads", self.threads, int)
@@ -59,6 +60,10 @@ class NodeConfig:
         check_type("heartbeat", self.heartbeat, Real)
         if self.stop_timeout is not None:
             check_type("stop_timeout", self.stop_timeout, Real, " or None")
+        if self.max_restarts is not None:
+            check_type("max_restarts", self.max_restarts, int)
+            if self.max_restarts < 0:
+                raise ValueError(f"max_restarts must be at least 0, got {self.max_restarts}")
         if self.threads < 1:
             raise ValueError(f"threads must be at least 1, got {self.threads}")
         if not 0.0 < self.heartbeat < float("inf"):

@@ -90,7 +90,7 @@ class Directory:
         self._ended: dict[int, Registration] = {}  # before all had registered, by rank
         self._waiting: list[_Process] = []  # to enter the running world
         self._entering: dict[str, _Process] = {}  # by the name that is claimed, until announced
-        self._entries = self._comebacks = self._joins = self._highest_number = 0
+        self._entries = self._joins = self._highest_number = 0
         self._failure: wire.Failed | None = None
         self._known_ranks: set[int] = set()  # those that know of the failure
         self._is_ending = False
@@ -148,7 +148,7 @@ class Directory:
             raise ValueError("a connection registers once, for a world that is not too large")
         if not (registration.joined or 0 <= rank < size):
             raise ValueError(f"no rank of {size} workers: {rank}")
-        own = replace(registration, entry=0, comeback=0, rank=-1 if registration.joined else rank)
+        own = replace(registration, entry=0, restarts=0, rank=-1 if registration.joined else rank)
         process = self._open[connection] = _Process(connection, own, key)
         if self._step == _ENDED or self._is_ending:
             self._turn_away(process)
@@ -369,12 +369,12 @@ class Directory:
             self._refuse(process, wire.Failed(_EXHAUSTED))
             return
         self._entries += 1
+        before = self._members.get(own.name)
+        restarts = 0 if before is None else before.registration.restarts + 1
+        own = replace(own, entry=self._entries, restarts=restarts)
         if own.joined:
-            own = replace(own, rank=size + self._joins, world_size=size, entry=self._entries)
+            own = replace(own, rank=size + self._joins, world_size=size)
             self._joins += 1
-        else:
-            self._comebacks += 1
-            own = replace(own, comeback=self._comebacks, entry=self._entries)
         process.registration = own
         process.number = self._highest_number + self._entries
         others = [each.registration for each in self._by_rank() if each.name != own.name]

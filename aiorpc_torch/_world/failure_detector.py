@@ -105,9 +105,16 @@ class FailureDetector:
         """
         await await_on(self._loop, self._wait_until_alive(peer))
 
-    async def _wait_until_alive(self, peer: str) -> None:
-        if peer in self._probed:  # a probe may be under way
+    async def wait_until_probed(self, peer: str) -> None:
+        """Wait for the ping that is under way, if one is."""
+        await await_on(self._loop, self._wait_until_probed(peer))
+
+    async def _wait_until_probed(self, peer: str) -> None:
+        if peer in self._probed:
             await self._probed[peer].wait()
+
+    async def _wait_until_alive(self, peer: str) -> None:
+        await self._wait_until_probed(peer)
         if peer in self.lost_peers and not self._has_left(peer) and self._open:
             await self._rejoined[peer].wait()
         if not self._open:

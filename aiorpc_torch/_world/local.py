@@ -5,7 +5,7 @@ import contextlib
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Never, TypeVar
 
 from .._aio.loops import LoopFactory, await_on, new_event_loop
 from .._aio.signals import graceful_signals
@@ -38,8 +38,8 @@ class LocalWorker(Worker):
     async def start(self, name: str) -> None:
         """Start one more child, and return when it has joined the world.
 
-        It serves as the others do, and `restart=` applies to it. A child is added in milliseconds,
-        unless it is the first, or `start="spawn"`.
+        It serves as the others do, and `max_restarts=` applies to it. A child is added in
+        milliseconds, unless it is the first, or `start="spawn"`.
 
         Raises:
             ValueError: If a living worker has the name, or one that is joining.
@@ -90,7 +90,7 @@ async def local_world(
     start_timeout: float = 60.0,
     stop_timeout: float = 10.0,
     heartbeat: float = 10.0,
-    restart: int = 0,
+    max_restarts: int = 0,
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
     handle_signals: bool = True,
@@ -99,6 +99,7 @@ async def local_world(
     loop_factory: LoopFactory | None = None,
     initializer: Initializer | None = None,
     logs: Logs | None = None,
+    **renamed: Never,
 ) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
@@ -120,9 +121,10 @@ async def local_world(
         start_timeout: Seconds until the world must be complete.
         stop_timeout: Seconds that each process waits for the others when it leaves.
         heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
-        restart: Number of times altogether that a dead child is started again. It rejoins under its
-            name and rank, without the objects that it held. Its callers get `WorkerLost`, may
-            `await me.wait_for(name)`, and create the objects again.
+        max_restarts: Number of times altogether that dead children are started again. A child
+            rejoins under its name and rank, without the objects that it held. Its callers get
+            `WorkerLost`, may `await me.wait_for(name)`, and create the objects again, which
+            `supervised` does.
         exports: As for `worker`, of each process.
         freeze_gc: As for `worker`, in each process.
         handle_signals: As for `worker`, in this process. Children never handle Ctrl-C themselves.
@@ -149,6 +151,7 @@ async def local_world(
         RuntimeError: If this process is in a world already. If a module of `preload` started a
             thread or CUDA.
     """
+    _refuse("local_world", renamed)
     configs = _configs(
         [name, *_names(workers, first=1)],
         init_method=new_local_url(),
@@ -159,13 +162,16 @@ async def local_world(
         start_timeout=start_timeout,
         stop_timeout=stop_timeout,
         heartbeat=heartbeat,
+        max_restarts=max_restarts,
         exports=exports,
         freeze_gc=freeze_gc,
         loop_factory=loop_factory,
         initializer=initializer,
     )
     mine = replace(configs[0], device_maps=device_maps or {})
-    supervisor = Supervisor(configs[1:], None, (), restart, ProcessOptions(start, preload, logs))
+    supervisor = Supervisor(
+        configs[1:], None, (), max_restarts, ProcessOptions(start, preload, logs)
+    )
     with graceful_signals(handle_signals):
         async with supervisor.running(), contextlib.AsyncExitStack() as stack:
             async with supervisor.raising_failures("stop"):
@@ -186,7 +192,7 @@ def run_local(
     device_maps: DeviceMaps | None = None,
     start_timeout: float = 60.0,
     heartbeat: float = 10.0,
-    restart: int = 0,
+    max_restarts: int = 0,
     on_failure: OnFailure = "stop",
     exports: Sequence[Export] | None = None,
     freeze_gc: bool = True,
@@ -196,6 +202,7 @@ def run_local(
     loop_factory: LoopFactory | None = None,
     initializer: Initializer | None = None,
     logs: Logs | None = None,
+    **renamed: Never,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -213,8 +220,8 @@ def run_local(
         device_maps: As for `worker`, of each process; it may name the process itself.
         start_timeout: Seconds until the world must be complete.
         heartbeat: Seconds of silence after which a peer is lost, as for `worker`.
-        restart: Number of times altogether that a failed or dead child is started again, as for
-            `local_world`. Its `main` runs anew, with `me.comeback` above 0.
+        max_restarts: Number of times altogether that failed or dead children are started again,
+            as for `local_world`. Its `main` runs anew, with `me.restarts` above 0.
         on_failure: Effect of a failure beyond that. "stop": the world ends at once. "continue": the
             other workers go on, and the failure is raised here when all have ended. The failure of
             a child that the world lacks at its start always ends it.
@@ -233,6 +240,7 @@ def run_local(
         SystemExit: With code 143, if SIGTERM ended the world.
         RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
+    _refuse("run_local", renamed)
     names = _names(workers, first=0)
     check_on_failure(on_failure)
     _check_run(main, names)
@@ -246,13 +254,14 @@ def run_local(
         start_timeout=start_timeout,
         stop_timeout=None,  # the processes are supervised: a worker waits while its peers live
         heartbeat=heartbeat,
+        max_restarts=max_restarts,
         exports=exports,
         freeze_gc=freeze_gc,
         loop_factory=loop_factory,
         initializer=initializer,
     )
     processes = ProcessOptions(start, preload, logs)
-    supervisor = Supervisor(configs[1:], main, tuple(args), restart, processes)
+    supervisor = Supervisor(configs[1:], main, tuple(args), max_restarts, processes)
     configs[0].initialize()
     with asyncio.Runner(loop_factory=configs[0].loop_factory) as runner:
         return runner.run(_run(main, configs[0], supervisor, on_failure, handle_signals))
@@ -275,6 +284,13 @@ async def _run(
     if supervisor.failures:
         raise supervisor.failures[0]
     return result
+
+
+def _refuse(function: str, renamed: Iterable[str]) -> None:
+    """Raise TypeError for a parameter that a function does not have."""
+    for name in renamed:
+        now = ": it is called max_restarts=" if name == "restart" else ""
+        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{now}")
 
 
 def _names(workers: int | Sequence[str], *, first: int) -> list[str]:

@@ -79,7 +79,7 @@ class Node:
         exports = None if config.exports is None else ExportPolicy(config.exports, members.name)
         self.server = Server(members, self.detector, config.threads, exports)
         introductions = introductions or Introductions(members, self.attachments)
-        self.pool = ConnectionPool(members, self.detector, introductions)
+        self.pool = ConnectionPool(members, self.detector, introductions, config.max_restarts)
         self.departures = Departures(
             members, self.pool, self.linked, self._told, self._probe, not is_attached
         )

@@ -29,8 +29,8 @@ class Registration:
     """Address and port for workers on other hosts, "" unless each worker has one port."""
     is_secure: bool = False
     """Whether it uses TLS."""
-    comeback: int = 0
-    """Number of rejoins of this world up to this worker's, 0 if it did not rejoin."""
+    restarts: int = 0
+    """Number of processes that were in the world under this name before."""
     joined: bool = False
     """Whether it entered the running world under a new rank. Its size is that of the start."""
     entry: int = 0

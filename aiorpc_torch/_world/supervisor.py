@@ -56,10 +56,6 @@ class Supervisor:
     _interrupt: Interrupt | None = None
     _on_failure: OnFailure = "stop"
 
-    def __post_init__(self) -> None:
-        if not isinstance(self.restarts, int) or self.restarts < 0:
-            raise ValueError(f"restart must be an int of at least 0, got {self.restarts!r}")
-
     @contextlib.asynccontextmanager
     async def running(self) -> AsyncIterator[None]:
         """Start the children, and wait for their end at the end of the block."""

@@ -49,19 +49,19 @@ class Worker:
     Attributes:
         name: The name of this worker.
         rank: Its rank, from 0.
-        comeback: 0; in a replacement process, the number of rejoins of this world up to its own.
+        restarts: How often the process of this worker was started again in this world.
     """
 
     name: str
     rank: int
-    comeback: int = 0
+    restarts: int = 0
     _node: Node = field(repr=False, compare=False, kw_only=True)
 
     @classmethod
-    def _of(cls, node: Node, comeback: int = 0, **more: Any) -> Self:
+    def _of(cls, node: Node, restarts: int = 0, **more: Any) -> Self:
         """Return the worker of a node whose members are known."""
         name = node.members.name
-        return cls(name, node.members.workers[name].rank, comeback, _node=node, **more)
+        return cls(name, node.members.workers[name].rank, restarts, _node=node, **more)
 
     @property
     def peers(self) -> tuple[str, ...]:
@@ -85,10 +85,11 @@ class Worker:
             except WorkerLost as lost:
                 await me.wait_for(lost.worker)
 
-        A lost worker rejoins when its process is started again (`restart=` of `local_world` and
-        `run_local`, or your own supervisor). One that was frozen or unreachable rejoins by itself.
+        A lost worker rejoins when its process is started again (`max_restarts=` of `local_world`
+        and `run_local`, or your own supervisor). One that was frozen or unreachable rejoins by
+        itself.
         A replacement process holds no objects of the old one: create them again. Bound the wait
-        with `asyncio.timeout`.
+        with `aiorpc.timeout`.
 
         Raises:
             UnknownWorker: if there is no such peer.
@@ -125,7 +126,7 @@ class Worker:
 
         A driver and any number of servers end together: when the driver leaves, each server's wait
         ends. Lost peers are not waited for; replacement processes are. After 10 s the log names the
-        awaited peers, at level INFO. Bound the wait with `asyncio.timeout`.
+        awaited peers, at level INFO. Bound the wait with `aiorpc.timeout`.
 
         Args:
             until: Name of a peer, which must leave (default: all must leave, or serve).
@@ -366,7 +367,7 @@ async def _running(
         if registration.entry:
             for peer in await directory.entered():
                 node.detector.probe(peer)
-        me = Worker._of(node, registration.comeback)
+        me = Worker._of(node, registration.restarts)
         log.info("%r has entered its world", me)
         async with interruptible() as interrupt:
             if config.on_failure == "stop":

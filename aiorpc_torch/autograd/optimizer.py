@@ -15,6 +15,8 @@ from torch.optim import Optimizer
 
 from .._client.api import call, create
 from .._client.pool import current as current_pool
+from .._client.proxies import RemoteProxy
+from .._protocol.handles import of_handle
 from .._torch.compat import RRefBase, get_gradients
 from .._torch.rrefs import owner_name
 from ..errors import safe_str
@@ -89,18 +91,21 @@ def _rrefs(module: Any) -> list[RRef[Tensor]]:
 # ── on the caller ───────────────────────────────────────────────────────────────────────────────
 
 
-async def parameter_rrefs(module: "torch.nn.Module | RRef[Any]") -> list[RRef[Tensor]]:
+async def parameter_rrefs(
+    module: "torch.nn.Module | RRef[Any] | RemoteProxy[Any]",
+) -> list[RRef[Tensor]]:
     """Return RRefs of `module.parameters()`, in this order, for a `DistributedOptimizer`.
 
     Args:
-        module: a module of this worker, or an RRef of a module.
+        module: a module of this worker, or an RRef of a module, or `remote` of one.
 
     Raises:
         TypeError: if `module` has no `parameters()`.
         NotInWorld: if this process is in no world.
     """
     current_pool()
-    if not isinstance(module, RRef | RRefBase):
+    module = of_handle(module)
+    if not isinstance(module, RRefBase):
         return _rrefs(module)
     with unrecorded():
         return await call(module, _rrefs)

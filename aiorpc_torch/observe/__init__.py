@@ -1,14 +1,48 @@
-"""Traces and metrics of a run, for OpenTelemetry and Prometheus.
+"""Counters, traces and metrics of a run, for people, OpenTelemetry and Prometheus.
 
     from aiorpc_torch import observe
 
+    print(observe.stats().in_flight, observe.pending())
     server = observe.serve_metrics(9464)  # http://127.0.0.1:9464/metrics
 
 Spans need no call: once a program sets a tracer provider of OpenTelemetry, its calls are traced.
-This package is written on the public names of `aiorpc_torch` alone.
+The modules of this package are written on its own names and those of `aiorpc_torch`.
 """
 
-from .metrics_server import MetricsServer as MetricsServer, serve_metrics as serve_metrics
-from .tracing import Tracing as Tracing
+from .._batching.stats import BatchStats
+from .._names import show_as as _show_as
+from .._protocol.interception import CallInfo, Interceptor, intercept
+from .._protocol.propagation import propagate
+from .._stats import Stats, stats
+from .._world.pending import PendingCall, pending
 
-__all__ = ("MetricsServer", "Tracing", "serve_metrics")
+_OF_OTHERS = (
+    "stats",
+    "Stats",
+    "BatchStats",
+    "pending",
+    "PendingCall",
+    "intercept",
+    "Interceptor",
+    "CallInfo",
+    "propagate",
+)
+_show_as(__name__, globals(), _OF_OTHERS)
+
+from .metrics_server import MetricsServer, serve_metrics  # noqa: E402 - it imports the names above
+from .tracing import Tracing  # noqa: E402
+
+__all__ = (
+    "BatchStats",
+    "CallInfo",
+    "Interceptor",
+    "MetricsServer",
+    "PendingCall",
+    "Stats",
+    "Tracing",
+    "intercept",
+    "pending",
+    "propagate",
+    "serve_metrics",
+    "stats",
+)

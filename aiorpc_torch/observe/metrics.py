@@ -4,7 +4,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from .. import Stats, stats
+from . import Stats, stats
 from .histograms import Histogram
 from .loop_lag import LoopLag
 from .recorder import Recorder

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-from .. import intercept
+from . import intercept
 from .loop_lag import LoopLag
 from .metrics import Metrics
 from .recorder import Recorder

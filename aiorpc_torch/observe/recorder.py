@@ -5,7 +5,7 @@ import time
 from collections.abc import Sequence
 from contextvars import Context
 
-from .. import CallInfo, Interceptor
+from . import CallInfo, Interceptor
 from .histograms import Histogram, NameLimit
 
 SECONDS = (

@@ -11,8 +11,9 @@ from collections.abc import Sequence
 from contextvars import Context, ContextVar
 from typing import Any
 
-from .. import CallInfo, CallTimeout, Interceptor, __version__, propagate
+from .. import CallTimeout, __version__
 from ..errors import RpcError
+from . import CallInfo, Interceptor, propagate
 
 SYSTEM = "aiorpc_torch"
 

@@ -59,7 +59,7 @@ class Options(TypedDict, total=False):
     start_timeout: float
     stop_timeout: float
     heartbeat: float
-    restart: int
+    max_restarts: int
     exports: Sequence[Export] | None
     freeze_gc: bool
     handle_signals: bool

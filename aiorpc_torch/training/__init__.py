@@ -10,16 +10,19 @@ This package is written on the public names of `aiorpc_torch` alone. Versions, t
 are state machines without an event loop.
 """
 
+from typing import TYPE_CHECKING
+
+from .._names import attributes_of as _attributes_of
 from .admission import Ticket as Ticket
-from .follower import Hold as Hold, Policy as Policy, follow as follow
+from .follower import Follower as Follower, Hold as Hold, follow as follow
 from .ratio import SampleLimit as SampleLimit
 from .replay import Replay as Replay, Storage as Storage, Uniform as Uniform
 from .staleness import StalenessLimit as StalenessLimit
 from .weights import Weights as Weights
 
 __all__ = (
+    "Follower",
     "Hold",
-    "Policy",
     "Replay",
     "SampleLimit",
     "StalenessLimit",
@@ -29,3 +32,7 @@ __all__ = (
     "Weights",
     "follow",
 )
+
+
+if not TYPE_CHECKING:  # which would take every name for one of the module
+    __getattr__ = _attributes_of(__name__)

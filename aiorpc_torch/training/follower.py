@@ -1,4 +1,4 @@
-"""The followers of published weights: `follow`, and the `Policy` that it returns."""
+"""The followers of published weights: `follow`, and the `Follower` that it returns."""
 
 import asyncio
 import contextlib
@@ -17,7 +17,7 @@ from .receiver import Receiver
 
 async def follow(
     name: str, *, on: str | int | None = None, into: Into = None, poll: float | None = None
-) -> "Policy":
+) -> "Follower":
     """Follow the weights that a worker has registered as `name`; the newest are in `into` then.
 
         policy = await follow("policy", into=model)
@@ -31,7 +31,7 @@ async def follow(
         name: name given to `register`.
         on: the learner's worker, by name or rank (default: any).
         into: a module, or a dict of tensors, that gets each version as `load_state_dict` would; or
-            a function that is called with each on the event loop. Default: `Policy.state` alone.
+            a function that is called with each on the event loop. Default: `Follower.state` alone.
         poll: seconds between two versions, which the follower then puts into `into` by itself.
 
     Raises:
@@ -43,12 +43,12 @@ async def follow(
         raise ValueError(f"poll must be a positive number of seconds, got {poll!r}")
     if not (into is None or isinstance(into, Mapping) or callable(into)):  # modules can be called
         raise TypeError(f"into must be a module, a dict of tensors or a function, got {into!r}")
-    policy = Policy(name, on, into, poll)
+    policy = Follower(name, on, into, poll)
     await policy._begin()
     return policy
 
 
-class Policy:
+class Follower:
     """Weights that follow those of a learner. Made by `follow`; confined to its event loop.
 
         async for version in policy: ...  # each time that a newer one is in; may skip versions
@@ -82,7 +82,7 @@ class Policy:
         self._receiver = Receiver(name, on, poll, on_version, host)
 
     def __repr__(self) -> str:
-        return f"<Policy of version {self.version}, {self._receiver!r}>"
+        return f"<Follower of version {self.version}, {self._receiver!r}>"
 
     async def update(self) -> int:
         """Put the newest version in, if there is a newer one; return the number that is in.
@@ -141,7 +141,7 @@ class Policy:
         self._close()
         await asyncio.sleep(0)  # the pending call is cancelled
 
-    async def __aenter__(self) -> "Policy":
+    async def __aenter__(self) -> "Follower":
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -186,9 +186,9 @@ class Policy:
 
 
 class Hold:
-    """A context in which a policy's version does not change. Made by `Policy.hold`."""
+    """A context in which a policy's version does not change. Made by `Follower.hold`."""
 
-    def __init__(self, policy: Policy, holds: Holds) -> None:
+    def __init__(self, policy: Follower, holds: Holds) -> None:
         self._policy = policy
         self._holds = holds
         self._inner: Any = None

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import batched, create, create_all, remote
 
 PAYOFFS = torch.tensor([0.2, 0.5, 0.9])  # of the arms of a bandit
 
@@ -16,11 +15,11 @@ class Learner:
         self.logits = torch.zeros(3, requires_grad=True)
         self.optimizer = torch.optim.Adam([self.logits], lr=0.05)
 
-    @batched(max_size=64)
+    @aiorpc.batched(max_size=64)
     async def act(self, actors: list[int]) -> list[int]:  # once for all actors that wait
         return torch.multinomial(self.logits.softmax(0), len(actors), replacement=True).tolist()
 
-    @batched(max_size=64, stack=True)
+    @aiorpc.batched(max_size=64, stack=True)
     def learn(self, arms: Tensor, rewards: Tensor) -> Tensor:  # REINFORCE with a baseline
         advantage = rewards - PAYOFFS.mean()
         loss = -(self.logits.log_softmax(0)[arms] * advantage).mean()
@@ -39,17 +38,17 @@ class Actor:
 
     async def _game(self, learner: aiorpc.RRef[Learner], number: int) -> None:
         for _ in range(50):
-            arm = await remote(learner).act(number)
+            arm = await aiorpc.remote(learner).act(number)
             reward = float(torch.rand(()) < PAYOFFS[arm])
-            await remote(learner).learn(torch.tensor(arm), torch.tensor(reward))
+            await aiorpc.remote(learner).learn(torch.tensor(arm), torch.tensor(reward))
 
 
 async def main() -> None:
     async with aiorpc.local_world(["learner", "actor0", "actor1"]):
-        learner = await create("learner", Learner)
-        actors = await create_all(["actor0", "actor1"], Actor)
-        await remote(actors).play(learner, 32)
-        print("best arm:", await remote(learner).best())
+        learner = await aiorpc.create("learner", Learner)
+        actors = await aiorpc.create(["actor0", "actor1"], Actor)
+        await aiorpc.remote(actors).play(learner, 32)
+        print("best arm:", await aiorpc.remote(learner).best())
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def main(rank: int, folder: str) -> None:
     options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{folder}/store")
     rpc.init_rpc(name, rank=rank, world_size=3, rpc_backend_options=options)
     if rank == 0:
-        with aiorpc.attach_in_thread():
+        with aiorpc.in_thread(aiorpc.attach()):
             rpc.shutdown()  # serves until the trainers are here too
     else:
         print(name, round(asyncio.run(train(rank)), 3), flush=True)

@@ -3,7 +3,6 @@
 import asyncio
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import create, remote
 
 
 class Counter:
@@ -26,18 +25,21 @@ class Counter:
 
 async def main() -> None:
     async with aiorpc.local_world(["other"]):  # this process and one child
-        counter = await create("other", Counter, 5)  # an RRef of an object there
-        print("one call:", await remote(counter).add(2))
-        print("many at once:", await asyncio.gather(*(remote(counter).add(1) for _ in range(3))))
-        print("in a thread:", await remote(counter).slow_add(90))
+        counter = await aiorpc.create("other", Counter, 5)  # an RRef of an object there
+        print("one call:", await aiorpc.remote(counter).add(2))
+        print(
+            "many at once:",
+            await asyncio.gather(*(aiorpc.remote(counter).add(1) for _ in range(3))),
+        )
+        print("in a thread:", await aiorpc.remote(counter).slow_add(90))
 
         try:
-            await remote(counter, timeout=0.2).never()
+            await aiorpc.remote(counter, timeout=0.2).never()
         except aiorpc.CallTimeout as exc:
             print("timeout:", exc.method, "on", exc.worker)
 
         try:
-            await remote(counter).fail()
+            await aiorpc.remote(counter).fail()
         except LookupError as exc:  # its own class; the remote traceback is its cause
             print("an exception:", exc, "| caused by", type(exc.__cause__).__name__)
 

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Round, batched, create, create_all, each, remote
 
 TRAINERS = ["trainer0", "trainer1", "trainer2"]
 
@@ -17,7 +16,7 @@ class Server:
         self.model = nn.Linear(2, 1)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.5)
 
-    @batched(Round(len(TRAINERS)))  # runs once all trainers have called
+    @aiorpc.batched(aiorpc.Round(len(TRAINERS)))  # runs once all trainers have called
     async def update(self, gradients: list[list[Tensor]]) -> dict[str, Tensor]:
         for parameter, *parts in zip(self.model.parameters(), *gradients, strict=True):
             parameter.grad = torch.stack(parts).mean(0)
@@ -32,20 +31,22 @@ class Trainer:
     async def train(self, server: aiorpc.RRef[Server], seed: int, steps: int) -> float:
         random = torch.Generator().manual_seed(seed)
         model = nn.Linear(2, 1)
-        model.load_state_dict(await remote(server).state())
+        model.load_state_dict(await aiorpc.remote(server).state())
         for _ in range(steps):
             x = torch.randn(16, 2, generator=random)
             loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
             gradients = torch.autograd.grad(loss, list(model.parameters()))
-            model.load_state_dict(await remote(server).update(list(gradients)))
+            model.load_state_dict(await aiorpc.remote(server).update(list(gradients)))
         return loss.item()
 
 
 async def main() -> None:
     async with aiorpc.local_world(["server", *TRAINERS]):
-        server = await create("server", Server)
-        trainers = await create_all(TRAINERS, Trainer)
-        losses = await remote(trainers).train(server, each(range(3)), 50)  # all three at once
+        server = await aiorpc.create("server", Server)
+        trainers = await aiorpc.create(TRAINERS, Trainer)
+        losses = await aiorpc.remote(trainers).train(
+            server, aiorpc.each(range(3)), 50
+        )  # all three at once
         print("trained:", all(loss < 1e-4 for loss in losses))
 
 

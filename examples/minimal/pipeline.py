@@ -6,7 +6,6 @@ import torch
 from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, autograd, create, remote
 
 
 class Stage:
@@ -18,24 +17,29 @@ class Stage:
         result: Tensor = self.layers(x)
         return result
 
-    def parameters(self) -> list[RRef[Tensor]]:
-        return [RRef(parameter) for parameter in self.layers.parameters()]
+    def parameters(self) -> list[aiorpc.RRef[Tensor]]:
+        return [aiorpc.RRef(parameter) for parameter in self.layers.parameters()]
 
 
 async def main() -> None:
     async with aiorpc.local_world(["first", "second"]):
-        first = await create("first", Stage, 0, 4, 16)
-        second = await create("second", Stage, 1, 16, 1)
-        parameters = [*await remote(first).parameters(), *await remote(second).parameters()]
-        optimizer = await autograd.DistributedOptimizer.create(torch.optim.SGD, parameters, lr=0.5)
+        first = await aiorpc.create("first", Stage, 0, 4, 16)
+        second = await aiorpc.create("second", Stage, 1, 16, 1)
+        parameters = [
+            *await aiorpc.remote(first).parameters(),
+            *await aiorpc.remote(second).parameters(),
+        ]
+        optimizer = await aiorpc.autograd.DistributedOptimizer.create(
+            torch.optim.SGD, parameters, lr=0.5
+        )
 
         torch.manual_seed(2)
         x = torch.randn(64, 4)
         y = x.mean(1, keepdim=True).tanh()
         losses = []
         for _ in range(60):
-            async with autograd.context() as context:  # records calls through both processes
-                out = await remote(second).forward(await remote(first).forward(x))
+            async with aiorpc.autograd.context() as context:  # records calls through both processes
+                out = await aiorpc.remote(second).forward(await aiorpc.remote(first).forward(x))
                 loss = nn.functional.mse_loss(out, y)
                 await context.backward([loss])
                 await optimizer.step(context)

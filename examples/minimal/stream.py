@@ -4,7 +4,6 @@ import asyncio
 from collections.abc import AsyncIterator, Iterator
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import create, remote
 
 
 class Model:
@@ -27,19 +26,19 @@ class Model:
 
 async def main() -> None:
     async with aiorpc.local_world(["server"]):
-        model = await create("server", Model)
+        model = await aiorpc.create("server", Model)
 
-        tokens = [token async for token in remote(model).generate("a", 4)]
+        tokens = [token async for token in aiorpc.remote(model).generate("a", 4)]
         print("all:", *tokens)
 
-        async for token in remote(model).generate("b", 1_000_000):
+        async for token in aiorpc.remote(model).generate("b", 1_000_000):
             if token.endswith("2"):
                 print("left at:", token)
                 break  # closes the remote generator
 
-        print("sum:", sum([number async for number in remote(model).count(100)]))
+        print("sum:", sum([number async for number in aiorpc.remote(model).count(100)]))
         for _ in range(2):
-            await remote(model).wait_closed()
+            await aiorpc.remote(model).wait_closed()
         print("closed: both")
 
 

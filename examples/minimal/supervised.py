@@ -5,8 +5,6 @@ import os
 import random
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import each, supervised_all
-from aiorpc_torch.testing import kill
 
 
 class Env:
@@ -19,14 +17,14 @@ class Env:
 
 
 async def main() -> None:
-    async with aiorpc.local_world(["env0", "env1"], restart=2):
-        envs = await supervised_all(["env0", "env1"], Env, each([0, 1]), restarts=2)
+    async with aiorpc.local_world(["env0", "env1"], max_restarts=2):
+        envs = await aiorpc.supervised(["env0", "env1"], Env, aiorpc.each([0, 1]))
         processes = set()
         async for number, process in envs.map(Env.rollout, range(100)):
             processes.add(process)
             if number == 20:
-                kill("env0")  # both: until they are back, the rollouts wait
-                kill("env1")
+                aiorpc.testing.kill("env0")  # both: until they are back, the rollouts wait
+                aiorpc.testing.kill("env1")
         print("rollouts:", number + 1)
         print("processes:", len(processes))
         print(*envs, sep="\n")

@@ -8,7 +8,6 @@ import os
 from collections import Counter
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import lookup, register, remote
 
 
 class Words:
@@ -24,15 +23,15 @@ class Words:
 
 async def serve() -> None:
     async with aiorpc.worker("server"):  # rank, world size and address are torchrun's
-        register("words", Words())
+        aiorpc.register("words", Words())
         # The end of the block serves on until all clients have left.
 
 
 async def ask(rank: int) -> None:
     async with aiorpc.worker(f"client{rank}"):
-        words = await lookup("words", on="server")  # waits until it is registered
-        await remote(words).add("never say never, never")
-        word, count = await remote(words).top()
+        words = await aiorpc.lookup("words", on="server")  # waits until it is registered
+        await aiorpc.remote(words).add("never say never, never")
+        word, count = await aiorpc.remote(words).top()
         print(f"client{rank}: {word!r}, three times or more: {count >= 3}", flush=True)
 
 

@@ -71,7 +71,7 @@ async def test_rollouts_of_both_forms(policy: str) -> None:
     """Each has the steps of one environment, and the version that was asked for."""
     await enter_main_first()
     given = parse("--actors", "1", "--environments", "3", "--policy", policy)
-    async with world(["actor0", "player"], name="learner"):
+    async with world(["actor0", "player"], name="learner", max_restarts=1):
         learner = Learner(1)
         weights = Weights(learner.network.state_dict())
         register("policy", weights)

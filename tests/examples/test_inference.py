@@ -18,7 +18,8 @@ pytest.importorskip("torchvision", exc_type=(ImportError, RuntimeError))
 pytest.importorskip("psutil")
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, QueueFull, RRef, Worker, remote
+from aiorpc_torch import CallTimeout, QueueFull, RRef, remote
+from aiorpc_torch.types import Worker
 from benchmarks._inference_report import Left, OpenLoop, Outcome, row, served_both
 from examples.inference import Client, Model, served
 from tests.support.example_programs import (
@@ -87,7 +88,7 @@ async def test_answers_are_the_models_own(world: Worker) -> None:
     assert torch.stack(right).std(0).min() > 1e-3  # they can be told from each other
     torch.testing.assert_close(together, right)
     torch.testing.assert_close(alone, right)
-    counted = next(v for k, v in aiorpc.stats().batches.items() if k.endswith(".infer"))
+    counted = next(v for k, v in aiorpc.observe.stats().batches.items() if k.endswith(".infer"))
     assert (counted.items, counted.batches) == (12, 2)
 
 

@@ -36,9 +36,10 @@ try:
 except (ImportError, RuntimeError) as exc:  # RuntimeError: it was built for another torch
     pytest.skip(f"no torchvision: {exc}", allow_module_level=True)
 
-from aiorpc_torch import RRef, Worker, create, fetch, remote
+from aiorpc_torch import RRef, create, fetch, remote
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
 from aiorpc_torch.testing import world as new_world
+from aiorpc_torch.types import Worker
 from examples import _digits as digits
 from examples._mnist import Net, devices, load, prepare, shuffled, snapshot
 from examples.mnist import ParameterServer, Trainer

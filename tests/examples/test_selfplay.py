@@ -14,7 +14,8 @@ import torch
 from hypothesis import given, strategies as st
 from torch import Tensor
 
-from aiorpc_torch import RRef, Worker, remote
+from aiorpc_torch import RRef, remote
+from aiorpc_torch.types import Worker
 from examples._connect4 import HEIGHT, START, WIDTH, Position, has_four
 from examples._policy import Learner, Network, Sample, boards
 from examples._tree import Node, search

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from aiorpc_torch import WorkerLost, stats
+from aiorpc_torch import WorkerLost
 from aiorpc_torch._aio import threads
 from aiorpc_torch._aio.segments import Segment
 from aiorpc_torch._batching import queue as batch_queue
@@ -35,6 +35,7 @@ from aiorpc_torch._torch import transport
 from aiorpc_torch._wire.slots import Slots
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.node import Node
+from aiorpc_torch.observe import stats
 
 from .loop import SteppingLoop
 from .socket_work import SocketWork

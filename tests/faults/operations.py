@@ -147,7 +147,7 @@ class Operation:
         around: where it runs: in a "world", in one that is "watched", beside an "agent" of
             `rpc.init_rpc`, or in "nothing".
         raises: exceptions with which it ends without a fault.
-        waits: whether it waits for other things than calls, which a deadline ends with TimeoutError.
+        waits: whether it waits for other things than calls, too.
     """
 
     name: str
@@ -499,7 +499,7 @@ async def replay_in_and_out(_: Scene) -> Any:
 @operation()
 async def members_by_name(scene: Scene) -> Any:
     """A map waits for the first member; a call is made by those that are there."""
-    envs: aiorpc.NamedMembers[Actor] = aiorpc.members("env")
+    envs: aiorpc.types.NamedMembers[Actor] = aiorpc.members("env")
     results = envs.map(Actor.echo, range(3), in_flight=1)
     first = asyncio.create_task(_next(results))
     try:

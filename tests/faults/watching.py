@@ -11,7 +11,8 @@ from typing import Any
 from opentelemetry.sdk.trace import SpanProcessor, TracerProvider
 from opentelemetry.sdk.trace.export import SimpleSpanProcessor, SpanExporter, SpanExportResult
 
-from aiorpc_torch import CallInfo, Interceptor, intercept, observe
+from aiorpc_torch import observe
+from aiorpc_torch.observe import CallInfo, Interceptor, intercept
 from tests.support.hooks import no_hooks
 
 SCRAPE_TIMEOUT = 10.0  # real seconds

@@ -243,7 +243,7 @@ def begin(key: str, timeout: float | None = None) -> None:
 
     kept["thread"] = threading.Thread(target=run)
     kept["thread"].start()
-    while not aiorpc.stats().in_flight and kept["thread"].is_alive():
+    while not aiorpc.observe.stats().in_flight and kept["thread"].is_alive():
         time.sleep(0.001)
 
 
@@ -544,7 +544,7 @@ def refusals() -> list[str]:
             await again(aiorpc.worker("a", rank=0, world_size=1))
 
     asyncio.run(main())
-    with aiorpc.attach_in_thread() as me:
+    with aiorpc.in_thread(aiorpc.attach()) as me:
         asyncio.run(again(aiorpc.attach()))
 
         async def inside() -> str:
@@ -567,15 +567,15 @@ def test_refusals(players: Players) -> None:
     assert twice.startswith("RuntimeError: this process is attached")
     assert world.startswith("RuntimeError: this process is in a world already")
     assert thread.startswith("RuntimeError: this process is attached")
-    assert own_loop.startswith("RuntimeError: run() would block its own event loop")
-    assert after.startswith("NotInWorld: the block of attach_in_thread() was left")
+    assert own_loop.startswith("RuntimeError: run() and iterate() would block")
+    assert after.startswith("NotInWorld: the block of in_thread() was left")
 
 
 async def test_no_agent() -> None:
     with pytest.raises(aiorpc.NotInWorld, match=r"call rpc\.init_rpc"):
         async with aiorpc.attach():
             pass
-    with pytest.raises(aiorpc.NotInWorld), aiorpc.attach_in_thread():
+    with pytest.raises(aiorpc.NotInWorld), aiorpc.in_thread(aiorpc.attach()):
         pass
 
 
@@ -613,7 +613,7 @@ def shut_down() -> None:
 
 
 def be_passive() -> None:
-    with aiorpc.attach_in_thread():
+    with aiorpc.in_thread(aiorpc.attach()):
         rpc.shutdown()
 
 

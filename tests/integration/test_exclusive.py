@@ -44,7 +44,7 @@ async def test_turns_between_processes(workers: Any) -> None:
     await shared.gate.entered()
     waits = asyncio.create_task(call("a", ask, rref, "work", "waits for a"))
     for _ in range(1000):  # the call has come when it is listed
-        if len([each for each in aiorpc.pending() if each.incoming]) == 2:
+        if len([each for each in aiorpc.observe.pending() if each.incoming]) == 2:
             break
         await asyncio.sleep(0.01)
     own = asyncio.create_task(remote(rref).work("own"))

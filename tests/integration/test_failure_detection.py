@@ -110,7 +110,7 @@ async def test_killed_peer(tmp_path) -> None:
         assert time.monotonic() - start < 2.0 + SLACK
         # The dead one's contribution is in no round: three others complete it.
         assert await asyncio.gather(*(remote(batching).total(n) for n in (1, 2, 3))) == [6, 6, 6]
-        assert aiorpc.stats().in_flight == 0
+        assert aiorpc.observe.stats().in_flight == 0
         start = time.monotonic()
     assert time.monotonic() - start < 5.0 + SLACK
 
@@ -167,7 +167,7 @@ async def test_an_exit_code_that_comes_late(monkeypatch: pytest.MonkeyPatch) -> 
             assert lost.value.reason == "its process was killed by SIGKILL"
 
 
-async def lost_for_good(me: aiorpc.Worker, peer: str) -> None:
+async def lost_for_good(me: aiorpc.types.Worker, peer: str) -> None:
     """Wait until a peer that was killed is lost and will not rejoin."""
     while True:
         await me.wait_for(peer)
@@ -193,7 +193,7 @@ async def test_a_peer_that_told_of_its_failure() -> None:
 
 async def test_a_child_that_cannot_be_restarted(caplog: pytest.LogCaptureFixture) -> None:
     """The system has no process left: those that wait for the child are told."""
-    async with world(["b"], restart=1) as me, asyncio.timeout(30.0):
+    async with world(["b"], max_restarts=1) as me, asyncio.timeout(30.0):
 
         def no_process(*_: Any) -> Any:
             raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
@@ -280,7 +280,7 @@ async def check_frozen(heartbeat: float) -> None:
         counter = await create("b", Counter)
         assert await call("c", actors.call_on, counter, "aadd", 5) == 5
     assert not [each for each in await call("c", actors.outcomes) if "WorkerLost" in each]
-    assert aiorpc.stats().in_flight == 0
+    assert aiorpc.observe.stats().in_flight == 0
 
 
 @pytest.mark.parametrize("heartbeat", [0.0, -1.0, float("inf"), float("nan")])

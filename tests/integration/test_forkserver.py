@@ -219,7 +219,7 @@ def fork_sleeper() -> tuple[int, int]:
 @pytest.mark.slow
 async def test_a_worker_is_replaced_though_its_fork_lives() -> None:
     """A process that it forked, as of a pool, does not hold the pipe that tells its death."""
-    async with local_world(["a"], restart=1, start_timeout=500.0) as me:
+    async with local_world(["a"], max_restarts=1, start_timeout=500.0) as me:
         killed, sleeper = await call("a", fork_sleeper)
         try:
             os.kill(killed, signal.SIGKILL)
@@ -397,7 +397,7 @@ async def test_no_descriptor_is_left() -> None:
 @pytest.mark.slow
 async def test_a_killed_server_ends_no_worker() -> None:
     """Children live on; one that dies then is replaced; the next world has another server."""
-    async with local_world(["a"], restart=1, start_timeout=500.0) as me:
+    async with local_world(["a"], max_restarts=1, start_timeout=500.0) as me:
         before, killed = server(), await call("a", actors.pid)
         before.kill()
         before.wait()
@@ -504,7 +504,7 @@ async def test_children_are_initialized_before_their_world() -> None:
             pass
 
 
-async def tell_start(me: aiorpc.Worker) -> list[Any]:
+async def tell_start(me: aiorpc.types.Worker) -> list[Any]:
     return [await call(peer, noted_start) for peer in me.peers] + _initialized
 
 

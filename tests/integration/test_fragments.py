@@ -33,13 +33,13 @@ async def names_for(fragment: str) -> dict[str, Any]:
         for name in ("a", "b"):
             await call(name, objects.register_env)
     else:
-        names["envs"] = await aiorpc.create_all(["env0", "env1"], objects.Env, net, 1)
+        names["envs"] = await aiorpc.create(["env0", "env1"], objects.Env, net, 1)
     if "infer(x)" in fragment:
         names["x"] = 1
     names["a"], names["b"] = await create("a", objects.Pair), await create("b", objects.Pair)
     names["ps"] = await create("ps", objects.ParameterServer)
     names["grads"] = torch.ones(3 if "timeout" in fragment else 2)
-    names["models"] = await aiorpc.create_all(["a", "b"], objects.Model)
+    names["models"] = await aiorpc.create(["a", "b"], objects.Model)
     names["encoder"], names["my_head"] = await create("a", nn.Linear, 2, 2), nn.Linear(2, 2)
     names["loss_fn"] = nn.functional.mse_loss
     return names

@@ -40,7 +40,7 @@ async def test_a_peer_that_sends_junk() -> None:
             assert await sending == len(frames)
             assert await remote(counter).add(-200) == 0
         assert await call("victim", raw_connections.sessions) == ["main"]
-        assert (await call("victim", aiorpc.stats)).running == 1, "that very call"
+        assert (await call("victim", aiorpc.observe.stats)).running == 1, "that very call"
 
 
 @pytest.mark.promise("security.frames")

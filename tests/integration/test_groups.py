@@ -17,23 +17,22 @@ from aiorpc_torch import (
     CallTimeout,
     Group,
     GroupError,
-    RemoteTraceback,
     RRef,
     WorkerLeft,
     WorkerLost,
     call,
     create,
-    create_all,
     each,
     lookup,
     register,
     remote,
-    stats,
     timeout,
 )
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate, frozen, kill, world
+from aiorpc_torch.types import RemoteTraceback
 
 pytestmark = pytest.mark.worlds
 
@@ -88,7 +87,7 @@ async def use_group(group: Group[Node]) -> list[Any]:
 async def test_a_group_of_processes() -> None:
     """Calls, arguments, failures and choices, from here and from a child."""
     async with world([*NAMES]) as me:
-        group = await create_all(NAMES, Node, each([1, 2, 3]))
+        group = await create(NAMES, Node, each([1, 2, 3]))
         await check_calls(group)
         await check_arguments(group)
         await check_failures(group)
@@ -159,7 +158,7 @@ async def check_map(group: Group[Node]) -> None:
 async def test_losses() -> None:
     """A frozen member is late, a killed one is lost; `any` and `map` go on with the others."""
     async with world([*NAMES], heartbeat=60.0) as me:
-        group = await create_all(NAMES, Node, each([1, 2, 3]))
+        group = await create(NAMES, Node, each([1, 2, 3]))
         with frozen("b"):
             with pytest.raises(GroupError) as raised:
                 await remote(group, timeout=0.5).add(0)
@@ -184,7 +183,7 @@ async def test_losses() -> None:
             async with asyncio.timeout(PATIENCE):
                 await lookup("anything", on="c")
         with pytest.raises(GroupError) as raised:
-            await create_all(NAMES, Node, each([1, 2, 3]))
+            await create(NAMES, Node, each([1, 2, 3]))
         made: Group[Any] = Group(raised.value.results[:2])
         assert await remote(made).add(0) == [1, 2]
         assert me.rank == 0
@@ -192,7 +191,7 @@ async def test_losses() -> None:
 
 async def check_loss_in_a_call() -> None:
     """c is killed while all members wait."""
-    gates = await create_all(NAMES, Gate)
+    gates = await create(NAMES, Gate)
     calling = asyncio.create_task(call(gates, Gate.passed))
     iterating = asyncio.create_task(collect(remote(gates).passed()))
     async with asyncio.timeout(PATIENCE):
@@ -217,7 +216,7 @@ async def collect(call_: Any) -> list[Any]:
 async def test_a_map_with_a_member_killed_in_the_middle(retries: int) -> None:
     """Every item is once in the results, in order; without retries it ends at the lost item."""
     async with world(["a", "b"]):
-        group = await create_all(["a", "b"], Node, each([1, 2]))
+        group = await create(["a", "b"], Node, each([1, 2]))
         found: list[int] = []
 
         async def consume() -> None:
@@ -240,7 +239,7 @@ async def test_a_map_with_a_member_killed_in_the_middle(retries: int) -> None:
 async def test_a_map_whose_item_kills() -> None:
     """One item ends each process that gets it: it fails with WorkerLost after its retries."""
     async with world(["a", "b"]):
-        group = await create_all(["a", "b"], Node, 1)
+        group = await create(["a", "b"], Node, 1)
         found = []
         with pytest.raises(WorkerLost):  # noqa: PT012
             async for x in group.map(Node.exit_at, range(10), [5] * 10, in_flight=1, retries=5):
@@ -254,8 +253,8 @@ async def register_node(name: str, number: int) -> RRef[Node]:
 
 async def test_replacement_processes() -> None:
     """A replaced member stays lost; a lookup goes on with the replacement process."""
-    async with world(["a", "b"], restart=1) as me:
-        group = await create_all(["a", "b"], Node, each([1, 2]))
+    async with world(["a", "b"], max_restarts=1) as me:
+        group = await create(["a", "b"], Node, each([1, 2]))
         await call("a", register_node, "old", 5)
         old = await lookup("old", on="a")
         assert await remote(old).add(1) == 6
@@ -299,14 +298,14 @@ async def check_replaced(group: Group[Node]) -> None:
     assert [x async for x in group.map(Node.square, range(9))] == [x * x for x in range(9)]
     with pytest.raises(WorkerLost):
         await remote(group[:1].any()).add(0)
-    again = await create_all(["a", "b"], Node, each([3, 4]))
+    again = await create(["a", "b"], Node, each([3, 4]))
     assert await remote(again).add(0) == [3, 4]
 
 
 async def test_gradients_through_a_group() -> None:
     """The calls of all members are in the context; gradients come from every process."""
     async with world([*NAMES]):
-        group = await create_all(NAMES, Node, each([1, 2, 3]))
+        group = await create(NAMES, Node, each([1, 2, 3]))
         x = torch.ones(3, requires_grad=True)
         async with context() as ctx:
             total = torch.stack(await remote(group).scale(x)).sum()
@@ -329,7 +328,7 @@ async def test_a_peer_that_leaves() -> None:
 
 PROGRAM = """
 import asyncio
-from aiorpc_torch import Group, call, create_all, each, lookup, register, remote, worker
+from aiorpc_torch import Group, call, create, each, lookup, register, remote, worker
 
 class Node:
     def __init__(self, number):
@@ -344,7 +343,7 @@ async def main():
         else:
             group = Group([await lookup("node", on=name) for name in me.peers])
             print(await remote(group).add(each([10, 20])), flush=True)
-            made = await create_all(me.peers, Node, 5)
+            made = await create(me.peers, Node, 5)
             print([x async for x in made.map(Node.add, range(4))], flush=True)
 
 asyncio.run(main())

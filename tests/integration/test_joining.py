@@ -13,10 +13,11 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Change, Group, WorkerLost, call, create, create_all, each, remote
+from aiorpc_torch import Group, WorkerLost, call, create, each, remote
 from aiorpc_torch._world.directory_client import DirectoryClient
 from aiorpc_torch._world.directory_server import MAX_UNREGISTERED, DirectoryServer
 from aiorpc_torch.testing import kill, world
+from aiorpc_torch.types import Change
 from tests.support import actors, joiners
 from tests.support.example_programs import free_port
 from tests.support.joiners import Env, growing
@@ -25,7 +26,7 @@ from tests.support.two_ends import until
 SOON = 30.0
 
 
-async def follow(me: aiorpc.Worker) -> list[Change]:
+async def follow(me: aiorpc.types.Worker) -> list[Change]:
     """Return the changes of a world once this worker has left it."""
     return [change async for change in me.changes()]
 
@@ -33,7 +34,7 @@ async def follow(me: aiorpc.Worker) -> list[Change]:
 @pytest.mark.promise("rejoin.changes")
 async def test_changes_of_a_child_that_is_killed() -> None:
     """It is lost and returns, for this process and for the other child; then all leave."""
-    async with world(["a", "b"], restart=1) as me:
+    async with world(["a", "b"], max_restarts=1) as me:
         following = asyncio.create_task(follow(me))
         assert await call("b", actors.ask_back, "a") == "a"  # b has a connection to it
         pending = asyncio.create_task(call("a", asyncio.sleep, 600))
@@ -83,7 +84,7 @@ async def test_children_are_started_and_stopped() -> None:
 @pytest.mark.promise("joining.local")
 async def test_a_child_of_a_world_of_one_is_restarted() -> None:
     """It joins anew, and may be stopped; once it may not be restarted, it may be started."""
-    async with asyncio.timeout(2 * SOON), world(restart=1) as me:
+    async with asyncio.timeout(2 * SOON), world(max_restarts=1) as me:
         await me.start("a")
         for _ in range(2):
             pending = asyncio.create_task(call("a", asyncio.sleep, 600))
@@ -118,7 +119,7 @@ async def test_references_of_processes_that_ended(
     end: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """They delay the end of the world by a second at most, and torch logs nothing about them."""
-    async with asyncio.timeout(2 * SOON), world(restart=1) as me:
+    async with asyncio.timeout(2 * SOON), world(max_restarts=1) as me:
         aiorpc.register("object", Env())
         await me.start("a")
         await call("a", hold, "object", "main")
@@ -152,7 +153,7 @@ async def test_two_join_at_once(tmp_path: Path, store: str) -> None:
             assert (set(peers), size) == ({"main", other}, 3)
             assert await call(name, actors.ask_back, other) == other
             assert await call(name, actors.ask_back, "main") == "main"
-        group: Group[Env] = await create_all(["a", "b"], Env)
+        group: Group[Env] = await create(["a", "b"], Env)
         large = torch.arange(1 << 18, dtype=torch.float32)  # in shared memory
         assert all(torch.equal(got, large + 1) for got in await remote(group).step(large))
         assert await remote(group).number(each([1, 2])) == [1, 2]
@@ -347,7 +348,7 @@ async def test_a_process_joins_in_its_first_world(tmp_path: Path) -> None:
 
 async def next_change() -> Change:
     """To be called in a child: return its next change."""
-    [me] = [each for each in gc.get_objects() if isinstance(each, aiorpc.Worker)]
+    [me] = [each for each in gc.get_objects() if isinstance(each, aiorpc.types.Worker)]
     async for change in me.changes():
         return change
     raise AssertionError

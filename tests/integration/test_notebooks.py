@@ -83,7 +83,7 @@ CELLS = textwrap.dedent(
             await remote(ps).fail()
         except Lost as lost:
             assert lost.code == 8
-            assert type(lost.__cause__) is aiorpc.RemoteTraceback
+            assert type(lost.__cause__) is aiorpc.types.RemoteTraceback
         own = PS.add
         got = await fetch(ps)
         assert type(got) is PS and got.total == 8

@@ -29,7 +29,7 @@ USER: ContextVar[str] = ContextVar("tests.observe.user", default="unknown")
 
 
 def propagate_user() -> None:
-    aiorpc.propagate(USER)
+    aiorpc.observe.propagate(USER)
 
 
 async def user_seen(*path: str) -> str:
@@ -78,7 +78,7 @@ async def test_a_trace_over_processes(workers: Workers) -> None:
     mine = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(mine))
-    aiorpc.intercept(Tracing(provider))
+    aiorpc.observe.intercept(Tracing(provider))
     await call(names[0], user_seen, names[1])
     (client,) = mine.get_finished_spans()
     first, second = [await call(name, exported) for name in names]
@@ -104,15 +104,15 @@ async def test_a_retry_of_a_map_is_a_span_of_its_own(workers: Workers) -> None:
     """Beside that of the call which was lost, under that of the map."""
     names = ["dies", "stays"]
     await workers(names)
-    group = await aiorpc.create_all(names, Member, aiorpc.each(names))
+    group = await aiorpc.create(names, Member, aiorpc.each(names))
     mine = InMemorySpanExporter()
     provider = TracerProvider(shutdown_on_exit=False)
     provider.add_span_processor(SimpleSpanProcessor(mine))
-    aiorpc.intercept(Tracing(provider))
+    aiorpc.observe.intercept(Tracing(provider))
     results = group.map(Member.take, range(2), in_flight=1)
     first = asyncio.ensure_future(anext(results))
     # Until the other has answered.
-    while {each.worker for each in aiorpc.pending()} != {"dies"}:  # noqa: ASYNC110
+    while {each.worker for each in aiorpc.observe.pending()} != {"dies"}:  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     await asyncio.to_thread(testing.kill, "dies")
     assert [await first, *[each async for each in results]] == ["stays", "stays"]

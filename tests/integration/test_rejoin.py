@@ -30,7 +30,7 @@ async def lost(awaitable: Any) -> WorkerLost:
 @pytest.mark.promise("rejoin.restart", "rejoin.objects")
 async def test_a_child_rejoins() -> None:
     """It rejoins twice. Its callers get WorkerLost and may wait; other objects stay."""
-    async with world(["a", "b"], restart=2) as me:
+    async with world(["a", "b"], max_restarts=2) as me:
         gone, kept = await create("a", Counter, start=1), await create("b", Counter, start=2)
         far = await create("b", Batching)
         assert await call("b", actors.call_on, gone, "add", 0) == 1  # b knows a, and the object
@@ -65,13 +65,13 @@ async def test_a_child_rejoins() -> None:
                 remote(far).total(3),
             )
             assert sums == [6, 6, 6]
-        assert aiorpc.stats().in_flight == 0
+        assert aiorpc.observe.stats().in_flight == 0
 
 
 @pytest.mark.promise("rejoin.restart", "rejoin.wait_for")
 async def test_restarts_are_limited(caplog: pytest.LogCaptureFixture) -> None:
     """After the last restart `wait_for` raises WorkerLost. One line of the log tells of each."""
-    async with world(["a"], restart=1) as me:
+    async with world(["a"], max_restarts=1) as me:
         await me.wait_for("a")  # it is here
         for _ in range(2):
             kill("a")
@@ -89,7 +89,7 @@ async def test_restarts_are_limited(caplog: pytest.LogCaptureFixture) -> None:
 
 async def test_restarts_leave_no_descriptors() -> None:
     """Each closes the pipes of the process that ended."""
-    async with world(["a"], restart=3) as me:
+    async with world(["a"], max_restarts=3) as me:
         counts = []
         for _ in range(3):
             kill("a")
@@ -101,7 +101,7 @@ async def test_restarts_leave_no_descriptors() -> None:
         assert max(counts) == counts[0], counts
 
 
-async def wait_for(me: aiorpc.Worker, name: str) -> WorkerLost | None:
+async def wait_for(me: aiorpc.types.Worker, name: str) -> WorkerLost | None:
     try:
         return await me.wait_for(name)
     except WorkerLost as error:
@@ -129,7 +129,7 @@ async def test_waiting_for_an_unreachable_worker() -> None:
 @pytest.mark.promise("rejoin.undisturbed")
 async def test_a_rejoin_while_others_work() -> None:
     """Calls between the other workers go on, each answered once."""
-    async with world(["a", "b"], restart=1) as me:
+    async with world(["a", "b"], max_restarts=1) as me:
         sleeper, counter = await create("b", Sleeper), await create("b", Counter, start=0)
         done, stop = 0, asyncio.Event()
 
@@ -151,7 +151,7 @@ async def test_a_rejoin_while_others_work() -> None:
 
 
 def test_run_local_restarts_main(tmp_path: Path) -> None:
-    """It restarts after an exception and after a death, with `me.comeback` above 0."""
+    """It restarts after an exception and after a death, with `me.restarts` above 0."""
     path = program(
         tmp_path,
         """
@@ -160,11 +160,11 @@ def test_run_local_restarts_main(tmp_path: Path) -> None:
             arrived.append(comeback)
         async def main(me):
             if me.name == "trainer":
-                if me.comeback == 0:
+                if me.restarts == 0:
                     raise LookupError("first")
-                if me.comeback == 1:
+                if me.restarts == 1:
                     os._exit(9)
-                return await aiorpc.call("ps", arrive, me.comeback)
+                return await aiorpc.call("ps", arrive, me.restarts)
             while not arrived:
                 try:
                     await aiorpc.call("trainer", asyncio.sleep, 0.01)
@@ -172,7 +172,7 @@ def test_run_local_restarts_main(tmp_path: Path) -> None:
                     await me.wait_for(lost.worker)
             return arrived
         if __name__ == "__main__":
-            print(aiorpc.run_local(main, ["ps", "trainer"], restart=2))
+            print(aiorpc.run_local(main, ["ps", "trainer"], max_restarts=2))
         """,
     )
     done = run(path)
@@ -257,7 +257,7 @@ ALONE = """
         async with aiorpc.worker(
             rank=rank, world_size=3, init_method=where, heartbeat=60
         ) as me:
-            os.write(1, f"{me.name} {os.getpid()} {me.comeback}\\n".encode())
+            os.write(1, f"{me.name} {os.getpid()} {me.restarts}\\n".encode())
             if rank == 0:
                 try:
                     await aiorpc.call(1, asyncio.sleep, 600)

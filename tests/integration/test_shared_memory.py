@@ -12,9 +12,10 @@ import torch
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import WorkerLost, call, create, create_all, remote, stats
+from aiorpc_torch import WorkerLost, call, create, remote
 from aiorpc_torch._client import pool
 from aiorpc_torch._shm.segment_store import COPY_ON_LOOP
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Workers, kill
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf, memory_files
@@ -83,7 +84,7 @@ def make(name: str, shape: list[int], way: str) -> torch.Tensor:
 async def test_each_receiver_has_its_own(workers: Workers) -> None:
     """What one of a group writes is seen by no other, nor by the sender, nor by a later message."""
     await workers(["a", "b"])
-    members = await create_all(["a", "b", "a", "main"], TensorShelf)
+    members = await create(["a", "b", "a", "main"], TensorShelf)
     for name in ("a", "b", "main"):
         await connected(name)
     before = stats().segments

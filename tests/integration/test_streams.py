@@ -6,14 +6,9 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    NotInWorld,
-    RemoteTraceback,
-    WorkerLost,
-    call,
-    remote,
-)
+from aiorpc_torch import NotInWorld, WorkerLost, call, remote
 from aiorpc_torch.testing import world
+from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
 from tests.support.actors import Streams, TwoArguments
 from tests.support.consumers import (
@@ -58,10 +53,10 @@ async def test_streams_from_another_process() -> None:
                 await way(getattr(remote(fresh), kind)(ENDLESS))
                 await closed(fresh)
 
-        before = aiorpc.stats()
+        before = aiorpc.observe.stats()
         numbers = [iterate(call("b", actors.count, 200)) for _ in range(20)]
         assert await asyncio.gather(*numbers) == [list(range(200))] * 20
-        assert aiorpc.stats().messages - before.messages < 800, "for 4000 items"
+        assert aiorpc.observe.stats().messages - before.messages < 800, "for 4000 items"
 
         left = asyncio.create_task(iterate(remote(rref).follow()))
         await remote(rref).followed()

@@ -19,7 +19,6 @@ from aiorpc_torch import (
     fetch,
     remote,
     supervised,
-    supervised_all,
 )
 from aiorpc_torch.testing import frozen, world
 from tests.support.supervised_objects import Diary, lose, mortal, picky
@@ -45,7 +44,7 @@ async def lost(awaitable: Any) -> WorkerLost:
 @pytest.mark.promise("supervised.again", "supervised.waits")
 async def test_calls_wait_for_the_next_incarnation(file: Path) -> None:
     """All kinds of calls, in their order; the object is made once for all of them."""
-    async with world(["a"], restart=1), asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file, 5)
         assert await remote(diary).add() == 6
         pid, old = await remote(diary).pid(), diary.rref
@@ -63,14 +62,14 @@ async def test_calls_wait_for_the_next_incarnation(file: Path) -> None:
         assert diary.incarnation == 1
         assert told(file) == ["made", "made", "count"]
         assert "this RRef belongs to its old process" in str(await lost(remote(old).add()))
-        assert aiorpc.stats().in_flight == 0
+        assert aiorpc.observe.stats().in_flight == 0
 
 
 @pytest.mark.promise("supervised.again")
 async def test_losses_that_no_call_of_the_object_has_seen(file: Path) -> None:
     """The next call of any kind finds the old RRef, and waits for the next incarnation."""
-    async with world(["a"], restart=5) as me, asyncio.timeout(LONG):
-        diary = await supervised("a", Diary, file, 5, restarts=5)
+    async with world(["a"], max_restarts=5) as me, asyncio.timeout(LONG):
+        diary = await supervised("a", Diary, file, 5)
         group = Group([diary])
         for incarnation, calling in enumerate(
             (
@@ -95,7 +94,7 @@ async def read(stream: Any) -> list[Any]:
 @pytest.mark.promise("supervised.once")
 async def test_a_call_under_way_is_not_repeated(file: Path) -> None:
     """Awaited, streamed, by a group: WorkerLost, and it has run once."""
-    async with world(["a"], restart=1), asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file)
         group = Group([diary])
         pending = [
@@ -124,7 +123,10 @@ async def wait(awaitable: Any) -> Any:
 @pytest.mark.promise("supervised.waits")
 async def test_deadlines_and_cancellations_of_waiting_calls(file: Path) -> None:
     """A worker that is silent is not replaced: its object goes on, with its state."""
-    async with world(["a"], heartbeat=0.5, transports=["uv"]), asyncio.timeout(LONG):
+    async with (
+        world(["a"], heartbeat=0.5, transports=["uv"], max_restarts=1),
+        asyncio.timeout(LONG),
+    ):
         diary = await supervised("a", Diary, file)
         pending = asyncio.create_task(wait(remote(diary).hang()))
         assert await remote(diary).add() == 1
@@ -153,14 +155,14 @@ async def test_deadlines_and_cancellations_of_waiting_calls(file: Path) -> None:
                 each.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await each
-            assert aiorpc.stats().in_flight == 0
+            assert aiorpc.observe.stats().in_flight == 0
             assert not waiting.done()
         assert await waiting == 2, "the calls that were late have not run"
         assert (diary.incarnation, told(file)) == (0, ["made", "hang"])
 
 
 async def late(awaitable: Any) -> None:
-    with pytest.raises(CallTimeout, match="supervised object was awaited") as raised:
+    with pytest.raises(CallTimeout, match="its worker was awaited") as raised:
         await awaitable
     check_late(raised.value)
 
@@ -171,31 +173,39 @@ def check_late(error: BaseException) -> None:
 
 
 @pytest.mark.promise("supervised.restarts")
-async def test_restarts_are_used_up(file: Path) -> None:
-    """Later calls raise WorkerLost, at once, also while its process is replaced."""
-    async with world(["a"], restart=3) as me, asyncio.timeout(LONG):
-        diary = await supervised("a", Diary, file, restarts=1)
+async def test_it_is_made_as_often_as_its_process_comes_back(file: Path) -> None:
+    """The budget is that of the world; `restarts` of the worker counts with the incarnations."""
+    async with world(["a"], max_restarts=5), asyncio.timeout(LONG):
+        diary = await supervised("a", Diary, file)
+        for incarnation in range(1, 6):
+            await lose("a")
+            assert await remote(diary).add() == 1
+            assert diary.incarnation == incarnation
         await lose("a")
-        assert await remote(diary).add() == 1
-        await lose("a")
-        assert not (await lost(remote(diary).add())).may_have_run, "as an RRef"
-        await me.wait_for("a")
-        for _ in range(2):
-            error = await lost(remote(diary).add())
-            assert "restarts=1 are used up" in error.reason
-            assert (error.method, error.may_have_run) == ("Diary.add", False)
-        await lost(read(remote(diary).count(1)))
-        await lost(remote(Group([diary]).any()).add())
-        await lost(read(Group([diary]).map(Diary.twice, [1])))
-        with pytest.raises(GroupError, match="1 of 1 members failed"):
-            await remote(Group([diary])).add()
-        assert diary.incarnation == 1
+        error = await lost(remote(diary).add())
+        assert "it is not restarted" in error.reason
+
+
+@pytest.mark.promise("supervised.restarts")
+async def test_a_child_that_nobody_restarts_is_refused() -> None:
+    """At once, with the remedy; an object of this process itself needs no restart."""
+    async with world(["a", "b"]) as me:
+        for to in ("a", 1, ["a", "b"], (me.name, "b")):
+            with pytest.raises(ValueError, match=r"local_world\(\) or run_local\(\) max_restarts="):
+                await supervised(to, dict)
+        assert await remote(await supervised(me.name, dict)).copy() == {}
+        with pytest.raises(ValueError, match="worker 'b' is not restarted when it dies"):
+            await call("a", supervise, "b")
+
+
+async def supervise(worker: str) -> None:
+    await supervised(worker, dict)
 
 
 @pytest.mark.promise("supervised.restarts")
 async def test_a_worker_that_is_not_started_again(file: Path) -> None:
     """The calls that wait for it raise WorkerLost."""
-    async with world(["a"], restart=1), asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file)
         await lose("a")
         assert await remote(diary).add() == 1
@@ -207,10 +217,10 @@ async def test_a_worker_that_is_not_started_again(file: Path) -> None:
 
 @pytest.mark.promise("supervised.factory")
 async def test_a_factory_that_raises(file: Path, tmp_path: Path) -> None:
-    """The calls that wait raise its exception. The next one tries again, and no restart is used."""
+    """The calls that wait raise its exception. The next one tries again."""
     refusal = tmp_path / "refusal"
-    async with world(["a"], restart=1), asyncio.timeout(LONG):
-        diary = await supervised("a", picky, file, refusal, restarts=1)
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
+        diary = await supervised("a", picky, file, refusal)
         refusal.touch()
         await lose("a")
         calls: list[Any] = [remote(diary).add(), read(remote(diary).count(1)), fetch(diary)]
@@ -228,10 +238,10 @@ async def test_a_factory_that_raises(file: Path, tmp_path: Path) -> None:
 
 
 async def test_a_process_that_is_lost_while_it_makes_the_object(file: Path, tmp_path: Path) -> None:
-    """It is made in the next one; each attempt is a restart."""
+    """It is made in the next one."""
     refusal = tmp_path / "refusal"
-    async with world(["a"], restart=2), asyncio.timeout(LONG):
-        diary = await supervised("a", mortal, file, refusal, restarts=2)
+    async with world(["a"], max_restarts=2), asyncio.timeout(LONG):
+        diary = await supervised("a", mortal, file, refusal)
         refusal.touch()
         await lose("a")
         assert await remote(diary).add() == 1
@@ -241,8 +251,8 @@ async def test_a_process_that_is_lost_while_it_makes_the_object(file: Path, tmp_
 @pytest.mark.promise("supervised.groups")
 async def test_groups(file: Path) -> None:
     """Calls of all members wait for those that are lost; `any` and `map` use the others."""
-    async with world(["a", "b"], restart=4), asyncio.timeout(LONG):
-        group = await supervised_all(["a", "b"], Diary, file, each([1, 2]))
+    async with world(["a", "b"], max_restarts=4), asyncio.timeout(LONG):
+        group = await supervised(["a", "b"], Diary, file, each([1, 2]))
         await lose("a")
         assert await remote(group.any()).add(0) == 2, "the member that is alive"
         assert await remote(group).add(each([10, 20])) == [11, 22]
@@ -263,7 +273,7 @@ async def test_groups(file: Path) -> None:
 
 async def test_a_map_goes_on_when_its_members_are_back(file: Path) -> None:
     """An item that was lost runs again, on the next incarnation, at most `retries` times."""
-    async with world(["a"], restart=1), asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file)
         results = Group([diary]).map(Diary.twice, range(10), in_flight=1)
         assert await anext(results) == 0
@@ -274,7 +284,7 @@ async def test_a_map_goes_on_when_its_members_are_back(file: Path) -> None:
 
 async def test_a_group_call_that_is_cancelled_before_its_member_is_made_again(file: Path) -> None:
     """It is not sent afterwards."""
-    async with world(["a"], restart=1) as me, asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1) as me, asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file)
         await lose("a")
         await me.wait_for("a")
@@ -288,7 +298,7 @@ async def test_a_group_call_that_is_cancelled_before_its_member_is_made_again(fi
 
 async def test_the_end_of_the_loop_that_supervises(file: Path) -> None:
     """Calls go on while the object is alive. It is not made again."""
-    async with world(["a"], restart=1) as me, asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1) as me, asyncio.timeout(LONG):
         diary = await asyncio.to_thread(lambda: asyncio.run(supervised("a", Diary, file)))
         assert await remote(diary).add() == 1
         await lose("a")
@@ -300,7 +310,7 @@ async def test_the_end_of_the_loop_that_supervises(file: Path) -> None:
 
 async def test_a_stream_that_is_closed_while_it_waits(file: Path) -> None:
     """It is not sent afterwards."""
-    async with world(["a"], restart=1), asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file)
         await lose("a")
         stream: Any = aiter(remote(diary).count(3))
@@ -316,7 +326,7 @@ async def test_a_stream_that_is_closed_while_it_waits(file: Path) -> None:
 
 async def test_loops_of_other_threads(file: Path) -> None:
     """Their calls wait too. The object is made on the loop that supervises it."""
-    async with world(["a"], restart=1), asyncio.timeout(LONG):
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
         diary = await supervised("a", Diary, file)
         await lose("a")
         found = await asyncio.to_thread(lambda: asyncio.run(wait(remote(diary).add())))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RRef, create, create_all, lookup, proxy, register, remote
+from aiorpc_torch import CallTimeout, RRef, create, lookup, proxy, register, remote
 from aiorpc_torch.testing import kill, world
 from aiorpc_torch.training import Replay, SampleLimit, StalenessLimit
 
@@ -42,11 +42,11 @@ async def until(limit: StalenessLimit, in_flight: int, waiting: int = 0) -> None
 @pytest.mark.promise("training.tickets", "training.ratio")
 async def test_tickets_of_a_holder_that_is_killed() -> None:
     """They come back; those that it waited for go to others, also to its replacement process."""
-    async with world(["a", "b"], restart=1) as me, asyncio.timeout(LONG):
+    async with world(["a", "b"], max_restarts=1) as me, asyncio.timeout(LONG):
         limit, replay = StalenessLimit(0, 2), Replay(limit=SampleLimit(1, min_size=2, slack=4))
         register("limit", limit)
         register("replay", replay)
-        a, b = await create_all(["a", "b"], Worker)
+        a, b = await create(["a", "b"], Worker)
         lost = [asyncio.create_task(remote(a).roll_out()) for _ in range(3)]
         await until(limit, 2, 1)
         kept = asyncio.create_task(remote(b).roll_out("from b"))

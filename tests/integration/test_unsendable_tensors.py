@@ -5,8 +5,9 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch import call, create, fetch, remote, stats
+from aiorpc_torch import call, create, fetch, remote
 from aiorpc_torch._client import pool
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Workers
 from tests.support.tensor_kinds import UNSENDABLE, WARNINGS, make
 from tests.support.tensor_shelf import TensorShelf

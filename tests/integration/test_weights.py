@@ -7,7 +7,8 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, WorkerLost, create, create_all, remote, stats
+from aiorpc_torch import Group, WorkerLost, create, remote
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import kill, world
 from tests.support.followers import Actor, Learner
 from tests.support.supervised_objects import lose
@@ -25,7 +26,7 @@ async def test_actors_see_whole_versions() -> None:
     """In every batch, in threads and on the loop, while versions arrive as fast as they can."""
     async with world(["learner", "a", "b"]), asyncio.timeout(LONG):
         learner = await create("learner", Learner, size=LARGE)
-        actors = await create_all(["a", "b"], Actor, size=LARGE)
+        actors = await create(["a", "b"], Actor, size=LARGE)
         await start_all(actors)
         watching = asyncio.create_task(watch(actors, 30))
         results = list[tuple[int, int]]()
@@ -49,7 +50,7 @@ async def watch(actors: "Group[Actor]", until: int) -> list[list[int]]:
 
 @pytest.mark.promise("training.lost", "training.replaced")
 async def test_a_publisher_that_is_replaced() -> None:
-    async with world(["learner", "a"], restart=1) as me, asyncio.timeout(LONG):
+    async with world(["learner", "a"], max_restarts=1) as me, asyncio.timeout(LONG):
         learner = await create("learner", Learner)
         actor = await create("a", Actor)
         await remote(actor).start()
@@ -74,7 +75,7 @@ async def test_a_publisher_that_is_lost_for_good() -> None:
     """Waits end, versions stay; a follower that was killed disturbs no other."""
     async with world(["learner", "a", "b"]), asyncio.timeout(LONG):
         learner = await create("learner", Learner)
-        actors = await create_all(["a", "b"], Actor)
+        actors = await create(["a", "b"], Actor)
         await start_all(actors, patience=0.05)
         kill("b")
         assert await remote(learner).publish() == 1
@@ -96,7 +97,7 @@ async def test_one_transfer_for_another_host() -> None:
     names = ["a", "b", "c"]
     async with world(["learner", *names]), asyncio.timeout(LONG):
         learner = await create("learner", Learner, size=LARGE)
-        actors = await create_all(names, Actor, size=LARGE)
+        actors = await create(names, Actor, size=LARGE)
         assert await remote(actors[0]).start(host="other") == 0
         await start_all(actors[1:], host="other")
         assert await remote(actors).relay() == ["a"] * 3
@@ -118,9 +119,9 @@ async def test_one_transfer_for_another_host() -> None:
 
 @pytest.mark.promise("training.relays")
 async def test_a_publisher_that_is_replaced_on_another_host() -> None:
-    async with world(["learner", "a", "b"], restart=1) as me, asyncio.timeout(LONG):
+    async with world(["learner", "a", "b"], max_restarts=1) as me, asyncio.timeout(LONG):
         learner = await create("learner", Learner)
-        actors = await create_all(["a", "b"], Actor)
+        actors = await create(["a", "b"], Actor)
         await start_all(actors, host="other")
         assert await remote(learner).publish_many(5) == 5
         assert await remote(actors).wait(5) == [5, 5]

@@ -15,18 +15,10 @@ import torch
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    RemoteError,
-    RemoteTraceback,
-    WorkerLost,
-    WorldTimeout,
-    call,
-    create,
-    fetch,
-    remote,
-)
+from aiorpc_torch import RemoteError, WorkerLost, WorldTimeout, call, create, fetch, remote
 from aiorpc_torch._world import launch
 from aiorpc_torch.testing import kill, world
+from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Sleeper
 from tests.support.scripts import program, run, started

@@ -14,9 +14,10 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, remote, stats
+from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, remote
 from aiorpc_torch._client import connection, sender
 from aiorpc_torch._wire.connection_state import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
+from aiorpc_torch.observe import stats
 
 Bounds = Callable[..., None]
 

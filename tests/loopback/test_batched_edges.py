@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Broadcast, Fill, Round, batched, call, create, each, remote, stats
+from aiorpc_torch import Broadcast, Fill, Round, batched, call, create, each, remote
+from aiorpc_torch.observe import stats
 from tests.support.actors import Proxied
 
 PATIENCE = 10.0

@@ -15,19 +15,18 @@ from torch.distributed import rpc
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
     BatchContractError,
-    BatchStats,
     Broadcast,
     NotInWorld,
     QueueFull,
     RemoteError,
-    RemoteTraceback,
     Round,
     RRef,
     batched,
     call,
     remote,
-    stats,
 )
+from aiorpc_torch.observe import BatchStats, stats
+from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
 from tests.support.gated_batches import (
     Gated,

@@ -12,7 +12,8 @@ import torch
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, create, fetch, remote, stats
+from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, create, fetch, remote
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Failing, Loud, Notes, Sleeper

@@ -18,7 +18,7 @@ import torch
 from torch.futures import Future
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote, stats
+from aiorpc_torch import RemoteError, RpcError, RRef, WorkerLost, call, remote
 from aiorpc_torch._client import (
     connection,
     introduction as introductions,
@@ -50,6 +50,7 @@ from aiorpc_torch._wire.targets import FunctionTarget
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch._world import worker
 from aiorpc_torch.autograd import context
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
 from tests.support.actors import Counter, Notes
 from tests.support.malformed import group
@@ -70,7 +71,7 @@ LARGE = 2 * INLINE_BYTES
 
 
 @pytest.fixture
-def tap(world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> Tap:
+def tap(world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch) -> Tap:
     """The frames that leave from now on."""
     return Tap(monkeypatch)
 
@@ -148,7 +149,7 @@ async def test_a_slow_call_delays_no_other_call_of_its_frame(tap: Tap) -> None:
     assert await ends(waiting) == [None]
 
 
-async def test_many_calls_leave_others_their_turns(world: aiorpc.Worker) -> None:
+async def test_many_calls_leave_others_their_turns(world: aiorpc.types.Worker) -> None:
     """Of calls and results that are there, no more than two frames are handled in an iteration."""
     await work()
     iteration, begun, ended = 0, list[int](), list[int]()
@@ -239,7 +240,9 @@ class Results:
 
 @pytest.mark.promise("transport.apart")
 @pytest.mark.parametrize("bad", ["elsewhere", "elsewhere_in_thread", "lock"])
-async def test_a_result_that_cannot_be_sent_fails_alone(world: aiorpc.Worker, bad: str) -> None:
+async def test_a_result_that_cannot_be_sent_fails_alone(
+    world: aiorpc.types.Worker, bad: str
+) -> None:
     """Results of the same frame are not lost, and nor is the peer."""
     results = remote(RRef(Results()))
     tasks = start(results.number(), getattr(results, bad)(), results.number())
@@ -268,7 +271,7 @@ def fail_once(
 @pytest.mark.promise("transport.memory")
 @pytest.mark.parametrize("size", [0, LARGE])
 async def test_no_memory_for_a_frame_loses_no_call(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, size: int
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch, size: int
 ) -> None:
     """Its calls fail, those that come later are answered, and no caller waits for ever."""
     notes = remote(RRef(Notes()))
@@ -289,7 +292,7 @@ def no_memory(*_: Any) -> NoReturn:
 @pytest.mark.promise("transport.memory")
 @pytest.mark.parametrize("calls", [1, 5])
 async def test_no_memory_for_results_loses_no_call(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, calls: int
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch, calls: int
 ) -> None:
     """Results are packed one by one then; a single one fails."""
     results = Results()
@@ -310,7 +313,7 @@ async def test_no_memory_for_results_loses_no_call(
     await work()
 
 
-async def test_nothing_is_sent_to_a_transport_that_has_failed(world: aiorpc.Worker) -> None:
+async def test_nothing_is_sent_to_a_transport_that_has_failed(world: aiorpc.types.Worker) -> None:
     """Its connection learns of it later; until then, calls are known to be unsent."""
     await work()
     transport = own_connection()._transport
@@ -324,7 +327,7 @@ async def test_nothing_is_sent_to_a_transport_that_has_failed(world: aiorpc.Work
 
 @pytest.mark.promise("transport.memory")
 async def test_no_memory_for_a_failure_ends_the_connection(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its caller would wait for ever; the next call has another connection."""
     number = remote(RRef(Results())).number
@@ -388,7 +391,7 @@ async def test_a_large_result_is_held_and_collected_then_goes_by_torch(tap: Tap)
 
 @pytest.mark.promise("transport.held")
 @pytest.mark.parametrize("name", ["large", "tensor", "huge_number"])
-async def test_nothing_of_a_collected_result_is_held(world: aiorpc.Worker, name: str) -> None:
+async def test_nothing_of_a_collected_result_is_held(world: aiorpc.types.Worker, name: str) -> None:
     """Whatever it was that did not go on the connection."""
     results = remote(RRef(Results()))
     for _ in range(3):
@@ -400,7 +403,7 @@ async def test_nothing_of_a_collected_result_is_held(world: aiorpc.Worker, name:
 @pytest.mark.promise("transport.held")
 @pytest.mark.parametrize("kind", ["call", "stream"])
 async def test_a_held_result_is_released_when_its_caller_leaves(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Cancelled before it was collected, the callee does not keep it."""
     results = remote(RRef(Results()))
@@ -440,7 +443,7 @@ class Late:
 @pytest.mark.promise("transport.held")
 @pytest.mark.parametrize("kind", ["result", "items"])
 async def test_a_result_made_after_the_cancellation_is_not_held(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Nobody would collect it."""
     held: list[Any] = []
@@ -469,7 +472,7 @@ async def test_a_result_made_after_the_cancellation_is_not_held(
 @pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("order.payload")
 async def test_a_payload_on_its_way_delays_its_own_object_only(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundred calls of another object are answered before, and later ones of its own wait."""
     own, other = Notes(), Notes()
@@ -492,7 +495,7 @@ async def test_a_payload_on_its_way_delays_its_own_object_only(
 @pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("order.payload_released")
 async def test_a_cancelled_payload_releases_later_calls(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its object's other calls go on, and the payload that comes after all is not taken."""
     notes = Notes()
@@ -518,7 +521,7 @@ def server_session() -> session.Session:
 @pytest.mark.usefixtures("over_torch")
 @pytest.mark.promise("order.payload_released")
 async def test_a_payload_that_torch_refuses_withdraws_its_slot(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It fails with torch's error, and what is behind it goes on."""
     notes = Notes()
@@ -534,7 +537,7 @@ async def test_a_payload_that_torch_refuses_withdraws_its_slot(
     assert len(own_connection()._state.window) == 0
 
 
-async def test_a_large_call_that_never_left_is_forgotten(world: aiorpc.Worker) -> None:
+async def test_a_large_call_that_never_left_is_forgotten(world: aiorpc.types.Worker) -> None:
     """Cancelled in the queue, nothing is kept of it."""
     notes = remote(RRef(Notes()))
     await notes.note(0)
@@ -567,7 +570,7 @@ async def test_a_call_in_a_context_keeps_its_place(tap: Tap) -> None:
 
 
 @pytest.fixture
-async def listening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[aiorpc.Worker]:
+async def listening(monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[aiorpc.types.Worker]:
     """A world that listens on a Unix socket and on TCP; strangers have a fifth of a second."""
     monkeypatch.setattr(worker, "host_for", lambda *_: "127.0.0.1")
     monkeypatch.setattr(listener, "PROOF_TIMEOUT", 0.2)
@@ -614,7 +617,9 @@ LIES = [
 @pytest.mark.promise("security.proof")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("what", LIES)
-async def test_wrong_proofs_are_refused(listening: aiorpc.Worker, kind: str, what: str) -> None:
+async def test_wrong_proofs_are_refused(
+    listening: aiorpc.types.Worker, kind: str, what: str
+) -> None:
     """The connection is closed without a session, and other callers are served."""
     strangers = [await Stranger.come(kind) for _ in range(20)]
     for stranger in strangers:
@@ -630,7 +635,7 @@ async def test_wrong_proofs_are_refused(listening: aiorpc.Worker, kind: str, wha
 
 @pytest.mark.promise("security.replay")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
-async def test_a_hello_is_good_once(listening: aiorpc.Worker, kind: str) -> None:
+async def test_a_hello_is_good_once(listening: aiorpc.types.Worker, kind: str) -> None:
     """What an honest caller said on its connection proves nothing on another."""
     credentials, _ = introduction()
     honest, thief = await Stranger.come(kind), await Stranger.come(kind)
@@ -649,7 +654,7 @@ async def test_a_hello_is_good_once(listening: aiorpc.Worker, kind: str) -> None
 @pytest.mark.promise("security.strangers")
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 async def test_there_are_only_so_many_strangers(
-    listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
+    listening: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Of two hundred at once the oldest are closed."""
     monkeypatch.setattr(listener, "PROOF_TIMEOUT", SOON)
@@ -670,7 +675,7 @@ async def test_there_are_only_so_many_strangers(
 
 
 @pytest.mark.promise("security.strangers")
-async def test_an_honest_caller_among_strangers(listening: aiorpc.Worker) -> None:
+async def test_an_honest_caller_among_strangers(listening: aiorpc.types.Worker) -> None:
     """It replaces the oldest stranger, and need not wait until they have gone."""
     strangers = [await Stranger.come() for _ in range(listener.MAX_UNPROVEN)]
     await until(lambda: len(unproven()) == listener.MAX_UNPROVEN)
@@ -686,7 +691,7 @@ async def test_an_honest_caller_among_strangers(listening: aiorpc.Worker) -> Non
 @pytest.mark.parametrize("kind", ["unix", "tcp"])
 @pytest.mark.parametrize("count", [1, 300_000])
 async def test_a_frame_that_is_too_long(
-    listening: aiorpc.Worker, caplog: pytest.LogCaptureFixture, kind: str, count: int
+    listening: aiorpc.types.Worker, caplog: pytest.LogCaptureFixture, kind: str, count: int
 ) -> None:
     """Who has proven itself is told, once; no memory is allocated for what it announces."""
     stranger = await Stranger.proven(kind)
@@ -700,7 +705,9 @@ async def test_a_frame_that_is_too_long(
     await work()
 
 
-async def test_calls_over_tcp(listening: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_calls_over_tcp(
+    listening: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A peer of another network namespace is reached by its address and port.
 
     Neither end holds back a small frame for the acknowledgement of an earlier one.
@@ -721,7 +728,7 @@ async def test_calls_over_tcp(listening: aiorpc.Worker, monkeypatch: pytest.Monk
     assert stats().socket_messages > 0
 
 
-async def test_one_connection_number_twice(listening: aiorpc.Worker) -> None:
+async def test_one_connection_number_twice(listening: aiorpc.types.Worker) -> None:
     """The end of the former connection, which its caller gave up, is not that of the latter."""
     first = await Stranger.proven()
     second = await Stranger.proven()
@@ -754,7 +761,7 @@ async def test_loops_of_threads_leave_nothing(tap: Tap) -> None:
 
 
 @pytest.mark.promise("transport.loops")
-async def test_the_end_of_a_loop_cancels_its_calls(world: aiorpc.Worker) -> None:
+async def test_the_end_of_a_loop_cancels_its_calls(world: aiorpc.types.Worker) -> None:
     """Nobody waits for that any more."""
     gate = Gate()
     rref = RRef(gate)
@@ -778,7 +785,7 @@ async def test_the_end_of_a_loop_cancels_its_calls(world: aiorpc.Worker) -> None
 
 
 @pytest.mark.promise("lost.connection")
-async def test_an_aborted_connection(world: aiorpc.Worker) -> None:
+async def test_an_aborted_connection(world: aiorpc.types.Worker) -> None:
     """Who waits is told, what runs is cancelled, and the next call makes another connection."""
     gate = Gate()
     (waiting,) = start(remote(RRef(gate)).passed())
@@ -795,7 +802,7 @@ async def test_an_aborted_connection(world: aiorpc.Worker) -> None:
 
 
 async def test_a_payload_whose_connection_has_ended(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """It is answered, nothing of it runs, and nothing is said of it in the log."""
     notes = Notes()
@@ -814,7 +821,7 @@ async def test_a_payload_whose_connection_has_ended(
 
 
 @pytest.mark.promise("transport.fork")
-async def test_a_forked_child_keeps_no_connection_open(listening: aiorpc.Worker) -> None:
+async def test_a_forked_child_keeps_no_connection_open(listening: aiorpc.types.Worker) -> None:
     """While it lives each end sees the other's end, and strangers see theirs."""
     for end in range(2):
         await work()
@@ -847,7 +854,7 @@ async def test_a_forked_child_does_not_listen() -> None:
 
 
 @pytest.mark.promise("transport.reader")
-async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.Worker) -> None:
+async def test_a_peer_that_does_not_read_is_not_read_from(world: aiorpc.types.Worker) -> None:
     """Only while more than 8 MiB of results wait for it; afterwards everything arrives."""
     echoed: list[int] = []
 
@@ -890,7 +897,7 @@ async def echo(index: int, number: int, data: bytes) -> bytes:
     return bytes(await echoes[index](number, data))
 
 
-async def test_a_loop_that_is_closed_while_a_call_waits(world: aiorpc.Worker) -> None:
+async def test_a_loop_that_is_closed_while_a_call_waits(world: aiorpc.types.Worker) -> None:
     """Its calls are in no count any more, though the loop has not said that it ends."""
     gate = RRef(Gate())
     closed: list[weakref.ref[asyncio.AbstractEventLoop]] = []

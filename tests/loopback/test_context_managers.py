@@ -7,17 +7,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    CallTimeout,
-    Group,
-    RRef,
-    call,
-    create,
-    proxy,
-    remote,
-    stats,
-    supervised,
-)
+from aiorpc_torch import CallTimeout, Group, RRef, call, create, proxy, remote, supervised
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
 from tests.support.two_ends import until
 
@@ -62,7 +53,7 @@ class Lender:
 
 
 @pytest.fixture
-async def lender(world: aiorpc.Worker) -> Lender:
+async def lender(world: aiorpc.types.Worker) -> Lender:
     return Lender()
 
 

@@ -250,7 +250,7 @@ class TestOneThread:
             assert await call(me.name, int, "3") == 3
 
 
-async def test_the_seconds_that_are_left(world: aiorpc.Worker) -> None:
+async def test_the_seconds_that_are_left(world: aiorpc.types.Worker) -> None:
     """Of the nearest deadline, here and at the callee."""
 
     async def left() -> float | None:

@@ -105,12 +105,12 @@ async def test_groups_name_their_calls_as_single_calls_are_named() -> None:
 async def test_timeouts_of_calls_that_were_not_sent() -> None:
     """After the deadline nothing is sent; the error says so."""
     for kind, (name, make) in (await calls()).items():
-        before = aiorpc.stats().calls
+        before = aiorpc.observe.stats().calls
         with aiorpc.timeout(0.0), pytest.raises(CallTimeout, match=r"it was not sent$") as raised:
             await make()
         error = raised.value
         assert (error.worker, error.method, error.may_have_run) == ("main", name, False), kind
-        assert aiorpc.stats().calls == before
+        assert aiorpc.observe.stats().calls == before
 
 
 async def test_timeout_of_a_call_that_waits_to_be_sent() -> None:
@@ -188,7 +188,7 @@ async def test_losses_name_the_calls_that_they_end() -> None:
     found = await calls()
     tasks = {kind: asyncio.ensure_future(make()) for kind, (_, make) in found.items()}
     async with asyncio.timeout(20):
-        while aiorpc.stats().in_flight < len(tasks) or aiorpc.stats().unsent:  # noqa: ASYNC110
+        while aiorpc.observe.stats().in_flight < len(tasks) or aiorpc.observe.stats().unsent:  # noqa: ASYNC110
             await asyncio.sleep(0)
     pool.current().connection("main").on_peer_lost(WorkerLost("main", "for this test"))
     for kind, (name, _) in found.items():

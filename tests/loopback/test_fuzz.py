@@ -749,7 +749,7 @@ class Liar:
         assert all(task.done() for task in tasks), "no caller is left waiting"
         for task in tasks:
             task.cancelled() or task.exception()  # looked at
-        assert aiorpc.stats().in_flight == 0
+        assert aiorpc.observe.stats().in_flight == 0
 
 
 @pytest.fixture
@@ -810,7 +810,7 @@ def test_an_item_that_costs_nothing(liar: Liar) -> None:
     async def lie() -> None:
         target = liar.victim.target
         await target.quick(0)
-        number = aiorpc.stats().calls
+        number = aiorpc.observe.stats().calls
         liar.change = lambda _: dump([("plain", [(number, 0, 0)], [1])])
         taking = asyncio.ensure_future(taken(target.items(5, 3)))
         await asyncio.wait((taking,), timeout=1.0)
@@ -829,7 +829,7 @@ def test_a_value_in_place_of_a_stream(liar: Liar) -> None:
     async def lie(column: Any) -> Any:
         target = liar.victim.target
         await target.quick(0)
-        number = aiorpc.stats().calls
+        number = aiorpc.observe.stats().calls
         liar.change = lambda _: dump([(column[0], [number], column[1])])
         return (await asyncio.gather(taken(target.items(5, 3)), return_exceptions=True))[0]
 

@@ -8,17 +8,10 @@ import anyio
 import pytest
 import torch
 
-from aiorpc_torch import (
-    CallTimeout,
-    RemoteError,
-    RemoteTraceback,
-    WorkerLost,
-    create_all,
-    remote,
-    stats,
-    timeout,
-)
+from aiorpc_torch import CallTimeout, RemoteError, WorkerLost, create, remote, timeout
 from aiorpc_torch._client import torch_transfers
+from aiorpc_torch.observe import stats
+from aiorpc_torch.types import RemoteTraceback
 from tests.support.group_members import Node, Unpicklable, no_memory, nodes
 from tests.support.raw_connections import SOON
 
@@ -103,7 +96,7 @@ class Turnstile:
 @pytest.mark.parametrize("in_flight", [1, 3])
 async def test_items_are_taken_when_a_slot_is_free(in_flight: int) -> None:
     """No member has more than `in_flight`, and nothing is taken without a slot."""
-    group = await create_all([0, 0], Turnstile)
+    group = await create([0, 0], Turnstile)
     items = Tracked(100)
     results = group.map(Turnstile.pass_, items, in_flight=in_flight)
     assert items.taken == 0, "lazy"
@@ -120,7 +113,7 @@ async def test_items_are_taken_when_a_slot_is_free(in_flight: int) -> None:
 
 async def test_a_slow_first_item_bounds_the_others() -> None:
     """At most 4 × in_flight × members items are taken and not yielded."""
-    group = await create_all([0, 0], Turnstile)
+    group = await create([0, 0], Turnstile)
     for item in range(1, 100):
         await remote(group).let(item)
     items = Tracked(100)
@@ -139,7 +132,7 @@ async def test_a_slow_first_item_bounds_the_others() -> None:
 
 async def test_calls_go_on_while_the_consumer_works() -> None:
     """Slots are filled again without a step of the consumer."""
-    group = await create_all([0], Turnstile)
+    group = await create([0], Turnstile)
     for item in range(100):
         await remote(group).let(item)
     items = Tracked(100)
@@ -153,7 +146,7 @@ async def test_calls_go_on_while_the_consumer_works() -> None:
 
 async def test_an_exception_is_raised_at_its_place() -> None:
     """The results before it come first; it ends the map, and cancels the rest."""
-    group = await create_all([0, 0], Picky)
+    group = await create([0, 0], Picky)
     found = []
     results = group.map(Picky.take, [0, 1, 2, -3, 4, 5, -6], in_flight=3)
     with pytest.raises(LookupError, match="-3") as raised:  # noqa: PT012
@@ -191,7 +184,7 @@ class Broker:
 
 async def test_a_loss_that_a_method_reports_is_no_loss_of_the_member() -> None:
     """The method's own WorkerLost is an exception like any other: nothing is called again."""
-    group = await create_all([0, 0], Broker)
+    group = await create([0, 0], Broker)
     results = group.map(Broker.ask, [0, 1], retries=5)
     assert await anext(results) == 0
     with pytest.raises(WorkerLost, match="'elsewhere' is lost"):
@@ -242,7 +235,7 @@ async def test_an_iterable_that_raises(asynchronous: bool) -> None:
 @pytest.mark.parametrize("how", ["break", "aclose", "cancel"])
 async def test_leaving_a_map_cancels_the_rest(how: str) -> None:
     """And nothing more is taken."""
-    group = await create_all([0, 0], Turnstile)
+    group = await create([0, 0], Turnstile)
     await remote(group).let(0)
     items = Tracked(100)
 
@@ -271,7 +264,7 @@ async def test_leaving_a_map_cancels_the_rest(how: str) -> None:
 
 async def test_the_deadline_bounds_the_whole_map() -> None:
     """That at the first step: of running calls, and of an iterable that gives nothing."""
-    group = await create_all([0], Turnstile)
+    group = await create([0], Turnstile)
     await remote(group).let(0)
     found = []
     with pytest.raises(CallTimeout):  # noqa: PT012

@@ -16,21 +16,20 @@ from aiorpc_torch import (
     Group,
     GroupError,
     RemoteError,
-    RemoteTraceback,
     RpcError,
     call,
     create,
-    create_all,
     each,
     fetch,
     remote,
-    stats,
     timeout,
 )
 from aiorpc_torch._client import pool, torch_transfers
 from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
+from aiorpc_torch.types import RemoteTraceback
 from tests.support.group_members import (
     Counted,
     Custom,
@@ -47,7 +46,7 @@ pytestmark = pytest.mark.usefixtures("world")
 
 
 async def gates(count: int = 3) -> tuple[Group[Gate], list[Any]]:
-    group = await create_all([0] * count, Gate)
+    group = await create([0] * count, Gate)
     return group, [remote(member) for member in group]
 
 
@@ -144,7 +143,7 @@ async def test_no_members() -> None:
     assert await remote(group).add(1) == []
     assert await call(group, Node.add, 1) == []
     assert [pair async for pair in remote(group).add(1)] == []
-    assert await create_all([], Node) == group
+    assert await create([], Node) == group
     for ask in (group.any, lambda: group.map(Node.add, [1])):
         with pytest.raises(ValueError, match="the Group is empty"):
             ask()
@@ -190,7 +189,7 @@ async def test_a_bad_argument_raises_plainly(bad: Any) -> None:
         with pytest.raises((LookupError, TypeError), match="pickle"):
             await ask("good", bad)
     with pytest.raises((LookupError, TypeError), match="pickle"):
-        await create_all([0, 0, 0], Node, bad)
+        await create([0, 0, 0], Node, bad)
     assert stats().calls == before
     assert await remote(group).noted() == [[], [], []]
 
@@ -240,7 +239,7 @@ async def test_each_of_the_wrong_length() -> None:
         with pytest.raises(ValueError, match="values for 3 members"):
             await ask
     with pytest.raises(ValueError, match="2 values for 1 members"):
-        await create_all([0], Node, each([1, 2]))
+        await create([0], Node, each([1, 2]))
     assert await remote(group).noted() == [[], [], []]
 
 
@@ -560,7 +559,7 @@ async def test_a_deadline_that_is_over() -> None:
     group = await nodes()
     before = stats().calls
     with timeout(0.0):
-        for ask in (remote(group).add(1), call(group, Node.add, 1), create_all([0], Node)):
+        for ask in (remote(group).add(1), call(group, Node.add, 1), create([0], Node)):
             with pytest.raises(CallTimeout, match="they were not sent"):
                 await ask
         with pytest.raises(CallTimeout):
@@ -655,13 +654,14 @@ async def test_what_takes_no_group() -> None:
             await fetch(value)
 
 
-async def test_create_all_of_any_iterable() -> None:
+@pytest.mark.promise("calls.many")
+async def test_create_on_several_workers() -> None:
     """By rank and by name; a repeated worker gets two objects, each its own arguments."""
-    group = await create_all(iter([0, "main", 0]), Node, each(iter("abc")), "x")
+    group = await create([0, "main", 0], Node, each(iter("abc")), "x")
     assert isinstance(group, Group)
     assert [node.number for node in [await fetch(each_) for each_ in group]] == ["a", "b", "c"]
     assert len({*group}) == 3
-    made = await create_all(["main"], make_node, 5)
+    made = await create(["main"], make_node, 5)
     assert await remote(made).add(1) == [6]
 
 
@@ -669,26 +669,47 @@ async def make_node(number: int) -> Node:
     return Node(number)
 
 
-@pytest.mark.parametrize("workers", ["main", b"main", 0, None])
-async def test_create_all_of_one_worker(workers: Any) -> None:
-    with pytest.raises(TypeError, match=r"takes several workers, got"):
-        await create_all(workers, Node)
+@pytest.mark.promise("calls.many")
+async def test_one_worker_or_many() -> None:
+    """One gives an RRef, a list or tuple of one a Group; nothing gives an empty one."""
+    for to in (["main"], ("main",), [0], range(1)):
+        group = await create(to, Node, 5)
+        assert isinstance(group, Group)
+        assert await remote(group).add(1) == [6]
+        assert await call(to, add_one, 5) == [6]
+        assert [pair async for pair in call(to, add_one, 5)] == [("main", 6)]
+    assert await create([], Node, 5) == Group(())
+    assert await call([], add_one, 5) == []
+    assert await remote(await create("main", Node, 5)).add(1) == 6
+    assert await call(["main", 0], add_one, each([1, 2])) == [2, 3]
 
 
-async def test_create_all_of_an_unknown_worker() -> None:
+def add_one(number: int) -> int:
+    return number + 1
+
+
+@pytest.mark.parametrize("workers", [b"main", None, {"main"}, iter(["main"]), 1.5])
+async def test_what_are_no_workers(workers: Any) -> None:
+    """Neither one nor a list: the remedy is in the error."""
+    for asked in (lambda: create(workers, Node), lambda: call(workers, add_one, 1)):
+        with pytest.raises((TypeError, ValueError), match="a list or tuple of workers"):
+            await asked()
+
+
+async def test_create_on_an_unknown_worker() -> None:
     """Nothing is made."""
     before = stats().calls
     with pytest.raises(ValueError, match="no worker 'nobody' in this world"):
-        await create_all(["main", "nobody"], Node)
+        await create(["main", "nobody"], Node)
     with pytest.raises(TypeError, match="must be callable"):
-        await create_all(["main"], 3)  # type: ignore[arg-type]
+        await create(["main"], 3)  # type: ignore[arg-type]
     assert stats().calls == before
 
 
-async def test_create_all_of_which_some_fail() -> None:
+async def test_create_on_workers_of_which_some_fail() -> None:
     """The RRefs of the others are in the results."""
     with pytest.raises(GroupError) as raised:
-        await create_all([0, 0, 0], fail_or_make, each([1, 0, 2]))
+        await create([0, 0, 0], fail_or_make, each([1, 0, 2]))
     first, failed, last = raised.value.results
     assert isinstance(failed, ZeroDivisionError)
     assert await remote(Group([first, last])).add(1) == [2, 3]
@@ -735,7 +756,7 @@ async def test_any_has_a_deadline() -> None:
 
 async def test_in_an_autograd_context() -> None:
     """Each member's call is recorded: gradients are those of the same sum made here."""
-    group = await create_all([0, 0, 0], Node, each([1.0, 2.0, 3.0]))
+    group = await create([0, 0, 0], Node, each([1.0, 2.0, 3.0]))
     x = torch.ones(2, requires_grad=True)
     async with context() as ctx:
         scaled = await remote(group).scale(x)

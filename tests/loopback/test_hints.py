@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch import LocalWorker, RRef, batched, call, members, remote
+from aiorpc_torch import RRef, batched, call, members, remote
+from aiorpc_torch.types import LocalWorker
 
 pytestmark = pytest.mark.usefixtures("world")
 

@@ -76,7 +76,7 @@ async def sent(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.fixture
 async def shelves(
-    over_sockets: None, monkeypatch: pytest.MonkeyPatch, sent: list[int], world: aiorpc.Worker
+    over_sockets: None, monkeypatch: pytest.MonkeyPatch, sent: list[int], world: aiorpc.types.Worker
 ) -> Shelves:
     """Four, of a peer that says that its siblings can map its memory."""
     monkeypatch.setattr(socket_link, "sharing_group", lambda: "another host")

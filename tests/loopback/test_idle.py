@@ -5,8 +5,9 @@ import time
 
 import pytest
 
-from aiorpc_torch import RRef, Worker, remote
+from aiorpc_torch import RRef, remote
 from aiorpc_torch.testing import Gate
+from aiorpc_torch.types import Worker
 
 PERIOD = 1.0  # seconds
 MOST = 0.1  # seconds of CPU in that time; one thread that polls takes all of it

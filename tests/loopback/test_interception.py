@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallInfo, CallTimeout, Group, Interceptor, RRef, batched, remote
+from aiorpc_torch import CallTimeout, Group, RRef, batched, remote
+from aiorpc_torch.observe import CallInfo, Interceptor
 from aiorpc_torch.testing import Gate
 from tests.support.hooks import hooks as hooks
 
@@ -70,7 +71,7 @@ class Notes(Interceptor):
 @pytest.fixture
 def notes() -> Notes:
     found = Notes()
-    aiorpc.intercept(found)
+    aiorpc.observe.intercept(found)
     return found
 
 
@@ -161,7 +162,7 @@ async def test_a_group_call_that_fails_at_its_start(
 ) -> None:
     """Its end has the exception of the caller, once."""
     unpicklable: ContextVar[Any] = ContextVar("tests.interception.unpicklable")
-    aiorpc.propagate(unpicklable)
+    aiorpc.observe.propagate(unpicklable)
     unpicklable.set(lambda: None)
     with pytest.raises(Exception, match="pickl") as failed:
         await run(remote(Group([RRef(Model()), RRef(Model())])).answer())
@@ -184,12 +185,12 @@ class Broken(Interceptor):
 def test_what_is_no_interceptor(given: Any) -> None:
     """A class is one of them."""
     with pytest.raises(TypeError, match="takes an instance of Interceptor, got"):
-        aiorpc.intercept(given)
+        aiorpc.observe.intercept(given)
 
 
 async def test_an_interceptor_that_fails(notes: Notes, caplog: pytest.LogCaptureFixture) -> None:
     """It is logged, and changes nothing for the call and for other interceptors."""
-    remove = aiorpc.intercept(Broken())
+    remove = aiorpc.observe.intercept(Broken())
     assert await remote(RRef(Model())).answer() == "on_receive"
     assert len(notes.ends) == 2
     with caplog.at_level(logging.WARNING):
@@ -237,7 +238,7 @@ class Ending(Interceptor):
 @pytest.mark.parametrize("hook", ["on_call", "on_receive", "on_batch"])
 async def test_an_interceptor_that_raises_anything(notes: Notes, hook: str, at_end: bool) -> None:
     """Each call still has its result, and other interceptors are told of its end."""
-    aiorpc.intercept(Ending(hook, at_end=at_end))
+    aiorpc.observe.intercept(Ending(hook, at_end=at_end))
     model = RRef(Model())
     async with asyncio.timeout(30):
         assert await remote(model).answer() == "on_receive"

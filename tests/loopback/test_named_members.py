@@ -81,7 +81,7 @@ async def test_a_call_is_made_by_those_at_its_start() -> None:
 @pytest.mark.promise("members.ends")
 async def test_nobody_is_there() -> None:
     """A call of any member names the group; a wait ends in time, with the number."""
-    envs: aiorpc.NamedMembers[Env] = members("nobody")
+    envs: aiorpc.types.NamedMembers[Env] = members("nobody")
     with pytest.raises(NoMembers, match="no member in <members 'nobody', 0 now>"):
         await remote(envs.any()).add(1)
     expected = "waited for 2 members 'nobody', there are 0"
@@ -98,7 +98,7 @@ async def test_nobody_is_there() -> None:
 @pytest.mark.promise("members.map")
 async def test_a_map_waits_for_members() -> None:
     """From the first one on, and while there is none; it ends once all items are done."""
-    envs: aiorpc.NamedMembers[Env] = members(NAME)
+    envs: aiorpc.types.NamedMembers[Env] = members(NAME)
     results = envs.map(Env.roll, range(6), in_flight=1)
     first = asyncio.create_task(anext(results))
     await asyncio.sleep(0.01)
@@ -121,7 +121,7 @@ async def test_items_of_a_member_that_leaves(was_sent: bool) -> None:
     leaving, other = Env(), Env()
     other.items.append(-1)  # `stay` returns
     register(NAME, leaving)
-    envs: aiorpc.NamedMembers[Env] = members(NAME)
+    envs: aiorpc.types.NamedMembers[Env] = members(NAME)
     if was_sent:
         await remote(envs.any()).add(0)  # the connection is open
     results = asyncio.create_task(_all(envs.map(Env.stay, range(2), in_flight=1)))
@@ -151,7 +151,7 @@ async def test_a_member_that_is_lost_after_the_end_of_a_map() -> None:
 async def test_a_member_that_comes_as_a_map_is_ended() -> None:
     """It gets no item that waits, as nobody takes the result."""
     register(NAME, leaving := Env())
-    envs: aiorpc.NamedMembers[Env] = members(NAME)
+    envs: aiorpc.types.NamedMembers[Env] = members(NAME)
     await remote(envs.any()).add(0)  # the connection is open
     results: Any = envs.map(Env.stay, [0])
     step = asyncio.create_task(anext(results))
@@ -181,7 +181,7 @@ async def test_other_event_loops() -> None:
     found: list[Any] = []
 
     async def main() -> None:
-        envs: aiorpc.NamedMembers[Env] = members(NAME)
+        envs: aiorpc.types.NamedMembers[Env] = members(NAME)
         async with asyncio.timeout(SOON):
             await envs.wait()
             found.append(await remote(envs).add(1))

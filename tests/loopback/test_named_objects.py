@@ -15,14 +15,13 @@ from aiorpc_torch import (
     NotInWorld,
     call,
     create,
-    create_all,
     fetch,
     remote,
-    stats,
     timeout,
 )
 from aiorpc_torch._client import lookup as lookup_module
 from aiorpc_torch.autograd import context
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import world as world_of
 from tests.support.group_members import Node, give_back, nodes
 
@@ -166,7 +165,7 @@ class TestOutsideAWorld:
         async with world_of():
             group = await nodes()
         asks: list[Any] = [
-            lambda: create_all([0], Node),
+            lambda: create([0], Node),
             lambda: aiorpc.lookup("node", on=0),
             lambda: remote(group).add(1),
             lambda: remote(group.any()).add(1),

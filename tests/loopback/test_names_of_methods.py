@@ -83,7 +83,7 @@ class Slotted:
         self.function = len
 
 
-PRIVATE = ["_private", "__mangled", "_Guarded__mangled", "__call__", "__class__", "__reduce__"]
+PRIVATE = ["_private", "__mangled", "_Guarded__mangled", "__class__", "__reduce__"]
 PRIVATE += ["__init__", "__getattribute__", "__dict__", "_private.__call__", "_"]
 PARTS = ["data._private", "public.__call__", "data.append", "computed.real", "", " ", "a b", "1"]
 DATA = {
@@ -110,7 +110,7 @@ def _nothing_ran() -> Any:
 
 @pytest.mark.promise("security.private")
 @pytest.mark.parametrize("name", [*PRIVATE, *PARTS])
-async def test_names_that_are_not_called(world: aiorpc.Worker, name: str) -> None:
+async def test_names_that_are_not_called(world: aiorpc.types.Worker, name: str) -> None:
     """At the caller with `remote`, and at the callee whatever the caller has sent."""
     guarded = RRef(Guarded())
     if not hasattr(type(remote(guarded)), name):  # `__class__` is that of the proxy itself
@@ -123,7 +123,7 @@ async def test_names_that_are_not_called(world: aiorpc.Worker, name: str) -> Non
 
 
 @pytest.mark.parametrize("name", [5, None, b"public", ("public",)])
-async def test_names_that_are_none(world: aiorpc.Worker, name: Any) -> None:
+async def test_names_that_are_none(world: aiorpc.types.Worker, name: Any) -> None:
     """An error of the callee's, which goes on."""
     guarded = RRef(Guarded())
     with pytest.raises(
@@ -135,7 +135,7 @@ async def test_names_that_are_none(world: aiorpc.Worker, name: Any) -> None:
 
 @pytest.mark.promise("calls.refusals")
 @pytest.mark.parametrize("name", DATA)
-async def test_data_is_not_called(world: aiorpc.Worker, name: str) -> None:
+async def test_data_is_not_called(world: aiorpc.types.Worker, name: str) -> None:
     """Nor computed: a property is not evaluated to see what it is."""
     guarded = RRef(Guarded())
     with pytest.raises(TypeError, match=rf"Guarded\.{name} is of type {DATA[name]}, not a method"):
@@ -145,7 +145,7 @@ async def test_data_is_not_called(world: aiorpc.Worker, name: str) -> None:
             pass
 
 
-async def test_what_is_not_there(world: aiorpc.Worker) -> None:
+async def test_what_is_not_there(world: aiorpc.types.Worker) -> None:
     """The class and the name are in the error."""
     with pytest.raises(AttributeError, match=r"'Guarded' object has no attribute 'absent'"):
         await remote(RRef(Guarded())).absent()
@@ -153,7 +153,7 @@ async def test_what_is_not_there(world: aiorpc.Worker) -> None:
         await remote(RRef(Slotted())).function()
 
 
-async def test_what_is_called(world: aiorpc.Worker) -> None:
+async def test_what_is_called(world: aiorpc.types.Worker) -> None:
     """Every way to define a method, and functions that an object holds."""
     guarded = remote(RRef(Guarded()))
     assert await guarded.public() == await guarded.part() == "public"
@@ -164,7 +164,7 @@ async def test_what_is_called(world: aiorpc.Worker) -> None:
     assert await remote(RRef(SimpleNamespace(run=max))).run(1, 2) == 2
 
 
-async def test_typed_calls_of_private_names(world: aiorpc.Worker) -> None:
+async def test_typed_calls_of_private_names(world: aiorpc.types.Worker) -> None:
     """`call(rref, Guarded._private)` is refused as `remote(rref)._private` is."""
     guarded = RRef(Guarded())
     with pytest.raises(AttributeError, match="private"):

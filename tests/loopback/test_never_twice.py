@@ -6,8 +6,9 @@ from collections import Counter
 import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
-from aiorpc_torch import RRef, Worker, WorkerLost, remote
+from aiorpc_torch import RRef, WorkerLost, remote
 from aiorpc_torch._client import pool
+from aiorpc_torch.types import Worker
 
 SOON = 10.0  # seconds
 

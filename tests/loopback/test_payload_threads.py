@@ -76,7 +76,9 @@ class Where:
         given.noted.append("called")
 
 
-async def test_calls_run_on_the_loop_or_in_threads_of_the_worker(world: aiorpc.Worker) -> None:
+async def test_calls_run_on_the_loop_or_in_threads_of_the_worker(
+    world: aiorpc.types.Worker,
+) -> None:
     """Lone calls, whose payload comes alone, are no exception; nor is one in a context."""
     where = remote(await create("main", Where, LARGE))
     assert await where.plain(LARGE) == ["aiorpc-def", "aiorpc-def"]
@@ -88,7 +90,7 @@ async def test_calls_run_on_the_loop_or_in_threads_of_the_worker(world: aiorpc.W
 
 
 async def test_arguments_are_unpickled_behind_their_transfer(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On the loop, whose stream waits first: unpickling may run user code that uses tensors."""
 

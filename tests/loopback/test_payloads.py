@@ -10,11 +10,12 @@ from hypothesis import given, settings, strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from torch import Tensor
 
-from aiorpc_torch import RRef, remote, stats
+from aiorpc_torch import RRef, remote
 from aiorpc_torch._client import connection, pool, torch_transfers
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._wire.payloads import detach_data, message_for_torch
 from aiorpc_torch._wire.slots import UNKNOWN_OBJECT, Slots
+from aiorpc_torch.observe import stats
 from tests.support.actors import Notes
 from tests.support.raw_connections import server
 

@@ -11,8 +11,9 @@ import pytest
 from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import PendingCall, RRef, batched, call, pending, remote, testing
+from aiorpc_torch import RRef, batched, call, remote, testing
 from aiorpc_torch._world import dump
+from aiorpc_torch.observe import PendingCall, pending
 from aiorpc_torch.testing import Gate
 
 
@@ -92,7 +93,7 @@ async def test_every_thread_of_the_worker_hangs() -> None:
         hung = asyncio.create_task(remote(RRef(waits)).wait_in_thread(1))  # type: ignore[arg-type]
         await waits.gate.entered()
         found = await call("main", pending)
-        counters = await call("main", aiorpc.stats)
+        counters = await call("main", aiorpc.observe.stats)
         assert [each.method for each in found if each.incoming] == ["Waits.wait_in_thread"]
         assert counters.running == 2  # the hung call, and that of `stats`
         await waits.gate.open()
@@ -171,4 +172,4 @@ async def test_the_signal_of_another_handler_is_left_alone(
 @pytest.mark.usefixtures("world")
 async def test_no_handler_by_default() -> None:
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
-    assert aiorpc.pending is pending
+    assert aiorpc.observe.pending is pending

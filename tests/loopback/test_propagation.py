@@ -71,7 +71,7 @@ async def see_from_own_loop() -> Any:
 @pytest.mark.parametrize("way", ["on_loop", "in_thread", "nested", "nested_in_thread"])
 async def test_methods_see_the_value_of_their_caller(way: str) -> None:
     """On the loop and in a thread; calls that a method makes carry it on."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     seer = remote(RRef(Seer()))
     VAR.set({"of": "the caller"})
     assert await getattr(seer, way)() == {"of": "the caller"}
@@ -86,7 +86,7 @@ async def test_methods_see_the_value_of_their_caller(way: str) -> None:
 @pytest.mark.promise("calls.propagate")
 async def test_a_variable_that_is_not_set() -> None:
     """The method sees the value of its worker's start, and later calls see nothing of earlier."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     seer = remote(RRef(Seer()))
     assert await seer.on_loop() == "default"
     context = contextvars.copy_context()
@@ -100,7 +100,7 @@ async def test_a_variable_that_is_not_set() -> None:
 @pytest.mark.promise("calls.propagate")
 async def test_streams_and_groups() -> None:
     """Each step of a generator, each member of a group, each attempt of a map."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     VAR.set("seen")
     seers = [RRef(Seer()) for _ in range(3)]
     assert [item async for item in remote(seers[0]).items()] == ["seen"] * 3
@@ -114,8 +114,8 @@ async def test_streams_and_groups() -> None:
 @pytest.mark.promise("batching.propagate")
 async def test_a_batch_sees_what_all_its_callers_have() -> None:
     """Equal values are seen, and those that differ are not."""
-    aiorpc.propagate(VAR)
-    aiorpc.propagate(OTHER)
+    aiorpc.observe.propagate(VAR)
+    aiorpc.observe.propagate(OTHER)
     OTHER.set([1])  # equal, and another object for each caller
     seer = RRef(Seer())
 
@@ -131,7 +131,7 @@ async def test_a_batch_sees_what_all_its_callers_have() -> None:
 
 async def test_arguments_of_every_size() -> None:
     """The value travels with small, pickled and large arguments alike."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     VAR.set("seen")
     seer = remote(RRef(Seer()))
     for argument in (1, {"a": 1}, torch.zeros(4), torch.zeros(1_000_000), b"x" * 120_000):
@@ -143,7 +143,7 @@ async def test_arguments_of_every_size() -> None:
 @pytest.mark.promise("calls.propagate")
 async def test_values_are_small() -> None:
     """A large one, or one that cannot be pickled, fails the call and names the variable."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     seer = remote(RRef(Seer()))
     VAR.set("x" * 70_000)
     with pytest.raises(ValueError, match=r"at most 65536: 'tests\.propagation\.var' takes 70"):
@@ -154,12 +154,12 @@ async def test_values_are_small() -> None:
     assert "context variable 'tests.propagation.var'" in caught.value.__notes__[-1]
     VAR.set("small")
     assert await seer.on_loop() == "small"
-    assert aiorpc.pending() == []
+    assert aiorpc.observe.pending() == []
 
 
 async def test_names_that_the_callee_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are ignored."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     VAR.set("unknown there")
     gate = RRef(Gate())
     waiting = asyncio.create_task(remote(gate).passed())
@@ -175,7 +175,7 @@ async def test_names_that_the_callee_does_not_know(monkeypatch: pytest.MonkeyPat
 
 async def test_a_value_that_cannot_be_read() -> None:
     """It fails its own call."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     seer = remote(RRef(Seer()))
     VAR.set(Unreadable())
     for method in (seer.on_loop, seer.in_thread, seer.together):
@@ -195,7 +195,7 @@ class Ended(BaseException):
 
 async def test_values_that_local_callers_of_a_batch_cannot_compare() -> None:
     """Whatever their pickling raises, each caller is answered."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     seer = Seer()
 
     async def call_with_own_value() -> None:
@@ -211,11 +211,11 @@ async def test_values_that_local_callers_of_a_batch_cannot_compare() -> None:
 
 async def test_members_of_a_group_that_wait_for_their_objects() -> None:
     """Their calls, which are sent later, carry the values of the group's call."""
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     seer = await supervised(0, Seer)
     VAR.set("of the caller")
-    seer.lose(seer.rref)  # calls wait until it is known that its process is the same
-    assert seer.start() is None
+    seer._lose(seer.rref)  # calls wait until it is known that its process is the same
+    assert seer._start() is None
     assert await remote(Group([seer])).on_loop() == ["of the caller"]
 
 
@@ -231,15 +231,15 @@ def _raise() -> None:
 def test_what_is_refused() -> None:
     """No variable, and a second one of a name."""
     with pytest.raises(TypeError, match="ContextVar"):
-        aiorpc.propagate("name")  # type: ignore[arg-type]
-    aiorpc.propagate(VAR)
-    aiorpc.propagate(VAR)
+        aiorpc.observe.propagate("name")  # type: ignore[arg-type]
+    aiorpc.observe.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     with pytest.raises(ValueError, match="another context variable"):
-        aiorpc.propagate(ContextVar(VAR.name))
+        aiorpc.observe.propagate(ContextVar(VAR.name))
 
 
 def test_nothing_is_used_before() -> None:
     """While there is neither a variable nor an interceptor, a call looks at one flag."""
     assert not propagation.used
-    aiorpc.propagate(VAR)
+    aiorpc.observe.propagate(VAR)
     assert propagation.used

@@ -19,8 +19,8 @@ from aiorpc_torch import (
     RRef,
     batched,
     remote,
-    stats,
 )
+from aiorpc_torch.observe import stats
 from tests.support.gated_batches import arrived, asks, by_name, cancel, outcome, raises, settled
 
 # ── in a world of one ─────────────────────────────────────────────────────────────────────────────
@@ -196,7 +196,7 @@ FOR_ALL = {
 @pytest.mark.parametrize("stack", [False, True], ids=["lists", "stacked"])
 @pytest.mark.parametrize("result", FOR_ALL.values(), ids=FOR_ALL)
 async def test_what_a_round_returns_is_for_all(
-    world: aiorpc.Worker, result: Any, stack: bool
+    world: aiorpc.types.Worker, result: Any, stack: bool
 ) -> None:
     """Whatever it is, also if it could be dealt out: three weights for three trainers."""
 
@@ -226,7 +226,7 @@ async def test_each_gives_one_result_to_each(gated: Any) -> None:
         assert "got a batch of 3 and returned 2 results" in str(told)
 
 
-async def test_rows_of_each_are_tensors_of_their_own(world: aiorpc.Worker) -> None:
+async def test_rows_of_each_are_tensors_of_their_own(world: aiorpc.types.Worker) -> None:
     """A local caller may change its row, and keeps no other alive."""
 
     class Server:
@@ -255,7 +255,7 @@ async def test_a_broadcast_of_a_round_is_its_value(gated: Any) -> None:
     assert await settled(*asks(far, 1, 2)) == [[1, 2]] * 2
 
 
-async def test_a_barrier(world: aiorpc.Worker) -> None:
+async def test_a_barrier(world: aiorpc.types.Worker) -> None:
     """A method without parameters and without a result."""
 
     class Barrier:
@@ -294,7 +294,7 @@ class Trainers:
 
 @pytest.mark.promise("batching.numbers")
 @pytest.mark.parametrize("method", ["update", "fill"])
-async def test_numbers_are_functions_of_the_object(world: aiorpc.Worker, method: str) -> None:
+async def test_numbers_are_functions_of_the_object(world: aiorpc.types.Worker, method: str) -> None:
     """Each object has its own, and a change counts from the next call on."""
     few, many = Trainers(1), Trainers(3)
     ask, ask_many = getattr(remote(RRef(few)), method), getattr(remote(RRef(many)), method)
@@ -322,7 +322,7 @@ async def test_numbers_are_functions_of_the_object(world: aiorpc.Worker, method:
     ],
 )
 async def test_an_invalid_number_is_its_callers_error(
-    world: aiorpc.Worker, trainers: Any, error: str
+    world: aiorpc.types.Worker, trainers: Any, error: str
 ) -> None:
     """The call raises, and the object goes on."""
     made = Trainers(trainers)
@@ -334,7 +334,7 @@ async def test_an_invalid_number_is_its_callers_error(
     assert await settled(remote(RRef(made)).update(1)) == [[1]]
 
 
-async def test_a_number_that_raises_is_its_callers_error(world: aiorpc.Worker) -> None:
+async def test_a_number_that_raises_is_its_callers_error(world: aiorpc.types.Worker) -> None:
     """As the function raised it."""
     made = Trainers(1)
     del made.trainers
@@ -342,7 +342,7 @@ async def test_a_number_that_raises_is_its_callers_error(world: aiorpc.Worker) -
     assert type(told) is AttributeError
 
 
-async def test_a_function_has_no_object(world: aiorpc.Worker) -> None:
+async def test_a_function_has_no_object(world: aiorpc.types.Worker) -> None:
     """Its numbers are numbers."""
 
     @batched(max_size=lambda self: 1)

@@ -54,7 +54,7 @@ async def test_back_through_any_kind_of_call(first: str, name: str, back: str) -
 @pytest.mark.promise("batching.reentry")
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(st.tuples(HOPS, st.integers(0, 2)), max_size=6))
-async def test_any_route(world: aiorpc.Worker, route: list[tuple[str, int]]) -> None:
+async def test_any_route(world: aiorpc.types.Worker, route: list[tuple[str, int]]) -> None:
     """It comes to an end, or is told so if it meets a queue that it came from; nothing hangs."""
     rrefs = [RRef(Knot()) for _ in range(3)]
     hops = [(name, rrefs[index]) for name, index in route]
@@ -111,8 +111,8 @@ async def test_a_call_that_its_batch_function_cancelled() -> None:
             return ["first"]
 
     def waits() -> int:
-        (name,) = (name for name in aiorpc.stats().batches if name.endswith("Late.give_up"))
-        return aiorpc.stats().batches[name].waiting
+        (name,) = (name for name in aiorpc.observe.stats().batches if name.endswith("Late.give_up"))
+        return aiorpc.observe.stats().batches[name].waiting
 
     rref = RRef(Late())
     assert await settled(remote(rref).give_up([1])) == ["first"]

@@ -14,13 +14,14 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, autograd, batched, create_all, remote, stats
+from aiorpc_torch import RRef, autograd, batched, create, remote
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch._shm import segment_store
 from aiorpc_torch._shm.segment_store import COPY_ON_LOOP, SegmentStore
 from aiorpc_torch._wire.frames import CALLS, SEGMENTS, SHARED, SLOT, frame
 from aiorpc_torch._wire.plain import dump
 from aiorpc_torch._wire.tensors import INLINE_BYTES
+from aiorpc_torch.observe import stats
 from tests.support.actors import Notes
 from tests.support.raw_connections import Stranger, Tap, server
 from tests.support.segment_files import mapped_segments, open_segments
@@ -104,14 +105,14 @@ def is_given_back() -> bool:
 
 
 @pytest.fixture
-async def shelf(world: aiorpc.Worker) -> Shelf:
+async def shelf(world: aiorpc.types.Worker) -> Shelf:
     """One in this world, whose connection has found that it may use shared memory."""
     return await new_shelf()
 
 
 @pytest.fixture(params=["shared", "sockets"])
 async def any_shelf(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> Shelf:
     """One whose tensors travel in shared memory or on sockets."""
     set_way(monkeypatch, request.param)
@@ -216,7 +217,7 @@ def tensors_in(value: Any) -> list[Tensor]:
 @pytest.mark.parametrize("way", TENSOR_WAYS)
 @pytest.mark.parametrize("name", VALUES)
 async def test_values_arrive_alike_by_either_way(
-    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker, name: str, way: str
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker, name: str, way: str
 ) -> None:
     """With dtype, shape and gradient, whether torch carries them or not."""
     set_way(monkeypatch, way)
@@ -325,7 +326,9 @@ async def test_free_segments_are_closed(shelf: Shelf, monkeypatch: pytest.Monkey
 
 
 @pytest.mark.promise("shared.bounds")
-async def test_no_room_is_no_failure(monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker) -> None:
+async def test_no_room_is_no_failure(
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
+) -> None:
     """Torch carries what does not fit; there is room again once tensors are freed."""
     monkeypatch.setattr(segment_store, "memory_limit", lambda: 3 * 4 * HUGE)
     shelf = await new_shelf()
@@ -366,7 +369,7 @@ async def test_nothing_is_left_of_a_world() -> None:
 @pytest.mark.parametrize("nested", [False, True])
 async def test_a_group_argument_is_written_once(shelf: Shelf, size: int, nested: bool) -> None:
     """Each member's tensor is its own, and later calls have the later content."""
-    members = await create_all(["main"] * 3, Shelf)
+    members = await create(["main"] * 3, Shelf)
     x = torch.zeros(size)
     for number in range(3):
         x.fill_(number)
@@ -384,7 +387,7 @@ async def test_a_group_argument_is_written_once(shelf: Shelf, size: int, nested:
 @pytest.mark.promise("shared.once")
 async def test_values_of_each_go_beside_what_is_shared(any_shelf: Shelf) -> None:
     """A member's own tensors are in a segment of its own."""
-    members = await create_all(["main"] * 3, Shelf)
+    members = await create(["main"] * 3, Shelf)
     own, alike = [torch.full((LARGE,), float(n)) for n in range(3)], torch.ones(LARGE)
     found = await remote(members).add(alike, aiorpc.each(own))
     assert found == [n * LARGE for n in range(3)]
@@ -485,7 +488,7 @@ async def test_a_result_of_several_calls_is_copied_once(
 @pytest.mark.promise("shared.values")
 @pytest.mark.parametrize("way", TENSOR_WAYS)
 async def test_a_part_is_cut_out_when_it_is_sent(
-    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker, way: str
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker, way: str
 ) -> None:
     """Not on the event loop when the call is made; the rest of its storage does not travel."""
     set_way(monkeypatch, way)
@@ -686,7 +689,7 @@ def test_calls_of_one_object_start_as_sent(
 
 
 async def test_without_memfd_torch_carries_all(
-    over_torch: None, world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+    over_torch: None, world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a word but in the counters."""
     proxy, x = remote(RRef(Shelf())), torch.rand(HUGE)
@@ -696,7 +699,7 @@ async def test_without_memfd_torch_carries_all(
 
 
 async def test_a_process_that_may_not_make_segments(
-    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """As in a sandbox."""
 
@@ -711,7 +714,7 @@ async def test_a_process_that_may_not_make_segments(
 
 
 async def test_a_peer_that_cannot_read_the_probe(
-    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """Of another process namespace, for one."""
     monkeypatch.setattr("aiorpc_torch._shm.segment_link.read_probe", lambda _: b"")
@@ -768,7 +771,7 @@ MALFORMED: dict[str, tuple[int, Any]] = {
 
 @pytest.mark.promise("shared.malformed")
 @pytest.mark.parametrize("name", MALFORMED)
-async def test_a_malformed_frame_ends_its_connection(world: aiorpc.Worker, name: str) -> None:
+async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker, name: str) -> None:
     """And nothing else."""
     stranger = await Stranger.proven()
     kind, fields = MALFORMED[name]
@@ -781,7 +784,7 @@ async def test_a_malformed_frame_ends_its_connection(world: aiorpc.Worker, name:
 
 @pytest.mark.promise("shared.malformed")
 @pytest.mark.parametrize("what", ["size", "inode", "descriptor"])
-async def test_a_segment_that_is_another_file(world: aiorpc.Worker, what: str) -> None:
+async def test_a_segment_that_is_another_file(world: aiorpc.types.Worker, what: str) -> None:
     """No memory is read that the caller did not offer."""
     stranger = await Stranger.proven()
     with tempfile.TemporaryFile() as file:

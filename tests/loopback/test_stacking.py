@@ -17,7 +17,7 @@ from tests.unit.batching.test_collate import Seen, same, tensors_in
 
 
 @pytest.fixture
-def gated(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
+def gated(world: aiorpc.types.Worker) -> Callable[..., tuple[Any, Any]]:
     """`new_gated`, in a world of one."""
     return new_gated
 

@@ -15,11 +15,12 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallTimeout, RRef, Stats, batched, call, remote, stats
+from aiorpc_torch import CallTimeout, RRef, batched, call, remote
 from aiorpc_torch._aio.tasks import SLOW_STEP
 from aiorpc_torch._batching.stats import new_counters
 from aiorpc_torch._client import pool
 from aiorpc_torch._protocol import endpoints
+from aiorpc_torch.observe import Stats, stats
 from aiorpc_torch.testing import Gate
 from tests.support import actors
 from tests.support.actors import Counter

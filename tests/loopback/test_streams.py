@@ -14,18 +14,11 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    CallTimeout,
-    NotInWorld,
-    RemoteTraceback,
-    RRef,
-    call,
-    create,
-    remote,
-)
+from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, create, remote
 from aiorpc_torch._client import pool
 from aiorpc_torch._wire.connection_state import INITIAL_CREDIT, credit_cost
 from aiorpc_torch.testing import Gate
+from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Notes, Streams, TwoArguments
 from tests.support.consumers import (
@@ -118,9 +111,9 @@ async def test_streams_share_messages(kind: str) -> None:
     async def consume() -> int:
         return len([item async for item in getattr(remote(rref), kind)(100)])
 
-    before = aiorpc.stats()
+    before = aiorpc.observe.stats()
     assert await asyncio.gather(*(consume() for _ in range(20))) == [100] * 20
-    after = aiorpc.stats()
+    after = aiorpc.observe.stats()
     assert after.calls - before.calls == 20
     assert after.messages - before.messages < 400, "for 2000 items and 20 ends"
     assert after.in_flight == 0
@@ -245,7 +238,7 @@ async def test_left_before_its_end(kind: str, way: Any) -> None:
     await way(getattr(remote(rref), kind)(ENDLESS))
     await closed(rref)
     assert await remote(rref).how_many() <= 3 * INITIAL_CREDIT
-    assert aiorpc.stats().in_flight == 0
+    assert aiorpc.observe.stats().in_flight == 0
 
 
 @pytest.mark.promise("streams.close")
@@ -430,10 +423,10 @@ async def test_iterating_what_is_not_there() -> None:
 async def test_a_call_that_is_never_awaited() -> None:
     """Python's own warning names the method; nothing is sent."""
     rref = await create("main", Counter)
-    sent = aiorpc.stats().calls
+    sent = aiorpc.observe.stats().calls
     with pytest.warns(RuntimeWarning, match=r"add.* was never awaited"):
         remote(rref).add()
-    assert aiorpc.stats().calls == sent
+    assert aiorpc.observe.stats().calls == sent
     remote(rref).add().close()  # who says that it is not wanted is not warned
 
 

@@ -10,20 +10,8 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import (
-    Group,
-    RemoteTraceback,
-    Worker,
-    WorkerLost,
-    call,
-    create,
-    each,
-    fetch,
-    proxy,
-    remote,
-    supervised,
-    supervised_all,
-)
+from aiorpc_torch import Group, WorkerLost, call, create, each, fetch, proxy, remote, supervised
+from aiorpc_torch.types import RemoteTraceback, Worker
 from tests.support.actors import Counter
 from tests.support.supervised_objects import Diary
 
@@ -74,7 +62,7 @@ async def test_a_call_is_used_once() -> None:
 
 async def test_groups() -> None:
     """Also beside an RRef; `each` gives each member its own arguments."""
-    group = await supervised_all([0, 0], Counter, each([1, 2]), restarts=1)
+    group = await supervised([0, 0], Counter, each([1, 2]))
     assert await remote(group).add(each([10, 20])) == [11, 22]
     mixed = Group([*group, await create(0, Counter, 3)])
     assert await call(mixed, Counter.add, 0) == [11, 22, 3]
@@ -96,14 +84,16 @@ async def test_it_stays_in_its_process() -> None:
 
 async def test_what_is_refused() -> None:
     untyped: Any = supervised
-    with pytest.raises(ValueError, match="restarts must be an int of at least 0, got -1"):
-        await supervised(0, Counter, restarts=-1)
+    with pytest.raises(TypeError, match="restarts") as raised:
+        await untyped(0, Counter, restarts=3)
+    assert "max_restarts= of the world" in raised.value.__notes__[-1]
     with pytest.raises(TypeError, match="the factory of supervised"):
         await untyped(0, 3)
     with pytest.raises(ValueError, match="no worker 'b' in this world"):
         await supervised("b", Counter)
-    with pytest.raises(TypeError, match="takes several workers"):
-        await supervised_all("b", Counter)
+    for to in (await create(0, Counter), iter(["main"]), {"main"}, None):
+        with pytest.raises(TypeError, match="takes a worker, or a list or tuple of workers"):
+            await untyped(to, Counter)
 
 
 @pytest.mark.promise("supervised.once")

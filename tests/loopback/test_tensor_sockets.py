@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import RRef, autograd, batched, remote, stats
+from aiorpc_torch import RRef, autograd, batched, remote
 from aiorpc_torch._client import connection, introduction, pool
 from aiorpc_torch._sockets import receive_memory, socket_link, socket_threads
 from aiorpc_torch._sockets.socket_threads import SOCKETS
@@ -23,6 +23,7 @@ from aiorpc_torch._sockets.transfers import CHUNK, HEADER
 from aiorpc_torch._wire.frames import TRANSFERRED, TRANSFERS
 from aiorpc_torch._wire.handshake import ARGUMENTS, RESULTS, read_number
 from aiorpc_torch._wire.targets import MethodTarget
+from aiorpc_torch.observe import stats
 from tests.support.raw_connections import Stranger, server
 from tests.support.tensor_shelf import TensorShelf
 
@@ -89,7 +90,7 @@ def is_at_rest() -> bool:
 
 
 @pytest.fixture
-async def shelf(over_sockets: None, world: aiorpc.Worker) -> Shelf:
+async def shelf(over_sockets: None, world: aiorpc.types.Worker) -> Shelf:
     """One whose connection knows that it may use sockets."""
     found = Shelf()
     await remote(RRef(found)).echo(0)
@@ -173,7 +174,7 @@ async def test_memory_is_used_again(shelf: Shelf) -> None:
 
 @pytest.mark.promise("sockets.memory")
 async def test_kept_tensors_exceed_the_memory(
-    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """More than is used again is memory of torch."""
     monkeypatch.setattr(receive_memory, "memory_limit", lambda: 2 * 4 * LARGE)
@@ -221,7 +222,7 @@ async def test_a_transfer_delays_its_own_object_only(shelf: Shelf, line: Line) -
 
 @pytest.mark.promise("sockets.bounds")
 async def test_a_sender_keeps_the_limit_of_its_receiver(
-    monkeypatch: pytest.MonkeyPatch, world: aiorpc.Worker
+    monkeypatch: pytest.MonkeyPatch, world: aiorpc.types.Worker
 ) -> None:
     """Transfers wait for others to end; one that is larger goes by torch."""
     monkeypatch.setattr(socket_link, "incoming_limit", lambda: 3 * 4 * LARGE)
@@ -276,7 +277,7 @@ MALFORMED: dict[str, tuple[int, Any]] = {
 
 @pytest.mark.promise("sockets.bounds")
 @pytest.mark.parametrize("name", MALFORMED)
-async def test_a_malformed_frame_ends_its_connection(world: aiorpc.Worker, name: str) -> None:
+async def test_a_malformed_frame_ends_its_connection(world: aiorpc.types.Worker, name: str) -> None:
     """And nothing else."""
     stranger = await Stranger.proven()
     stranger.send(*MALFORMED[name])

@@ -248,7 +248,7 @@ def test_every_name_is_described(name: str) -> None:
 
 @settings(max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(numbers=st.lists(st.integers()))
-async def test_one_world_for_all_examples(world: aiorpc.Worker, numbers: list[int]) -> None:
+async def test_one_world_for_all_examples(world: aiorpc.types.Worker, numbers: list[int]) -> None:
     """The fixture is there once for the test: an example makes its own objects in it."""
     counter = await create(world.name, actors.Counter)
     for number in numbers:

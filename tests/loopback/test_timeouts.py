@@ -327,7 +327,9 @@ async def test_the_nearest_deadline_ends_whatever_is_inside(
 
 
 @pytest.mark.parametrize("wait", ["wait_for", "serve"])
-async def test_waits_of_the_worker_have_no_other_rule(world: aiorpc.Worker, wait: str) -> None:
+async def test_waits_of_the_worker_have_no_other_rule(
+    world: aiorpc.types.Worker, wait: str
+) -> None:
     """`wait_for` and `serve` end with the block."""
     waiting = asyncio.Event()
 

@@ -50,7 +50,7 @@ class Spans:
 @pytest.fixture
 def spans(hooks: None) -> Spans:
     found = Spans()
-    aiorpc.intercept(Tracing(found.provider))
+    aiorpc.observe.intercept(Tracing(found.provider))
     return found
 
 
@@ -340,7 +340,7 @@ async def test_a_collector_gets_the_spans(hooks: None, receiver: Receiver) -> No
     provider = TracerProvider(shutdown_on_exit=False)
     exporter = OTLPSpanExporter(f"http://127.0.0.1:{receiver.server_port}/v1/traces")
     provider.add_span_processor(BatchSpanProcessor(exporter))
-    aiorpc.intercept(Tracing(provider))
+    aiorpc.observe.intercept(Tracing(provider))
     model = remote(RRef(Model()))
     await asyncio.gather(*(model.together(x) for x in range(3)))
     await asyncio.to_thread(provider.shutdown)  # which flushes

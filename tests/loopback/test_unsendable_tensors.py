@@ -13,9 +13,10 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, RRef, batched, call, create, each, fetch, remote, stats
+from aiorpc_torch import Group, RRef, batched, call, create, each, fetch, remote
 from aiorpc_torch._client import connection, pool
 from aiorpc_torch.autograd import context
+from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate
 from tests.support.raw_connections import server
 from tests.support.tensor_kinds import SENDABLE, UNSENDABLE, WARNINGS, freed, is_alike, make, ramp
@@ -213,7 +214,7 @@ def shares(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> b
 @pytest.mark.promise("transport.apart")
 @pytest.mark.parametrize("ways", [ARGUMENTS, RESULTS], ids=["arguments", "results"])
 async def test_what_cannot_be_sent_fails_alone(
-    shares: bool, world: aiorpc.Worker, ways: dict[str, Way]
+    shares: bool, world: aiorpc.types.Worker, ways: dict[str, Way]
 ) -> None:
     """By every way, one by one; nothing is left, and the connection goes on."""
     rref = await new_shop(shares=shares)
@@ -224,7 +225,7 @@ async def test_what_cannot_be_sent_fails_alone(
     await until(is_at_rest)
 
 
-async def test_what_can_be_sent_arrives_equal(shares: bool, world: aiorpc.Worker) -> None:
+async def test_what_can_be_sent_arrives_equal(shares: bool, world: aiorpc.types.Worker) -> None:
     """Each kind by some of the ways; the others are left to the property."""
     rref = await new_shop(shares=shares)
     ways = [*WAYS]
@@ -269,7 +270,9 @@ class Freeing(Shop):
         return x
 
 
-async def test_freed_between_the_call_and_its_frame(shares: bool, world: aiorpc.Worker) -> None:
+async def test_freed_between_the_call_and_its_frame(
+    shares: bool, world: aiorpc.types.Worker
+) -> None:
     """The other calls of that loop iteration are sent."""
     rref, x, y = await new_shop(shares=shares), ramp(), ramp()
     gate = Gate()
@@ -290,7 +293,7 @@ async def test_freed_between_the_call_and_its_frame(shares: bool, world: aiorpc.
 
 
 @pytest.mark.usefixtures("over_torch")
-async def test_a_held_result_that_is_freed(world: aiorpc.Worker) -> None:
+async def test_a_held_result_that_is_freed(world: aiorpc.types.Worker) -> None:
     """Its caller gets the error that says so, when it collects the result."""
     rref: Any = RRef(Freeing())
     with pytest.raises(ValueError, match="its storage was freed or made smaller"):
@@ -299,7 +302,7 @@ async def test_a_held_result_that_is_freed(world: aiorpc.Worker) -> None:
     await until(is_at_rest)
 
 
-async def test_the_error_names_the_call(world: aiorpc.Worker) -> None:
+async def test_the_error_names_the_call(world: aiorpc.types.Worker) -> None:
     """A note does: the tensor may be anywhere in the arguments."""
     rref = RRef(Shop())
     for way in (remote(rref).take, group_of(rref).take):

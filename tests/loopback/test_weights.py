@@ -13,7 +13,7 @@ import torch
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RRef, WorkerLost, register, remote, timeout
 from aiorpc_torch._shm import segment_store
-from aiorpc_torch.training import Policy, Weights, follow, snapshots
+from aiorpc_torch.training import Follower, Weights, follow, snapshots
 from tests.support.followers import Net
 
 SOON = 30.0
@@ -36,15 +36,15 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-Following = Callable[..., Awaitable[Policy]]
+Following = Callable[..., Awaitable[Follower]]
 
 
 @pytest.fixture
-async def following(world: aiorpc.Worker) -> AsyncIterator[Following]:
+async def following(world: aiorpc.types.Worker) -> AsyncIterator[Following]:
     """Return a function that follows "policy"; what it returns is closed after the test."""
     async with contextlib.AsyncExitStack() as stack:
 
-        async def start(**options: Any) -> Policy:
+        async def start(**options: Any) -> Follower:
             policy = await follow("policy", on="main", **options)
             return await stack.enter_async_context(policy)
 
@@ -110,7 +110,7 @@ async def test_a_version_is_as_it_was_published(following: Following) -> None:
 
 
 @pytest.mark.promise("training.keep")
-async def test_versions_that_are_kept(world: aiorpc.Worker) -> None:
+async def test_versions_that_are_kept(world: aiorpc.types.Worker) -> None:
     weights = published(keep=2, version=10)
     assert weights.version == 10
     await publish(weights)
@@ -123,7 +123,7 @@ async def test_versions_that_are_kept(world: aiorpc.Worker) -> None:
 
 @pytest.mark.promise("training.publish")
 async def test_publications_that_are_cancelled_or_fail(
-    world: aiorpc.Worker, monkeypatch: pytest.MonkeyPatch
+    world: aiorpc.types.Worker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing of them is announced, and others go on in their order."""
     weights, entered, leave = published(), asyncio.Event(), asyncio.Event()
@@ -250,12 +250,12 @@ async def test_the_end_of_a_follower(following: Following) -> None:
     with pytest.raises(RuntimeError, match="is closed"):
         await policy.update()
     assert not net._forward_hooks
-    assert isinstance(policy, Policy)
+    assert isinstance(policy, Follower)
     await policy.aclose()
 
 
 @pytest.mark.promise("training.replaced")
-async def test_a_follower_tells_what_it_has(world: aiorpc.Worker) -> None:
+async def test_a_follower_tells_what_it_has(world: aiorpc.types.Worker) -> None:
     """A publisher that begins again goes on with higher numbers."""
     weights = published(3.0)
     assert await remote(RRef(weights)).newest(57) == 0
@@ -266,13 +266,13 @@ async def test_a_follower_tells_what_it_has(world: aiorpc.Worker) -> None:
     assert number == other.version == 58
 
 
-async def test_a_follower_that_is_dropped(world: aiorpc.Worker) -> None:
+async def test_a_follower_that_is_dropped(world: aiorpc.types.Worker) -> None:
     published()
     policy = await follow("policy", on="main")
-    await until(lambda: aiorpc.stats().in_flight == 1)
+    await until(lambda: aiorpc.observe.stats().in_flight == 1)
     del policy
     gc.collect()
-    await until(lambda: aiorpc.stats().in_flight == 0)
+    await until(lambda: aiorpc.observe.stats().in_flight == 0)
 
 
 @pytest.mark.promise("training.once")
@@ -292,7 +292,7 @@ async def test_followers_that_wait_share_one_copy(
     await weights.publish(Net(1, size=512).state_dict())
     await asyncio.gather(*(policy.wait(1) for policy in policies))
     copies.clear()
-    await until(lambda: aiorpc.stats().in_flight == 3)
+    await until(lambda: aiorpc.observe.stats().in_flight == 3)
     await weights.publish(Net(2, size=512).state_dict())
     await asyncio.gather(*(policy.wait(2) for policy in policies))
     assert len(copies) == 1

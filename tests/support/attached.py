@@ -137,7 +137,7 @@ def enter(**options: Any) -> None:
     import aiorpc_torch as aiorpc
 
     global me
-    me = _stack.enter_context(aiorpc.attach_in_thread(**options))
+    me = _stack.enter_context(aiorpc.in_thread(aiorpc.attach(**options)))
 
 
 def leave() -> None:

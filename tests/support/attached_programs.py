@@ -47,7 +47,7 @@ def run_attached(rank: int, program: str, where: Any, options: Namespace) -> Non
     def init_and_attach(*args: Any, **options: Any) -> None:
         nonlocal me
         init_rpc(*args, **options)  # type: ignore[no-untyped-call]
-        me = attached.enter_context(aiorpc.attach_in_thread())
+        me = attached.enter_context(aiorpc.in_thread(aiorpc.attach()))
 
     def shut_down_and_leave() -> None:
         with attached:

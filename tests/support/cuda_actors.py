@@ -15,7 +15,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from aiorpc_torch import RRef, Worker, batched, create, remote, testing
+from aiorpc_torch import RRef, batched, create, remote, testing
+from aiorpc_torch.types import Worker
 from tests.gpu.left_out import PARTS
 
 REHEARSED = os.environ.get("AIORPC_TEST_DEVICE") == "cpu"

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import batched
-from aiorpc_torch.training import Policy, Weights, follow, receiver
+from aiorpc_torch.training import Follower, Weights, follow, receiver
 from aiorpc_torch.training.relays import Version
 
 
@@ -68,7 +68,7 @@ class Learner:
 class Actor:
     """Follows the policy of worker "learner"."""
 
-    policy: Policy
+    policy: Follower
 
     def __init__(self, size: int = 8) -> None:
         self.net = Net(-1.0, size)
@@ -77,7 +77,7 @@ class Actor:
     async def start(self, patience: float = 60.0, host: str = "", **options: Any) -> int:
         receiver.REPLACEMENT_TIMEOUT = patience
         if host:
-            self.policy = Policy("policy", "learner", self.net, host=host, **options)
+            self.policy = Follower("policy", "learner", self.net, host=host, **options)
             await self.policy._begin()
         else:
             self.policy = await follow("policy", on="learner", into=self.net, **options)

@@ -47,7 +47,7 @@ def new_gated(
 
 
 @pytest.fixture
-def gated(world: aiorpc.Worker) -> Callable[..., tuple[Any, Any]]:
+def gated(world: aiorpc.types.Worker) -> Callable[..., tuple[Any, Any]]:
     """`new_gated`, in a world of one."""
     return new_gated
 

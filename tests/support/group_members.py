@@ -5,7 +5,7 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from aiorpc_torch import Group, RRef, batched, create_all, each, remote
+from aiorpc_torch import Group, RRef, batched, create, each, remote
 
 
 class Node:
@@ -82,7 +82,7 @@ class Custom(BaseException):
 
 
 async def nodes(count: int = 3) -> Group[Node]:
-    return await create_all([0] * count, Node, each(range(count)))
+    return await create([0] * count, Node, each(range(count)))
 
 
 def give_back(value: Any) -> Any:

@@ -30,7 +30,7 @@ async def peers() -> tuple[tuple[str, ...], int]:
     return _me[-1].peers, _me[-1].world_size
 
 
-_me: list[aiorpc.Worker] = []
+_me: list[aiorpc.types.Worker] = []
 kept: list[Any] = []
 """What a test keeps in a process until its end."""
 
@@ -115,7 +115,7 @@ class Joiners:
 @contextlib.asynccontextmanager
 async def growing(
     init_method: str | None, **options: Any
-) -> AsyncIterator[tuple[aiorpc.Worker, Joiners]]:
+) -> AsyncIterator[tuple[aiorpc.types.Worker, Joiners]]:
     """Be rank 0, at first alone, of a world that others join."""
     common = {"init_method": init_method, "interface": "lo"}
     joiners = Joiners(common)

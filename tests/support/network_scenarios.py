@@ -101,7 +101,7 @@ async def _call(peer: str) -> None:
         await asyncio.gather(*(remote(counter).aadd() for _ in range(20)))
     large = torch.arange(250_000.0)
     result = await remote(counter).scale(large)
-    assert aiorpc.stats().socket_messages == 1
+    assert aiorpc.observe.stats().socket_messages == 1
     items = [item async for item in remote(streams).count(500)]
     tell("called", [await remote(counter).aadd(0), torch.equal(result, 420 * large), items])
 
@@ -211,7 +211,7 @@ async def _lose_transfer(peer: str, shelf: Any) -> None:
         pass
     await until_sockets([peer])
     await shelf.echo(torch.ones(ELEMENTS))
-    tell("resumed", aiorpc.stats().socket_messages)
+    tell("resumed", aiorpc.observe.stats().socket_messages)
 
 
 def transfer_threads() -> set[str]:
@@ -244,7 +244,7 @@ async def _share(peers: list[str]) -> None:
     await told()
     await remote(group).keep(x)
     tell("sums", await remote(group).sums())
-    tell("sent", aiorpc.stats().socket_messages)
+    tell("sent", aiorpc.observe.stats().socket_messages)
     chunks, may_send = hold_chunks()
     running = asyncio.ensure_future(remote(group).keep(x))
     await asyncio.to_thread(chunks.acquire)

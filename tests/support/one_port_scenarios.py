@@ -61,7 +61,7 @@ async def first(tls: list[str] | None, **more: Any) -> None:
     async with world(tls, **more) as me:
         tell("ready", ports())
         await _use("second")
-        tell("used", [aiorpc.stats().socket_messages])
+        tell("used", [aiorpc.observe.stats().socket_messages])
         await _by_torch("second")
         tell("used by torch")
         kinds = []

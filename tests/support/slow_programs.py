@@ -3,7 +3,7 @@
 import asyncio
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import batched, create, create_all, each, remote
+from aiorpc_torch import batched, create, each, remote
 
 
 class Env:
@@ -28,7 +28,7 @@ class Model:
 async def straggler() -> None:
     """Wait for the slowest of three environments in every round."""
     async with aiorpc.local_world(["env0", "env1", "env2"]):
-        envs = await create_all(["env0", "env1", "env2"], Env, each([0.005, 0.005, 0.15]))
+        envs = await create(["env0", "env1", "env2"], Env, each([0.005, 0.005, 0.15]))
         while True:
             await remote(envs).step()
 

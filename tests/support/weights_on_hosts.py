@@ -15,7 +15,7 @@ import sys
 from typing import Any
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Group, RRef, WorkerLost, call, create, create_all, remote
+from aiorpc_torch import Group, RRef, WorkerLost, call, create, remote
 from tests.support.followers import Actor, Learner
 from tests.support.network_scenarios import tell, told
 
@@ -30,7 +30,7 @@ async def lead() -> None:
     """Publish to all, of whom the last one on the other host follows later."""
     tell("entered")
     learner = await create("learner", Learner, size=SIZE)
-    actors = await create_all([*NEAR, *FAR], Actor, size=SIZE)
+    actors = await create([*NEAR, *FAR], Actor, size=SIZE)
     early, late = Group([*actors][:-1]), actors[-1]
     await remote(early).start()
     tell("following", sum(each.nbytes for each in (await remote(learner).state()).values()))

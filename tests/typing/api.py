@@ -110,13 +110,13 @@ async def served(a: int, b: int = 0) -> str:
     return str(a + b)
 
 
-async def main(me: aiorpc.Worker, label: str) -> int:
+async def main(me: aiorpc.types.Worker, label: str) -> int:
     assert_type(await served(1, b=2), str)
     async with local_world(["ps"], name="x") as worker:
-        assert_type(worker, aiorpc.LocalWorker)
+        assert_type(worker, aiorpc.types.LocalWorker)
         await worker.start("w0")
         await worker.stop("w0")
-        assert_type(anext(worker.changes()), Awaitable[aiorpc.Change])
+        assert_type(anext(worker.changes()), Awaitable[aiorpc.types.Change])
         assert_type(worker.peers, tuple[str, ...])
     return len(label)
 

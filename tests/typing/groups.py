@@ -9,10 +9,9 @@ from aiorpc_torch import (
     Group,
     GroupError,
     RRef,
-    Supervised,
     batched,
     call,
-    create_all,
+    create,
     each,
     fetch,
     lookup,
@@ -20,9 +19,9 @@ from aiorpc_torch import (
     register,
     remote,
     supervised,
-    supervised_all,
     unregister,
 )
+from aiorpc_torch.types import Supervised
 
 
 class Env:
@@ -55,12 +54,12 @@ def norm(env: Env) -> float:
 
 
 async def creation(agent: RRef[Any], seeds: Iterable[int], rows: Tensor) -> None:
-    """`create_all` keeps the class and its parameters; `each` has the type of its values."""
-    envs = await create_all(["env0", "env1"], Env, agent, each(seeds), scale=each([1.0, 2.0]))
+    """`create` keeps the class and its parameters; `each` has the type of its values."""
+    envs = await create(["env0", "env1"], Env, agent, each(seeds), scale=each([1.0, 2.0]))
     assert_type(envs, Group[Env])
-    assert_type(await create_all(range(2), make_env, each(range(3))), Group[Env])
+    assert_type(await create(range(2), make_env, each(range(3))), Group[Env])
     assert_type(each([1, 2]), int)
-    await create_all(["env0"], Env, agent, each(["a"]))  # type: ignore[call-overload]  # pyright: ignore
+    await create(["env0"], Env, agent, each(["a"]))  # type: ignore[call-overload]  # pyright: ignore
 
 
 async def calls(envs: Group[Env], x: Tensor) -> None:
@@ -125,14 +124,14 @@ def errors(error: GroupError) -> None:
     assert_type(error.results, list[Any])
 
 
-async def supervision() -> None:
-    env = await supervised("env0", Env, restarts=1)
+async def supervision(agent: RRef[Any]) -> None:
+    env = await supervised("env0", Env, agent, 1)
     assert_type(env, Supervised[Env])
-    assert_type(await supervised("env0", make_env), Supervised[Env])
+    assert_type(await supervised("env0", make_env, 1), Supervised[Env])
     assert_type(env.rref, RRef[Env])
     assert_type(await call(env, Env.train, 3), float)
     assert_type(proxy(env), Env)
     assert_type(await fetch(env), Env)
     assert_type(Group([env]), Group[Env])
-    assert_type(await supervised_all([0, 1], Env, restarts=0), Group[Env])
+    assert_type(await supervised([0, 1], Env, agent, each([1, 2])), Group[Env])
     remote(env, timeout=3)

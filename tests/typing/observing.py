@@ -5,8 +5,16 @@ from contextvars import Context, ContextVar
 from typing import Any, Literal, assert_type
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import CallInfo, Interceptor, intercept, observe, propagate
-from aiorpc_torch.observe import MetricsServer, Tracing, serve_metrics
+from aiorpc_torch import observe
+from aiorpc_torch.observe import (
+    CallInfo,
+    Interceptor,
+    MetricsServer,
+    Tracing,
+    intercept,
+    propagate,
+    serve_metrics,
+)
 
 REQUEST: ContextVar[str] = ContextVar("request")
 
@@ -64,10 +72,10 @@ def metrics(provider: Any) -> None:
 
 async def counters() -> None:
     """Counters and calls, here and on another worker."""
-    assert_type(aiorpc.stats(), aiorpc.Stats)
-    assert_type(aiorpc.stats().batches, dict[str, aiorpc.BatchStats])
-    assert_type(aiorpc.pending(), list[aiorpc.PendingCall])
-    assert_type(await aiorpc.call("w", aiorpc.stats), aiorpc.Stats)
+    assert_type(aiorpc.observe.stats(), aiorpc.observe.Stats)
+    assert_type(aiorpc.observe.stats().batches, dict[str, aiorpc.observe.BatchStats])
+    assert_type(aiorpc.observe.pending(), list[aiorpc.observe.PendingCall])
+    assert_type(await aiorpc.call("w", aiorpc.observe.stats), aiorpc.observe.Stats)
     async with aiorpc.local_world(["w"], logs="names") as me:
         async for change in me.changes():
             assert_type(change.kind, Literal["joined", "left", "lost", "returned"])

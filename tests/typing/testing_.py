@@ -4,8 +4,9 @@ from typing import Any, assert_type
 
 from torch.futures import Future
 
-from aiorpc_torch import LocalWorker, RRef, call, create, testing
+from aiorpc_torch import RRef, call, create, testing
 from aiorpc_torch.testing import Gate, Workers
+from aiorpc_torch.types import LocalWorker
 
 
 async def test_of_workers(workers: Workers) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from aiorpc_torch import RRef, call, register, remote
 from aiorpc_torch.training import (
-    Policy,
+    Follower,
     Replay,
     SampleLimit,
     StalenessLimit,
@@ -49,7 +49,7 @@ async def learner(model: torch.nn.Module, limit: StalenessLimit, replay: Replay)
 
 async def actor(model: torch.nn.Module, limit: RRef[StalenessLimit], replay: RRef[Replay]) -> None:
     policy = await follow("policy", on="learner", into=model)
-    assert_type(policy, Policy)
+    assert_type(policy, Follower)
     async with remote(limit).ticket() as ticket:
         assert_type(await policy.wait(ticket.version), int)
         await call(replay, Replay.insert, 1, ticket)
@@ -67,7 +67,7 @@ async def followers(model: torch.nn.Module) -> None:
     await follow("policy", on=0)
     await follow("policy", on=0, into=model.state_dict(), poll=1.0)
     await follow("policy", on=0, into=lambda tree: print(tree))
-    await follow("policy")  # type: ignore[call-arg]  # pyright: ignore
+    await follow("policy")
     await follow("policy", on=0, into=3)  # type: ignore[arg-type]  # pyright: ignore
 
 

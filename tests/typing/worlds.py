@@ -3,18 +3,8 @@
 from pathlib import Path
 from typing import Any, assert_type
 
-from aiorpc_torch import (
-    LocalWorker,
-    NamedMembers,
-    RRef,
-    Tls,
-    Worker,
-    call,
-    local_world,
-    members,
-    remote,
-    worker,
-)
+from aiorpc_torch import RRef, Tls, call, local_world, members, remote, worker
+from aiorpc_torch.types import LocalWorker, NamedMembers, Worker
 
 
 class Env:
@@ -32,7 +22,7 @@ async def between_hosts() -> None:
 
 
 async def grow() -> None:
-    async with local_world(["env0"], restart=1) as me:
+    async with local_world(["env0"], max_restarts=1) as me:
         assert_type(me, LocalWorker)
         assert_type(await me.start("env1"), None)
         await me.stop("env1")

@@ -9,10 +9,9 @@ from aiorpc_torch._client.supervision import Supervision
 class Lives(RuleBasedStateMachine):
     """A driver that takes any allowed step; calls are numbers, in the order of their awaits."""
 
-    @initialize(restarts=st.integers(0, 3))
-    def begin(self, restarts: int) -> None:
-        self.machine: Supervision[int] = Supervision(restarts)
-        self.restarts = restarts
+    @initialize()
+    def begin(self) -> None:
+        self.machine: Supervision[int] = Supervision()
         self.replacements = 0  # processes in which the object was, or was to be, made
         self.next = 0
         self.waiting: list[int] = []
@@ -66,12 +65,10 @@ class Lives(RuleBasedStateMachine):
 
     # ── losses and recoveries ───────────────────────────────────────────────────────────────────
 
-    @rule(is_replaced=st.booleans())
-    def lose(self, is_replaced: bool) -> None:
-        may_wait = self.machine.lose(self.machine.incarnation, is_replaced=is_replaced)
-        assert may_wait == (self.machine.state != "alive")
-        if not may_wait:
-            assert self.replacements == self.restarts, "as an RRef"
+    @rule()
+    def lose(self) -> None:
+        self.machine.lose(self.machine.incarnation)
+        assert self.machine.state != "alive"
         self.recover()
 
     @precondition(lambda self: self.machine.incarnation)
@@ -79,7 +76,7 @@ class Lives(RuleBasedStateMachine):
     def lose_an_old_one(self) -> None:
         """A late failure of a call of an earlier incarnation changes nothing."""
         state = self.machine.state
-        assert self.machine.lose(self.machine.incarnation - 1, is_replaced=True)
+        self.machine.lose(self.machine.incarnation - 1)
         assert self.machine.state == state
 
     @precondition(lambda self: self.is_recovering and self.machine.state == "lost")
@@ -94,11 +91,8 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.is_recovering and self.machine.state == "lost")
     @rule()
     def make(self) -> None:
-        may_make = self.machine.make()
-        assert may_make == (self.replacements < self.restarts)
-        self.replacements += may_make
-        if not may_make:
-            self.fail_waiting(self.machine.end())
+        self.machine.make()
+        self.replacements += 1
 
     @precondition(lambda self: self.machine.state == "making")
     @rule()
@@ -115,7 +109,6 @@ class Lives(RuleBasedStateMachine):
     @precondition(lambda self: self.is_recovering)
     @rule()
     def fail(self) -> None:
-        self.replacements -= self.machine.state == "making"  # a factory that raises
         self.fail_waiting(self.machine.fail())
         assert self.machine.state == "lost"
 
@@ -145,8 +138,8 @@ class Lives(RuleBasedStateMachine):
             assert self.is_recovering
 
     @invariant()
-    def restarts_are_limited(self) -> None:
-        assert self.machine.incarnation <= self.replacements <= self.restarts
+    def each_incarnation_has_a_process(self) -> None:
+        assert self.machine.incarnation <= self.replacements
         assert self.machine.is_open == (self.machine.state == "alive" and not self.released)
 
 
@@ -155,11 +148,9 @@ TestLives = Lives.TestCase
 
 def test_a_call_does_not_overtake_released_ones() -> None:
     """Until they have started, a new call waits behind them."""
-    machine: Supervision[str] = Supervision(1)
-    assert machine.lose(0, is_replaced=True)
-    assert machine.begin_recovery()
+    machine = lost()
     machine.wait("first")
-    assert machine.make()
+    machine.make()
     machine.made()
     assert machine.release() == ["first"]
     assert not machine.is_open
@@ -172,68 +163,52 @@ def test_a_call_does_not_overtake_released_ones() -> None:
     assert machine.incarnation == 1
 
 
-def test_the_loss_after_the_last_restart_ends_it() -> None:
-    """A silent worker does not: its calls fail as those of an RRef."""
-    machine: Supervision[str] = Supervision(0)
-    assert not machine.lose(0, is_replaced=False)
-    assert machine.is_open
-    assert machine.lose(0, is_replaced=True)
-    assert machine.state == "ended"
-    assert not machine.begin_recovery()
-    machine.wait("call")
-    assert machine.end() == ["call"]
-
-
-def lost(restarts: int) -> Supervision[str]:
+def lost() -> Supervision[str]:
     """Return the machine of an object that is lost and whose recovery has begun."""
-    machine: Supervision[str] = Supervision(restarts)
-    assert machine.lose(0, is_replaced=True)
+    machine: Supervision[str] = Supervision()
+    machine.lose(0)
     assert machine.begin_recovery()
     return machine
 
 
-def test_each_attempt_to_make_it_uses_a_restart() -> None:
-    """Also one whose process is lost meanwhile; the attempt after the last one ends it."""
-    machine = lost(2)
+def test_it_is_made_as_often_as_its_process_is_replaced() -> None:
+    """Also if a process is lost while it makes the object, and if a factory has raised."""
+    machine = lost()
     machine.wait("call")
-    for _ in range(2):
-        assert machine.make()
+    for _ in range(10):
+        machine.make()
         assert machine.state == "making"
         machine.lose_again()
         assert machine.state == "lost"
-        assert not machine.begin_recovery()
-    assert not machine.make()
-    assert machine.state == "ended"
+        assert not machine.begin_recovery(), "the same recovery goes on"
+    machine.make()
+    assert machine.fail() == ["call"]
+    assert machine.begin_recovery(), "the next call tries again"
+    machine.make()
+    machine.made()
+    assert (machine.state, machine.incarnation) == ("alive", 1)
+
+
+def test_a_worker_that_is_not_started_again_ends_it() -> None:
+    """Calls that wait fail, and later ones too."""
+    machine = lost()
+    machine.wait("first")
+    assert machine.end() == ["first"]
     assert not machine.begin_recovery()
-    assert machine.end() == ["call"]
-
-
-def test_a_factory_that_raises_uses_none() -> None:
-    """A recovery that fails before its process is there gives none back."""
-    machine = lost(2)
-    for _ in range(3):
-        machine.wait("call")
-        assert machine.make()
-        assert machine.fail() == ["call"]
-        assert machine.state == "lost"
-        assert machine.begin_recovery()
-    machine.fail()
-    assert machine.begin_recovery()
-    for _ in range(2):
-        assert machine.make()
-        machine.lose_again()
-    assert not machine.make()
+    machine.lose(0)
+    assert machine.state == "ended"
+    machine.wait("second")
+    assert machine.end() == ["second"]
 
 
 def test_incarnations_are_counted() -> None:
     """Each has its own loss, and one recovery; a late failure of an earlier one changes nothing."""
-    machine = lost(3)
+    machine = lost()
     for incarnation in (1, 2, 3):
-        assert machine.make()
+        machine.make()
         machine.made()
         assert (machine.state, machine.incarnation) == ("alive", incarnation)
-        assert machine.lose(incarnation - 1, is_replaced=True)
+        machine.lose(incarnation - 1)
         assert machine.state == "alive"
-        assert machine.lose(incarnation, is_replaced=True)
-        assert machine.begin_recovery() == (incarnation < 3)
-    assert machine.state == "ended"
+        machine.lose(incarnation)
+        assert machine.begin_recovery()

@@ -20,7 +20,6 @@ from aiorpc_torch import (
     CallTimeout,
     NotInWorld,
     RemoteError,
-    RemoteTraceback,
     RpcError,
     WorkerLost,
     WorldTimeout,
@@ -31,6 +30,7 @@ from aiorpc_torch._wire.exceptions import (
     ensure_raisable,
     reduce_exception,
 )
+from aiorpc_torch.types import RemoteTraceback
 
 
 def raised(exc: BaseException) -> BaseException:

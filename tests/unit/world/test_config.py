@@ -36,8 +36,13 @@ WORLDS: dict[str, tuple[dict[str, Any], str]] = {
     "half a worker": ({"workers": 2.5}, "workers must be a number or a list of names, got 2.5"),
     "no workers": ({"workers": None}, "workers must be a number or a list of names, got None"),
     "a list": ({"workers": [["a"]]}, r"a worker's name must be a str, got \['a'\]"),
-    "restart": ({"workers": 0, "restart": "1"}, "restart must be an int of at least 0, got '1'"),
-    "fewer": ({"workers": 0, "restart": -1}, "restart must be an int of at least 0, got -1"),
+    "max_restarts": (
+        {"workers": 0, "max_restarts": "1"},
+        "max_restarts must be an int, got '1'",
+    ),
+    "fewer": ({"workers": 0, "max_restarts": -1}, "max_restarts must be at least 0, got -1"),
+    "renamed": ({"workers": 0, "restart": 1}, "'restart': it is called max_restarts="),
+    "unknown": ({"workers": 0, "restrt": 1}, "unexpected keyword argument 'restrt'$"),
 }
 
 

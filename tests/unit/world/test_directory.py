@@ -505,7 +505,7 @@ def test_a_replacement_process() -> None:
         first[1].end()
         first[1] = network.register(registration(1, pid=100 + count))
         network.settle()
-        assert (first[1].own.comeback, first[1].has_entered) == (count, True)
+        assert (first[1].own.restarts, first[1].has_entered) == (count, True)
         views = [{"w0": 0, "w1": 2 + count, "w2": 2}] * 3
         assert [each.view for each in first] == views
 
@@ -770,7 +770,7 @@ REGISTRATIONS = st.builds(
     worker_id=st.none() | NUMBERS,
     joined=st.booleans(),
     entry=NUMBERS,
-    comeback=NUMBERS,
+    restarts=NUMBERS,
     namespace=st.sampled_from(["", "here", "there"]),
 )
 ADDRESSES = st.sampled_from(["here", "uv://127.0.0.1:1", "uv://10.0.0.1:1", "uv://["])

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch import Change, NotInWorld, Worker, WorkerLeft, WorkerLost, call
+from aiorpc_torch import NotInWorld, WorkerLeft, WorkerLost, call
 from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
@@ -20,6 +20,7 @@ from aiorpc_torch._world import node as node_module
 from aiorpc_torch._world.attachments import PeerState
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
+from aiorpc_torch.types import Change, Worker
 from tests.support.two_ends import SOON, WORKERS, gated, two_ends, until
 
 
@@ -109,7 +110,7 @@ async def test_a_node_has_names_and_counts_of_its_own() -> None:
         ends.far.server.names.add("ps", object())  # type: ignore[arg-type]
         assert ends.near.server.names.names() == ()
         assert await call("far", abs, -1) == 1
-        assert (aiorpc.stats().calls, aiorpc.stats().served) == (1, 0)
+        assert (aiorpc.observe.stats().calls, aiorpc.observe.stats().served) == (1, 0)
         assert ends.far.server.tally() == (1, 0, 0)
         assert ends.far.pool.counters() == {}
     assert ends.far.server.names.names() == ()  # it has left

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
+from tests.support.first_world import enter_main_first
 
 
 @pytest.mark.parametrize(
@@ -45,9 +46,10 @@ async def test_another_effect_of_a_failure() -> None:
 async def test_a_main_that_children_cannot_import() -> None:
     """A local function, or one of a notebook, is refused before any process starts."""
 
-    async def main(me: aiorpc.Worker) -> str:
+    async def main(me: aiorpc.types.Worker) -> str:
         return me.name
 
+    await enter_main_first()
     with pytest.raises(TypeError, match="main must be what child processes can import, got <func"):
         await asyncio.to_thread(aiorpc.run_local, main, 2)
     assert await asyncio.to_thread(aiorpc.run_local, main, 1) == "worker0", "without children"
@@ -59,5 +61,5 @@ async def test_run_local_in_an_event_loop() -> None:
         aiorpc.run_local(_main, 1)
 
 
-async def _main(me: aiorpc.Worker) -> None:
+async def _main(me: aiorpc.types.Worker) -> None:
     raise AssertionError("it must not run")

@@ -2,11 +2,12 @@
 
 import pytest
 
-from aiorpc_torch import Worker, WorkerLost
+from aiorpc_torch import WorkerLost
 from aiorpc_torch._protocol.members import Members
 from aiorpc_torch._torch.agent import PeerInfo
 from aiorpc_torch._world.config import NodeConfig
 from aiorpc_torch._world.node import Node
+from aiorpc_torch.types import Worker
 
 
 def worker(told: dict[str, str]) -> Worker:

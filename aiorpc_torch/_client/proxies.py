@@ -1,0 +1,199 @@
+"""Handles of remote objects: what `remote` returns. Their methods return calls.
+
+A handle also stands for its object wherever an RRef does: in `call`, `fetch`, `create`, `Group`,
+`register` and arguments.
+"""
+
+import functools
+from collections.abc import Callable
+from functools import partial
+from typing import Any, Generic, NoReturn, TypeVar
+
+from torch.distributed.rpc import RRef
+
+from .._torch.rrefs import known_class, owner_name
+from .._wire.targets import CALL, MethodTarget, check_public_name, public_methods
+from .call import RemoteCall
+from .group import AnyCall, AnyMember, Group
+from .group_call import GroupCall
+from .named_members import NamedMembers
+from .retried import RetriedCall
+from .supervised import Supervised
+from .supervised_calls import SupervisedCall
+
+T = TypeVar("T")
+
+
+class RemoteProxy(Generic[T]):
+    """A handle of the object behind an RRef: its methods return awaitables. Made by `remote`."""
+
+    __slots__ = ("_retries", "_rref", "_timeout")
+
+    def __init__(self, rref: RRef[T], timeout: float | None, retries: int = 0) -> None:
+        self._rref = rref
+        self._timeout = timeout
+        self._retries = retries
+
+    def __repr__(self) -> str:
+        return f"<remote object on {owner_name(self._rref)}>"
+
+    def __dir__(self) -> list[str]:
+        cls = known_class(self._rref)
+        return [] if cls is None else public_methods(cls)
+
+    # Type checkers cannot see T's methods here: `proxy` and `call` are the typed forms.
+    # Not `__getattr__`: the search before it makes an AttributeError in each call.
+    def __getattribute__(self, name: str) -> Callable[..., RemoteCall]:
+        if name.startswith("_"):
+            return _own_attribute(self, name)  # type: ignore[no-any-return]
+        rref = _rref_of(self)
+        target = MethodTarget(rref, check_public_name(name))
+        if retries := _retries_of(self):
+            return RemoteMethod(partial(_retried, retries), rref, target, _timeout_of(self))
+        return RemoteMethod(RemoteCall, rref, target, _timeout_of(self))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> RemoteCall:
+        """Call the object itself: `await remote(net)(x)`, with a module's hooks."""
+        rref = self._rref
+        make = partial(_retried, self._retries) if self._retries else RemoteCall
+        return make(rref, MethodTarget(rref, CALL), self._timeout, *args, **kwargs)
+
+    def __aiorpc_handle__(self) -> RRef[T]:
+        return self._rref
+
+    def __reduce__(self) -> Any:
+        return RemoteProxy, (self._rref, self._timeout, self._retries)
+
+
+def _retried(
+    retries: int, rref: Any, target: Any, timeout: float | None, /, *args: Any, **kwargs: Any
+) -> Any:
+    def make(seconds: float | None) -> RemoteCall:
+        return RemoteCall(rref, target, seconds, *args, **kwargs)
+
+    return RetriedCall(make, timeout, retries)
+
+
+class RemoteMethod(partial[RemoteCall]):
+    """A method of a remote object, as `remote(rref).name`: a call of it returns an awaitable."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return f"<remote method {self._name}>"
+
+    def __await__(self) -> NoReturn:
+        raise TypeError(
+            f"{self._name} was not called: write `await remote(rref).{self._name}()`. Only methods "
+            f"are reached by remote(); for data, add a method that returns it, or fetch the object"
+        )
+
+    @property
+    def _name(self) -> str:
+        return str(next(each.name for each in self.args if type(each) is MethodTarget))
+
+
+_slots: Any = vars(RemoteProxy)
+_rref_of, _timeout_of = _slots["_rref"].__get__, _slots["_timeout"].__get__
+_retries_of = _slots["_retries"].__get__
+
+
+def _own_attribute(proxy: RemoteProxy[Any], name: str) -> Any:
+    try:
+        return object.__getattribute__(proxy, name)
+    except AttributeError:
+        check_public_name(name)
+        raise
+
+
+class _Proxy(Generic[T]):
+    """A handle of what several objects stand behind. Its subclasses make the calls."""
+
+    __slots__ = ("_of", "_retries", "_timeout")
+
+    def __init__(self, of: Any, timeout: float | None, retries: int = 0) -> None:
+        self._of = of
+        self._timeout = timeout
+        self._retries = retries
+
+    def __repr__(self) -> str:
+        return f"<remote object: {self._of!r}>"
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return functools.partial(self._make, check_public_name(name))
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the object itself, or each of a group."""
+        return self._make(CALL, *args, **kwargs)
+
+    def __aiorpc_handle__(self) -> Any:
+        return self._of
+
+    def __reduce__(self) -> Any:
+        return type(self), (self._of, self._timeout, self._retries)
+
+    def _make(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        def make(seconds: float | None) -> RemoteCall:
+            return self._call(name, args, kwargs, seconds)
+
+        if self._retries:
+            return RetriedCall(make, self._timeout, self._retries)
+        return make(self._timeout)
+
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> RemoteCall:
+        raise NotImplementedError
+
+
+class SupervisedProxy(_Proxy[T]):
+    """A handle of a supervised object: its methods return awaitables. Made by `remote`."""
+
+    __slots__ = ()
+
+    _of: Supervised[T]
+
+    def __dir__(self) -> list[str]:
+        cls = known_class(self._of.rref)
+        return [] if cls is None else public_methods(cls)
+
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> RemoteCall:
+        target = MethodTarget(self._of.rref, name)
+        return SupervisedCall(self._of, target, args, kwargs, timeout)
+
+
+class AnyProxy(_Proxy[T]):
+    """A handle of the least busy member of a group. Made by `remote`."""
+
+    __slots__ = ()
+
+    _of: AnyMember[T]
+
+    def _call(
+        self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any], timeout: float | None
+    ) -> RemoteCall:
+        return AnyCall(self._of, MethodTarget((0, 0), name), args, kwargs, timeout)
+
+
+class GroupProxy(_Proxy[T]):
+    """A handle of the objects of a group: its methods call all of them. Made by `remote`."""
+
+    __slots__ = ()
+
+    _of: Group[T] | NamedMembers[T]
+
+    def __repr__(self) -> str:
+        return f"<remote objects of {self._of!r}>"
+
+    def __getattr__(self, name: str) -> "Callable[..., GroupCall[RRef[T], Any]]":
+        return super().__getattr__(name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> "GroupCall[RRef[T], Any]":
+        """Call each object of the group."""
+        return self._make(CALL, *args, **kwargs)  # type: ignore[no-any-return]
+
+    def _make(self, name: str, /, *args: Any, **kwargs: Any) -> Any:
+        target = functools.partial(MethodTarget, name=name)
+        return GroupCall(self._of, target, args, kwargs, self._timeout, self._retries)

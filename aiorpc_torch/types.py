@@ -1,0 +1,54 @@
+"""The types of what this library returns, for annotations. Only the library makes them.
+
+async def main(me: aiorpc.types.Worker) -> None: ...
+"""
+
+from ._batching.collate import Device as Device
+from ._batching.policies import Policy as Policy
+from ._client.api import Workers as Workers
+from ._client.group import AnyMember as AnyMember, Items as Items
+from ._client.group_call import GroupCall as GroupCall, GroupResults as GroupResults
+from ._client.group_map import MapResults as MapResults
+from ._client.named_members import NamedMembers as NamedMembers
+from ._client.pool import WorkerRef as WorkerRef
+from ._client.proxies import (
+    AnyProxy as AnyProxy,
+    GroupProxy as GroupProxy,
+    RemoteProxy as RemoteProxy,
+    SupervisedProxy as SupervisedProxy,
+)
+from ._client.supervised import Supervised as Supervised
+from ._server.exports import Export as Export
+from ._torch.devices import DeviceMaps as DeviceMaps
+from ._world.changes import Change as Change
+from ._world.config import OnFailure as OnFailure
+from ._world.local import LocalWorker as LocalWorker
+from ._world.thread import WorkerThread as WorkerThread
+from ._world.worker import Worker as Worker
+from .errors import RemoteTraceback as RemoteTraceback
+
+__all__ = (
+    "AnyMember",
+    "AnyProxy",
+    "Change",
+    "Device",
+    "DeviceMaps",
+    "Export",
+    "GroupCall",
+    "GroupProxy",
+    "GroupResults",
+    "Items",
+    "LocalWorker",
+    "MapResults",
+    "NamedMembers",
+    "OnFailure",
+    "Policy",
+    "RemoteProxy",
+    "RemoteTraceback",
+    "Supervised",
+    "SupervisedProxy",
+    "Worker",
+    "WorkerRef",
+    "WorkerThread",
+    "Workers",
+)
