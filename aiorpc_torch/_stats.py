@@ -51,7 +51,7 @@ class Stats:
 def stats() -> Stats:
     """Return a snapshot of the counters of this process.
 
-    `await call("w", aiorpc.stats)` returns those of worker `w`, from its event loop: it needs no
+    `await call("w", observe.stats)` returns those of worker `w`, from its event loop: it needs no
     free thread there.
     """
     served = running = held = 0

@@ -38,7 +38,7 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
     """Bound a block, and all remote calls made inside together, to `seconds` from now.
 
         with aiorpc.timeout(5.0):        # or `async with`
-            x = await remote(model).infer(x)
+            x = await aiorpc.remote(model).infer(x)
             await asyncio.sleep(1.0)
 
     A call that the deadline interrupts raises `CallTimeout`. Any other wait is cancelled, and the

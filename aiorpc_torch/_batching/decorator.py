@@ -68,13 +68,13 @@ def batched(
     value each of `each(values)`. An exception *instance* among the results is raised for that
     caller alone; an exception that the function raises is raised for each caller.
 
-        @batched(max_size=64, max_wait=0.002)
+        @aiorpc.batched(max_size=64, max_wait=0.002)
         async def select(self, states: list[Tensor]) -> list[int]: ...
 
-        @batched(max_size=64, stack=True, device="cuda")
+        @aiorpc.batched(max_size=64, stack=True, device="cuda")
         def infer(self, states: Tensor) -> Tensor: ...  # [B, ...] in, [B, ...] out
 
-        @batched(Round(size=5, quorum=4, timeout=10.0))
+        @aiorpc.batched(aiorpc.Round(size=5, quorum=4, timeout=10.0))
         def update(self, grads: list[Grads]) -> list[Tensor]: ...  # for all five
 
     An `async def` function runs on the event loop, a plain `def` in a thread; calls that arrive

@@ -379,9 +379,9 @@ async def create(
 async def create(to: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Make an object on a worker, and return an RRef of it once it is made; or one on each of many.
 
-        ps = await create("ps", ParameterServer, lr=0.1)            # an RRef
-        envs = await create(["env0", "env1"], Env, each(seeds))     # a Group
-        latent = await create(encoder, Encoder.forward, x)          # stays where the encoder is
+        ps = await aiorpc.create("ps", ParameterServer, lr=0.1)  # an RRef
+        envs = await aiorpc.create(["env0", "env1"], Env, aiorpc.each(seeds))  # a Group
+        latent = await aiorpc.create(encoder, Encoder.forward, x)  # stays where the encoder is
 
     `factory` is a class or any function, which runs in a thread of the worker, or an `async def`,
     which runs on its loop. An exception of the factory is raised here; torch's `rpc.remote` raises
@@ -445,10 +445,10 @@ async def supervised(
 async def supervised(to: Any, factory: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Make an object on a worker, and again whenever the worker's process is replaced.
 
-        async with local_world(["env0", "env1"], max_restarts=3):
-            env = await supervised("env0", Env, seed)
-            state = await remote(env).step(action)
-            envs = await supervised(["env0", "env1"], Env, each(seeds))    # a Group
+        async with aiorpc.local_world(["env0", "env1"], max_restarts=3):
+            env = await aiorpc.supervised("env0", Env, seed)
+            state = await aiorpc.remote(env).step(action)
+            envs = await aiorpc.supervised(["env0", "env1"], Env, aiorpc.each(seeds))    # a Group
 
     Calls wait from the loss until the object is made again on the replacement process, within their
     deadlines. A call that was sent raises `WorkerLost`, and is not repeated unless `retries=` of

@@ -61,8 +61,8 @@ def each(values: Iterable[V]) -> V:
 class Group(Sequence[RRef[T]]):
     """A group of objects on any workers: an immutable sequence of their RRefs.
 
-        losses = await remote(envs).train(100)                    # a list in the group's order
-        async for member, loss in remote(envs).train(100): ...    # as they complete
+        losses = await aiorpc.remote(envs).train(100)  # a list in the group's order
+        async for member, loss in aiorpc.remote(envs).train(100): ...  # as they complete
 
     Each member gets an ordinary call. Arguments are encoded once for all; `each` gives every member
     its own. All members are waited for. If some fail, `GroupError` has the results of the others.
@@ -127,7 +127,7 @@ class Group(Sequence[RRef[T]]):
     def any(self) -> "AnyMember[T]":
         """Return what `remote` and `call` take for the least busy member.
 
-            y = await remote(models.any()).infer(x)
+            y = await aiorpc.remote(models.any()).infer(x)
 
         Each call chooses when it starts: the member whose worker has the fewest unanswered calls
         and streams of this process, ties in turn. Lost workers and replaced processes are skipped.

@@ -223,9 +223,9 @@ class NamedMembers(Collection[RRef[T]], Generic[T]):
 def members(name: str) -> NamedMembers[Any]:
     """Return the living objects that workers have registered under `name`: a group that changes.
 
-        envs = members("env")
+        envs = aiorpc.members("env")
         await envs.wait(8)
-        observations = await remote(envs).reset()     # of those that are there now
+        observations = await aiorpc.remote(envs).reset()     # of those that are there now
         async for episode in envs.map(Env.rollout, seeds): ...    # joiners get their share
 
     `remote` and `call` take it as a `Group`: a call is made by those that are there when it starts.

@@ -22,8 +22,8 @@ T = TypeVar("T")
 def register(name: str, object: T | RRef[T]) -> RRef[T]:  # noqa: A002
     """Register an object of this worker under a name, for `lookup`; return its RRef.
 
-        register("ps", ParameterServer())            # on worker "server"
-        ps = await lookup("ps", on="server")         # on any worker
+        aiorpc.register("ps", ParameterServer())            # on worker "server"
+        ps = await aiorpc.lookup("ps", on="server")         # on any worker
 
     The object is held until `unregister(name)`, or until this worker leaves its world. May be
     called from any thread.

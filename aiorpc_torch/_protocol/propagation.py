@@ -32,7 +32,7 @@ def propagate(var: ContextVar[Any]) -> None:
     its worker's start. A batch sees the value that all its callers have, and none if they differ.
 
         REQUEST = ContextVar("myapp.request", default="")
-        aiorpc.propagate(REQUEST)  # in every process, in a module that all import
+        aiorpc.observe.propagate(REQUEST)  # in every process, in a module that all import
 
     Both ends have to call this: the variable is known by its name. A callee ignores names that it
     does not know, and passes them on to no other worker. Call it again with the same variable, and

@@ -54,8 +54,8 @@ async def attach(
     """Serve and call peers in the world that `rpc.init_rpc` started, on the running loop.
 
         rpc.init_rpc("trainer0", rank=1, world_size=3)
-        async with attach() as me:
-            ps = await create("ps", ParameterServer)
+        async with aiorpc.attach() as me:
+            ps = await aiorpc.create("ps", ParameterServer)
         rpc.shutdown()
 
     Exit leaves torch's RPC running, and a process may attach again: an `asyncio.run` for each epoch

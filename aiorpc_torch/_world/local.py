@@ -103,8 +103,8 @@ async def local_world(
 ) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
-        async with local_world(["ps", "trainer0"]) as me:
-            ps = await create("ps", ParameterServer)
+        async with aiorpc.local_world(["ps", "trainer0"]) as me:
+            ps = await aiorpc.create("ps", ParameterServer)
 
     `local_world(0)` is a world of one, without children: for tests, notebooks and programs of one
     process. Children import the file of `__main__`: a script needs its

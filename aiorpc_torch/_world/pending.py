@@ -33,7 +33,7 @@ def pending() -> list[PendingCall]:
     Incoming calls may wait for a batch, for a turn on an exclusive object or for a payload. A call
     of this worker to itself is in the list twice. Calls of plain torch clients are in the list if
     they are of `async_execution` or `@batched` functions. Their worker is "a torch client".
-    Callable from any thread; outside a world the list is empty. `await call("w", aiorpc.pending)`
+    Callable from any thread; outside a world the list is empty. `await call("w", observe.pending)`
     returns the list of worker `w`, from its event loop: it needs no free thread there. Incoming
     calls of this function are not in the list.
     """

@@ -57,7 +57,7 @@ class WorkerThread(Generic[W]):
     def run(self, what: Any, /, *args: Any) -> Any:
         """Run something on the event loop of the world, and return its result.
 
-            y = me.run(remote(model).infer(x))
+            y = me.run(aiorpc.remote(model).infer(x))
             loss = me.run(train, 100)           # `async def train(steps)`
 
         Callable from any other thread; calls from several threads run side by side. A deadline of
@@ -81,7 +81,7 @@ class WorkerThread(Generic[W]):
     def iterate(self, stream: AsyncIterable[T]) -> Iterator[T]:
         """Return an iterator of the items of a stream: a remote one, a map, `changes()`, a policy.
 
-            for batch in me.iterate(remote(loader).batches()): ...
+            for batch in me.iterate(aiorpc.remote(loader).batches()): ...
 
         It asks for an item when the loop asks for one; items of a remote stream that have arrived
         come together. Leaving the loop early closes the stream.
@@ -174,12 +174,12 @@ def _close_soon(iterator: Any) -> None:
 def in_thread(world: AbstractAsyncContextManager[W]) -> Iterator[WorkerThread[W]]:
     """Enter a world on an event loop in a daemon thread: for synchronous code and notebooks.
 
-        with aiorpc.in_thread(local_world(["server"])) as me:
-            policy = me.run(create("server", Policy))
-            action = me.run(remote(policy).act(state))
-            for batch in me.iterate(remote(policy).batches()): ...
+        with aiorpc.in_thread(aiorpc.local_world(["server"])) as me:
+            policy = me.run(aiorpc.create("server", Policy))
+            action = me.run(aiorpc.remote(policy).act(state))
+            for batch in me.iterate(aiorpc.remote(policy).batches()): ...
 
-        with aiorpc.in_thread(attach()):  # a passive server beside torch's RPC
+        with aiorpc.in_thread(aiorpc.attach()):  # a passive server beside torch's RPC
             rpc.shutdown()
 
     Calls of other processes are served by that thread, whatever this one does. Signal handlers stay

@@ -120,8 +120,8 @@ class Worker:
     async def serve(self, until: str | None = None) -> None:
         """Serve until every live peer has left or serves too; or until one peer has left.
 
-            async with worker() as me:
-                ps = await create(me.name, ParameterServer)
+            async with aiorpc.worker() as me:
+                ps = await aiorpc.create(me.name, ParameterServer)
                 await me.serve()
 
         A driver and any number of servers end together: when the driver leaves, each server's wait

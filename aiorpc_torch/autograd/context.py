@@ -182,7 +182,7 @@ def context() -> Context:
     """Return a context of distributed autograd: calls made in it are recorded for a backward.
 
         async with aiorpc.autograd.context() as ctx:
-            loss = loss_fn(await remote(ps).forward(x), y)
+            loss = loss_fn(await aiorpc.remote(ps).forward(x), y)
             await ctx.backward([loss], timeout=30)
             await opt.step(ctx)
 

@@ -24,7 +24,7 @@ _CARRIER: ContextVar[dict[str, str] | None] = ContextVar("aiorpc_torch.trace", d
 class Tracing(Interceptor):
     """Spans of all calls of this process. It is added by itself once a provider is set.
 
-    Use it with `aiorpc.intercept` for another provider than the global one. Needs the extra `otel`.
+    Use it with `observe.intercept` for another provider than the global one. Needs extra `otel`.
 
     Args:
         provider: A tracer provider (default: the global one).

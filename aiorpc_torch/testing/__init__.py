@@ -3,7 +3,7 @@
     from aiorpc_torch import testing
 
     async with testing.world(["a"]):
-        gate = await create("a", testing.Gate)
+        gate = await aiorpc.create("a", testing.Gate)
 
 This package does not import pytest. The fixtures `world`, `workers` and `no_leaks` are in the
 plugin `pytest_aiorpc_torch`, which pytest loads automatically.

@@ -9,10 +9,10 @@ from .._aio.loops import call_soon
 class Gate:
     """A gate at which calls wait until a test opens it, in whatever process they run.
 
-        gate = await create("a", Gate)
-        waiting = asyncio.create_task(remote(gate).passed())
-        await remote(gate).entered()  # the call waits at the gate now
-        await remote(gate).open()
+        gate = await aiorpc.create("a", Gate)
+        waiting = asyncio.create_task(aiorpc.remote(gate).passed())
+        await aiorpc.remote(gate).entered()  # the call waits at the gate now
+        await aiorpc.remote(gate).open()
         await waiting
 
     Call its methods by RRef or directly; an actor may hold the gate itself.

@@ -3,7 +3,7 @@
     from aiorpc_torch.training import Weights, follow
 
     weights = Weights(model.state_dict())  # at the learner
-    register("policy", weights)
+    aiorpc.register("policy", weights)
     policy = await follow("policy", on="learner", into=model)  # at an actor
 
 This package is written on the public names of `aiorpc_torch` alone. Versions, tickets and ratios

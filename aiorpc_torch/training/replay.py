@@ -65,7 +65,7 @@ class Replay:
     """A replay buffer that keeps a ratio of samples to inserts.
 
         replay = Replay(Uniform(50_000), SampleLimit(8, min_size=1_000, slack=512))
-        await remote(replay).insert(transition, ticket)  # at an actor, `replay` an RRef
+        await aiorpc.remote(replay).insert(transition, ticket)  # at an actor, `replay` an RRef
         batch = await replay.sample(64)  # at the learner: 64 items
 
     Inserts and samples wait until the limit admits them, each in the order of arrival. A wait that

@@ -17,7 +17,7 @@ class StalenessLimit:
         limit = StalenessLimit(max_staleness=2, max_in_flight=16)  # at the learner
         await limit.advance(await weights.publish(model.state_dict()))
 
-        async with remote(limit).ticket() as ticket:  # at an actor, `limit` an RRef
+        async with aiorpc.remote(limit).ticket() as ticket:  # at an actor, `limit` an RRef
             await policy.wait(ticket.version)
             ...
 

@@ -17,7 +17,7 @@ class Weights:
     """Weights that a learner publishes in versions, and that `follow` brings to actors.
 
         weights = Weights(model.state_dict())
-        register("policy", weights)
+        aiorpc.register("policy", weights)
         version = await weights.publish(model.state_dict())
 
     A version is an immutable copy. It is announced once it is whole. Followers of one host that

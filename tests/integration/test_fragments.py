@@ -23,11 +23,15 @@ PAGES = ["calls", "groups", "batching", "autograd"]
 async def names_for(fragment: str) -> dict[str, Any]:
     """Return the objects that a fragment of a page takes for granted."""
     names: dict[str, Any] = {"torch": torch, "rpc": rpc, "aiorpc": aiorpc, "asyncio": asyncio}
-    names |= {name: getattr(aiorpc, name) for name in aiorpc.__all__}
     names |= {name: thing for name, thing in vars(objects).items() if not name.startswith("_")}
     names |= {"x": torch.ones(2), "y": torch.ones(2), "n": 3, "Grads": Tensor, "Parameters": Tensor}
     net = await create("a", objects.Net)
-    names |= {"rref": net, "function": objects.double, "torch_future": objects.finished_future()}
+    names |= {
+        "rref": net,
+        "net": net,
+        "function": objects.double,
+        "torch_future": objects.finished_future(),
+    }
     names |= {"seeds": [1, 2], "agent": net, "xs": range(5), "weights": torch.ones(100_000)}
     if "members(" in fragment:
         for name in ("a", "b"):
@@ -91,7 +95,7 @@ async def test_fragments_on_training_run(workers: Workers) -> None:
     """One after another: the later ones use what the first ones have made."""
     await enter_main_first()
     await workers([], name="learner")
-    names: dict[str, Any] = {name: getattr(aiorpc, name) for name in aiorpc.__all__}
+    names: dict[str, Any] = {"aiorpc": aiorpc}
     names |= {name: getattr(training, name) for name in training.__all__}
     names |= {"model": nn.Linear(4, 2), "transition": 1}
     learning = asyncio.create_task(learn(names))
