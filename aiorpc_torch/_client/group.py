@@ -11,7 +11,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from typing import Any, Concatenate, Generic, ParamSpec, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Generic, ParamSpec, TypeVar, overload
 
 from torch.distributed.rpc import RRef
 
@@ -31,6 +31,9 @@ from .group_schedule import LeastBusy
 from .pool import ConnectionPool, current
 from .supervised import Supervised
 from .supervised_calls import SupervisedCall, SupervisedStream, target_on
+
+if TYPE_CHECKING:
+    from .proxies import RemoteProxy, SupervisedProxy
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -82,10 +85,16 @@ class Group(Sequence[RRef[T]]):
     __slots__ = ("__weakref__", "_has_supervised", "_key", "_least_busy", "_members")
 
     @overload
-    def __init__(self, members: Iterable[RRef[T] | Supervised[T]]) -> None: ...
+    def __init__(
+        self,
+        members: "Iterable[RRef[T] | Supervised[T] | RemoteProxy[T] | SupervisedProxy[T]]",
+    ) -> None: ...
 
     @overload
-    def __init__(self, members: Iterable[RRef[Any] | Supervised[Any]]) -> None: ...
+    def __init__(
+        self,
+        members: "Iterable[RRef[Any] | Supervised[Any] | RemoteProxy[Any] | SupervisedProxy[Any]]",
+    ) -> None: ...
 
     def __init__(self, members: Iterable[Any]) -> None:
         self._members: tuple[Any, ...] = tuple(map(of_handle, members))

@@ -8,10 +8,12 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import (
+    Group,
     RRef,
     call,
     create,
     fetch,
+    in_thread,
     local_world,
     proxy,
     remote,
@@ -70,6 +72,41 @@ async def objects() -> None:
     await create("ps", Net, "8")  # type: ignore[call-overload]  # pyright: ignore
     await remote(net).forward(torch.ones(1))
     await remote(net, timeout=0.5).evaluate("a")
+
+
+async def results_that_stay(rref: RRef[Net], x: Tensor) -> None:
+    """`create` with an RRef has the method's parameters, and an RRef of its result."""
+    assert_type(await create(rref, Net.forward, x, scale=2.0), RRef[Tensor])
+    assert_type(await create(rref, Net.evaluate, "a"), RRef[list[float]])
+    assert_type(await create(rref, norm), RRef[float])
+    await create(rref, Net.forward, "x")  # type: ignore[call-overload]  # pyright: ignore
+
+
+async def handles(rref: RRef[Net], x: Tensor) -> None:
+    """What `remote` returns is taken where an RRef is, with the class of the object."""
+    net = remote(rref, timeout=0.5, retries=2)
+    assert_type(net, aiorpc.types.RemoteProxy[Net])
+    assert_type(await call(net, Net.forward, x), Tensor)
+    assert_type(await create(net, Net.forward, x), RRef[Tensor])
+    assert_type(await fetch(net), Net)
+    assert_type(proxy(net), Net)
+    assert_type(Group([net]), Group[Net])
+    await net(x)
+    remote(net, retries=1)
+    remote(rref, retries="2")  # type: ignore[call-overload]  # pyright: ignore
+
+
+def in_a_thread(rref: RRef[Net], x: Tensor) -> None:
+    """`run` has the type of what is awaited or called, `iterate` that of the items."""
+    with in_thread(local_world(["ps"])) as me:
+        assert_type(me, aiorpc.types.WorkerThread[aiorpc.types.LocalWorker])
+        assert_type(me.run(create("ps", Net, 8)), RRef[Net])
+        assert_type(me.run(make_net, 8), Net)
+        assert_type(me.run(norm, Net(8)), float)
+        for token in me.iterate(proxy(rref).generate(3)):
+            assert_type(token, str)
+        me.run(3)  # type: ignore[call-overload]  # pyright: ignore
+    in_thread("ps")  # type: ignore[arg-type]  # pyright: ignore
 
 
 async def proxies(rref: RRef[Net]) -> None:

@@ -21,7 +21,7 @@ from aiorpc_torch import (
     supervised,
     unregister,
 )
-from aiorpc_torch.types import Supervised
+from aiorpc_torch.types import Supervised, SupervisedProxy
 
 
 class Env:
@@ -74,6 +74,22 @@ async def calls(envs: Group[Env], x: Tensor) -> None:
         assert_type(member, RRef[Env])
     assert_type(await remote(envs).train(100), list[Any])
     await call(envs, Env.train, "x")  # type: ignore[call-overload]  # pyright: ignore
+
+
+async def functions_on_workers(x: Tensor) -> None:
+    """A list or tuple of workers in place of one gives a list of the results."""
+    assert_type(await call(["a", "b"], make_env, each([1, 2])), list[Env])
+    assert_type(await call(("a", 1), len, "abc"), list[int])
+    async for worker, length in call(["a", "b"], len, "abc"):
+        assert_type(worker, str)
+        assert_type(length, int)
+    await call(["a"], make_env, "1")  # type: ignore[call-overload]  # pyright: ignore
+
+
+async def results_that_stay(envs: Group[Env]) -> None:
+    """`create` with a group has an RRef of the result of each member."""
+    assert_type(await create(envs, Env.reset, each([1, 2])), Group[Tensor])
+    assert_type(await create(remote(envs), Env.train, 3), Group[float])
 
 
 async def one_of_them(envs: Group[Env], x: Tensor) -> None:
@@ -134,4 +150,7 @@ async def supervision(agent: RRef[Any]) -> None:
     assert_type(await fetch(env), Env)
     assert_type(Group([env]), Group[Env])
     assert_type(await supervised([0, 1], Env, agent, each([1, 2])), Group[Env])
+    assert_type(await create(env, Env.reset), RRef[Tensor])
+    assert_type(remote(env, retries=2), SupervisedProxy[Env])
+    await supervised("env0", Env, agent, "1")  # type: ignore[call-overload]  # pyright: ignore
     remote(env, timeout=3)
