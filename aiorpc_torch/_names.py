@@ -1,9 +1,12 @@
 """The public names: which module they are shown as, and what to write for an old one."""
 
+import functools
 import importlib
 import sys
 from collections.abc import Callable, Collection, Iterable
-from typing import Any
+from typing import Any, TypeVar, cast
+
+F = TypeVar("F", bound=Callable[..., Any])
 
 _NOW = {
     "create_all": "create([...], ...) makes an object on each of several workers",
@@ -32,6 +35,21 @@ def show_as(module: str, scope: dict[str, Any], names: Iterable[str]) -> None:
     for name in names:
         if getattr(scope[name], "__module__", "").startswith("aiorpc_torch."):
             scope[name].__module__ = module
+
+
+def renamed_parameters(**now: str) -> Callable[[F], F]:
+    """Let a function refuse former parameters with a TypeError that says what they are called."""
+
+    def decorate(function: F) -> F:
+        @functools.wraps(function)
+        def checked(*args: Any, **kwargs: Any) -> Any:
+            for old in now.keys() & kwargs:
+                raise TypeError(f"{function.__name__}(): {old}= is called {now[old]}=")
+            return function(*args, **kwargs)
+
+        return cast(F, checked)
+
+    return decorate
 
 
 def attributes_of(module: str, modules: Collection[str] = ()) -> Callable[[str], Any]:

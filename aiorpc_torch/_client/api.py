@@ -16,6 +16,7 @@ from typing import Any, Concatenate, NoReturn, ParamSpec, TypeGuard, TypeVar, ov
 from torch.distributed.rpc import RRef
 
 from .._aio.deadlines import checked_timeout
+from .._protocol.handles import of_handle
 from .._torch.compat import RRefBase, WorkerInfo
 from .._wire.shared_arguments import arguments_of
 from .._wire.targets import BoundTarget, FetchTarget, FunctionTarget, MakeTarget
@@ -38,9 +39,23 @@ Workers = Sequence[WorkerRef]
 """Several workers, by name, rank or WorkerInfo."""
 
 
+_NO_GROUP = "objects are called together as a group: write Group([...])"
+
+
 def _are_workers(to: Any) -> TypeGuard[Workers]:
-    """Return whether it is a list or tuple, or another sequence that may be of workers."""
-    return isinstance(to, Sequence) and not isinstance(to, str | bytes | bytearray | Group)
+    """Return whether it is a list or tuple, or another sequence of workers.
+
+    Raises:
+        TypeError: if it holds something else, as RRefs.
+    """
+    if not isinstance(to, Sequence) or isinstance(to, str | bytes | bytearray | Group):
+        return False
+    for each in to:
+        if not isinstance(each, str | int | WorkerInfo):
+            if isinstance(of_handle(each), RRefBase | Supervised):
+                raise TypeError(_NO_GROUP)
+            raise TypeError(f"workers are names, ranks or WorkerInfos, got {each!r}")
+    return True
 
 
 _Object = RRef[T] | Supervised[T]
@@ -93,12 +108,12 @@ def remote(
         rref: RRef of any object, `supervised` object, `Group`, `members(name)` or `group.any()`.
             The classes of arguments and results must be importable on both sides, or else
             `cloudpickle` installed there.
-        timeout: seconds for each call, from its await (default: no bound but `aiorpc.timeout`'s).
-            The earlier of both applies.
+        timeout: seconds for each call, from its await (default: that of a handle, or no bound but
+            `aiorpc.timeout`'s). The earlier of both applies.
         retries: how often a call that ends with `WorkerGone` is made again, also if it may have
             run: that of `any()` by another member, that of a supervised object once it is there
-            again (default: 0). The timeout bounds all attempts together. A stream is begun again
-            until its first item.
+            again (default: that of a handle, or 0). The timeout bounds all attempts together. A
+            stream is begun again until its first item.
 
     Raises:
         TypeError: if `rref` is not an RRef, or if `timeout` is not a number.
@@ -124,7 +139,9 @@ def _remote(
 ) -> Any:
     if more or others:
         _refuse_arguments(rref, more, others)
-    found, retries = _of_handle(rref)[0], checked_retries(retries)
+    found, own_timeout, own_retries = _of_handle(rref)
+    timeout = own_timeout if timeout is None else timeout
+    retries = checked_retries(retries) or own_retries
     for kinds, proxy_of in _PROXIES:
         if isinstance(found, kinds):
             return proxy_of(found, timeout, retries)
@@ -545,4 +562,6 @@ def _checked_rref(rref: Any) -> RRef[Any]:
 
 
 def _no_rref(value: Any) -> TypeError:
+    if isinstance(value, list | tuple):
+        return TypeError(_NO_GROUP)
     return TypeError(f"rref must be an RRef, as create() or torch returns it, got {value!r}")

@@ -31,6 +31,7 @@ from .answers import exception_of, is_own
 from .call import ALREADY_AWAITED, USED, LazyCall, has_passed
 from .connection import Connection
 from .pool import connection_to, current
+from .retried import note_earlier_attempt
 from .supervised import Supervised, Waiter, late_wait
 from .supervised_calls import may_wait, target_on
 
@@ -128,6 +129,7 @@ class _Running:
         self._retries = dict.fromkeys(range(len(members)), retries) if retries else {}
         self._rows: Sequence[MemberArguments] = ()  # kept for retries
         self._tries: dict[int, asyncio.Task[None]] = {}  # of members that are called again
+        self._may_have_run: set[int] = set()  # those of which an earlier attempt may have
         self._context = contextvars.Context()  # of callbacks; they run no user code
         self._end: End | None = None  # of interceptors
         self._calls: dict[int, tuple[Connection, int]] = {}  # of members without an outcome
@@ -217,6 +219,8 @@ class _Running:
         if not is_own(failure) or self._is_cancelled or not self._retries.get(position):
             return False
         self._retries[position] -= 1
+        if failure.may_have_run:
+            self._may_have_run.add(position)
         member = self.members[position][0]
         if isinstance(member, Supervised):
             if position in self._supervised:
@@ -343,6 +347,8 @@ class _Running:
 
     def _set_outcome(self, position: int, answer: Any, failure: BaseException | None) -> None:
         if failure is not None:
+            if position in self._may_have_run:
+                note_earlier_attempt(failure)
             self.failures[position] = self._noted(position, failure)
         self.results[position] = answer if failure is None else self.failures[position]
         self.left -= 1

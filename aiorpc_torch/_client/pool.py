@@ -73,6 +73,7 @@ class ConnectionPool:
         self._numbers = itertools.count()
         self._finished: Counter[str] = Counter()  # counters of finished connections
         self._watches: dict[object, tuple[Collection[str], Callable[[RpcError], None]]] = {}
+        self._supervisors: dict[str, list[weakref.WeakMethod[Callable[[], None]]]] = {}
 
     def open(self) -> None:
         """Let calls be made: the members are known."""
@@ -293,19 +294,31 @@ class ConnectionPool:
         finally:
             del self._watches[key]
 
+    def tell_of_losses(self, worker: str, on_loss: Callable[[], None]) -> None:
+        """Call a method, in any thread, at each loss of a worker, while its object lives."""
+        known = self._supervisors.setdefault(worker, [])
+        known.append(weakref.WeakMethod(on_loss, known.remove))
+
     def on_peer_lost(self, peer: str, error: RpcError) -> None:
-        """Fail all calls and watches that wait for `peer`."""
+        """Fail all calls and watches that wait for `peer`, and tell who makes its objects again."""
         for peers, on_loss in [*self._watches.values()]:
             if peer in peers:
                 on_loss(error)
+        self._tell_supervisors(peer)
         for loop, each in self._connections_to(peer):
             call_soon(loop, each.on_peer_lost, error)
 
     def end_process(self, worker: str, error: RpcError) -> None:
         """End the connections to a member's process, which was replaced or has left."""
         self._introductions.forget(worker)
+        self._tell_supervisors(worker)
         for loop, by_peer in self._loops():
             call_soon(loop, self._forget, by_peer, worker, error)
+
+    def _tell_supervisors(self, worker: str) -> None:
+        for find in [*self._supervisors.get(worker, ())]:
+            if (tell := find()) is not None:
+                tell()
 
     def _forget(self, by_peer: _ByPeer, peer: str, error: RpcError) -> None:
         for each in by_peer.pop(peer, ()):

@@ -10,7 +10,8 @@ from collections.abc import AsyncIterator, Callable, Generator
 from typing import Any
 
 from .._aio.deadlines import deadline_in, time_left
-from ..errors import WorkerGone
+from .._wire.exceptions import try_add_note
+from ..errors import RpcError, WorkerGone
 from .answers import is_own
 from .call import ALREADY_AWAITED, USED, LazyCall, RemoteCall
 from .pool import current
@@ -30,6 +31,13 @@ def checked_retries(retries: Any) -> int:
     return retries
 
 
+def note_earlier_attempt(error: BaseException) -> None:
+    """Let the error of the last attempt say that an earlier one may have run."""
+    if isinstance(error, RpcError) and not error.may_have_run:
+        error.may_have_run = True
+        try_add_note(error, "an earlier attempt of this call may have run")
+
+
 class _Attempts:
     """The attempts of one call, all of them within its deadline."""
 
@@ -37,6 +45,7 @@ class _Attempts:
         self._make = make
         self._due = None if timeout is None else deadline_in(timeout)
         self._left = retries
+        self._may_have_run = False  # an attempt that has failed
 
     def next(self) -> RemoteCall:
         """Return the call of the next attempt."""
@@ -46,14 +55,17 @@ class _Attempts:
         """Make the call no more: an item of it has come."""
         self._left = 0
 
-    async def wait_after(self, exc: WorkerGone) -> None:
-        """Wait until another attempt may be made; raise the exception if none is left.
+    async def wait_after(self, exc: RpcError) -> None:
+        """Wait until another attempt may be made; raise the exception if none may.
 
         A worker whose connection has ended may live. It is pinged, and the attempt waits for that.
         """
-        if not self._left or not is_own(exc):
+        if not self._left or not isinstance(exc, WorkerGone) or not is_own(exc):
+            if self._may_have_run:
+                note_earlier_attempt(exc)
             raise exc
         self._left -= 1
+        self._may_have_run |= exc.may_have_run
         with contextlib.suppress(TimeoutError):  # the next attempt says so
             async with asyncio.timeout(time_left(self._due)):
                 await current().wait_until_probed(exc.worker)
@@ -81,7 +93,7 @@ class RetriedCall(LazyCall[Any]):
             while True:
                 try:
                     return (yield from attempts.next().__await__())
-                except WorkerGone as exc:
+                except RpcError as exc:
                     yield from attempts.wait_after(exc).__await__()
         finally:
             self._steps = USED
@@ -103,7 +115,7 @@ class RetriedCall(LazyCall[Any]):
             self._entered = attempts.next()
             try:
                 return await self._entered.__aenter__()
-            except WorkerGone as exc:
+            except RpcError as exc:
                 await attempts.wait_after(exc)
 
     async def __aexit__(self, *exc: Any) -> None:
@@ -124,7 +136,7 @@ class _RetriedStream(AsyncIterator[Any]):
                 if self._stream is None:
                     self._stream = aiter(self._attempts.next())
                 item = await anext(self._stream)
-            except WorkerGone as exc:
+            except RpcError as exc:
                 await self._attempts.wait_after(exc)
                 self._stream = None
             else:

@@ -68,6 +68,7 @@ class Supervised(Generic[T]):
         self._open_rref: RRef[T] | None = rref  # None: calls have to wait
         self._error: BaseException | None = None  # of an object that has ended
         self._recovery: asyncio.Task[None] | None = None
+        self._pool.tell_of_losses(worker, self._on_loss)
 
     def __repr__(self) -> str:
         name = function_name(self._making[0])
@@ -115,6 +116,9 @@ class Supervised(Generic[T]):
     def _may_return(self) -> bool:
         """Return whether calls may wait for the object: it has not ended."""
         return self._supervision.state != "ended"
+
+    def _on_loss(self) -> None:
+        self._lose(self._rref)
 
     def _lose(self, rref: "RRefBase[Any]") -> None:
         """Note that the worker of an RRef is lost."""

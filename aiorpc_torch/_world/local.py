@@ -5,10 +5,11 @@ import contextlib
 import pickle
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Never, TypeVar
+from typing import Any, TypeVar
 
 from .._aio.loops import LoopFactory, await_on, new_event_loop
 from .._aio.signals import graceful_signals
+from .._names import renamed_parameters
 from .._server.exports import Export, checked_exports
 from .._torch.devices import AUTO, DeviceMaps
 from .._wire.by_value import is_by_value
@@ -78,6 +79,7 @@ class LocalWorker(Worker):
         await await_on(self._node.loop, step)
 
 
+@renamed_parameters(restart="max_restarts")
 @contextlib.asynccontextmanager
 async def local_world(
     workers: int | Sequence[str] = 0,
@@ -99,7 +101,6 @@ async def local_world(
     loop_factory: LoopFactory | None = None,
     initializer: Initializer | None = None,
     logs: Logs | None = None,
-    **renamed: Never,
 ) -> AsyncIterator[LocalWorker]:
     """Be rank 0 of a world whose other workers are children that serve until this process leaves.
 
@@ -151,7 +152,6 @@ async def local_world(
         RuntimeError: If this process is in a world already. If a module of `preload` started a
             thread or CUDA.
     """
-    _refuse("local_world", renamed)
     configs = _configs(
         [name, *_names(workers, first=1)],
         init_method=new_local_url(),
@@ -181,6 +181,7 @@ async def local_world(
                 yield LocalWorker._of(me._node, _supervisor=supervisor, _config=configs[0])
 
 
+@renamed_parameters(restart="max_restarts")
 def run_local(
     main: Callable[..., Awaitable[T]],
     workers: int | Sequence[str],
@@ -202,7 +203,6 @@ def run_local(
     loop_factory: LoopFactory | None = None,
     initializer: Initializer | None = None,
     logs: Logs | None = None,
-    **renamed: Never,
 ) -> T:
     """Run `main(me, *args)` in every worker of a world on this machine; the first is this process.
 
@@ -240,7 +240,6 @@ def run_local(
         SystemExit: With code 143, if SIGTERM ended the world.
         RuntimeError: If an event loop runs in this thread: use `local_world` there.
     """
-    _refuse("run_local", renamed)
     names = _names(workers, first=0)
     check_on_failure(on_failure)
     _check_run(main, names)
@@ -284,13 +283,6 @@ async def _run(
     if supervisor.failures:
         raise supervisor.failures[0]
     return result
-
-
-def _refuse(function: str, renamed: Iterable[str]) -> None:
-    """Raise TypeError for a parameter that a function does not have."""
-    for name in renamed:
-        now = ": it is called max_restarts=" if name == "restart" else ""
-        raise TypeError(f"{function}() got an unexpected keyword argument {name!r}{now}")
 
 
 def _names(workers: int | Sequence[str], *, first: int) -> list[str]:

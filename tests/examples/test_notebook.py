@@ -22,6 +22,8 @@ a lambda: 3.0
 far: 7
 an exception: unsupported operand type(s) for +=: 'int' and 'str'
 the world has ended
+doubled: 42
+counted: [0, 1, 2, 3]
 """
 
 RUN = """

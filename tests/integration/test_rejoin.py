@@ -245,7 +245,7 @@ def test_a_failure_stops_the_others(tmp_path: Path, how: str) -> None:
         assert "worker 'worker1' is lost: " in last
         if how == "raise":
             assert last.endswith("its block raised LookupError: of rank 1")
-            assert "aiorpc_torch.RemoteTraceback: on worker 'worker1'" in ends[rank].stderr
+            assert "aiorpc_torch.types.RemoteTraceback: on worker 'worker1'" in ends[rank].stderr
     assert ends[1].returncode == (1 if how == "raise" else 9)
 
 

@@ -57,6 +57,13 @@ class Mortal:
                 os._exit(9)
 
 
+async def slow_again(lives: Path) -> Mortal:
+    """Make a Mortal; wait for ever if one has died."""
+    if await asyncio.to_thread(lives.read_text) == "0":
+        await asyncio.Event().wait()
+    return Mortal(lives)
+
+
 @pytest.fixture
 def lives(tmp_path: Path) -> Any:
     path = tmp_path / "lives"
@@ -132,9 +139,35 @@ async def test_an_rref_of_a_dead_worker_fails_at_once(lives: Any) -> None:
         rref = await create("a", Mortal, lives(1))
         with pytest.raises(WorkerLost) as raised:
             await remote(rref, retries=5).add(1)
-        assert not raised.value.may_have_run, "the last attempt was not sent"
+        assert raised.value.may_have_run, "the first attempt; the last was not sent"
+        assert "an earlier attempt of this call may have run" in raised.value.__notes__
         with pytest.raises(WorkerLost):
             await remote(rref, retries=5).add(1)
+
+
+@pytest.mark.promise("calls.retries")
+async def test_an_error_tells_of_all_attempts(lives: Any) -> None:
+    """Whatever ends the last attempt: `may_have_run` is True if an earlier one may have."""
+    async with world(["a", "b"]), asyncio.timeout(LONG):
+        group = await create(["a", "b"], Mortal, lives(2))
+        with pytest.raises(WorkerLost, match="no member of the group is left") as lost:
+            await remote(group.any(), retries=5).add(1)
+        assert lost.value.may_have_run
+        with pytest.raises(WorkerLost) as lost:
+            await remote(group.any(), retries=5).add(1)
+        assert not lost.value.may_have_run
+    async with world(["a"], max_restarts=1), asyncio.timeout(LONG):
+        made = await supervised("a", slow_again, lives(1))
+        with pytest.raises(CallTimeout, match="while its worker was awaited") as late:
+            await remote(made, retries=2, timeout=1.5).add(1)
+        assert late.value.may_have_run
+    async with world(["a", "b"]), asyncio.timeout(LONG):
+        group = await create(["a", "b"], Mortal, lives(1))
+        with pytest.raises(GroupError) as failed:
+            await remote(group, retries=1).add(1)
+        [member] = failed.value.exceptions
+        assert isinstance(member, WorkerLost)
+        assert member.may_have_run
 
 
 @pytest.mark.promise("calls.retries")

@@ -17,11 +17,12 @@ from aiorpc_torch import (
     call,
     each,
     fetch,
+    lookup,
     remote,
     supervised,
 )
 from aiorpc_torch.testing import frozen, world
-from tests.support.supervised_objects import Diary, lose, mortal, picky
+from tests.support.supervised_objects import Diary, lose, mortal, picky, registered
 
 LONG = 60.0
 
@@ -85,6 +86,19 @@ async def test_losses_that_no_call_of_the_object_has_seen(file: Path) -> None:
             await me.wait_for("a")
             assert await calling() in (6, [6], [5])
             assert diary.incarnation == incarnation
+
+
+@pytest.mark.promise("supervised.again")
+async def test_it_is_made_again_without_a_call(file: Path) -> None:
+    """So a name that the factory registers is there again for all."""
+    async with world(["a"], max_restarts=1) as me, asyncio.timeout(LONG):
+        diary = await supervised("a", registered, file)
+        await lose("a")
+        await me.wait_for("a")
+        found = await lookup("diary", on="a")
+        assert await remote(found).add() == 1
+        assert diary.incarnation == 1
+        assert await remote(diary).add() == 2
 
 
 async def read(stream: Any) -> list[Any]:

@@ -5,7 +5,7 @@ import os
 from collections.abc import AsyncIterator
 from pathlib import Path
 
-from aiorpc_torch import WorkerLost, call
+from aiorpc_torch import WorkerLost, call, register
 from aiorpc_torch.testing import kill
 
 
@@ -58,6 +58,13 @@ def mortal(file: Path, refusal: Path) -> Diary:
         refusal.unlink()
         os._exit(9)
     return Diary(file)
+
+
+def registered(file: Path) -> Diary:
+    """Make a Diary, and register it on its worker."""
+    diary = Diary(file)
+    register("diary", diary)
+    return diary
 
 
 async def lose(worker: str) -> None:
