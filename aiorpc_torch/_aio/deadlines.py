@@ -19,7 +19,10 @@ import anyio
 _deadline: ContextVar[float | None] = ContextVar("aiorpc_deadline", default=None)
 
 current_deadline = _deadline.get
-"""Return the current deadline, None without one. A function of C: every call asks."""
+"""Return the current deadline, None without one. A function of C: every call asks.
+
+It may be void: `deadline_in` knows.
+"""
 
 
 LATER = 0.002
@@ -55,12 +58,15 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
         TimeoutError: from the block, if something else was interrupted.
     """
 
-    __slots__ = ("_calls", "_cancelling", "_handle", "_is_over", "_seconds", "_task", "_token")
+    __slots__ = (
+        *("_calls", "_cancelling", "_due", "_handle", "_is_over", "_seconds", "_task", "_token"),
+    )
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = checked_timeout(seconds)
         self._token: contextvars.Token[float | None] | None = None
-        self._task: asyncio.Task[Any] | None = None
+        self._due: _BlockDeadline | None = None
+        self._task: asyncio.Task[Any] | None = None  # while the block lasts
         self._handle: asyncio.Handle | None = None
         self._calls: dict[_CallInBlock, None] = {}  # that end with this block
         self._is_over = False
@@ -76,8 +82,8 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
             loop = asyncio._get_running_loop()
             if loop is not None and (task := asyncio.current_task(loop)) is not None:
                 self._task, self._cancelling = task, task.cancelling()
-                due = _BlockDeadline(due)
-                due.block = self
+                self._due = due = _BlockDeadline(due)
+                due.block, due.enclosing, due.is_void = self, _deadline.get(), False
                 self._handle = loop.call_later(due + LATER - time.monotonic(), self._expire, loop)
         self._token = _deadline.set(due)
 
@@ -96,13 +102,19 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
 
     def __exit__(self, kind: type[BaseException] | None, exc: object, _: object) -> None:
         assert self._token is not None
-        _deadline.reset(self._token)
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-        if self._task is None or not self._is_over:
+        # Tasks that were created inside keep the deadline, and not this task.
+        task, self._task = self._task, None
+        try:
+            _deadline.reset(self._token)
+        except ValueError:  # entered in another context, as a generator that is left by `break`
+            if self._due is not None:
+                self._due.is_void = True
+        if task is None or not self._is_over:
             return
-        is_own = self._task.uncancel() <= self._cancelling
+        is_own = task.uncancel() <= self._cancelling
         if is_own and kind is not None and issubclass(kind, asyncio.CancelledError):
             text = f"the block was not over within {in_seconds(self._seconds or 0.0)}"
             raise TimeoutError(text) from cast(BaseException, exc)
@@ -115,11 +127,24 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
 
 
 class _BlockDeadline(float):
-    """The deadline of a block, which may be that of an enclosing one."""
+    """The deadline of a block, which may be that of an enclosing one.
 
-    __slots__ = ("block",)
+    It is void once the block was left in another context, where it cannot be reset.
+    """
+
+    __slots__ = ("block", "enclosing", "is_void")
 
     block: timeout
+    enclosing: float | None
+    is_void: bool
+
+
+def _found_deadline() -> float | None:
+    """Return the current deadline, of a block that lasts or was left in order."""
+    due = _deadline.get()
+    while type(due) is _BlockDeadline and due.is_void:
+        due = due.enclosing
+    return due
 
 
 class _CallInBlock:
@@ -169,7 +194,7 @@ def checked_timeout(timeout: Any) -> float | None:
 
 def deadline_in(seconds: float | None) -> float | None:
     """Return the earlier of the current deadline and `seconds` from now."""
-    enclosing = _deadline.get()
+    enclosing = _found_deadline()
     return enclosing if seconds is None else earlier(deadline_after(seconds), enclosing)
 
 
@@ -194,7 +219,7 @@ def seconds_left() -> float | None:
     Code that waits for something else than a remote call keeps the deadline with it:
     `async with asyncio.timeout(aiorpc.seconds_left())`. It is negative after the deadline.
     """
-    return time_left(_deadline.get())
+    return time_left(_found_deadline())
 
 
 def set_deadline(deadline: float | None) -> None:

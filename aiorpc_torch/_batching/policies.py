@@ -141,6 +141,9 @@ def numbers_of(policy: Any, instance: Any) -> Any:
     """
     given = {name: getattr(policy, name) for name in policy.NUMBERS}
     found = {name: number(instance) for name, number in given.items() if callable(number)}
+    for name, number in found.items():
+        if callable(number):
+            raise TypeError(f"the function of {name} returned a function, {number!r}: call it")
     return replace(policy, **found)
 
 

@@ -27,7 +27,8 @@ from .._wire.ancestry import (
     new_batch,
 )
 from .._wire.columns import SharedValue
-from ..errors import NotInWorld, QueueFull, RoundTimeout, RpcError, WorkerLeft
+from .._wire.exceptions import LeavingWorker
+from ..errors import NotInWorld, QueueFull, RoundTimeout, RpcError
 from .function import BatchFunction
 from .policies import Fill, Policy, Round, has_functions, numbers_of
 from .results import failure_per_caller
@@ -201,6 +202,7 @@ class BatchQueue:
         if policy != self._policy:
             self._policy = policy
             self._scheduler.use(policy)
+            self._schedule_dispatch()  # a batch of those that wait may be ready now
 
     def discard(self, call: QueuedCall) -> bool:
         """Remove a cancelled call; return False if its batch has started."""
@@ -231,7 +233,7 @@ class BatchQueue:
         if caller in (worker, LOCAL_CALLER):
             text = f"this worker left its world before {name} returned"
             return NotInWorld(text, may_have_run=may_have_run)
-        return WorkerLeft(worker, method=name, may_have_run=may_have_run)
+        return LeavingWorker(worker, method=name, may_have_run=may_have_run)
 
     def _reject_reentry(self, instance: Any) -> None:
         batches = ancestor_batches()

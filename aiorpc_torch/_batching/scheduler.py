@@ -145,7 +145,7 @@ class FillScheduler(Scheduler[T]):
 
     def use(self, policy: Fill) -> None:
         self._policy, self._slots = policy, policy.max_concurrent_batches  # type: ignore[assignment]
-        for key in self._key_queues if len(self._key_queues) > 1 else ():
+        for key in self._key_queues if self._full or len(self._key_queues) > 1 else ():
             self._note_full(key)
 
     def can_accept(self) -> bool:

@@ -309,7 +309,7 @@ class _Running:
         for position, waiter in (*waits.items(), *tries.items()):
             waiter.cancel()
             member, target = self.members[position]
-            was_sent = position in tries
+            was_sent = position in self._may_have_run
             late = late_wait(target, self._worker_of(member), seconds, was_sent=was_sent)
             self._set_outcome(position, None, exception_of(late, target))
 

@@ -43,7 +43,7 @@ class _Attempts:
 
     def __init__(self, make: MakeCall, timeout: float | None, retries: int) -> None:
         self._make = make
-        self._due = None if timeout is None else deadline_in(timeout)
+        self._due = deadline_in(timeout)
         self._left = retries
         self._may_have_run = False  # an attempt that has failed
 

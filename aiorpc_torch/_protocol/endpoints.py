@@ -131,7 +131,7 @@ def not_serving() -> "Future[Any]":
     except RuntimeError:  # torch stops
         name = "the callee"
     error = WorkerLeft(name, "its process serves in no world", may_have_run=False)
-    return completed_future(RemoteFailure.of(error, name))
+    return completed_future(RemoteFailure.refusal(error, name))
 
 
 def completed_future(value: Any) -> "Future[Any]":

@@ -7,7 +7,7 @@ import inspect
 import logging
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Sequence
 from types import CoroutineType
 from typing import Any
 
@@ -187,7 +187,7 @@ class Executor:
         if isinstance(value, RawFuture) and not isinstance(call, StreamCall):
             value.add_done_callback(functools.partial(_settle_from, call))
         elif (
-            inspect.iscoroutine(value)
+            isinstance(value, Coroutine)
             or hasattr(type(value), "__anext__")
             or (isinstance(call, StreamCall) and is_manager(value))
         ):

@@ -152,7 +152,7 @@ class Server:
             log.warning("worker %r rejected a request for a held result: %r", self.name, exc)
         if session is None:  # its call has run
             error = self._gone(may_have_run=True)
-            reply.set_result(RemoteFailure.of(error, self.name))
+            reply.set_result(RemoteFailure.refusal(error, self.name))
         else:
             session.collect(number, reply)
         return reply  # type: ignore[no-any-return]

@@ -15,7 +15,7 @@ import traceback
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
-from ..errors import GroupError, RemoteError, RemoteTraceback, WorkerGone
+from ..errors import GroupError, RemoteError, RemoteTraceback, RpcError, WorkerLeft
 from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
 from .plain import wire_text
 
@@ -29,6 +29,22 @@ _NOT_TRANSFERABLE = (
     StopIteration,
     StopAsyncIteration,
 )
+
+
+class LeavingWorker(WorkerLeft):
+    """The error of calls that this worker ends as it leaves.
+
+    Its callers get a WorkerLeft without a remote traceback, and so tell it from one that a method
+    has raised.
+    """
+
+    def __reduce__(self) -> Any:
+        make, (_, *args), *state = super().__reduce__()
+        return make, (WorkerLeft, *args), *state
+
+
+LeavingWorker.__name__ = LeavingWorker.__qualname__ = WorkerLeft.__name__
+LeavingWorker.__module__ = WorkerLeft.__module__
 
 
 @dataclass(slots=True, eq=False, repr=False)
@@ -49,13 +65,15 @@ class RemoteFailure:
 
     @classmethod
     def of(cls, exc: BaseException, worker: str) -> "RemoteFailure":
-        """Describe `exc`, raised on `worker`. Never raises.
+        """Describe `exc`, raised on `worker`. Never raises."""
+        if type(exc) is LeavingWorker:
+            return cls.refusal(exc, worker)
+        return cls(worker, _summary(exc), _text(exc), _dump(exc))
 
-        The worker's own error that it leaves was not raised, and has no remote traceback. So a
-        caller tells it from one that a method has raised.
-        """
-        is_own = isinstance(exc, WorkerGone) and exc.__traceback__ is None
-        return cls(worker, _summary(exc), "" if is_own else _text(exc), _dump(exc))
+    @classmethod
+    def refusal(cls, error: RpcError, worker: str) -> "RemoteFailure":
+        """Describe an error of `worker` itself, which no method has raised: without a traceback."""
+        return cls(worker, _summary(error), "", _dump(error))
 
     def astuple(self) -> tuple[str, str, str, bytes | None]:
         """Return the arguments that make this `RemoteFailure` again, for a message."""

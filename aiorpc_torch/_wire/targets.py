@@ -39,7 +39,9 @@ class BoundTarget(NamedTuple):
     function: Callable[..., Any]
 
     def bind(self, found: Any) -> Callable[..., Any]:
-        for name in (CALL, getattr(self.function, "__name__", "")):
+        own = getattr(self.function, "__name__", "")
+        # The private method that is `Module.__call__` too is called as that.
+        for name in (CALL, own) if own.startswith("_") else (own, CALL):
             if is_among(self.function, (vars(cls).get(name) for cls in type(found).__mro__)):
                 return public_method(found, name)
         return partial(self.function, found)
@@ -158,7 +160,7 @@ def _is_method(cls: type, name: str) -> bool:
 def public_method(obj: Any, name: str) -> Callable[..., Any]:
     """Return the public method `name` of `obj`. Raises if it is missing or not a method."""
     check_public_name(name)
-    if name == CALL and isinstance(obj, _FUNCTIONS):  # whether it is a coroutine's is seen in it
+    if name == CALL and isinstance(obj, (*_FUNCTIONS, type)):  # `type(obj)` has the method
         return obj
     for cls in type(obj).__mro__:
         if name in cls.__dict__:

@@ -274,6 +274,8 @@ class FailureDetector:
         awaited = self._node.awaited() & self._members.peers.keys()
         if self._only_linked:
             awaited &= self._node.linked()
+        # A peer whose connection has ended is linked to nothing, and may be frozen.
+        awaited |= {peer for peer, probe in self._probed.items() if not probe.is_set()}
         silent, lost = self._tracker.check(time.monotonic(), awaited)
         for peer in silent:
             self._ping(peer)

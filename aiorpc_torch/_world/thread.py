@@ -5,11 +5,11 @@ import concurrent.futures
 import contextlib
 import inspect
 import threading
-from collections.abc import AsyncIterable, AsyncIterator, Awaitable, Callable, Coroutine, Iterator
+from collections.abc import AsyncIterable, Awaitable, Callable, Coroutine, Iterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Generic, TypeVar, overload
 
-from .._aio.deadlines import seconds_left, timeout
+from .._aio.deadlines import LATER, seconds_left, timeout
 from .._aio.fork import forks_exit_here
 from .._aio.loops import call_soon, new_event_loop
 from ..errors import NotInWorld
@@ -20,6 +20,9 @@ W = TypeVar("W", bound=Worker)
 
 MOST_ITEMS = 64
 """Items of a remote stream that one step of the event loop hands over, if they are there."""
+
+Step = tuple[list[Any], bool, BaseException | None]
+"""Items of a stream, whether they are the last, and the exception that follows them."""
 
 
 class WorkerThread(Generic[W]):
@@ -32,10 +35,9 @@ class WorkerThread(Generic[W]):
         worker: what the world yields to `async with`.
     """
 
-    def __init__(self, worker: W, loop: asyncio.AbstractEventLoop) -> None:
+    def __init__(self, worker: W, waits: "_Waits") -> None:
         self.worker = worker
-        self._loop = loop
-        self._failure: BaseException | None = None  # that has ended the world
+        self._waits = waits
 
     def __repr__(self) -> str:
         return f"<in a thread: {self.worker!r}>"
@@ -76,15 +78,21 @@ class WorkerThread(Generic[W]):
         """
         if not callable(what) and (args or not inspect.isawaitable(what)):
             raise TypeError(f"run() takes an awaitable, or a function and its arguments: {what!r}")
-        return self._run(_awaited(what, args), what)
+        running = _awaited(what, args)
+        try:
+            return self._waits.run(running)
+        finally:
+            if inspect.getcoroutinestate(running) == inspect.CORO_CREATED:
+                _close(running, what)  # they would warn that they were never awaited
 
     def iterate(self, stream: AsyncIterable[T]) -> Iterator[T]:
-        """Return an iterator of the items of a stream: a remote one, a map, `changes()`, a policy.
+        """Return an iterator of the items of a stream: a remote one, a map, `changes()`, versions.
 
             for batch in me.iterate(aiorpc.remote(loader).batches()): ...
 
         It asks for an item when the loop asks for one; items of a remote stream that have arrived
-        come together. Leaving the loop early closes the stream.
+        come together. One task of the event loop runs all of the stream. Leaving the loop early
+        closes it.
 
         Raises:
             TypeError: if it cannot be iterated with `async for`.
@@ -95,47 +103,16 @@ class WorkerThread(Generic[W]):
         return self._items(stream)
 
     def _items(self, stream: AsyncIterable[T]) -> Iterator[T]:
-        iterator = self._run(_opened(stream))
+        reader = _StreamReader(stream, self._waits)
         try:
             is_over = False
             while not is_over:
-                items, is_over, failure = self._run(_next_items(iterator))
+                items, is_over, failure = reader.read()
                 yield from items
                 if failure is not None:
                     raise failure
         finally:
-            # Not awaited: the collector of garbage may do this in any thread.
-            call_soon(self._loop, _close_soon, iterator)
-
-    def _run(self, coroutine: Coroutine[Any, Any, T], what: Any = None) -> T:
-        """Run a coroutine, which awaits `what`, on the loop."""
-        if asyncio._get_running_loop() is self._loop:
-            _drop(coroutine, what)
-            raise RuntimeError(
-                "run() and iterate() would block their own event loop: use `await` there"
-            )
-        try:
-            result = asyncio.run_coroutine_threadsafe(coroutine, self._loop)
-        except RuntimeError:  # the loop is closed
-            _drop(coroutine, what)
-            raise self._left() from self._failure
-        try:
-            return result.result()
-        except concurrent.futures.CancelledError:
-            raise self._left() from self._failure
-        except BaseException:
-            result.cancel()
-            raise
-
-    def _left(self) -> NotInWorld:
-        return NotInWorld("the block of in_thread() was left")
-
-
-def _drop(*never_run: Any) -> None:
-    """Close coroutines, which would warn that they were never awaited."""
-    for each in never_run:
-        if isinstance(each, Coroutine):
-            each.close()
+            reader.close()
 
 
 async def _awaited(what: Any, args: tuple[Any, ...]) -> Any:
@@ -144,16 +121,160 @@ async def _awaited(what: Any, args: tuple[Any, ...]) -> Any:
         return await found if inspect.isawaitable(found) else found
 
 
-async def _opened(stream: AsyncIterable[T]) -> AsyncIterator[T]:
-    return aiter(stream)  # on the loop: a remote stream is sent now
+def _close(*never_run: Any) -> None:
+    for each in never_run:
+        if isinstance(each, Coroutine):
+            with contextlib.suppress(ValueError):  # it starts now, in the other thread
+                each.close()
 
 
-async def _next_items(iterator: Any) -> tuple[list[Any], bool, BaseException | None]:
-    """Return the next items, whether they are the last, and the exception that follows them."""
+class _Waits:
+    """Waits of other threads for the loop of a world. They end when the world has ended."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self.loop = loop
+        self.failure: BaseException | None = None  # that has ended the world
+        self._is_ending = False  # what runs is cancelled from now on
+        self._lock = threading.Lock()
+        self._futures: set[concurrent.futures.Future[Any]] | None = set()  # None: the loop is over
+
+    def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine in a task of the loop, and return its result. In another thread."""
+        future: concurrent.futures.Future[T] = self.future()
+        tasks: list[asyncio.Task[None]] = []
+        call_soon(self.loop, self._start, coroutine, future, tasks)
+        return self.wait(future, lambda: [task.cancel() for task in tasks])
+
+    def future(self) -> "concurrent.futures.Future[Any]":
+        """Return a future that the loop's thread completes, at the latest when the loop is over."""
+        if asyncio._get_running_loop() is self.loop:
+            raise RuntimeError(
+                "run() and iterate() would block their own event loop: use `await` there"
+            )
+        future: concurrent.futures.Future[Any] = concurrent.futures.Future()
+        with self._lock:
+            if self._futures is None:
+                raise self._left() from self.failure
+            self._futures.add(future)
+        return future
+
+    def wait(self, future: "concurrent.futures.Future[T]", cancel: Callable[[], object]) -> T:
+        """Wait for a future; if something else ends the wait (Ctrl-C), cancel what runs for it."""
+        try:
+            return future.result()
+        except BaseException:
+            if not future.done():
+                call_soon(self.loop, cancel)
+            raise
+        finally:
+            with self._lock:
+                if self._futures is not None:
+                    self._futures.discard(future)
+
+    # ── in the thread of the loop ───────────────────────────────────────────────────────────────
+
+    def _start(
+        self,
+        coroutine: Coroutine[Any, Any, Any],
+        future: "concurrent.futures.Future[Any]",
+        tasks: "list[asyncio.Task[None]]",
+    ) -> None:
+        if not self.refuses(future):
+            tasks.append(self.loop.create_task(self.complete(future, coroutine), name="aiorpc-run"))
+
+    def refuses(self, future: "concurrent.futures.Future[Any]") -> bool:
+        """Fail a future, and return True, if the world has ended: nothing starts any more."""
+        if self._is_ending:
+            future.set_exception(self._left())
+        return self._is_ending
+
+    async def complete(
+        self, future: "concurrent.futures.Future[Any]", coroutine: Coroutine[Any, Any, Any]
+    ) -> None:
+        """Complete a future with what a coroutine returns or raises, whatever it raises."""
+        try:
+            result = await coroutine
+        except BaseException as exc:
+            is_end = self._is_ending and isinstance(exc, asyncio.CancelledError)
+            future.set_exception(self._left() if is_end else exc)
+        else:
+            future.set_result(result)
+
+    def begin_end(self) -> None:
+        """Note that the world has ended: what still runs is cancelled next."""
+        self._is_ending = True
+
+    def close(self, failure: BaseException | None) -> None:
+        """Fail what still waits: the loop is over."""
+        self.failure = failure
+        with self._lock:
+            futures, self._futures = self._futures or (), None
+        for each in futures:
+            if not each.done():
+                each.set_exception(self._left())
+
+    def _left(self) -> NotInWorld:
+        return NotInWorld("the block of in_thread() was left")
+
+
+class _StreamReader:
+    """The reader of a stream, for another thread. One task runs the stream, step by step.
+
+    So what an asynchronous generator enters, it leaves in the same task and context.
+    """
+
+    def __init__(self, stream: AsyncIterable[Any], waits: _Waits) -> None:
+        self._stream = stream
+        self._waits = waits
+        self._task: asyncio.Task[None] | None = None
+        self._asked: asyncio.Queue[tuple[concurrent.futures.Future[Step], float | None] | None]
+        self._asked = asyncio.Queue()
+
+    def read(self) -> Step:
+        """Return the next items, in the deadline of this thread."""
+        future: concurrent.futures.Future[Step] = self._waits.future()
+        call_soon(self._waits.loop, self._ask, future, seconds_left())
+        return self._waits.wait(future, self._cancel)
+
+    def close(self) -> None:
+        """Close the stream. Not awaited: the collector of garbage may do this in any thread."""
+        call_soon(self._waits.loop, self._asked.put_nowait, None)
+
+    # ── on the loop ─────────────────────────────────────────────────────────────────────────────
+
+    def _ask(self, future: "concurrent.futures.Future[Step]", seconds: float | None) -> None:
+        if self._waits.refuses(future):
+            return
+        if self._task is None:  # the context is that of the reading thread
+            self._task = self._waits.loop.create_task(self._run(), name="aiorpc-iterate")
+        self._asked.put_nowait((future, seconds))
+
+    def _cancel(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+
+    async def _run(self) -> None:
+        iterator: Any = None
+        try:
+            while (asked := await self._asked.get()) is not None:
+                future, seconds = asked
+                if iterator is None:
+                    iterator = aiter(self._stream)  # a remote stream is sent now
+                await self._waits.complete(future, _next_items(iterator, seconds))
+                if future.exception() is not None or future.result()[1]:
+                    return
+        finally:
+            if hasattr(iterator, "aclose"):
+                with contextlib.suppress(Exception):
+                    await iterator.aclose()
+
+
+async def _next_items(iterator: Any, seconds: float | None) -> Step:
     items: list[Any] = []
     has_item: Callable[[], bool] = getattr(iterator, "_has_item", bool)
     try:
-        with timeout(seconds_left()):
+        # Not `timeout`: a generator would keep its deadline beyond the step.
+        async with asyncio.timeout(None if seconds is None else max(seconds, 0.0) + LATER):
             items.append(await anext(iterator))
             while has_item() and len(items) < MOST_ITEMS:
                 items.append(await anext(iterator))
@@ -162,12 +283,6 @@ async def _next_items(iterator: Any) -> tuple[list[Any], bool, BaseException | N
     except Exception as exc:
         return items, True, exc
     return items, False, None
-
-
-def _close_soon(iterator: Any) -> None:
-    if hasattr(iterator, "aclose"):
-        closing = asyncio.ensure_future(iterator.aclose())
-        closing.add_done_callback(lambda done: done.cancelled() or done.exception())
 
 
 @contextlib.contextmanager
@@ -184,6 +299,7 @@ def in_thread(world: AbstractAsyncContextManager[W]) -> Iterator[WorkerThread[W]
 
     Calls of other processes are served by that thread, whatever this one does. Signal handlers stay
     as they are. If the world ends by itself, its exception is raised at the end of the block.
+    Ctrl-C while the block waits for the end of the world cancels the wait.
 
     Args:
         world: what `local_world()`, `worker()` or `attach()` returns, not entered yet.
@@ -208,8 +324,8 @@ def in_thread(world: AbstractAsyncContextManager[W]) -> Iterator[WorkerThread[W]
         exc.__traceback__ = trace  # without what the thread has added
         raise
     running.leave()
-    if me._failure is not None:
-        raise me._failure
+    if me._waits.failure is not None:
+        raise me._waits.failure
 
 
 class _Running(Generic[W]):
@@ -223,8 +339,10 @@ class _Running(Generic[W]):
         self._world = world
         self._left = asyncio.Event()  # set on the thread's loop
         self._error: BaseException | None = None  # of the block
+        self._waits: _Waits | None = None
         self._task: concurrent.futures.Future[asyncio.Task[None]] = concurrent.futures.Future()
         self._entered: concurrent.futures.Future[WorkerThread[W]] = concurrent.futures.Future()
+        self._is_over = threading.Event()
         self._thread = threading.Thread(target=self._run, name="aiorpc-world", daemon=True)
         self._thread.start()
 
@@ -233,33 +351,60 @@ class _Running(Generic[W]):
         try:
             return self._entered.result()
         except BaseException:
-            task = self._task.result()
-            call_soon(task.get_loop(), task.cancel)
-            self._thread.join()
+            self._cancel()
+            self._join()
             raise
 
     def leave(self, error: BaseException | None = None) -> None:
         """End the world, in order or as one whose own block has raised; wait for its end."""
         self._error = error
-        call_soon(self._entered.result()._loop, self._left.set)
+        try:
+            call_soon(self._task.result().get_loop(), self._left.set)
+            self._join()
+        except BaseException:  # Ctrl-C
+            self._cancel()
+            self._join()
+            raise
+
+    def _join(self) -> None:
+        # In CPython before 3.13 an interrupted `join` takes the thread for stopped.
+        self._is_over.wait()
         self._thread.join()
+
+    def _cancel(self) -> None:
+        with contextlib.suppress(Exception):  # no loop could be made
+            task = self._task.result()
+            call_soon(task.get_loop(), task.cancel)
+
+    # ── in the thread ───────────────────────────────────────────────────────────────────────────
+
+    def _run(self) -> None:
+        failure: BaseException | None = None
+        serving = self._serve()
+        try:
+            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+                runner.run(serving)
+        except BaseException as exc:
+            failure = exc
+        serving.close()  # if there is no loop
+        if self._waits is not None:
+            self._waits.close(failure)
+        if failure is not None:
+            for each in (self._task, self._entered):
+                if not each.done():
+                    each.set_exception(failure)
+        self._is_over.set()
 
     async def _serve(self) -> None:
         task = asyncio.current_task()
         assert task is not None
         self._task.set_result(task)
-        async with self._world as worker:
-            self._entered.set_result(WorkerThread(worker, asyncio.get_running_loop()))
-            await self._left.wait()
-            if self._error is not None:
-                raise self._error
-
-    def _run(self) -> None:
+        self._waits = _Waits(asyncio.get_running_loop())
         try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
-                runner.run(self._serve())
-        except BaseException as exc:
-            if self._entered.done():
-                self._entered.result()._failure = exc
-            else:
-                self._entered.set_exception(exc)
+            async with self._world as worker:
+                self._entered.set_result(WorkerThread(worker, self._waits))
+                await self._left.wait()
+                if self._error is not None:
+                    raise self._error
+        finally:
+            self._waits.begin_end()

@@ -19,6 +19,7 @@ from aiorpc_torch import (
     in_thread,
     local_world,
     remote,
+    seconds_left,
     timeout,
 )
 from aiorpc_torch.testing import Gate
@@ -226,3 +227,46 @@ def test_no_item_is_taken_before_it_is_asked_for(me: WorkerThread[LocalWorker]) 
     assert taken == []
     assert [next(stream), next(stream)] == [0, 1]
     assert taken == [0, 1]
+
+
+async def in_a_block(count: int, seconds: float, wait: float) -> AsyncIterator[int]:
+    with timeout(seconds):
+        for item in range(count):
+            yield item
+        await asyncio.sleep(wait)
+
+
+@pytest.mark.promise("worlds.in_thread")
+def test_a_generator_keeps_its_own_block(me: WorkerThread[LocalWorker]) -> None:
+    """All of its steps run in one task: a block of `timeout` around them bounds them."""
+    assert [*me.iterate(in_a_block(3, LONG, 0))] == [0, 1, 2]
+    stream, found = me.iterate(in_a_block(3, 0.05, LONG)), []
+    with pytest.raises(TimeoutError):
+        found.extend(stream)
+    assert next(stream, None) is None
+    with timeout(LONG):  # of this thread, around the steps of another one
+        assert [*me.iterate(in_a_block(3, LONG, 0))] == [0, 1, 2]
+    assert me.run(seconds_left_there) is None
+
+
+async def seconds_left_there() -> float | None:
+    return seconds_left()
+
+
+def test_a_cancellation_of_its_own(me: WorkerThread[LocalWorker]) -> None:
+    """What runs may end as cancelled although the world lives."""
+
+    async def cancelled() -> None:
+        raise asyncio.CancelledError("by itself")
+
+    async def items() -> AsyncIterator[int]:
+        yield 1
+        await cancelled()
+
+    with pytest.raises(asyncio.CancelledError, match="by itself"):
+        me.run(cancelled)
+    stream = me.iterate(items())
+    assert next(stream) == 1
+    with pytest.raises(asyncio.CancelledError, match="by itself"):
+        next(stream)
+    assert me.run(len, []) == 0

@@ -2,6 +2,8 @@
 
 import asyncio
 import contextlib
+import os
+import resource
 import signal
 import subprocess
 import sys
@@ -39,7 +41,7 @@ def test_a_world_that_does_not_start() -> None:
 
 
 PROGRAM = """
-import asyncio, os, sys, threading, time
+import asyncio, os, signal, sys, threading, time
 import aiorpc_torch as aiorpc
 from aiorpc_torch.testing import kill
 
@@ -69,8 +71,26 @@ def wait(me):
     except (aiorpc.NotInWorld, aiorpc.WorkerGone) as exc:
         print("thread:", type(exc).__name__, flush=True)
 
+def leave():
+    started = threading.Event()
+    class Lingering:
+        async def __aenter__(self):
+            return "me"
+        async def __aexit__(self, *_):
+            started.set()
+            await asyncio.Event().wait()
+    threading.Thread(target=lambda: (started.wait(), os.kill(os.getpid(), signal.SIGINT))).start()
+    try:
+        with aiorpc.in_thread(Lingering()):
+            pass
+    except KeyboardInterrupt:
+        print("KeyboardInterrupt")
+    print([each.name for each in threading.enumerate() if "world" in each.name])
+    with aiorpc.in_thread(aiorpc.local_world(0)) as me:
+        print(me.run(asyncio.sleep, 0, "again"))
+
 if __name__ == "__main__":
-    main(sys.argv[1])
+    leave() if sys.argv[1] == "leaving" else main(sys.argv[1])
 """
 
 
@@ -135,3 +155,65 @@ def test_calls_of_a_lost_worker() -> None:
         assert me.restarts == 0
     with pytest.raises(NotInWorld, match="the block of in_thread"):
         me.run(asyncio.sleep, 0)
+
+
+@pytest.mark.promise("worlds.in_thread")
+def test_what_is_run_while_the_block_is_left() -> None:
+    """It raises NotInWorld, also while the loop still waits for its threads."""
+    busy, left = threading.Event(), threading.Event()
+    told: list[BaseException] = []
+
+    async def keep_a_thread() -> None:
+        asyncio.get_running_loop().run_in_executor(None, busy.wait, LONG)
+
+    def work(me: Any) -> None:
+        try:
+            me.run(until_cancelled)
+        except BaseException as exc:
+            told.append(exc)
+        try:  # the loop runs still, and waits for the thread
+            me.run(asyncio.sleep, LONG)
+        except BaseException as exc:
+            told.append(exc)
+        busy.set()
+
+    async def until_cancelled() -> None:
+        left.set()
+        await asyncio.Event().wait()
+
+    with in_thread(local_world(0)) as me:
+        me.run(keep_a_thread)
+        working = threading.Thread(target=work, args=(me,))
+        working.start()
+        assert left.wait(LONG)
+    working.join(LONG)
+    assert not working.is_alive()
+    assert [type(each) for each in told] == [NotInWorld] * 2
+
+
+def test_ctrl_c_while_the_block_is_left(tmp_path: Path) -> None:
+    """It ends the wait for the end of the world, which is left in no thread."""
+    done = subprocess.run(
+        [sys.executable, str(program(tmp_path)), "leaving"],
+        capture_output=True,
+        text=True,
+        timeout=LONG,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == ["KeyboardInterrupt", "[]", "again"]
+
+
+def test_no_loop_can_be_made() -> None:
+    """Its error is raised at the entry."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    least = os.dup(0)
+    os.close(least)
+    world = local_world(0)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (least, limits[1]))
+        with pytest.raises(OSError, match="Too many open files"), in_thread(world):
+            pass
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert "aiorpc-world" not in [each.name for each in threading.enumerate()]

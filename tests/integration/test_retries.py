@@ -19,6 +19,7 @@ from aiorpc_torch import (
     remote,
     supervised,
 )
+from aiorpc_torch._client import pool
 from aiorpc_torch.testing import frozen, kill, world
 
 LONG = 60.0
@@ -66,9 +67,8 @@ async def slow_again(lives: Path) -> Mortal:
 
 @pytest.fixture
 def lives(tmp_path: Path) -> Any:
-    path = tmp_path / "lives"
-
-    def write(count: int) -> Path:
+    def write(count: int, name: str = "lives") -> Path:
+        path = tmp_path / name
         path.write_text(str(count))
         return path
 
@@ -162,7 +162,9 @@ async def test_an_error_tells_of_all_attempts(lives: Any) -> None:
             await remote(made, retries=2, timeout=1.5).add(1)
         assert late.value.may_have_run
     async with world(["a", "b"]), asyncio.timeout(LONG):
-        group = await create(["a", "b"], Mortal, lives(1))
+        group = Group(
+            [await create("a", Mortal, lives(1)), await create("b", Mortal, lives(0, "others"))]
+        )
         with pytest.raises(GroupError) as failed:
             await remote(group, retries=1).add(1)
         [member] = failed.value.exceptions
@@ -182,6 +184,21 @@ async def test_a_worker_that_was_silent(lives: Any) -> None:
             await asyncio.wait([adding], timeout=0.3)
             assert not adding.done()
         assert await adding == 2
+
+
+@pytest.mark.promise("calls.retries")
+@pytest.mark.parametrize("bounded", [False, True])
+async def test_a_worker_that_stops_as_its_connection_ends(lives: Any, bounded: bool) -> None:
+    """The heartbeat bounds the wait for it, although no connection is left to be silent."""
+    async with world(["a"], heartbeat=0.5), asyncio.timeout(LONG):
+        rref = await create("a", Mortal, lives(0))
+        with frozen("a"):
+            limit = 0.3 if bounded else None
+            calls = [asyncio.ensure_future(remote(rref, retries=1, timeout=limit).add(1))]
+            await asyncio.sleep(0)
+            pool.current().connection("a").abort()
+            (told,) = await asyncio.gather(*calls, return_exceptions=True)
+            assert type(told) is (CallTimeout if bounded else WorkerLost)
 
 
 async def test_what_a_method_has_lost_is_its_own_affair(lives: Any) -> None:

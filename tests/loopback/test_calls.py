@@ -6,6 +6,7 @@ import re
 import sys
 import time
 import weakref
+from typing import Any
 
 import pytest
 import torch
@@ -422,3 +423,32 @@ async def test_large_tensors_among_small_calls() -> None:
     assert [int(item[0]) if isinstance(item, torch.Tensor) else item for item in noted] == list(
         range(20)
     )
+
+
+class Front:
+    """Plain methods that return a call which is to be awaited."""
+
+    def __init__(self, counter: RRef[Counter]) -> None:
+        self.counter = counter
+
+    def lone(self) -> Any:
+        return remote(self.counter).aadd(1)
+
+    def retried(self) -> Any:
+        return remote(self.counter, retries=1).aadd(1)
+
+    def grouped(self) -> Any:
+        return remote(aiorpc.Group([self.counter])).aadd(1)
+
+    def ours(self) -> Any:
+        return self._ours()
+
+    async def _ours(self) -> int:
+        return 0
+
+
+async def test_what_a_plain_method_returns_is_awaited() -> None:
+    """A coroutine of whatever kind, as `return await` would."""
+    front = remote(RRef(Front(RRef(Counter()))))
+    found = [await front.lone(), await front.retried(), await front.grouped(), await front.ours()]
+    assert found == [1, 2, [3], 0]

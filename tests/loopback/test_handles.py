@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, RRef, batched, call, create, each, fetch, lookup, remote, supervised
+from aiorpc_torch.testing import Gate
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -322,3 +323,77 @@ async def test_a_tensor_stays() -> None:
     hidden: RRef[Tensor] = await create(net, nn.Linear.forward, torch.ones(1, 2))
     assert hidden.local_value().shape == (1, 2)
     assert (await fetch(hidden)).shape == (1, 2)
+
+
+# ── which of several calls is meant ───────────────────────────────────────────────────────────────
+
+
+async def scaled(node: Node, amount: int = 2) -> int:
+    return node.number * amount
+
+
+@pytest.mark.parametrize("of", ["rrefs", "handles", "supervised", "one of them"])
+async def test_a_list_of_objects_is_no_group(of: str) -> None:
+    """The remedy is in the error: nothing is called with the list as an argument."""
+    rref = RRef(Node(1))
+    lists: dict[str, list[Any]] = {
+        "rrefs": [rref, rref],
+        "handles": [remote(rref)],
+        "supervised": [await supervised(0, Node)],
+        "one of them": [0, rref],
+    }
+    called, created, handle = call, create, remote
+    asks: list[Any] = [lambda to: called(to, scaled), lambda to: created(to, scaled), handle]
+    for ask in asks:
+        with pytest.raises(TypeError, match=r"write Group\(\["):
+            await ask(lists[of])
+
+
+class Base:
+    def forward(self) -> str:
+        return "base"
+
+    __call__ = forward
+
+
+class Derived(Base):
+    def forward(self) -> str:
+        return "derived"
+
+
+async def test_an_alias_is_called_as_its_own_name() -> None:
+    """As `Derived().forward()` does, by whatever name the base class was asked."""
+    rref = RRef(Derived())
+    assert await call(rref, Base.forward) == "derived"
+    assert await remote(rref).forward() == "derived"
+    assert await remote(rref)() == "base"
+    assert (await create(rref, Base.forward)).local_value() == "derived"
+
+
+class Scale:
+    def __init__(self, factor: int) -> None:
+        self.factor = factor
+
+    def __call__(self, number: int) -> int:
+        return self.factor * number
+
+
+async def test_a_class_behind_an_rref_is_called() -> None:
+    """It makes an instance."""
+    rref: Any = RRef(Scale)
+    made = await remote(rref)(3)
+    assert made.factor == 3
+    assert await remote(RRef(Scale(4)))(3) == 12
+
+
+@pytest.mark.promise("calls.retries")
+async def test_a_handle_of_a_handle_keeps_what_was_set() -> None:
+    """Unless it is set again."""
+    gate = RRef(Gate())
+    bounded: Any = remote(gate, timeout=0.03)
+    for handle in (remote(bounded), remote(bounded, retries=1)):
+        with pytest.raises(aiorpc.CallTimeout):
+            await handle.passed()
+    with pytest.raises(TimeoutError):
+        async with asyncio.timeout(0.1):
+            await remote(bounded, timeout=60.0).passed()

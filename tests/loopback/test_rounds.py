@@ -14,6 +14,7 @@ from aiorpc_torch import (
     BatchContractError,
     Broadcast,
     CallTimeout,
+    Fill,
     Round,
     RoundTimeout,
     RRef,
@@ -351,3 +352,56 @@ async def test_a_function_has_no_object(world: aiorpc.types.Worker) -> None:
 
     with pytest.raises(TypeError, match="is no method"):
         await free(1)
+
+
+@pytest.mark.promise("batching.numbers")
+async def test_a_function_that_returns_a_function(world: aiorpc.types.Worker) -> None:
+    """It was to be called: its callers are told, and no call waits."""
+
+    class Twice:
+        @batched(max_size=lambda self: self.size)
+        async def fill(self, items: list[int]) -> list[int]:
+            return items
+
+        def size(self) -> int:
+            return 2
+
+    made = Twice()
+    for _ in range(2):
+        (told,) = await settled(remote(RRef(made)).fill(1))
+        assert isinstance(told, TypeError)
+        assert "the function of max_size returned a function" in str(told)
+    assert "Twice.fill" not in stats().batches or not stats().batches["Twice.fill"].items
+
+
+class Slots:
+    """Batches of one, as many at once as there are slots now; one call may wait."""
+
+    def __init__(self) -> None:
+        self.slots = 1
+        self.begun: list[int] = []
+        self.gate = asyncio.Event()
+
+    @batched(Fill(1, max_concurrent_batches=lambda self: self.slots, max_pending=1))
+    async def ask(self, items: list[int]) -> list[int]:
+        self.begun += items
+        await self.gate.wait()
+        return items
+
+
+@pytest.mark.promise("batching.numbers")
+async def test_a_refused_call_renews_the_numbers(world: aiorpc.types.Worker) -> None:
+    """A call that waits starts when there are more slots, whoever has seen them."""
+    made = Slots()
+    asking = [asyncio.ensure_future(made.ask(1))]
+    await asyncio.sleep(0.01)
+    asking.append(asyncio.ensure_future(made.ask(2)))
+    await asyncio.sleep(0.01)
+    assert made.begun == [1]
+    made.slots = 2
+    with pytest.raises(aiorpc.QueueFull):
+        await made.ask(3)
+    await asyncio.sleep(0.01)
+    assert made.begun == [1, 2]
+    made.gate.set()
+    assert await asyncio.gather(*asking) == [1, 2]

@@ -123,3 +123,37 @@ async def test_nothing_else_keeps_it() -> None:
     del counter
     gc.collect()
     assert found() is None
+
+
+class Reporting:
+    """Batches in which a call of another worker was lost."""
+
+    def __init__(self) -> None:
+        self.runs = 0
+
+    @aiorpc.batched(max_size=4)
+    async def raises(self, items: list[int]) -> list[int]:
+        self.runs += 1
+        raise WorkerLost("main", "a nested call", may_have_run=False)
+
+    @aiorpc.batched(max_size=4)
+    async def returns(self, items: list[int]) -> list[Any]:
+        self.runs += 1
+        return [WorkerLost("main", "a nested call", may_have_run=False) for _ in items]
+
+    def ran(self) -> int:
+        return self.runs
+
+
+@pytest.mark.promise("supervised.once")
+@pytest.mark.parametrize("method", ["raises", "returns"])
+async def test_a_loss_that_a_batch_reports_is_no_loss_of_the_object(method: str) -> None:
+    """Batched methods run once too, with retries and as one of several members."""
+    made = await supervised(0, Reporting)
+    for target in (made, made.rref, Group([made]).any()):
+        begun = await remote(made).ran()
+        handle: Any = remote(target, retries=2)  # type: ignore[call-overload]
+        with pytest.raises(WorkerLost) as raised:
+            await getattr(handle, method)(1)
+        assert isinstance(raised.value.__cause__, RemoteTraceback)
+        assert await remote(made).ran() == begun + 1

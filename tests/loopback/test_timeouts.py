@@ -3,7 +3,9 @@
 import asyncio
 import concurrent.futures
 import contextlib
+import gc
 import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -371,3 +373,80 @@ async def test_seconds_are_a_number(seconds: Any) -> None:
     """Anything else is refused where it is written."""
     with pytest.raises(TypeError, match="timeout must be a number of seconds or None"):
         timeout(seconds)
+
+
+# ── blocks that are not left where they were entered ──────────────────────────────────────────────
+
+
+async def items_in_a_block(seconds: float) -> AsyncIterator[int]:
+    with timeout(seconds):
+        while True:
+            yield 1
+
+
+async def test_a_generator_that_is_left_early(world: aiorpc.types.Worker) -> None:
+    """Its block ends with it: nothing is cancelled later, and later calls have no deadline."""
+    failures: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, found: failures.append(found))
+    async for _ in items_in_a_block(SHORT):
+        break
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)  # the loop closes it now
+    with timeout(LONG):  # an enclosing block stays
+        async for _ in items_in_a_block(SHORT):
+            break
+        gc.collect()
+        await asyncio.sleep(2 * SHORT)
+        left = aiorpc.seconds_left()
+    assert left is not None
+    assert left > LONG / 2
+    assert aiorpc.seconds_left() is None
+    assert await call(0, int) == 0
+    assert failures == []
+
+
+async def test_a_block_that_another_task_leaves() -> None:
+    """It bounds nobody any more: neither the task that entered it, nor its child tasks."""
+    block, gate = timeout(SHORT), asyncio.Event()
+
+    async def enter() -> tuple[float | None, float | None]:
+        block.__enter__()
+        child = asyncio.create_task(later())
+        await gate.wait()
+        await asyncio.sleep(2 * SHORT)
+        return aiorpc.seconds_left(), await child
+
+    async def later() -> float | None:
+        await gate.wait()
+        return aiorpc.seconds_left()
+
+    entering = asyncio.create_task(enter())
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    block.__exit__(None, None, None)
+    gate.set()
+    assert await entering == (None, None)
+
+
+async def test_a_task_that_was_made_in_a_block_keeps_nothing_of_it() -> None:
+    """The result of the task that entered the block ends with it."""
+
+    class Large:
+        pass
+
+    made: list[Any] = []
+
+    async def parent() -> Any:
+        with timeout(LONG):
+            made.append(asyncio.create_task(asyncio.sleep(LONG)))
+        large = Large()
+        made.append(weakref.ref(large))
+        return large
+
+    await asyncio.create_task(parent())
+    await asyncio.sleep(0)  # the loop itself holds the task that has just ended
+    gc.collect()
+    child, large = made
+    assert large() is None
+    child.cancel()
+    await asyncio.wait([child])

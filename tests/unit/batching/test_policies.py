@@ -781,20 +781,26 @@ def drained(scheduler: Scheduler[int], since: float) -> list[Any]:
 
 
 @given(
-    st.tuples(fills, fills, st.lists(calls, max_size=12))
-    | st.tuples(rounds, rounds, st.lists(alike, max_size=12))
+    st.tuples(fills, fills, st.lists(calls, max_size=12), st.lists(calls, max_size=4))
+    | st.tuples(rounds, rounds, st.lists(alike, max_size=12), st.lists(alike, max_size=4)),
+    st.sets(st.integers(0, 11)),
 )
 def test_other_numbers_count_as_if_they_always_had(
-    told: tuple[Policy, Policy, list[CallTraits]],
+    told: tuple[Policy, Policy, list[CallTraits], list[CallTraits]], discarded: set[int]
 ) -> None:
     """`use` leaves a scheduler as one that had its policy before the first item."""
-    before, after, arrivals = told
+    before, after, arrivals, later = told
     changed, fresh = new(before), new(after)
-    for number, traits in enumerate(arrivals):
-        changed.add(number, float(number), traits)
-        fresh.add(number, float(number), traits)
+    for each in (changed, fresh):
+        for number, traits in enumerate(arrivals):
+            each.add(number, float(number), traits)
+        for number in discarded:
+            each.discard(number)
     changed.use(after)
     now = float(len(arrivals))
+    for each in (changed, fresh):
+        for number, traits in enumerate(later):
+            each.add(100 + number, now, traits)
     assert changed.deadline() == fresh.deadline()
     assert changed.can_accept() == fresh.can_accept()
     assert drained(changed, now) == drained(fresh, now)

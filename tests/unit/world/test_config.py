@@ -41,7 +41,7 @@ WORLDS: dict[str, tuple[dict[str, Any], str]] = {
         "max_restarts must be an int, got '1'",
     ),
     "fewer": ({"workers": 0, "max_restarts": -1}, "max_restarts must be at least 0, got -1"),
-    "renamed": ({"workers": 0, "restart": 1}, "'restart': it is called max_restarts="),
+    "renamed": ({"workers": 0, "restart": 1}, "restart= is called max_restarts="),
     "unknown": ({"workers": 0, "restrt": 1}, "unexpected keyword argument 'restrt'$"),
 }
 
