@@ -1,6 +1,7 @@
 """`remote(ref, retries=n)`: calls that are made again when their worker is gone."""
 
 import asyncio
+import fcntl
 import os
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -50,6 +51,7 @@ class Mortal:
 
     def _die(self) -> None:
         with self.lives.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)  # two workers may die at once
             left = int(file.read())
             if left:
                 file.seek(0)
