@@ -59,16 +59,15 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
     """
 
     __slots__ = (
-        *("_calls", "_cancelling", "_due", "_handle", "_is_over", "_seconds", "_task", "_token"),
+        *("_cancelling", "_due", "_handle", "_is_over", "_seconds", "_task", "_token"),
     )
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = checked_timeout(seconds)
         self._token: contextvars.Token[float | None] | None = None
-        self._due: _BlockDeadline | None = None
-        self._task: asyncio.Task[Any] | None = None  # while the block lasts
+        self._due: _BlockDeadline | None = None  # while the block lasts, likewise the next two
+        self._task: asyncio.Task[Any] | None = None
         self._handle: asyncio.Handle | None = None
-        self._calls: dict[_CallInBlock, None] = {}  # that end with this block
         self._is_over = False
 
     def __repr__(self) -> str:
@@ -83,13 +82,15 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
             if loop is not None and (task := asyncio.current_task(loop)) is not None:
                 self._task, self._cancelling = task, task.cancelling()
                 self._due = due = _BlockDeadline(due)
-                due.block, due.enclosing, due.is_void = self, _deadline.get(), False
+                due.task, due.call, due.is_void = task, None, False
+                due.enclosing = _deadline.get()
                 self._handle = loop.call_later(due + LATER - time.monotonic(), self._expire, loop)
         self._token = _deadline.set(due)
 
     def _expire(self, loop: asyncio.AbstractEventLoop) -> None:
-        for call in [*self._calls]:
-            call.expire()
+        if self._due is not None and self._due.call is not None:
+            function, args = self._due.call
+            function(*args)
         self._count_down(loop, ITERATIONS)
 
     def _count_down(self, loop: asyncio.AbstractEventLoop, left: int) -> None:
@@ -105,13 +106,15 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
         if self._handle is not None:
             self._handle.cancel()
             self._handle = None
-        # Tasks that were created inside keep the deadline, and not this task.
         task, self._task = self._task, None
+        due, self._due = self._due, None
+        if due is not None:  # tasks that were created inside keep the deadline, and not this task
+            due.task = None
         try:
             _deadline.reset(self._token)
         except ValueError:  # entered in another context, as a generator that is left by `break`
-            if self._due is not None:
-                self._due.is_void = True
+            if due is not None:
+                due.is_void = True
         if task is None or not self._is_over:
             return
         is_own = task.uncancel() <= self._cancelling
@@ -129,14 +132,23 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
 class _BlockDeadline(float):
     """The deadline of a block, which may be that of an enclosing one.
 
-    It is void once the block was left in another context, where it cannot be reset.
+    Attributes:
+        task: the task of the block, None when it is over.
+        call: what ends the call that the task waits for, at the deadline.
+        enclosing: the deadline around the block.
+        is_void: True once the block was left in another context, where it cannot be reset.
     """
 
-    __slots__ = ("block", "enclosing", "is_void")
+    __slots__ = ("call", "enclosing", "is_void", "task")
 
-    block: timeout
+    task: asyncio.Task[Any] | None
+    call: tuple[Callable[..., object], Any] | None
     enclosing: float | None
     is_void: bool
+
+    def cancel(self) -> None:
+        """Forget the call: it has ended."""
+        self.call = None
 
 
 def _found_deadline() -> float | None:
@@ -147,34 +159,17 @@ def _found_deadline() -> float | None:
     return due
 
 
-class _CallInBlock:
-    """The end of a call at the deadline of the block around it, in place of a timer of its own."""
-
-    __slots__ = ("_args", "_block", "_function")
-
-    def __init__(self, block: timeout, function: Callable[..., object], args: Any) -> None:
-        self._block, self._function, self._args = block, function, args
-        block._calls[self] = None
-
-    def expire(self) -> None:
-        """End the call: the deadline has passed."""
-        self._function(*self._args)
-
-    def cancel(self) -> None:
-        """Forget the call: it has ended."""
-        self._block._calls.pop(self, None)
-
-
 def call_at(
     due: float, seconds: float, function: Callable[..., object], *args: Any
-) -> asyncio.TimerHandle | _CallInBlock:
+) -> asyncio.TimerHandle | _BlockDeadline:
     """Call a function at a deadline, `seconds` from now, while the current task waits.
 
     A task that is inside of the block whose deadline it is needs no further timer.
     """
     loop = asyncio.get_running_loop()
-    if type(due) is _BlockDeadline and due.block._task is asyncio.current_task(loop):
-        return _CallInBlock(due.block, function, args)
+    if type(due) is _BlockDeadline and due.task is asyncio.current_task(loop) and not due.call:
+        due.call = function, args
+        return due
     return loop.call_later(seconds, function, *args)
 
 

@@ -101,7 +101,7 @@ class Mapping:
     def anonymous(cls, size: int) -> "Mapping":
         """Return new memory of this process alone, of huge pages where the system has them."""
         found = cls(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        _libc.madvise(found.address, size, mmap.MADV_HUGEPAGE)
+        advise_huge_pages(found.address, size)
         return found
 
     def buffer(self) -> Buffer:
@@ -109,6 +109,13 @@ class Mapping:
         found = (ctypes.c_ubyte * self.size).from_address(self.address)
         found.mapping = self  # type: ignore[attr-defined]
         return found
+
+
+def advise_huge_pages(address: int, size: int) -> None:
+    """Let the system use huge pages for memory that is about to be written, where it has them."""
+    start = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    if (size := (address + size - start) // mmap.PAGESIZE * mmap.PAGESIZE) > 0:
+        _libc.madvise(start, size, mmap.MADV_HUGEPAGE)
 
 
 class Segment:

@@ -4,6 +4,7 @@ Each is resolved once, by the first result or error. Confined to the loop of its
 """
 
 import asyncio
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -13,7 +14,7 @@ from .._wire.columns import STREAM_END, HeldResult
 from .._wire.connection_state import FlowWindow
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import ResultKey
-from .._wire.pickling import CallAborted
+from .._wire.pickling import CallAborted, LongPickle
 from .._wire.targets import Target
 from ..errors import RemoteError, RpcError
 from .answers import exception_of
@@ -64,6 +65,9 @@ class PendingCalls(dict[int, ReplyReceiver]):
                     continue
                 ended.append(key)
                 receiver = self.pop(key, None)
+                if type(value) is LongPickle and type(receiver) is InlineFuture:
+                    self._load(key, receiver, value)
+                    continue
                 if self._observed:
                     self._end(key, value)
                 if type(receiver) is InlineFuture:
@@ -79,6 +83,18 @@ class PendingCalls(dict[int, ReplyReceiver]):
                 ended.append(key[0])  # type: ignore[index]
         self._window.answered(ended)
 
+    def _load(self, number: int, receiver: InlineFuture, value: LongPickle) -> None:
+        """Load the result of a call, which has ended, in a thread."""
+        loop = receiver.get_loop()
+
+        def finish(loaded: Any) -> None:
+            if self._observed:
+                self._end(number, loaded)
+            if receiver.set_result(loaded):
+                receiver.resume()
+
+        value.load_in_thread(loop, finish)
+
     def _add_item(self, key: Any, value: Any) -> bool:
         """Deliver an item of a stream; return whether the stream has ended."""
         number, index, price = key
@@ -93,7 +109,10 @@ class PendingCalls(dict[int, ReplyReceiver]):
             return price == 0  # only the end is free
         if price == 0 and not (value is STREAM_END or type(value) in (RemoteFailure, HeldResult)):
             raise TypeError(f"an item of the stream of call {number} must have a price, got 0")
-        if (item := receiver.add(value, price)) is not None:
+        if type(value) is LongPickle:
+            if (item := receiver.add(HeldResult(0), price)) is not None:
+                self.fill(receiver, item, value)
+        elif (item := receiver.add(value, price)) is not None:
             self.collect(key, receiver, item)
         if price == 0:
             del self[number]
@@ -101,6 +120,14 @@ class PendingCalls(dict[int, ReplyReceiver]):
                 self._end(number, value)
             receiver.add(STREAM_END, 0)  # also after a held end: a failure too large for a frame
         return price == 0
+
+    def fill(self, receiver: StreamReader, item: Item, value: Any) -> None:
+        """Set the value of an item that was held, once it is loaded."""
+        if type(value) is LongPickle:
+            fill = functools.partial(receiver.fill, item)
+            value.load_in_thread(asyncio.get_running_loop(), fill)
+        else:
+            receiver.fill(item, value)
 
     def fail(self, numbers: Iterable[int], error: RpcError, *, were_sent: bool = True) -> None:
         """End calls with an error: no reply will come."""

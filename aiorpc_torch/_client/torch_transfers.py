@@ -165,7 +165,7 @@ class TorchTransfers:
             outcomes = [each for each in answer if each[0] == key][:1]
             outcomes = outcomes or [(key, CallAborted(gone))]
         if item is not None and isinstance(receiver, StreamReader):
-            receiver.fill(item, outcomes[0][1])
+            self._pending.fill(receiver, item, outcomes[0][1])
         elif self._pending.get(key) is receiver:
             self._owner.on_results(outcomes)
         else:  # it was cancelled: it leaves the window, and no other reply to it comes

@@ -4,6 +4,7 @@ A group of calls becomes `RpcCall`s. Its head is resolved once in a session, and
 group. A call that cannot be read or resolved fails alone.
 """
 
+import asyncio
 import contextlib
 import functools
 import logging
@@ -29,6 +30,7 @@ from .._torch.profiling import profiler_enabled
 from .._wire.ancestry import BatchId, BatchScope, from_wire
 from .._wire.exceptions import RemoteFailure
 from .._wire.messages import MAX_HEADS, MAX_KNOWN_HEAD, CallHead, Group, encode_reply, numbers_of
+from .._wire.pickling import LongPickle
 from .._wire.targets import CreateTarget, MakeTarget, MethodTarget, Target, order_key
 from .._wire.wire_targets import decode_target
 from .calls import CreateCall, Joiner, RpcCall, batch_joiner
@@ -88,10 +90,33 @@ class Dispatcher:
         if (propagation.used or TRACER in modules) and is_needed():
             for call in calls:
                 call.carried = call.carried or ()  # interceptors are told of it
+        if tensors:
+            calls = [call for call in calls if not self._load(session, call)]
         if reply is None and session.slots.queues:
             calls = [call for call in calls if session.admit(call)]
         self._executor.start(calls)
         return len(numbers)
+
+    def _load(self, session: Session, call: RpcCall) -> bool:
+        """Load the arguments of a call in a thread, before it is started; return whether they are.
+
+        Later calls of its object wait for it. One that came by torch has had its turn.
+        """
+        pickled: Any = call.arguments
+        if type(pickled) is not LongPickle:
+            return False
+        call.arguments = _NOTHING
+        if call.reply is not None:
+            _set_arguments(call, pickled.load())
+            return False
+
+        def start(arguments: Any) -> None:
+            _set_arguments(call, arguments)
+            session.start_loaded(call)
+
+        session.hold(call)
+        pickled.load_in_thread(asyncio.get_running_loop(), start)
+        return True
 
     def start_payload_call(self, session: Session, payload: Payload) -> None:
         """Start a call whose payload has arrived."""
@@ -152,6 +177,16 @@ def calls_of(
     if len(groups) > 1:
         calls.sort(key=attrgetter("number"))
     return calls
+
+
+def _set_arguments(call: RpcCall, arguments: Any) -> None:
+    """Set the arguments of a call, which only raises if they could not be unpickled."""
+    if type(arguments) is RemoteFailure:
+        call.function = arguments.raise_
+        if isinstance(call.joiner, functools.partial):  # it joins no batch
+            call.joiner = None
+    else:
+        call.arguments = arguments
 
 
 def _bound(calls: Sequence[RpcCall], group: Group, session: Session, worker: str) -> None:
@@ -261,7 +296,7 @@ class KnownHead:
 
     def _resolve_again(self, tensors: Sequence[Tensor], exports: ExportPolicy | None) -> Resolved:
         decode = decode_target if exports is None else exports.load_target
-        target: Any = decode(self._target, tensors)
+        target: Any = decode(self._target, tensors, self.wire.target_outside)
         if isinstance(target, RemoteFailure):
             target.raise_()
         self.key, self._object = order_key(target), _nothing

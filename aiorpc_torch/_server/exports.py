@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from .._protocol.names import ALWAYS_EXPORTED
+from .._wire.buffers import NOTHING, Outside
 from .._wire.by_value import is_among
 from .._wire.targets import (
     BoundTarget,
@@ -58,7 +59,9 @@ class ExportPolicy:
         self._modules = tuple(each for each in checked if isinstance(each, str))
         self._worker = worker
 
-    def load_target(self, target: NamedTarget | bytes, _: Sequence[Tensor]) -> Target:
+    def load_target(
+        self, target: NamedTarget | bytes, _: Sequence[Tensor], __: Outside = NOTHING
+    ) -> Target:
         """Return the target of a message.
 
         Raises:

@@ -184,6 +184,15 @@ class Session(Channel):
         else:
             self._start_held(ready)
 
+    def hold(self, call: Any) -> None:
+        """Hold a call, and the later ones of its object, until `start_loaded`."""
+        self._start_held(self.slots.open(call.number, call.order_key))
+
+    def start_loaded(self, call: Any) -> None:
+        """Start a call that was held, in its turn."""
+        ready = None if self.ended.is_set() else self.slots.fill(call.number, call)
+        self._start_held((call,) if ready is None else ready)  # a cancelled one is answered
+
     def _start_held(self, items: Iterable[Any]) -> None:
         """Start calls that waited for a payload."""
         for item in items:

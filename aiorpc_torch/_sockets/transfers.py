@@ -12,8 +12,9 @@ from collections.abc import Callable
 from typing import Any
 
 from .._aio.segments import Segment
+from .._wire.buffers import ALIGNMENT
 from .._wire.frames import ProtocolError
-from .._wire.shared_tensors import ALIGNMENT, Block, Source
+from .._wire.shared_tensors import Block, Source
 
 CHUNK = 1 << 20
 """Bytes of a chunk, without the padding behind its last tensor. Smaller ones cost more,

@@ -11,7 +11,6 @@ sender's own object.
 
 import functools
 import importlib
-import io
 import itertools
 import os
 import pickle
@@ -21,6 +20,8 @@ import weakref
 from collections.abc import Callable, Iterable
 from types import FunctionType
 from typing import Any
+
+from .buffers import PickleParts
 
 EXTRA = "pip install 'aiorpc_torch[cloudpickle]'"
 
@@ -79,10 +80,14 @@ def _is_installed() -> bool:
 # ── to send ─────────────────────────────────────────────────────────────────────────────────────
 
 
-def dump_by_value(value: Any, reduce: Reduce, cause: NotByName) -> bytes:
-    """Return the pickle of `value` with everything by value that has no name for a peer.
+def dump_by_value(value: Any, parts: PickleParts, reduce: Reduce, cause: NotByName) -> None:
+    """Pickle `value` with everything by value that has no name for a peer.
 
-    `reduce` is asked first. `cause` is the error of the plain pickle.
+    Args:
+        value: The value.
+        parts: Where the pickle is written.
+        reduce: Is asked first.
+        cause: The error of the plain pickle.
 
     Raises:
         PicklingError: if `cloudpickle` is not installed; the message names the extra. And an
@@ -92,9 +97,7 @@ def dump_by_value(value: Any, reduce: Reduce, cause: NotByName) -> bytes:
         cloudpickle = importlib.import_module("cloudpickle")
     except ImportError:
         raise pickle.PicklingError(f"{cause}; to send it by value: {EXTRA}") from None
-    file = io.BytesIO()
-    _pickler_class(cloudpickle)(file, reduce).dump(value)
-    return file.getvalue()
+    _pickler_class(cloudpickle)(parts, reduce).dump(value)
 
 
 @functools.lru_cache(maxsize=1)
@@ -102,8 +105,8 @@ def _pickler_class(cloudpickle: Any) -> Any:
     class ByValuePickler(cloudpickle.Pickler):  # type: ignore[misc]
         """A pickler of cloudpickle's that sends by name what a peer can import."""
 
-        def __init__(self, file: io.BytesIO, reduce: Reduce) -> None:
-            super().__init__(file, pickle.HIGHEST_PROTOCOL)
+        def __init__(self, parts: PickleParts, reduce: Reduce) -> None:
+            super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
             self._reduce = reduce
 
         def reducer_override(self, obj: Any) -> Any:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .._torch.sendable import COMPRESSED
 from .exceptions import RemoteFailure
-from .pickling import PickledValue, pack, unpack
+from .pickling import PickledValue, pack, unpack_or_defer
 from .plain import MAX_INT, MIN_INT, is_wire_text
 from .shared_tensors import share
 from .tensor_table import TensorTable
@@ -99,7 +99,7 @@ class SharedValue:
 
 def cell_tensors(kind: CellKind, content: Any) -> Sequence[Tensor]:
     """Return the tensors of a cell that travel outside the bytes."""
-    if kind == PACKED:
+    if kind in (PACKED, FAILED):
         return content.tensors  # type: ignore[no-any-return]
     return (content,) if kind == TENSOR else ()
 
@@ -111,7 +111,7 @@ def cell_bytes(kind: CellKind, content: Any) -> int:
     if kind == PACKED:
         return content.size  # type: ignore[no-any-return]
     if kind == FAILED:
-        return len(content.text) + len(content.pickled or b"")
+        return content.size  # type: ignore[no-any-return]
     if kind == TENSOR:
         return size_of(content)
     return plain_bytes(content)
@@ -127,14 +127,16 @@ def plain_bytes(content: Any) -> int:
 def copy_cell(kind: CellKind, content: Any) -> Any:
     """Return the cell with copies of its large tensors."""
     if kind == PACKED:
-        return PickledValue(content.data, [tensor.clone() for tensor in content.ready_tensors()])
+        copies = [tensor.clone() for tensor in content.ready_tensors()]
+        return PickledValue(content.data, copies, content.outside)
     return content.clone() if kind == TENSOR else content
 
 
 def detach_cell(kind: CellKind, content: Any) -> Any:
     """Return the cell with its tensors detached from the autograd graph."""
     if kind == PACKED:
-        return PickledValue(content.data, [tensor.detach() for tensor in content.ready_tensors()])
+        detached = [tensor.detach() for tensor in content.ready_tensors()]
+        return PickledValue(content.data, detached, content.outside)
     return content.detach() if kind == TENSOR else content
 
 
@@ -181,8 +183,10 @@ def write_cells(kind: CellKind, cells: list[Any], tensors: TensorTable) -> Cells
     if kind == PACKED:
         for packed in cells:
             tensors.put(packed.ready_tensors())
-        return [(packed.data, len(packed.tensors)) for packed in cells]
-    return [failure.astuple() for failure in cells] if kind == FAILED else []
+        return [packed.on_the_wire() for packed in cells]
+    for failure in cells if kind == FAILED else ():
+        tensors.put(failure.tensors)
+    return [failure.on_the_wire() for failure in cells] if kind == FAILED else []
 
 
 class StreamEnd:
@@ -204,6 +208,8 @@ class HeldResult:
 def read_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: int) -> list[Any]:
     """Return the `count` values of a column, with a `RemoteFailure` for each unreadable one.
 
+    A `LongPickle` stands for a value that has to be loaded apart.
+
     Raises:
         ValueError: if the column has another number of cells. Nothing was allocated for them.
     """
@@ -221,9 +227,12 @@ def read_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: i
     if kind == PLAIN:
         return cells
     if kind == PACKED:
-        return [unpack(data, list(islice(tensors, inside))) for data, inside in cells]
+        return [
+            unpack_or_defer(data, list(islice(tensors, inside)), *outside)
+            for data, inside, *outside in cells
+        ]
     if kind == FAILED:
-        return [RemoteFailure(*plain) for plain in cells]
+        return [RemoteFailure.from_wire(told, tensors) for told in cells]
     return [*map(HeldResult, cells)]
 
 
@@ -232,7 +241,7 @@ def skip_cells(kind: CellKind, cells: Cells, tensors: Iterator[Tensor], count: i
     if kind == TENSOR:
         _discard(tensors, count)
     elif kind == PACKED:
-        for _, inside in cells:  # type: ignore[misc]
+        for _, inside, *_ in cells:  # type: ignore[misc]
             _discard(tensors, inside)
 
 

@@ -9,13 +9,18 @@ exception from `exc.args`; then the attributes are set.
 import asyncio
 import contextlib
 import copyreg
-import io
 import pickle
 import traceback
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import islice
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from ..errors import GroupError, RemoteError, RemoteTraceback, RpcError, WorkerLeft
+from .buffers import NOTHING, Outside, PickleParts, open_pickle, reduce_buffer
 from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
 from .plain import wire_text
 
@@ -59,6 +64,8 @@ class RemoteFailure:
     summary: str
     text: str
     pickled: bytes | None
+    tensors: Sequence[Tensor] = ()
+    outside: Outside = NOTHING
 
     def __repr__(self) -> str:
         return f"<RemoteFailure on {self.worker}: {self.summary}>"
@@ -68,16 +75,31 @@ class RemoteFailure:
         """Describe `exc`, raised on `worker`. Never raises."""
         if type(exc) is LeavingWorker:
             return cls.refusal(exc, worker)
-        return cls(worker, _summary(exc), _text(exc), _dump(exc))
+        return cls(worker, _summary(exc), _text(exc), *(_dump(exc) or (None,)))
 
     @classmethod
     def refusal(cls, error: RpcError, worker: str) -> "RemoteFailure":
         """Describe an error of `worker` itself, which no method has raised: without a traceback."""
-        return cls(worker, _summary(error), "", _dump(error))
+        return cls(worker, _summary(error), "", *(_dump(error) or (None,)))
 
-    def astuple(self) -> tuple[str, str, str, bytes | None]:
-        """Return the arguments that make this `RemoteFailure` again, for a message."""
-        return self.worker, wire_text(self.summary), wire_text(self.text), self.pickled
+    @property
+    def size(self) -> int:
+        """Return its bytes in a message."""
+        return len(self.text) + len(self.pickled or b"") + sum(each.nbytes for each in self.tensors)
+
+    def on_the_wire(self) -> tuple[Any, ...]:
+        """Return the failure as a message holds it, beside its tensors."""
+        told = self.worker, wire_text(self.summary), wire_text(self.text), self.pickled
+        return (*told, len(self.tensors), self.outside) if self.tensors else told
+
+    @classmethod
+    def from_wire(cls, told: Sequence[Any], tensors: Iterator[Tensor]) -> "RemoteFailure":
+        """Return the failure that a message holds; take its tensors."""
+        worker, summary, text, pickled, *more = told
+        if not more:
+            return cls(worker, summary, text, pickled)
+        count, outside = more
+        return cls(worker, summary, text, pickled, [*islice(tensors, count)], outside)
 
     def raise_(self) -> NoReturn:
         """Raise the exception in this process."""
@@ -85,7 +107,8 @@ class RemoteFailure:
 
     def exception(self) -> BaseException:
         """Return a new exception whose cause is the remote traceback, if there is one."""
-        exc = _load(self.pickled)
+        pickled = self.pickled
+        exc = None if pickled is None else _load(pickled, self.tensors, self.outside)
         if exc is None:
             exc = RemoteError(f"worker {self.worker!r} raised {self.summary}")
         return _caused(exc, RemoteTraceback(self.worker, self.text)) if self.text else exc
@@ -93,7 +116,8 @@ class RemoteFailure:
 
 def copy_exception(exc: BaseException, doing: str) -> BaseException:
     """Return a copy of `exc`, caused by it: one for each caller of a shared failure."""
-    copy = _load(_dump(exc))
+    dumped = _dump(exc)
+    copy = None if dumped is None else _load(*dumped)
     if copy is None:
         copy = RemoteError(f"{doing} raised {_summary(exc)}")
     return _caused(copy, exc)
@@ -132,7 +156,11 @@ def _text(exc: BaseException) -> str:
         return "".join(traceback.format_tb(where)) + _summary(exc)
 
 
-def _dump(exc: BaseException) -> bytes | None:
+_Pickle = tuple[bytes, list[Tensor], Outside]
+"""What `PickleParts.end` returns."""
+
+
+def _dump(exc: BaseException) -> _Pickle | None:
     if isinstance(exc, _NOT_TRANSFERABLE):
         return None
     try:
@@ -141,13 +169,15 @@ def _dump(exc: BaseException) -> bytes | None:
         return None
 
 
-def _pickled(exc: BaseException) -> bytes:
-    file = io.BytesIO()
+def _pickled(exc: BaseException) -> _Pickle:
+    parts = PickleParts()
     try:
-        _ExceptionPickler(file).dump(_portable(exc) if isinstance(exc, GroupError) else exc)
+        portable = _portable(exc) if isinstance(exc, GroupError) else exc
+        _ExceptionPickler(parts).dump(portable)
     except NotByName as failure:
-        return dump_by_value(exc, _reduce, failure)
-    return file.getvalue()
+        parts = PickleParts()
+        dump_by_value(exc, parts, partial(_reduce, parts), failure)
+    return parts.end()
 
 
 def _portable(group: GroupError) -> GroupError:
@@ -167,11 +197,10 @@ def _portable(group: GroupError) -> GroupError:
     return copy
 
 
-def _load(pickled: bytes | None) -> BaseException | None:
-    if pickled is None:
-        return None
+def _load(pickled: bytes, tensors: Sequence[Tensor], outside: Outside) -> BaseException | None:
     try:
-        exc = pickle.loads(pickled)
+        file, buffers = open_pickle(pickled, tensors, outside)
+        exc = pickle.Unpickler(file, buffers=buffers).load()
     except BaseException:  # not importable here, or its __reduce__ raises, even SystemExit
         return None
     # `_dump` writes no exception that must not be raised in a caller, but a malicious peer may.
@@ -181,14 +210,20 @@ def _load(pickled: bytes | None) -> BaseException | None:
 
 
 class _ExceptionPickler(pickle.Pickler):
+    def __init__(self, parts: PickleParts) -> None:
+        super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
+        self._parts = parts
+
     def reducer_override(self, obj: Any) -> Any:
         if isinstance(obj, NAMED):
             refuse_by_value(obj, unless_unknown=True)
-        return _reduce(obj)
+        return _reduce(self._parts, obj)
 
 
-def _reduce(obj: Any) -> Any:
-    return reduce_exception(obj) if isinstance(obj, BaseException) else NotImplemented
+def _reduce(parts: PickleParts, obj: Any) -> Any:
+    if isinstance(obj, BaseException):
+        return reduce_exception(obj)
+    return reduce_buffer(obj, parts)
 
 
 def reduce_exception(exc: BaseException) -> Any:

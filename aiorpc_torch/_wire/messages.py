@@ -14,6 +14,7 @@ import msgspec
 from torch import Tensor
 
 from .ancestry import BatchId
+from .buffers import NOTHING, Outside
 from .columns import (
     NUMBER_BYTES,
     PACKED,
@@ -76,7 +77,7 @@ class EncodedHead:
         self.pickled_target: PickledValue | None = None
         named: Any = target, 0
         if isinstance(target, PickledValue):
-            named = target.data, len(target.tensors)
+            named = target.on_the_wire()
             self.pickled_target = target
             self.has_tensors = self.has_tensors or bool(target.tensors)
         is_named = self.pickled_target is None
@@ -392,7 +393,15 @@ def numbers_of(groups: Sequence[Group]) -> list[int]:
 # ── received calls ────────────────────────────────────────────────────────────────────────────────
 
 
-_read_head = reader(tuple[tuple[NamedTarget | bytes, int], bool, list[str] | None, list[WireKind]])
+class _NamedOrPickled(NamedTuple):
+    """The target of a head: its names, or what `PickledValue.on_the_wire` returns."""
+
+    target: NamedTarget | bytes
+    tensors: int
+    outside: Outside = NOTHING
+
+
+_read_head = reader(tuple[_NamedOrPickled, bool, list[str] | None, list[WireKind]])
 
 
 _NO_ARGUMENTS: Arguments = (), {}
@@ -407,21 +416,27 @@ class CallHead:
         ValueError: if it is malformed.
     """
 
-    __slots__ = ("_only_kind", "kinds", "names", "stream", "target", "target_tensors")
+    __slots__ = (
+        *("_only_kind", "kinds", "names", "stream", "target", "target_outside", "target_tensors"),
+    )
 
     def __init__(self, data: bytes) -> None:
         try:
-            (self.target, self.target_tensors), self.stream, self.names, kinds = _read_head(data)
+            target, self.stream, self.names, kinds = _read_head(data)
+            self.target, self.target_tensors, self.target_outside = target
             self.kinds = [*map(read_kind, kinds)]
         except ValueError as exc:
             raise ValueError(f"malformed head of calls: {exc}") from None
         given = len(self.names or ())
-        if given > len(kinds) or (self.names is None and self.kinds != [PACKED]):
+        is_pickled = self.kinds == [PACKED] if self.names is None else PACKED in self.kinds
+        if given > len(kinds) or is_pickled is not (self.names is None):
             raise ValueError(f"malformed head of calls: {given} names for {len(kinds)} arguments")
         self._only_kind = self.kinds[0] if len(kinds) == 1 and self.names == [] else None
 
     def rows(self, group: Group, tensors: Iterator[Tensor]) -> list[Any]:
         """Return the arguments of each call, or a RemoteFailure if they cannot be unpickled.
+
+        A `LongPickle` stands for arguments that have to be loaded apart.
 
         Raises:
             ValueError: if the group is malformed.
@@ -507,7 +522,7 @@ _read_reply = reader(list[tuple[WireKind, list[ResultKey], Cells]])
 
 
 def decode_reply(data: bytes, tensors: Sequence[Tensor] = ()) -> list[tuple[ResultKey, Any]]:
-    """Return each key with its value, `RemoteFailure`, `HeldResult` or `STREAM_END`.
+    """Return each key with its value, `RemoteFailure`, `LongPickle`, `HeldResult` or `STREAM_END`.
 
     Raises an exception of any class if the reply is malformed.
     """

@@ -1,12 +1,11 @@
 """Messages of torch RPC: bytes and tensors, of which long bytes become one."""
 
-import ctypes
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
 
 from .._torch.cuda import sendable
+from .buffers import memory_of, tensor_of
 from .shared_tensors import compact
 
 _ATTACHED = 64 * 1024  # payloads with more bytes travel as a tensor, which torch does not pickle
@@ -28,7 +27,7 @@ def attach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence
     """Return data and tensors; long data becomes b"" and one more tensor."""
     if len(data) <= _ATTACHED:
         return data, tensors
-    return b"", [*tensors, torch.frombuffer(bytearray(data), dtype=torch.uint8)]
+    return b"", [*tensors, tensor_of(data)]
 
 
 def detach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence[Tensor]]:
@@ -36,4 +35,4 @@ def detach_data(data: bytes, tensors: Sequence[Tensor]) -> tuple[bytes, Sequence
     if data:
         return data, tensors
     *rest, last = tensors
-    return ctypes.string_at(last.data_ptr(), last.nbytes), rest
+    return bytes(memory_of(last)), rest

@@ -2,42 +2,63 @@
 
 Each call's arguments and each result are pickled apart from the message. A value that cannot be
 unpickled fails its own call only. torch answers a message that it cannot unpickle without calling
-the callee's code, so it gets bytes and tensors only. Tensors stay outside the bytes; torch sends
-them without a copy.
+the callee's code, so it gets bytes and tensors only. Tensors stay outside the bytes, and so do the
+buffers of large arrays and long bytes; nothing of them is copied here.
 """
 
-import io
 import pickle
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
 
+from .._aio.loops import call_soon
+from .._aio.threads import ThreadCache
 from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
+from .buffers import NOTHING, Outside, PickleParts, open_pickle, reduce_buffer
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
-from .tensors import TensorKind, compact_at_call, from_bytes, size_of, small_tensor
+from .tensors import (
+    TensorKind,
+    compact_at_call,
+    from_bytes,
+    size_of,
+    small_tensor,
+)
 
 
 class PickledValue:
     """A pickled value, its tensors and its size in bytes.
 
     Create it in the thread, and on the CUDA streams, that computed the tensors.
+
+    Args:
+        data: The pickle, b"" if it is long.
+        tensors: The value's tensors; then its buffers; then the parts of a long pickle.
+        outside: The number of those parts, and the bytes of each buffer.
     """
 
-    __slots__ = ("data", "fence", "size", "tensors")
+    __slots__ = ("data", "fence", "outside", "size", "tensors")
 
-    def __init__(self, data: bytes, tensors: list[Tensor]) -> None:
+    def __init__(self, data: bytes, tensors: list[Tensor], outside: Outside = NOTHING) -> None:
         self.data = data
         self.tensors = tensors
+        self.outside = outside
         self.fence = fence_tensors(tensors)
         self.size = len(data) + sum(map(size_of, tensors))
+
+    def on_the_wire(self) -> tuple[Any, ...]:
+        """Return the pickle as a message holds it, beside its tensors."""
+        if self.outside is NOTHING:
+            return self.data, len(self.tensors)
+        return self.data, len(self.tensors), self.outside
 
     def check_sendable(self, mapped: Collection[torch.device], peer: str) -> None:
         """Raise ValueError for a tensor on a device from which no map leads to `peer`."""
@@ -66,20 +87,17 @@ class CallAborted:
 
 
 def pack(value: Any) -> PickledValue:
-    """Pickle `value`. Raises what pickling raises."""
-    file = io.BytesIO()
-    packer = _ValuePickler(file)
+    """Pickle `value`. Raises what pickling raises.
+
+    Large tensors, arrays and bytes are not copied: they must not change until they are sent.
+    """
+    packer = _ValuePickler(PickleParts())
     try:
         packer.dump(value)
     except NotByName as exc:
-        return _pack_by_value(value, packer, exc)
-    return PickledValue(file.getvalue(), packer.tensors)
-
-
-def _pack_by_value(value: Any, failed: "_ValuePickler", cause: NotByName) -> PickledValue:
-    failed.tensors = []
-    data = dump_by_value(value, failed.reduce, cause)
-    return PickledValue(data, failed.tensors)
+        packer.parts = PickleParts()
+        dump_by_value(value, packer.parts, packer.reduce, exc)
+    return PickledValue(*packer.parts.end())
 
 
 class SharedPickle:
@@ -90,10 +108,10 @@ class SharedPickle:
     """
 
     def __init__(self, value: Any) -> None:
-        file = io.BytesIO()
-        packer = _SharedPickler(file)
+        packer = _SharedPickler(PickleParts())
         packer.dump(value)
-        self._shared = PickledValue(file.getvalue(), share(packer.tensors))
+        self._shared = PickledValue(*packer.parts.end())
+        self._shared.tensors = share(self._shared.tensors)
         self._slots = packer.slots
 
     def fill(self, values: Sequence[Any]) -> PickledValue:
@@ -103,11 +121,9 @@ class SharedPickle:
         filled = [
             values[each.position] if type(each) is ValueSlot else each for each in self._slots
         ]
-        file = io.BytesIO()
-        packer = _ValuePickler(file)
-        packer.tensors = [*self._shared.tensors]
-        packer.dump(_Filled(self._shared.data, filled))
-        return PickledValue(file.getvalue(), packer.tensors)
+        packer = _ValuePickler(PickleParts(self._shared.tensors))
+        packer.dump(_Filled(self._shared, filled))
+        return PickledValue(*packer.parts.end())
 
 
 class ValueSlot(NamedTuple):
@@ -117,29 +133,73 @@ class ValueSlot(NamedTuple):
 
 
 class _Filled:
-    """The pickle of a shared value, and the values of its slots."""
+    """The pickle of a shared value, and the values of its slots. Its tensors come first."""
 
-    def __init__(self, data: bytes, values: Sequence[Any]) -> None:
-        self._parts = data, [*values]
+    def __init__(self, shared: PickledValue, values: Sequence[Any]) -> None:
+        self._found = shared.data, len(shared.tensors), shared.outside, [*values]
 
     def __reduce__(self) -> Any:
-        return _fill_slots, self._parts
+        return _fill_slots, self._found
 
 
-def unpack(data: bytes, tensors: Sequence[Tensor]) -> Any:
-    """Return the value, or a `RemoteFailure` if it cannot be unpickled."""
+def unpack(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -> Any:
+    """Return the value of a `PickledValue`, or a `RemoteFailure` if it cannot be unpickled."""
     try:
-        return _ValueUnpickler(io.BytesIO(data), tensors).load()
+        return _unpickled(data, tensors, outside)
     except BaseException as exc:  # a user's __reduce__ may raise even SystemExit
         exc = explain(exc)
         try_add_note(exc, "(while unpickling what the other worker sent)")
         return RemoteFailure.of(exc, "the receiver")
 
 
+def _unpickled(
+    data: bytes, tensors: Sequence[Tensor], outside: Outside, values: Sequence[Any] = ()
+) -> Any:
+    return _ValueUnpickler(*open_pickle(data, tensors, outside), tensors, values).load()
+
+
+LOADED_AT_ONCE = 2 << 20
+"""Bytes of a long pickle that is loaded on the event loop; a longer one is loaded in a thread."""
+
+_load_threads = ThreadCache("aiorpc-load")
+
+
+class LongPickle(NamedTuple):
+    """The arguments of `unpack` for a value whose bytes have to be copied."""
+
+    data: bytes
+    tensors: Sequence[Tensor]
+    outside: Outside
+
+    def load(self) -> Any:
+        """Return the value, or a `RemoteFailure`. In any thread."""
+        return unpack(*self)
+
+    def load_in_thread(self, loop: Any, then: Callable[[Any], object]) -> None:
+        """Load the value in a thread, and call `then` with it on its loop."""
+        task: Callable[[], None] = partial(_load, [self], loop, then)
+        try:
+            _load_threads(task)
+        except RuntimeError:  # no thread could be started
+            task()
+
+
+def _load(pickles: list[LongPickle], loop: Any, then: Callable[[Any], object]) -> None:
+    # Neither pickle nor value is kept by an idle thread.
+    call_soon(loop, then, pickles.pop().load())
+
+
+def unpack_or_defer(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -> Any:
+    """Return the value, a `RemoteFailure`, or a `LongPickle` if it has to be loaded apart."""
+    if outside[0] and sum(map(size_of, tensors)) > LOADED_AT_ONCE:
+        return LongPickle(data, tensors, outside)
+    return unpack(data, tensors, outside)
+
+
 class _ValuePickler(pickle.Pickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file, pickle.HIGHEST_PROTOCOL)
-        self.tensors: list[Tensor] = []
+    def __init__(self, parts: PickleParts) -> None:
+        super().__init__(parts, pickle.HIGHEST_PROTOCOL, buffer_callback=parts.keeps_inside)
+        self.parts = parts
         self._rrefs: dict[int, Any] = {}  # sent by this pickle: each is forked once
 
     def reducer_override(self, obj: Any) -> Any:
@@ -158,7 +218,7 @@ class _ValuePickler(pickle.Pickler):
             return read_rref, self._rrefs[id(obj)]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
-        return NotImplemented
+        return reduce_buffer(obj, self.parts)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
@@ -169,13 +229,14 @@ class _ValuePickler(pickle.Pickler):
             return read_small, ((dtype, tuple(shape)), data)
         if tensor.layout in COMPRESSED:
             return _read_compressed, (*compressed_parts(tensor), tuple(tensor.shape), tensor.layout)
-        self.tensors.append(compact_at_call(tensor))
-        return _tensor_slot, (len(self.tensors) - 1,)
+        tensors = self.parts.tensors
+        tensors.append(compact_at_call(tensor))
+        return _tensor_slot, (len(tensors) - 1,)
 
 
 class _SharedPickler(_ValuePickler):
-    def __init__(self, file: io.BytesIO) -> None:
-        super().__init__(file)
+    def __init__(self, parts: PickleParts) -> None:
+        super().__init__(parts)
         self.slots: list[Any] = []
 
     def reducer_override(self, obj: Any) -> Any:
@@ -187,9 +248,9 @@ class _SharedPickler(_ValuePickler):
 
 class _ValueUnpickler(pickle.Unpickler):
     def __init__(
-        self, file: io.BytesIO, tensors: Sequence[Tensor], values: Sequence[Any] = ()
+        self, file: Any, buffers: Iterable[Any], tensors: Sequence[Tensor], values: Sequence[Any]
     ) -> None:
-        super().__init__(file)
+        super().__init__(file, buffers=buffers)
         self._tensors = tensors
         self._values = values
 
@@ -203,8 +264,8 @@ class _ValueUnpickler(pickle.Unpickler):
                 return self._fill_slots
         return super().find_class(module, name)
 
-    def _fill_slots(self, data: bytes, values: Sequence[Any]) -> Any:
-        return _ValueUnpickler(io.BytesIO(data), self._tensors, values).load()
+    def _fill_slots(self, data: bytes, count: int, outside: Outside, values: Sequence[Any]) -> Any:
+        return _unpickled(data, self._tensors[:count], outside, values)
 
 
 def read_rref(data: Any, way: SharingMode) -> "RRefBase[Any]":
@@ -220,7 +281,7 @@ def _value_slot(index: int) -> Any:
     raise pickle.UnpicklingError("a slot of a shared value must be unpickled with its value")
 
 
-def _fill_slots(data: bytes, values: Sequence[Any]) -> Any:
+def _fill_slots(data: bytes, count: int, outside: Outside, values: Sequence[Any]) -> Any:
     raise pickle.UnpicklingError("a shared value must be unpickled with its message")
 
 

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .._torch.sendable import has_memory, is_plain, last_element
+from .buffers import ALIGNMENT
 from .tensors import (
     INLINE_BYTES,
     compact_storage,
@@ -20,9 +21,6 @@ from .tensors import (
     is_contiguous_part,
     name_of_dtype,
 )
-
-ALIGNMENT = 64
-"""Bytes to which the tensors of a block are aligned."""
 
 _BLOCK_ATTRIBUTE = "_aiorpc_block"
 """Name of a tensor's attribute that holds its shared `Block`."""

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from .._torch.rrefs import RRefId, SharingMode, deserialize_rref, serialize_rref
+from .buffers import NOTHING, Outside
 from .by_value import NAMED, explain, refuse_by_value
 from .exceptions import RemoteFailure, try_add_note
 from .pickling import PickledValue, pack, unpack
@@ -156,10 +157,15 @@ def find(path: str, module: str) -> Any:
     return found
 
 
-def decode_target(target: NamedTarget | bytes, tensors: Sequence[Tensor]) -> Any:
-    """Return the target, or a RemoteFailure if it cannot be read; `tensors` are of its pickle."""
+def decode_target(
+    target: NamedTarget | bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING
+) -> Any:
+    """Return the target, or a RemoteFailure if it cannot be read.
+
+    `tensors` and `outside` are those of its `PickledValue`.
+    """
     if isinstance(target, bytes):
-        return unpack(target, tensors)
+        return unpack(target, tensors, outside)
     try:
         return read_named(target, find)
     except BaseException as exc:  # a module may raise even SystemExit

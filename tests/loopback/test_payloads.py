@@ -251,8 +251,9 @@ def test_attached_data_is_a_copy() -> None:
     """Changes of the received tensor do not change the bytes that were read."""
     data = bytes(ATTACHED + 1)
     sent, table = message_for_torch(data, [])
-    found, _ = detach_data(sent, table)
-    table[0].fill_(1)
+    received = [each.clone() for each in table]
+    found, _ = detach_data(sent, received)
+    received[0].fill_(1)
     assert found == data
 
 
