@@ -58,9 +58,7 @@ class timeout:  # noqa: N801 - a context manager, as `asyncio.timeout`
         TimeoutError: from the block, if something else was interrupted.
     """
 
-    __slots__ = (
-        *("_cancelling", "_due", "_handle", "_is_over", "_seconds", "_task", "_token"),
-    )
+    __slots__ = (*("_cancelling", "_due", "_handle", "_is_over", "_seconds", "_task", "_token"),)
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = checked_timeout(seconds)

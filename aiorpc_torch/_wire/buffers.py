@@ -282,12 +282,6 @@ def _copy(target: memoryview, source: memoryview) -> None:
 # ── objects that pickle copies, or refuses ────────────────────────────────────────────────────────
 
 
-def reduce_buffer(obj: Any, parts: PickleParts) -> Any:
-    """Return the reduction of a `memoryview` or a long `array.array`, else NotImplemented."""
-    own = _REDUCTIONS.get(type(obj))
-    return NotImplemented if own is None else own(obj, parts)
-
-
 def _reduce_view(view: memoryview, _: PickleParts) -> Any:
     flat = PickleBuffer(view if view.c_contiguous else bytearray(view.tobytes()))
     return read_view, (flat, view.format, view.shape, view.readonly)
@@ -315,7 +309,8 @@ def read_array(kind: Any, flat: Any) -> "array.array[Any]":
     return found
 
 
-_REDUCTIONS: dict[type, Callable[[Any, PickleParts], Any]] = {
+OWN_REDUCTIONS: dict[type, Callable[[Any, PickleParts], Any]] = {
     memoryview: _reduce_view,
     array.array: _reduce_array,
 }
+"""The reductions of objects, by their classes, as `reducer_override` returns them."""

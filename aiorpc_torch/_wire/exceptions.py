@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from ..errors import GroupError, RemoteError, RemoteTraceback, RpcError, WorkerLeft
-from .buffers import NOTHING, Outside, PickleParts, open_pickle, reduce_buffer
+from .buffers import NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
 from .by_value import NAMED, NotByName, dump_by_value, refuse_by_value
 from .plain import wire_text
 
@@ -223,7 +223,8 @@ class _ExceptionPickler(pickle.Pickler):
 def _reduce(parts: PickleParts, obj: Any) -> Any:
     if isinstance(obj, BaseException):
         return reduce_exception(obj)
-    return reduce_buffer(obj, parts)
+    own = OWN_REDUCTIONS.get(type(obj))
+    return NotImplemented if own is None else own(obj, parts)
 
 
 def reduce_exception(exc: BaseException) -> Any:

@@ -6,6 +6,7 @@ the callee's code, so it gets bytes and tensors only. Tensors stay outside the b
 buffers of large arrays and long bytes; nothing of them is copied here.
 """
 
+import io
 import pickle
 from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import partial
@@ -21,7 +22,7 @@ from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
-from .buffers import NOTHING, Outside, PickleParts, open_pickle, reduce_buffer
+from .buffers import NOTHING, OWN_REDUCTIONS, Outside, PickleParts, open_pickle
 from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
@@ -145,6 +146,8 @@ class _Filled:
 def unpack(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -> Any:
     """Return the value of a `PickledValue`, or a `RemoteFailure` if it cannot be unpickled."""
     try:
+        if outside is NOTHING:  # the common case
+            return _ValueUnpickler(io.BytesIO(data), tensors).load()
         return _unpickled(data, tensors, outside)
     except BaseException as exc:  # a user's __reduce__ may raise even SystemExit
         exc = explain(exc)
@@ -155,7 +158,8 @@ def unpack(data: bytes, tensors: Sequence[Tensor], outside: Outside = NOTHING) -
 def _unpickled(
     data: bytes, tensors: Sequence[Tensor], outside: Outside, values: Sequence[Any] = ()
 ) -> Any:
-    return _ValueUnpickler(*open_pickle(data, tensors, outside), tensors, values).load()
+    file, buffers = open_pickle(data, tensors, outside)
+    return _ValueUnpickler(file, tensors, values, buffers).load()
 
 
 LOADED_AT_ONCE = 2 << 20
@@ -218,7 +222,8 @@ class _ValuePickler(pickle.Pickler):
             return read_rref, self._rrefs[id(obj)]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
-        return reduce_buffer(obj, self.parts)
+        own = OWN_REDUCTIONS.get(type(obj))
+        return NotImplemented if own is None else own(obj, self.parts)
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
@@ -248,7 +253,11 @@ class _SharedPickler(_ValuePickler):
 
 class _ValueUnpickler(pickle.Unpickler):
     def __init__(
-        self, file: Any, buffers: Iterable[Any], tensors: Sequence[Tensor], values: Sequence[Any]
+        self,
+        file: Any,
+        tensors: Sequence[Tensor],
+        values: Sequence[Any] = (),
+        buffers: Iterable[Any] = (),
     ) -> None:
         super().__init__(file, buffers=buffers)
         self._tensors = tensors

@@ -832,7 +832,10 @@ def test_a_value_in_place_of_a_stream(liar: Liar) -> None:
         liar.change = lambda _: dump([(column[0], [number], column[1])])
         return (await asyncio.gather(taken(target.items(5, 3)), return_exceptions=True))[0]
 
-    for column in [("plain", [1]), ("failed", [RemoteFailure.of(ValueError(1), "w").on_the_wire()])]:
+    for column in [
+        ("plain", [1]),
+        ("failed", [RemoteFailure.of(ValueError(1), "w").on_the_wire()]),
+    ]:
         error = liar.victim.run(lie(column))
         assert isinstance(error, RemoteError if column[0] == "plain" else ValueError), error
         liar.victim.check()
