@@ -234,3 +234,7 @@ class ThreadCache:
         if self._idle.acquire(blocking=False):
             return None
         return self._tasks.get()  # a task is put at this moment
+
+
+memory_threads = ThreadCache("aiorpc-memory")
+"""Threads that copy, pack and unpack large values."""

@@ -12,6 +12,8 @@ from collections.abc import AsyncIterator, Callable, Generator, Iterator
 from typing import Any
 
 from .._aio.tasks import warn_if_blocking
+from .._aio.threads import memory_threads, run_in_thread
+from .._wire.buffers import COPIED_AT_ONCE
 from .._wire.columns import ENDED, cell_bytes, copy_cell, detach_cell
 from .._wire.connection_state import INITIAL_CREDIT, credit_cost
 from .._wire.entered import Entered
@@ -47,13 +49,27 @@ class StreamCall(RpcCall):
         Raises:
             CancelledError: if the call is cancelled.
         """
+        kind, content = self._encode_item(item)
+        return self._send(kind, copy_cell(kind, content))
+
+    async def send_from_loop(self, item: Any) -> bool:
+        """Send an item as `send` does; a large one is copied in a thread."""
+        kind, content = self._encode_item(item)
+        if cell_bytes(kind, content) <= COPIED_AT_ONCE:
+            return self._send(kind, copy_cell(kind, content))
+        copy = functools.partial(copy_cell, kind, content)
+        return self._send(kind, await run_in_thread(copy, "", memory_threads))
+
+    def _encode_item(self, item: Any) -> tuple[Any, Any]:
         try:
             kind, content = self._encode(item)
         except Exception as exc:  # pickling a user's object may raise anything
             try_add_note(exc, f"(while pickling an item of {self.name})")
             raise
-        # The generator runs on before this item is sent, and may reuse its buffer.
-        content = copy_cell(kind, content if self.recording is None else detach_cell(kind, content))
+        return kind, content if self.recording is None else detach_cell(kind, content)
+
+    def _send(self, kind: Any, content: Any) -> bool:
+        """Send a copy: the generator runs on before it is sent, and may reuse its buffer."""
         number = self._items
         self._items += 1
         cost = credit_cost(cell_bytes(kind, content))
@@ -107,7 +123,7 @@ async def pump_async(call: StreamCall, source: AsyncIterator[Any]) -> None:
                 item = await warn_if_blocking(_next(source), call.name)
             except StopAsyncIteration:
                 return
-            if not call.send(item):
+            if not await call.send_from_loop(item):
                 await call.wait_for_credit()
     finally:
         close = getattr(source, "aclose", None)

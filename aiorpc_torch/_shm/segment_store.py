@@ -16,7 +16,7 @@ from .._aio.entry_queue import EntryQueue
 from .._aio.loops import call_soon
 from .._aio.memory_size import memory_size
 from .._aio.segments import Probe, Segment
-from .._aio.threads import ThreadCache
+from .._aio.threads import memory_threads
 from .._wire.shared_tensors import Block
 from .segment_pool import SegmentPool
 
@@ -27,8 +27,6 @@ IDLE_SECONDS = 5.0
 """Seconds after which a free segment is closed."""
 
 MAX_COPIES = 2  # at a time; more threads copy no faster
-
-_copy_threads = ThreadCache("aiorpc-copy")
 
 Waiter = Callable[[], object]
 
@@ -227,7 +225,7 @@ class SegmentStore:
             block = self._copies.popleft()
             self._copying += 1
             try:
-                _copy_threads(partial(self._copy, block))
+                memory_threads(partial(self._copy, block))
             except RuntimeError:  # no thread could be started
                 self._copy(block)
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._aio.loops import call_soon
-from .._aio.threads import ThreadCache
+from .._aio.threads import memory_threads
 from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
@@ -165,8 +165,6 @@ def _unpickled(
 LOADED_AT_ONCE = 2 << 20
 """Bytes of a long pickle that is loaded on the event loop; a longer one is loaded in a thread."""
 
-_load_threads = ThreadCache("aiorpc-load")
-
 
 class LongPickle(NamedTuple):
     """The arguments of `unpack` for a value whose bytes have to be copied."""
@@ -183,7 +181,7 @@ class LongPickle(NamedTuple):
         """Load the value in a thread, and call `then` with it on its loop."""
         task: Callable[[], None] = partial(_load, [self], loop, then)
         try:
-            _load_threads(task)
+            memory_threads(task)
         except RuntimeError:  # no thread could be started
             task()
 

@@ -137,7 +137,7 @@ async def new_shelf(way: str = "shared") -> Shelf:
 def copies(monkeypatch: pytest.MonkeyPatch) -> list[Callable[[], None]]:
     """Copies of large tensors that wait until the test makes them."""
     found: list[Callable[[], None]] = []
-    monkeypatch.setattr(segment_store, "_copy_threads", found.append)
+    monkeypatch.setattr(segment_store, "memory_threads", found.append)
     return found
 
 
@@ -646,7 +646,7 @@ async def test_no_thread_for_a_copy(shelf: Shelf, monkeypatch: pytest.MonkeyPatc
     def fail(_: Any) -> None:
         raise RuntimeError("can't start new thread")
 
-    monkeypatch.setattr(segment_store, "_copy_threads", fail)
+    monkeypatch.setattr(segment_store, "memory_threads", fail)
     x = torch.rand(HUGE)
     assert torch.equal(await remote(RRef(shelf)).echo(x), x)
     assert own_connection()._links.segments.sent == 1

@@ -279,13 +279,13 @@ async def test_a_follower_that_is_dropped(world: aiorpc.types.Worker) -> None:
 async def test_followers_that_wait_share_one_copy(
     following: Following, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copies, real = list[Callable[[], None]](), segment_store._copy_threads
+    copies, real = list[Callable[[], None]](), segment_store.memory_threads
 
     def count(copy: Callable[[], None]) -> None:
         copies.append(copy)
         real(copy)
 
-    monkeypatch.setattr(segment_store, "_copy_threads", count)
+    monkeypatch.setattr(segment_store, "memory_threads", count)
     weights = Weights(Net(0, size=512).state_dict())
     register("policy", weights)
     policies = [await following() for _ in range(3)]

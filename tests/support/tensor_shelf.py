@@ -62,7 +62,7 @@ class TensorShelf:
 
     async def stop_copying(self) -> None:
         """Let no later copy into a segment end that is made in a thread."""
-        segment_store._copy_threads = lambda job: None  # type: ignore[assignment]
+        segment_store.memory_threads = lambda job: None  # type: ignore[assignment]
 
     def pid(self) -> int:
         """This process's."""
