@@ -225,6 +225,9 @@ class Connection(Channel):
             self._pending.fail((number,), error)
             self._links.sockets.drop_cancelled()
             self.flush_soon()
+        else:
+            late = CallAborted(self._late(seconds, target, was_sent=True))
+            self._pending.finish_loading(number, late)
 
     def expire_stream(
         self, number: int, seconds: float, target: Target, reader: StreamReader

@@ -53,6 +53,7 @@ class PendingCalls(dict[int, ReplyReceiver]):
         self.wake: list[InlineFuture] = []
         self._window = window
         self._release = release
+        self._loading: dict[int, InlineFuture] = {}  # whose results have come
         self._observed: dict[int, tuple[Target, End]] = {}  # of interceptors
 
     def deliver(self, outcomes: Iterable[tuple[ResultKey, Any]]) -> None:
@@ -85,15 +86,17 @@ class PendingCalls(dict[int, ReplyReceiver]):
 
     def _load(self, number: int, receiver: InlineFuture, value: LongPickle) -> None:
         """Load the result of a call, which has ended, in a thread."""
-        loop = receiver.get_loop()
+        self._loading[number] = receiver
+        finish = functools.partial(self.finish_loading, number)
+        value.load_in_thread(receiver.get_loop(), finish)
 
-        def finish(loaded: Any) -> None:
+    def finish_loading(self, number: int, answer: Any) -> None:
+        """End a call whose result has come and is loaded, unless it has ended."""
+        if (receiver := self._loading.pop(number, None)) is not None:
             if self._observed:
-                self._end(number, loaded)
-            if receiver.set_result(loaded):
+                self._end(number, answer)
+            if receiver.set_result(answer):
                 receiver.resume()
-
-        value.load_in_thread(loop, finish)
 
     def _add_item(self, key: Any, value: Any) -> bool:
         """Deliver an item of a stream; return whether the stream has ended."""

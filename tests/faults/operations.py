@@ -6,6 +6,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -31,6 +32,7 @@ from tests.support.tensor_ways import TENSOR_WAYS
 
 from .loop import SteppingLoop
 
+LONG = 3 << 20  # bytes that are loaded in a thread
 SMALL, LARGE, HUGE = 4, 1 << 16, 1 << 19  # floats: in the frame, beside it, copied in a thread
 
 
@@ -69,6 +71,10 @@ class Actor:
     async def items(self, count: int, size: int) -> AsyncIterator[Tensor]:
         for _ in range(count):
             yield torch.ones(size)
+
+    async def given(self, items: list[Any]) -> AsyncIterator[Any]:
+        for item in items:
+            yield item
 
     def plain_items(self, count: int, size: int) -> Iterator[Tensor]:
         for _ in range(count):
@@ -235,6 +241,25 @@ async def queued_large_calls(scene: Scene) -> Any:
 @operation(ways=("shared", "sockets"))
 async def huge_call(scene: Scene) -> Any:
     return await remote(scene.actor()).echo(torch.ones(HUGE)) is not None
+
+
+@operation(ways=TENSOR_WAYS)
+async def arrays(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    value = {"one": np.ones(LARGE), "small": [np.ones(2048)] * 9, "two": np.ones(LARGE)}
+    return await actor.plain(value) is not None
+
+
+@operation(ways=TENSOR_WAYS)
+async def long_bytes(scene: Scene) -> Any:
+    actor, value = remote(scene.actor()), bytes(LONG)
+    await asyncio.gather(actor.echo(value), actor.plain([value]), actor.echo(1))
+
+
+@operation()
+async def long_items(scene: Scene) -> Any:
+    actor = remote(scene.actor())
+    return len([item async for item in actor.given([bytes(LONG), np.ones(HUGE), 1])])
 
 
 @operation(raises=(RpcError, ValueError))
