@@ -26,7 +26,7 @@ from torch.futures import Future, wait_all
 
 from ._compare import freeze
 from ._peers_process import process
-from ._peers_work import MB, NAP, SMALL, WINDOW, Peer, Sizes
+from ._peers_work import BIG, MB, NAP, SMALL, WINDOW, Peer, Sizes
 from .batching import CALLERS, select
 
 new_event_loop = asyncio.new_event_loop
@@ -85,6 +85,12 @@ class Raw(Peer):
         for _ in range(trips):
             self._wait_for(echo, x)
         return 2 * trips * x.nbytes / MB / (perf_counter() - start)
+
+    async def _carried_any(self, x: Any, trips: int) -> float:
+        start = perf_counter()
+        for _ in range(trips):
+            self._wait_for(echo, x)
+        return 2 * trips * BIG.nbytes / MB / (perf_counter() - start)
 
     async def lag(self, sizes: Sizes) -> float | None:
         return None

@@ -35,6 +35,9 @@ class Server:
     async def echo(self, x: Any) -> Any:
         return torch.from_numpy(x).numpy()
 
+    async def back(self, x: Any) -> Any:
+        return x
+
     async def nap(self) -> None:
         await asyncio.sleep(NAP)
 
@@ -52,6 +55,10 @@ class Ray(Peer):
 
     async def echo(self, x: Tensor) -> Tensor:
         return torch.from_numpy(await self.server.echo.remote(x.numpy()))
+
+    def echo_any(self, x: Any) -> Awaitable[Any]:
+        echoed: Awaitable[Any] = self.server.back.remote(x)
+        return echoed
 
     def nap(self) -> Awaitable[object]:
         napping: Awaitable[object] = self.server.nap.remote()

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from statistics import median
 from time import perf_counter
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,6 +63,8 @@ def workloads(sizes: Sizes) -> list[Workload]:
         Workload(f"{sizes.naps:,} calls that sleep {NAP * 1e3:.0f} ms", "s", "naps"),
         Workload("16 MB there and back", "MB/s", "carry"),
         Workload("128 MB there and back", "MB/s", "carry_large"),
+        Workload("a NumPy array of 16 MB there and back", "MB/s", "carry_array"),
+        Workload("the same as bytes", "MB/s", "carry_bytes"),
         Workload(f"stream of {sizes.items:,} numbers", "items/s", "stream"),
         Workload(f"loop lag, {crowd}", "ms", "lag"),
     ]
@@ -81,6 +84,10 @@ class Peer:
 
     def echo(self, x: Tensor) -> Awaitable[Tensor]:
         raise NotImplementedError
+
+    def echo_any(self, x: Any) -> Awaitable[Any] | None:
+        """Return an array or bytes from the server; None if the system has only tensors."""
+        return self.echo(x)
 
     def nap(self) -> Awaitable[object]:
         raise NotImplementedError
@@ -124,11 +131,25 @@ class Peer:
     async def carry_large(self, sizes: Sizes) -> float:
         return await self._carried(BIG.repeat(8), sizes.large_trips)
 
+    async def carry_array(self, sizes: Sizes) -> float | None:
+        return await self._carried_any(BIG.numpy(), sizes.trips)
+
+    async def carry_bytes(self, sizes: Sizes) -> float | None:
+        return await self._carried_any(BIG.numpy().tobytes(), sizes.trips)
+
     async def _carried(self, x: Tensor, trips: int) -> float:
         start = perf_counter()
         for _ in range(trips):
             await self.echo(x)
         return 2 * trips * x.nbytes / MB / (perf_counter() - start)
+
+    async def _carried_any(self, x: Any, trips: int) -> float | None:
+        start = perf_counter()
+        for _ in range(trips):
+            if (echoed := self.echo_any(x)) is None:
+                return None
+            await echoed
+        return 2 * trips * BIG.nbytes / MB / (perf_counter() - start)
 
     async def stream(self, sizes: Sizes) -> float | None:
         start = perf_counter()
