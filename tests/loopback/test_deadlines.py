@@ -82,9 +82,7 @@ async def test_a_def_sees_it(scope: Callable[[float], Any]) -> None:
 
 
 def remaining_in_thread() -> float | None:
-    from aiorpc_torch._aio.deadlines import deadline_in, time_left
-
-    return time_left(deadline_in(None))
+    return aiorpc.seconds_left()
 
 
 async def test_scope_without_a_deadline() -> None:

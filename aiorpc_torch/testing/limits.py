@@ -1,0 +1,22 @@
+"""Limits of the library that tests of behaviour need. They are no promises and may change."""
+
+from .._aio.tasks import SLOW_STEP as _SLOW_STEP
+from .._wire.connection_state import BYTES_PER_CREDIT as _BYTES, INITIAL_CREDIT, MAX_CALLS
+from .._wire.tensors import INLINE_BYTES as _INLINE_BYTES
+
+__all__ = ("BYTES_PER_CREDIT", "FRAME_CALLS", "INLINE_BYTES", "SLOW_STEP", "STREAM_CREDIT")
+
+INLINE_BYTES = _INLINE_BYTES
+"""Most bytes of a tensor, of a call's arguments or of a result that travel on the connection."""
+
+FRAME_CALLS = MAX_CALLS
+"""Most calls or results in one frame, and in one callback of the event loop."""
+
+STREAM_CREDIT = INITIAL_CREDIT
+"""Small items of a stream that may be sent before the consumer takes one."""
+
+BYTES_PER_CREDIT = _BYTES
+"""Bytes of an item that cost one credit more."""
+
+SLOW_STEP = _SLOW_STEP
+"""Seconds of one step on the event loop after which a warning names it."""
