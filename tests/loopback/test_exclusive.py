@@ -14,9 +14,7 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, async_execution, autograd, batched, call, remote
-from aiorpc_torch._client.call import RemoteCall
 from aiorpc_torch._protocol.exclusive import turns_of
-from aiorpc_torch._wire.targets import FetchTarget
 from aiorpc_torch.testing import Gate
 
 pytestmark = pytest.mark.usefixtures("world")
@@ -238,17 +236,6 @@ async def test_waiting_calls_hold_no_thread() -> None:
     assert await asyncio.gather(holds, *waiting) == ["held", *range(40)]
     assert actor.log == ["held", *range(40)]
     assert other.log == ["free"]
-
-
-async def test_a_copy_is_taken_between_calls() -> None:
-    actor, rref = new()
-    await asyncio.gather(remote(rref).work(1), _fetched(rref), remote(rref).work(2))
-    assert actor.most == 1
-
-
-async def _fetched(rref: Any) -> Any:
-    """What `fetch` does elsewhere; on the owner it returns the object itself."""
-    return await RemoteCall(rref, FetchTarget(rref), None)
 
 
 async def test_a_batch_is_one_call() -> None:

@@ -140,7 +140,7 @@ async def test_a_signal_prints_the_report(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Stacks of threads, calls and stacks of tasks; only where the environment asks for it."""
-    monkeypatch.setenv(dump.VARIABLE, "1")
+    monkeypatch.setenv("AIORPC_TORCH_DUMP_ON_SIGUSR1", "1")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     async with testing.world():
         waits = Waits()
@@ -159,7 +159,7 @@ async def test_a_signal_prints_the_report(
 async def test_the_signal_of_another_handler_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(dump.VARIABLE, "1")
+    monkeypatch.setenv("AIORPC_TORCH_DUMP_ON_SIGUSR1", "1")
     former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         async with testing.world():
