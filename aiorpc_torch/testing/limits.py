@@ -1,10 +1,18 @@
 """Limits of the library that tests of behaviour need. They are no promises and may change."""
 
 from .._aio.tasks import SLOW_STEP as _SLOW_STEP
+from .._shm.segment_store import COPY_ON_LOOP as _COPY_ON_LOOP
 from .._wire.connection_state import BYTES_PER_CREDIT as _BYTES, INITIAL_CREDIT, MAX_CALLS
 from .._wire.tensors import INLINE_BYTES as _INLINE_BYTES
 
-__all__ = ("BYTES_PER_CREDIT", "FRAME_CALLS", "INLINE_BYTES", "SLOW_STEP", "STREAM_CREDIT")
+__all__ = (
+    "BYTES_PER_CREDIT",
+    "COPY_ON_LOOP",
+    "FRAME_CALLS",
+    "INLINE_BYTES",
+    "SLOW_STEP",
+    "STREAM_CREDIT",
+)
 
 INLINE_BYTES = _INLINE_BYTES
 """Most bytes of a tensor, of a call's arguments or of a result that travel on the connection."""
@@ -20,3 +28,6 @@ BYTES_PER_CREDIT = _BYTES
 
 SLOW_STEP = _SLOW_STEP
 """Seconds of one step on the event loop after which a warning names it."""
+
+COPY_ON_LOOP = _COPY_ON_LOOP
+"""Most bytes that are copied to shared memory on the event loop; more are copied in a thread."""
