@@ -46,6 +46,7 @@ SLOW = {"network"}
 UVLOOP = {  # files that run on both event loops
     "loopback/test_backpressure.py",
     "loopback/test_connections.py",
+    "loopback/test_connections_internals.py",
     "loopback/test_group_map.py",
     "loopback/test_groups.py",
     "loopback/test_lone_calls.py",

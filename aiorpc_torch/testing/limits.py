@@ -3,6 +3,7 @@
 from .._aio.tasks import SLOW_STEP as _SLOW_STEP
 from .._shm.segment_store import COPY_ON_LOOP as _COPY_ON_LOOP
 from .._wire.connection_state import BYTES_PER_CREDIT as _BYTES, INITIAL_CREDIT, MAX_CALLS
+from .._wire.frames import MAX_FRAME as _MAX_FRAME
 from .._wire.tensors import INLINE_BYTES as _INLINE_BYTES
 
 __all__ = (
@@ -10,6 +11,7 @@ __all__ = (
     "COPY_ON_LOOP",
     "FRAME_CALLS",
     "INLINE_BYTES",
+    "MAX_FRAME",
     "SLOW_STEP",
     "STREAM_CREDIT",
 )
@@ -31,3 +33,6 @@ SLOW_STEP = _SLOW_STEP
 
 COPY_ON_LOOP = _COPY_ON_LOOP
 """Most bytes that are copied to shared memory on the event loop; more are copied in a thread."""
+
+MAX_FRAME = _MAX_FRAME
+"""Most bytes of one frame; a longer result is held until its caller collects it."""

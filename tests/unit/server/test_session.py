@@ -7,7 +7,7 @@ from operator import add
 import pytest
 
 from aiorpc_torch import RemoteError, WorkerLeft, WorkerLost, call
-from aiorpc_torch._wire.frames import RESULTS, frame
+from aiorpc_torch._wire.frames import frame
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, two_ends, until
 
@@ -30,7 +30,7 @@ async def test_results_of_one_iteration_share_a_frame(
     ends.gate.open()
     async with asyncio.timeout(SOON):
         assert await calls == [0, 1, 2, 3, 4]
-    assert tap.count(RESULTS) == 1
+    assert tap.count("results") == 1
     assert not ends.session.has_work()
 
 
