@@ -16,23 +16,23 @@ __all__ = (
     "STREAM_CREDIT",
 )
 
-INLINE_BYTES = _INLINE_BYTES
+INLINE_BYTES: int = _INLINE_BYTES
 """Most bytes of a tensor, of a call's arguments or of a result that travel on the connection."""
 
-FRAME_CALLS = MAX_CALLS
+FRAME_CALLS: int = MAX_CALLS
 """Most calls or results in one frame, and in one callback of the event loop."""
 
-STREAM_CREDIT = INITIAL_CREDIT
+STREAM_CREDIT: int = INITIAL_CREDIT
 """Small items of a stream that may be sent before the consumer takes one."""
 
-BYTES_PER_CREDIT = _BYTES
+BYTES_PER_CREDIT: int = _BYTES
 """Bytes of an item that cost one credit more."""
 
-SLOW_STEP = _SLOW_STEP
+SLOW_STEP: float = _SLOW_STEP
 """Seconds of one step on the event loop after which a warning names it."""
 
-COPY_ON_LOOP = _COPY_ON_LOOP
+COPY_ON_LOOP: int = _COPY_ON_LOOP
 """Most bytes that are copied to shared memory on the event loop; more are copied in a thread."""
 
-MAX_FRAME = _MAX_FRAME
+MAX_FRAME: int = _MAX_FRAME
 """Most bytes of one frame; a longer result is held until its caller collects it."""
