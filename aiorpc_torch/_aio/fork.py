@@ -2,7 +2,8 @@
 
 A child made by `fork` (a DataLoader's, say) inherits every descriptor. A connection would then end
 only with the child. The child calls `os.close`: a transport's `close` would change
-the event loop's epoll, which the child shares with its parent. (tests/loopback/test_connections.py)
+the event loop's epoll, which the child shares with its parent.
+(tests/loopback/test_connections_internals.py)
 
 For the same reason a child must not unwind the world and the event loop around it. `os._exit` does
 not, and any other end of the block is made to do the same. (tests/unit/aio/test_fork.py)

@@ -75,6 +75,7 @@ class Connection(Channel):
         sendable_devices: devices that tensors for the peer may be on, beside the CPU.
 
     Attributes:
+        number: number of this connection among those of this process.
         encoder: encodes the calls.
         is_finished: whether the next call needs another connection.
     """
@@ -93,6 +94,7 @@ class Connection(Channel):
         self._me = me
         self._key = (me.name, me.number, connection_number)
         self._observer = observer
+        self.number = connection_number
         self.encoder = CallEncoder(me.name, peer.name, sendable_devices)
         self._calls = 0
         self._lone_calls = self._lone_bytes = 0  # that were sent without the queue
@@ -143,6 +145,11 @@ class Connection(Channel):
         receivers = [*islice(self._pending.values(), most)]
         calls = [each for each in receivers if not isinstance(each, StreamReader)]
         return [(target_name(each.source), each.started) for each in calls]
+
+    def has_work(self) -> bool:
+        """Return whether a call is pending or unsent, or the peer still needs its tensors."""
+        state = self._state
+        return bool(self._pending or state.window or len(state) or self._links.has_work())
 
     def counters(self) -> dict[str, int]:
         """Return the counters of this connection, by the names of `Stats`."""

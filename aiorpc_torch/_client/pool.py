@@ -223,6 +223,10 @@ class ConnectionPool:
         for loop, each in self._connections_to(peer):
             call_soon(loop, each.ping)
 
+    def all_connections(self) -> list[Connection]:
+        """Return the connections of all event loops. In any thread."""
+        return [each for _, each in self._connections()]
+
     def _connections(self) -> list[tuple[asyncio.AbstractEventLoop, Connection]]:
         """Return every connection with its event loop. In any thread."""
         return [(loop, each) for loop, by_peer in self._loops() for each in _all(by_peer)]

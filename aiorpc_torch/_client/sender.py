@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from .._protocol.tensor_links import TensorLinks
-from .._wire.connection_state import TRICKLE_INTERVAL, FlowWindow, SendState
+from .._wire.connection_state import FlowWindow, SendState
 from .._wire.frames import CALLS, CONTROL, SLOT, frame
 from .._wire.messages import EncodedCall, encode_calls
 from .._wire.plain import dump
@@ -102,8 +102,9 @@ class CallSender:
         while self._wire.can_write and (calls := state.take()):
             self._send(calls)
         if len(state) and self._trickle_timer is None and not state.is_paused:
+            window = state.window
             self._trickle_timer = self._loop.call_later(
-                TRICKLE_INTERVAL, self._trickle, state.window.answers
+                window.trickle_interval, self._trickle, window.answers
             )
 
     def close(self) -> None:

@@ -2,7 +2,7 @@
 
 A connection becomes a session once its caller has proven that torch RPC gave it the credentials.
 Until then the connection has a fixed buffer and a time limit, and the number of such connections is
-limited. (tests/loopback/test_connections.py)
+limited. (tests/loopback/test_connections_internals.py)
 """
 
 import asyncio

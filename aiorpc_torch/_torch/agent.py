@@ -201,7 +201,7 @@ class Agent:
         """Free the stopped agent and its threads.
 
         Completing a reply after that reads freed memory: torch's callback refers to the agent
-        without a reference. (2.15; tests/integration/test_rrefs.py)
+        without a reference. (2.15; tests/integration/test_rrefs_internals.py)
         """
         # torch's threads end with this object, not with the next run of the garbage collector.
         del self._agent

@@ -3,7 +3,7 @@
 Facts of torch 2.13 and 2.15: a callback runs on one of torch's threads, or at once in the caller's
 if the future is done. On a done future `wait()` does not block and orders CUDA streams; `value()`
 does not order them. A future cannot be cancelled, and keeps its callbacks until it is done.
-(tests/unit/torch/test_transport.py)
+(tests/unit/torch/test_wrap_future.py)
 """
 
 import asyncio

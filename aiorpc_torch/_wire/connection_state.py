@@ -32,12 +32,20 @@ TRICKLE_INTERVAL = 1.0  # seconds without an answer after which a full window ad
 
 
 class FlowWindow(dict[int, int]):
-    """The calls that were sent and not answered: the number of each, and its bytes."""
+    """The calls that were sent and not answered: the number of each, and its bytes.
+
+    Attributes:
+        max_calls: most calls in the window.
+        max_bytes: most bytes of these calls.
+        trickle_interval: seconds without an answer after which a full window admits one call.
+        answers: number of answered calls.
+    """
 
     def __init__(self, calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES) -> None:
         super().__init__()
-        self._calls = calls
-        self._bytes = size
+        self.max_calls = calls
+        self.max_bytes = size
+        self.trickle_interval = TRICKLE_INTERVAL
         self._size = 0
         self.answers = 0
 
@@ -46,7 +54,7 @@ class FlowWindow(dict[int, int]):
 
     def admits(self, size: int) -> bool:
         """Return whether a call of `size` bytes may be sent. A single call always may."""
-        return not self or (len(self) < self._calls and self._size + size <= self._bytes)
+        return not self or (len(self) < self.max_calls and self._size + size <= self.max_bytes)
 
     def sent(self, number: int, size: int) -> None:
         """Count a sent call."""

@@ -26,19 +26,37 @@ from .._torch.devices import DeviceMaps
 from .._world.config import Initializer
 from .._world.local import LocalWorker, local_world
 from .._world.processes import Logs, Start
+from . import limits as limits
+from .connections import (
+    ConnectionInfo as ConnectionInfo,
+    connection as connection,
+    connections as connections,
+    drop_connection as drop_connection,
+    set_flow_limits as set_flow_limits,
+    settled as settled,
+    stalled as stalled,
+)
 from .gate import Gate as Gate
 from .leaks import no_leaks as no_leaks
 
 __all__ = (
+    "ConnectionInfo",
     "Gate",
     "Options",
     "Workers",
+    "connection",
+    "connections",
     "done_future",
+    "drop_connection",
     "failed_future",
     "frozen",
     "kill",
+    "limits",
     "no_leaks",
     "on_a_thread",
+    "set_flow_limits",
+    "settled",
+    "stalled",
     "world",
 )
 

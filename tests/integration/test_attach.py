@@ -15,7 +15,6 @@ from torch.distributed import autograd as dist_autograd, rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, create, fetch, remote
-from aiorpc_torch._world.attachments import Attachments
 from tests.support import attached, registered
 from tests.support.attached import (
     PATIENCE,
@@ -23,8 +22,11 @@ from tests.support.attached import (
     cast,
     clear_event,
     enter,
+    keep_leaving_to_itself,
     leave,
     set_event,
+    speak,
+    tell_again,
     wait_for,
 )
 
@@ -293,12 +295,6 @@ def test_a_peer_without_the_package(players: Players) -> None:
     )
 
 
-def speak(version: bytes) -> None:
-    from aiorpc_torch._protocol import endpoints
-
-    endpoints.VERSION = version  # type: ignore[attr-defined]
-
-
 def test_another_version_of_the_protocol(players: Players) -> None:
     players["t1"].run(speak, b"aiorpc/0")
     try:
@@ -358,21 +354,6 @@ def wait_until_going() -> None:
 def leave_and_enter() -> None:
     leave()
     enter()
-
-
-def keep_leaving_to_itself() -> None:
-    """Let torch's messages tell the peers that this process attaches, not that it leaves."""
-    tell = Attachments.tell
-
-    async def tell_entry(self: Attachments, is_attached: bool) -> None:
-        if is_attached:
-            await tell(self, is_attached)
-
-    kept["tell"], Attachments.tell = tell, tell_entry  # type: ignore[method-assign]
-
-
-def tell_again() -> None:
-    Attachments.tell = kept.pop("tell", Attachments.tell)  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("is_told", [True, False])

@@ -16,7 +16,6 @@ from torch.distributed import autograd as torchs
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, RpcError, WorkerLost, call, create, remote
-from aiorpc_torch._torch.compat import current_context_id
 from aiorpc_torch.autograd import Context, DistributedOptimizer, context, parameter_rrefs
 from aiorpc_torch.testing import Gate, frozen, kill, world
 from tests.support import autograd_graphs
@@ -71,7 +70,7 @@ async def stages(**options: Any) -> AsyncIterator[Stages]:
         autograd_graphs.gates.append(Gate())
         yield found
         await found.released()
-        assert current_context_id() == -1, "nothing is left open in this thread"
+        assert autograd_graphs.open_context() == -1, "nothing is left open in this thread"
 
 
 def same(found: list[Tensor | None], expected: list[Tensor | None]) -> None:
@@ -215,7 +214,7 @@ async def test_contexts_follow_tasks() -> None:
             await asyncio.gather(*(every["c"].on_loop(WEIGH, vector()) for _ in range(2)))
             await done.wait()
             assert recorded(ctx) == 5
-            assert current_context_id() == -1
+            assert autograd_graphs.open_context() == -1
         await other
         assert (await every["b"].on_loop(WEIGH, vector())).grad_fn is None
 

@@ -7,8 +7,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, remote
-from aiorpc_torch._client import pool
-from aiorpc_torch.testing import Gate, Workers
+from aiorpc_torch.testing import Gate, Workers, connections, drop_connection
 from tests.support import raw_connections
 from tests.support.raw_connections import SOON, call_on_a_loop, child, ends, start
 
@@ -21,7 +20,7 @@ async def test_a_worker_keeps_nothing_of_loops_that_end(workers: Workers) -> Non
     for number in range(10):
         assert await asyncio.to_thread(call_on_a_loop, number, "a") == number
     assert await call("a", raw_connections.sessions) == ["main"]
-    assert len(pool.current()._by_loop) == 1
+    assert [each.worker for each in connections()] == ["a"]
 
 
 @pytest.mark.promise("transport.fork")
@@ -32,7 +31,7 @@ async def test_a_worker_sees_the_end_though_a_child_lives(workers: Workers) -> N
     (waiting,) = start(gate.passed())
     await gate.entered()
     with child():
-        pool.current().connection("a").abort()
+        drop_connection("a")
         assert isinstance((await ends(waiting))[0], WorkerLost)
         async with asyncio.timeout(SOON):
             assert await gate.cancelled() == 1

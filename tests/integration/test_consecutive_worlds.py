@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from aiorpc_torch import call
-from aiorpc_torch._torch.thread_state import pinned_state_count
 from aiorpc_torch.testing import world
 from tests.support import actors
 from tests.support.example_programs import free_port
@@ -93,16 +92,6 @@ async def test_torch_ends_with_its_world(no_garbage: None) -> None:
         async with world():
             await call("main", actors.pid)
         assert await settled(before) <= before
-
-
-async def test_worlds_with_children(no_garbage: None) -> None:
-    """A parent keeps no threads, pipes, sockets or folders of its children."""
-    await life()
-    before, states = stock(), pinned_state_count()
-    for _ in range(4):
-        await life()
-    assert await settled(before) <= before
-    assert pinned_state_count() <= states + STATES
 
 
 # ── at one address ──────────────────────────────────────────────────────────────────────────────

@@ -4,9 +4,7 @@ import asyncio
 import gc
 import os
 import random
-import select
 import signal
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -18,16 +16,9 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, local_world
-from aiorpc_torch._torch import agent
-from aiorpc_torch._world import child, forkserver
 from tests.support import actors
+from tests.support.fork_servers import inherited, server, torch_runs
 from tests.support.scripts import ROOT, program, run, started
-
-
-def server() -> psutil.Process:
-    pid = forkserver.server_pid()
-    assert pid is not None
-    return psutil.Process(pid)
 
 
 async def test_children_come_from_a_process_with_one_thread() -> None:
@@ -66,9 +57,7 @@ def what_is_seen() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "frozen": gc.get_freeze_count() > 10_000,
         "collects": gc.isenabled(),
-        "limits": forkserver.inherited_state()["limits"],
-        "umask": forkserver.inherited_state()["umask"],
-        "interpreter": forkserver.inherited_state()["interpreter"],
+        **inherited("limits", "umask", "interpreter"),
         "streams": [os.readlink(f"/proc/self/fd/{number}") for number in (1, 2)],
         "is_main": __name__,
     }
@@ -124,20 +113,6 @@ async def test_a_variable_that_torch_reads_starts_another_server(
     assert not first.is_running()
 
 
-def check_tensors(tensors: list[torch.Tensor]) -> None:
-    sys.exit(0 if [int(each) for each in tensors] == [*range(300)] else 3)
-
-
-async def test_a_child_gets_any_number_of_tensors() -> None:
-    """Each is a descriptor, and one message takes 253."""
-    forks = forkserver.obtain(())
-    await forks.ready(500.0)
-    process = forks.process(check_tensors, ([torch.tensor(n) for n in range(300)],), "tensors")
-    process.start()
-    process.join()
-    assert process.exitcode == 0
-
-
 @pytest.mark.slow
 def test_a_program_as_a_daemon(tmp_path: Path) -> None:
     """It has closed its streams, and it ignores the ends of its children."""
@@ -168,16 +143,6 @@ def test_a_program_as_a_daemon(tmp_path: Path) -> None:
 # ── forks of workers ────────────────────────────────────────────────────────────────────────────
 
 
-@pytest.mark.slow
-async def test_a_fork_of_the_program_ends_nothing_at_its_exit() -> None:
-    """Its exit functions kill no worker, and do not wait for threads that it has not."""
-    async with local_world(["a"]):
-        assert child._running
-        if (pid := os.fork()) == 0:
-            os._exit(bool(child._running) or agent._needs_stop)
-        assert await asyncio.to_thread(os.waitpid, pid, 0) == (pid, 0)
-
-
 FORKS = """
     async def main():
         async with aiorpc.local_world(0):
@@ -196,18 +161,6 @@ def test_a_fork_of_the_program_that_exits(tmp_path: Path) -> None:
     """`sys.exit` in it ends it there, and the world of its parent goes on."""
     done = run(program(tmp_path, FORKS))
     assert (done.stdout, done.stderr, done.returncode) == ("3\n", "", 0)
-
-
-@pytest.mark.slow
-def test_a_process_name_that_is_no_text() -> None:
-    """Linux cuts names to 15 bytes, perhaps inside a character; they stand in /proc."""
-    name, before = Path("/proc/self/comm"), Path("/proc/self/comm").read_bytes()
-    name.write_bytes("fünfzehn Zeiche".encode("latin-1"))
-    try:
-        assert forkserver.inherited_state()["umask"]
-        assert not child._is_exiting(os.getpid())
-    finally:
-        name.write_bytes(before)
 
 
 def fork_sleeper() -> tuple[int, int]:
@@ -366,21 +319,6 @@ def test_the_server_ends_with_the_program(
     assert not [each for each in tmp_path.rglob("*") if each.is_socket()]
 
 
-def test_a_server_whose_program_ends_while_it_starts(capfd: pytest.CaptureFixture[str]) -> None:
-    """It ends in silence: before its report that it is ready, and after, if that was not read."""
-    ends, pids = [], []
-    for _ in range(2):
-        mine, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:
-            pids.append(forkserver._start(theirs.fileno(), sys.path, ()))
-        ends.append(mine)
-    ends[0].close()
-    assert select.select([ends[1]], [], [], 500)[0], "it has sent its report"
-    ends[1].close()
-    assert [os.waitpid(pid, 0)[1] for pid in pids] == [0, 0]
-    assert capfd.readouterr().err == ""
-
-
 async def test_no_descriptor_is_left() -> None:
     """Worlds in a row leave none here, and no child of the server."""
     async with local_world(2):
@@ -409,15 +347,6 @@ async def test_a_killed_server_ends_no_worker() -> None:
         assert await call("a", actors.pid) != killed
     async with local_world(["a"]):
         assert server() != before
-
-
-def test_a_server_that_was_just_killed_serves_no_world() -> None:
-    """Nor forks a child, not in the moment either in which the process has not ended yet."""
-    killed = forkserver.ForkServer(())
-    assert killed.serves(())
-    killed.kill()
-    assert not killed.serves(())
-    assert not killed.is_alive()
 
 
 @pytest.mark.slow
@@ -479,7 +408,7 @@ _initialized: list[tuple[str, bool, bool, bool]] = []  # in each process
 def note_start(name: str) -> None:
     """An initializer: the name, and whether this process has a world, a loop, CUDA by now."""
     has_loop = asyncio._get_running_loop() is not None
-    _initialized.append((name, agent.is_running(), has_loop, torch.cuda.is_initialized()))
+    _initialized.append((name, torch_runs(), has_loop, torch.cuda.is_initialized()))
 
 
 def noted_start() -> list[tuple[str, bool, bool, bool]]:

@@ -28,10 +28,10 @@ from aiorpc_torch import (
     remote,
     timeout,
 )
-from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import Gate, frozen, kill, world
+from aiorpc_torch.testing.limits import INLINE_BYTES
 from aiorpc_torch.types import RemoteTraceback
 
 pytestmark = pytest.mark.worlds

@@ -14,13 +14,17 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, WorkerLost, call, create, each, remote
-from aiorpc_torch._world.directory_client import DirectoryClient
-from aiorpc_torch._world.directory_server import MAX_UNREGISTERED, DirectoryServer
 from aiorpc_torch.testing import kill, world
 from aiorpc_torch.types import Change
 from tests.support import actors, joiners
 from tests.support.example_programs import free_port
-from tests.support.joiners import Env, growing
+from tests.support.joiners import (
+    MAX_UNREGISTERED,
+    Env,
+    cut_from_rank_0,
+    growing,
+    strangers_of_directories,
+)
 from tests.support.two_ends import until
 
 SOON = 30.0
@@ -354,28 +358,6 @@ async def next_change() -> Change:
     raise AssertionError
 
 
-async def cut_from_rank_0(refusals: int) -> bool:
-    """To be called in a child: end its connection to rank 0, and let it connect again."""
-    [client] = [each for each in gc.get_objects() if isinstance(each, DirectoryClient)]
-    meeting: Any = client._meeting
-    connect = meeting.connect
-
-    def refused() -> Any:
-        nonlocal refusals
-        refusals -= 1
-        if refusals < 0:
-            return connect()
-        raise ConnectionRefusedError("as a proxy without an endpoint does")
-
-    meeting.connect = refused
-    first = client._stream
-    assert first is not None
-    first.abort()
-    while client._stream is first:  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0.01)
-    return True
-
-
 @pytest.mark.promise("rejoin.at_once")
 async def test_a_death_is_known_without_a_connection() -> None:
     """A worker that has never called another learns at once that its process has died."""
@@ -403,8 +385,7 @@ async def test_joining_among_strangers() -> None:
             await loop.sock_connect(stranger, address)
             if number % 2:
                 await loop.sock_sendall(stranger, b"GET / HTTP/1.1\r\n\r\n")
-        servers = [each for each in gc.get_objects() if type(each) is DirectoryServer]
-        assert max(len(each._unregistered) for each in servers) <= MAX_UNREGISTERED
+        assert strangers_of_directories() <= MAX_UNREGISTERED
         await them.enter("a")
         assert me.peers == ("a",)
         assert await call("a", actors.ask_back, "main") == "main"

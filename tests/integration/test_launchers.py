@@ -1,9 +1,6 @@
 """Workers that find their world in the environment of Slurm or Kubernetes, on one host."""
 
 import contextlib
-import os
-import random
-import socket
 import sys
 
 import pytest
@@ -32,16 +29,6 @@ def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name, raising=False)
 
 
-def free_job(monkeypatch: pytest.MonkeyPatch) -> str:
-    """The id of a job of Slurm at whose port nobody listens now."""
-    while True:
-        monkeypatch.setenv("SLURM_JOB_ID", str(random.randrange(10**6)))
-        with contextlib.suppress(OSError):
-            port = launch.find_number("MASTER_PORT", None)
-            socket.create_server(("127.0.0.1", port)).close()
-            return os.environ["SLURM_JOB_ID"]
-
-
 def check_world(rank: str, environment: dict[str, str]) -> None:
     """Each worker calls the other one."""
     with contextlib.ExitStack() as stack:
@@ -55,15 +42,6 @@ def check_world(rank: str, environment: dict[str, str]) -> None:
         f"worker0 of 2 {second.pid}",
         f"worker1 of 2 {first.pid}",
     ], found
-
-
-@pytest.mark.promise("worlds.launchers")
-def test_tasks_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two tasks of Slurm on one node, with nothing else in their environment."""
-    monkeypatch.setenv("SLURM_PROCID", "0")
-    monkeypatch.setenv("SLURM_STEP_NODELIST", "node03")
-    task = {"SLURM_JOB_ID": free_job(monkeypatch), "SLURM_NTASKS": str(SIZE)}
-    check_world("SLURM_PROCID", task)
 
 
 @pytest.mark.promise("worlds.launchers")

@@ -15,12 +15,9 @@ from typing import Any
 import pytest
 
 import aiorpc_torch as aiorpc
-from aiorpc_torch._world.departures import Departures
-from aiorpc_torch.testing import world
 from tests.support import leavers
 from tests.support.actors import Counter
 from tests.support.example_programs import free_port
-from tests.support.raw_connections import read
 
 PATIENCE = 30.0
 
@@ -176,20 +173,6 @@ def test_servers_and_a_driver_end_together(
         each.hear("served")
     for each in servers:
         each.hear("left")
-
-
-async def test_a_wait_is_one_request(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of each worker, at rank 0, which answers all when the last one has left."""
-    names, handle = [], Departures.handle
-
-    def count(self: Departures, data: bytes, reply: Any) -> None:
-        names.append(read(data)[0])
-        handle(self, data, reply)
-
-    monkeypatch.setattr(Departures, "handle", count)
-    async with world(["a", "b", "c"]):
-        assert names == []
-    assert sorted(names) == ["a", "b", "c"]
 
 
 @pytest.mark.promise("supervised.left")

@@ -20,7 +20,6 @@ from aiorpc_torch import (
     members,
     remote,
 )
-from aiorpc_torch._protocol import endpoints
 from aiorpc_torch.testing import kill, world
 from tests.support import joiners
 from tests.support.registered import NAME, Env, enlist, resign
@@ -66,13 +65,6 @@ async def test_workers_come_and_go() -> None:
         assert await remote(envs).add(5) == ["a5", "again5"]
 
 
-async def keep_unaware(envs: list[Any]) -> None:
-    """Keep the RRefs here, where no news of workers that leave comes any more."""
-    node: Any = endpoints.current()
-    node.detector.on_leave_message = lambda *_: None
-    joiners.kept.append(envs)
-
-
 async def add_unaware() -> list[str]:
     """Call any of those members, in tasks too, and by a map."""
     [envs] = joiners.kept
@@ -95,7 +87,7 @@ async def test_a_worker_that_leaves_while_its_calls_run() -> None:
             await call(name, enlist, name)
         await envs.wait(2)
         both = sorted(envs, key=lambda env: env.owner_name(), reverse=True)
-        await call("c", keep_unaware, both)
+        await call("c", joiners.keep_unaware, both)
         running = asyncio.ensure_future(_gather(remote(both[0]).stay(1)))
         await until_busy(Group(both[:1]), 1)
         stopping = asyncio.create_task(me.stop("b"))

@@ -20,8 +20,7 @@ from aiorpc_torch import (
     remote,
     supervised,
 )
-from aiorpc_torch._client import pool
-from aiorpc_torch.testing import frozen, kill, world
+from aiorpc_torch.testing import drop_connection, frozen, kill, world
 
 LONG = 60.0
 
@@ -198,7 +197,7 @@ async def test_a_worker_that_stops_as_its_connection_ends(lives: Any, bounded: b
             limit = 0.3 if bounded else None
             calls = [asyncio.ensure_future(remote(rref, retries=1, timeout=limit).add(1))]
             await asyncio.sleep(0)
-            pool.current().connection("a").abort()
+            drop_connection("a")
             (told,) = await asyncio.gather(*calls, return_exceptions=True)
             assert type(told) is (CallTimeout if bounded else WorkerLost)
 

@@ -13,10 +13,9 @@ from hypothesis import HealthCheck, given, settings, strategies as st
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import WorkerLost, call, create, remote
-from aiorpc_torch._client import pool
-from aiorpc_torch._shm.segment_store import COPY_ON_LOOP
 from aiorpc_torch.observe import stats
-from aiorpc_torch.testing import Workers, kill
+from aiorpc_torch.testing import Workers, connection, kill
+from aiorpc_torch.testing.limits import COPY_ON_LOOP
 from tests.support.segment_files import mapped_segments, open_segments
 from tests.support.tensor_shelf import TensorShelf, memory_files
 
@@ -35,7 +34,7 @@ async def connected(worker: str) -> None:
 
     async def is_agreed() -> bool:
         await call(worker, int)
-        return pool.current().connection(worker)._links.segments.can_send
+        return connection(worker).carrier == "shared memory"
 
     await until(is_agreed)
 

@@ -19,15 +19,11 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import call, create, remote
-from aiorpc_torch.__main__ import main as command_line
-from aiorpc_torch._top import terminal
-from aiorpc_torch._top.model import History, Row
-from aiorpc_torch._top.probe import Prober
-from aiorpc_torch._top.verdicts import Verdict, verdicts
 from tests.support import attached, guides
 from tests.support.attached import cast
 from tests.support.scripts import ROOT
 from tests.support.slow_programs import straggler, unbounded
+from tests.support.top_looks import command_line, look_at, look_once, rows_until, verdict_of
 
 SOON = 60.0  # seconds after which something will never happen
 
@@ -41,19 +37,6 @@ class Holder:
 
     async def pid(self) -> int:
         return os.getpid()
-
-
-async def rows_until(is_there: Callable[[Row], bool]) -> list[Row]:
-    """Look again and again until there is such a row among those of this world."""
-    history = History()
-    with contextlib.closing(Prober()) as prober:
-        async with asyncio.timeout(SOON):
-            while True:
-                history.add(await asyncio.to_thread(prober.sample))
-                rows = history.rows(os.getpid())
-                if any(map(is_there, rows)):
-                    return rows
-                await asyncio.sleep(0.05)
 
 
 @pytest.mark.promise("top.states")
@@ -89,11 +72,11 @@ async def test_processes_that_attach_are_there() -> None:
         for name in ("ps", "t0"):
             players[name].run(attached.enter)
         pid = players["ps"].run(os.getpid)
-        rows, _ = await asyncio.to_thread(terminal.look, pid)
+        rows = await look_at(pid)
         assert sorted(row.name for row in rows) == ["ps", "t0"]
         for name in ("ps", "t0"):
             players[name].run(attached.leave)
-        rows, _ = await asyncio.to_thread(terminal.look, pid)
+        rows = await look_at(pid)
         assert not rows
 
 
@@ -138,19 +121,6 @@ def blocking(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Coroutine[None, N
     monkeypatch.delitem(sys.modules, "blocking", raising=False)
     main: Coroutine[None, None, None] = importlib.import_module("blocking").main()
     return main
-
-
-async def verdict_of(kind: str) -> Verdict:
-    """Look at the world of this process until there is a verdict of that kind with a method."""
-    history = History()
-    with contextlib.closing(Prober()) as prober:
-        async with asyncio.timeout(SOON):
-            while True:
-                history.add(await asyncio.to_thread(prober.sample))
-                for each in verdicts(history, history.rows(os.getpid())):
-                    if each.kind == kind and each.method:
-                        return each
-                await asyncio.sleep(0.2)
 
 
 @pytest.mark.promise("top.faults")
@@ -203,7 +173,7 @@ def test_a_process_that_is_no_worker_is_an_error(
     """Nothing is written: an empty answer would look like that of a world."""
     pytest.importorskip("rich")
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(terminal, "LOOKS", 1)
+    look_once(monkeypatch)
     assert command_line(["top", *way, "--pid", "1"]) == 1
     printed = capsys.readouterr()
     assert (printed.out, "process 1 is no worker" in printed.err) == ("", True)
@@ -214,7 +184,7 @@ def test_a_picture_without_its_folder_is_an_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     pytest.importorskip("rich")
-    monkeypatch.setattr(terminal, "LOOKS", 1)
+    look_once(monkeypatch)
     path = str(tmp_path / "missing" / "top.svg")
     assert command_line(["top", "--svg", path]) == 1
     assert f"cannot write {path}: No such file" in capsys.readouterr().err

@@ -6,9 +6,8 @@ import pytest
 import torch
 
 from aiorpc_torch import call, create, fetch, remote
-from aiorpc_torch._client import pool
 from aiorpc_torch.observe import stats
-from aiorpc_torch.testing import Workers
+from aiorpc_torch.testing import Workers, connection
 from tests.support.tensor_kinds import UNSENDABLE, WARNINGS, make
 from tests.support.tensor_shelf import TensorShelf
 from tests.support.tensor_ways import TENSOR_WAYS, set_way
@@ -31,7 +30,7 @@ async def test_both_processes_live_on(
     await workers(["a"])
     shelf = remote(await create("a", TensorShelf))
     await shelf.echo(0)
-    connection = pool.current().connection("a")
+    number = connection("a").number
     for kind in UNSENDABLE:
         made = await create("a", give, kind)
         for attempt in (shelf.echo([make(kind)]), call("a", give, kind), fetch(made)):
@@ -39,5 +38,5 @@ async def test_both_processes_live_on(
                 await attempt
     x = torch.ones(50_000)
     assert torch.equal(await shelf.echo(x), x)
-    assert pool.current().connection("a") is connection
+    assert connection("a").number == number
     assert stats().in_flight == 0

@@ -16,7 +16,6 @@ from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RemoteError, WorkerLost, WorldTimeout, call, create, fetch, remote
-from aiorpc_torch._world import launch
 from aiorpc_torch.testing import kill, world
 from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
@@ -60,7 +59,7 @@ async def test_exceptions_cross() -> None:
         for exc, name in CROSSES:
             for raiser in (raise_object, araise_object):
                 with pytest.raises(type(exc)) as raised:
-                    await call("callee", raiser, actors_pickle(exc))
+                    await call("callee", raiser, exc)
                 assert type(raised.value) is type(exc)
                 assert repr(raised.value) == repr(exc)
                 assert str(raised.value) == str(exc)
@@ -78,20 +77,11 @@ async def test_exceptions_cross() -> None:
         assert await call("callee", actors.pid) != os.getpid(), "the callee survived all of it"
 
 
-def actors_pickle(exc: BaseException) -> tuple[Any, ...]:
-    from aiorpc_torch._wire.exceptions import reduce_exception
-
-    reduced = reduce_exception(exc)
-    return exc.__reduce__()[:2] if reduced is NotImplemented else reduced
-
-
-def raise_object(recipe: tuple[Any, ...]) -> None:
-    exc = recipe[0](*recipe[1])
+def raise_object(exc: BaseException) -> None:
     raise exc
 
 
-async def araise_object(recipe: tuple[Any, ...]) -> None:
-    exc = recipe[0](*recipe[1])
+async def araise_object(exc: BaseException) -> None:
     raise exc
 
 
@@ -446,7 +436,8 @@ def test_torchrun_environment(tmp_path: Path) -> None:
 
 async def test_worker_says_what_is_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a description of the world, the error names the variable."""
-    for variable in (*launch.NAMES, "SLURM_JOB_ID", "SLURM_STEP_NODELIST", "JOB_COMPLETION_INDEX"):
+    launchers = ["SLURM_JOB_ID", "SLURM_STEP_NODELIST", "JOB_COMPLETION_INDEX"]
+    for variable in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", *launchers):
         monkeypatch.delenv(variable, raising=False)
     with pytest.raises(ValueError, match="RANK"):
         async with aiorpc.worker("a"):

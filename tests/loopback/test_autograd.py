@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 import torch
 
-from aiorpc_torch._torch import transport
 from aiorpc_torch.autograd import context
 from tests.support.autograd_graphs import vector
 
@@ -30,12 +29,3 @@ async def test_bad_input(world: Any) -> None:
         await ctx.backward([(x * x).sum()])
         torch.testing.assert_close((await ctx.gradients())[x], 2 * x.detach())
         assert x.grad is None
-
-
-@pytest.mark.promise("autograd.unsupported")
-async def test_torch_without_context_symbols(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without the C++ symbol, to open a context raises."""
-    monkeypatch.setattr(transport, "force_context", None)
-    with pytest.raises(RuntimeError, match="cannot set the autograd context"):
-        async with context():
-            pass

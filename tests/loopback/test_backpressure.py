@@ -5,8 +5,6 @@ The bounds are of a test's size here; what decides is `_window`, whose limits ar
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import anyio
@@ -15,27 +13,16 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, remote
-from aiorpc_torch._client import connection, sender
-from aiorpc_torch._wire.connection_state import MAX_OPEN_BYTES, MAX_OPEN_CALLS, FlowWindow
 from aiorpc_torch.observe import stats
-
-Bounds = Callable[..., None]
-
-
-@pytest.fixture
-def bounds(monkeypatch: pytest.MonkeyPatch) -> Bounds:
-    """Bounds for the connections that are made from now on."""
-
-    def bound(
-        calls: int = MAX_OPEN_CALLS, size: int = MAX_OPEN_BYTES, trickle: float = 60.0
-    ) -> None:
-        monkeypatch.setattr(connection, "FlowWindow", partial(FlowWindow, calls=calls, size=size))
-        monkeypatch.setattr(sender, "TRICKLE_INTERVAL", trickle)
-
-    return bound
+from aiorpc_torch.testing import set_flow_limits
 
 
-pytestmark = pytest.mark.usefixtures("bounds", "world")
+def bounds(calls: int | None = None, size: int | None = None, trickle: float = 60.0) -> None:
+    """Set the bounds of the connection to this worker itself."""
+    set_flow_limits("main", calls=calls, size=size, interval=trickle)
+
+
+pytestmark = pytest.mark.usefixtures("world")
 
 
 class Turnstile:
@@ -104,7 +91,7 @@ def start(*calls: Any) -> list["asyncio.Task[Any]"]:
 
 
 @pytest.mark.promise("transport.window")
-async def test_never_more_than_so_many_calls(bounds: Bounds) -> None:
+async def test_never_more_than_so_many_calls() -> None:
     """The rest follows in order as answers come, one for one."""
     bounds(calls=8)
     turnstile = Turnstile()
@@ -127,7 +114,7 @@ async def test_never_more_than_so_many_calls(bounds: Bounds) -> None:
 
 @pytest.mark.promise("transport.window")
 @pytest.mark.parametrize("weight", [10_000, 100_000])
-async def test_never_more_than_so_many_bytes(bounds: Bounds, weight: int) -> None:
+async def test_never_more_than_so_many_bytes(weight: int) -> None:
     """Loads that share a message and loads that go alone count with what they weigh."""
     bounds(size=5 * weight + weight // 2)
     turnstile = Turnstile()
@@ -142,7 +129,7 @@ async def test_never_more_than_so_many_bytes(bounds: Bounds, weight: int) -> Non
     assert turnstile.heaviest == 5 * weight
 
 
-async def test_a_call_larger_than_the_bound_passes_alone(bounds: Bounds) -> None:
+async def test_a_call_larger_than_the_bound_passes_alone() -> None:
     """When all before it are answered; and those after it wait until it is."""
     bounds(size=2000)
     turnstile = Turnstile()
@@ -161,7 +148,7 @@ async def test_a_call_larger_than_the_bound_passes_alone(bounds: Bounds) -> None
     assert turnstile.most == 1
 
 
-async def test_streams_count_too(bounds: Bounds) -> None:
+async def test_streams_count_too() -> None:
     """A stream holds its place until it has ended, or was left."""
     bounds(calls=3)
     turnstile = Turnstile()
@@ -190,7 +177,7 @@ async def endless() -> Any:
 
 @pytest.mark.promise("transport.unsent")
 @pytest.mark.parametrize("trickle", [60.0, 0.02])
-async def test_cancelled_before_it_was_sent(bounds: Bounds, trickle: float) -> None:
+async def test_cancelled_before_it_was_sent(trickle: float) -> None:
     """It never is, whether room is made by answers or by waiting; whoever is behind it moves up."""
     bounds(calls=2, trickle=trickle)
     turnstile = Turnstile()
@@ -215,7 +202,7 @@ async def test_cancelled_before_it_was_sent(bounds: Bounds, trickle: float) -> N
 
 @pytest.mark.promise("transport.unsent")
 @pytest.mark.parametrize("trickle", [60.0, 1.0])
-async def test_expired_before_it_was_sent(bounds: Bounds, trickle: float) -> None:
+async def test_expired_before_it_was_sent(trickle: float) -> None:
     """The same, for those whose time was over in the queue: calls, streams and scopes."""
     bounds(calls=2, trickle=trickle)
     turnstile = Turnstile()
@@ -247,7 +234,7 @@ async def test_expired_before_it_was_sent(bounds: Bounds, trickle: float) -> Non
     assert stats().served == 3
 
 
-async def test_cancelled_after_it_was_sent_keeps_its_place(bounds: Bounds) -> None:
+async def test_cancelled_after_it_was_sent_keeps_its_place() -> None:
     """Until the callee has answered: what runs there still counts."""
     bounds(calls=1)
     blocker = Stubborn()
@@ -284,7 +271,7 @@ class Stubborn:
 
 
 @pytest.mark.promise("transport.trickle")
-async def test_calls_that_wait_for_a_later_one(bounds: Bounds) -> None:
+async def test_calls_that_wait_for_a_later_one() -> None:
     """A full window without answers lets one more pass, now and then: no deadlock."""
     bounds(calls=4, trickle=0.05)
     turnstile = Turnstile()
@@ -297,7 +284,7 @@ async def test_calls_that_wait_for_a_later_one(bounds: Bounds) -> None:
 
 
 @pytest.mark.promise("transport.trickle")
-async def test_the_same_for_bytes(bounds: Bounds) -> None:
+async def test_the_same_for_bytes() -> None:
     """A window that is full of bytes is no deadlock either."""
     bounds(size=2000, trickle=0.05)
     turnstile = Turnstile()
@@ -331,11 +318,11 @@ class TestLeaving:
     def world(self) -> None:
         """None."""
 
-    async def test_with_a_full_window(self, bounds: Bounds) -> None:
+    async def test_with_a_full_window(self) -> None:
         """Who waits in the queue, or for an answer, learns that the world is over."""
-        bounds(calls=4, trickle=0.02)
         turnstile = Turnstile()
         async with aiorpc.local_world(0):
+            bounds(calls=4, trickle=0.02)
             rref = RRef(turnstile)
             tasks = start(*(remote(rref).enter(n) for n in range(20)))
             await turnstile.holds(5)

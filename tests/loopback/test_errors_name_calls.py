@@ -19,9 +19,8 @@ from aiorpc_torch import (
     proxy,
     remote,
 )
-from aiorpc_torch._client import pool
 from aiorpc_torch.autograd import DistributedOptimizer, context, parameter_rrefs
-from aiorpc_torch.testing import Gate
+from aiorpc_torch.testing import Gate, connection, drop_connection, stalled
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Sleeper, Streams
 
@@ -116,16 +115,12 @@ async def test_timeouts_of_calls_that_were_not_sent() -> None:
 async def test_timeout_of_a_call_that_waits_to_be_sent() -> None:
     """A call in the queue of its connection has not run."""
     sleeper = await create("main", Sleeper)
-    connection = pool.current().connection("main")
-    connection.pause_writing()
-    try:
+    with stalled("main"):
         with pytest.raises(CallTimeout, match=r"^Sleeper\.sleep .*; it was not sent$") as raised:
             await remote(sleeper, timeout=0.05).sleep(0)
         assert not raised.value.may_have_run
         with pytest.raises(CallTimeout, match=r"^Streams\.follow .*; it was not sent$"):
             await iterate(remote(RRef(Streams()), timeout=0.05).follow())
-    finally:
-        connection.resume_writing()
     assert await remote(await create("main", Counter)).add() == 1
 
 
@@ -190,7 +185,7 @@ async def test_losses_name_the_calls_that_they_end() -> None:
     async with asyncio.timeout(20):
         while aiorpc.observe.stats().in_flight < len(tasks) or aiorpc.observe.stats().unsent:  # noqa: ASYNC110
             await asyncio.sleep(0)
-    pool.current().connection("main").on_peer_lost(WorkerLost("main", "for this test"))
+    drop_connection("main", WorkerLost("main", "for this test"))
     for kind, (name, _) in found.items():
         with pytest.raises(WorkerLost) as raised:
             await tasks[kind]
@@ -202,20 +197,18 @@ async def test_losses_name_the_calls_that_they_end() -> None:
 async def test_losses_of_calls_that_were_not_sent() -> None:
     """Such as those that wait for their connection."""
     found = await calls()
-    connection = pool.current().connection("main")
-    connection.pause_writing()
-    tasks = {kind: asyncio.ensure_future(make()) for kind, (_, make) in found.items()}
-    async with asyncio.timeout(20):
-        while connection.waiting < len(tasks):  # noqa: ASYNC110
-            await asyncio.sleep(0)
-    connection.on_peer_lost(WorkerLost("main", "for this test"))
+    with stalled("main"):
+        tasks = {kind: asyncio.ensure_future(make()) for kind, (_, make) in found.items()}
+        async with asyncio.timeout(20):
+            while connection("main").pending < len(tasks):  # noqa: ASYNC110
+                await asyncio.sleep(0)
+        drop_connection("main", WorkerLost("main", "for this test"))
     for kind, (name, _) in found.items():
         with pytest.raises(WorkerLost) as raised:
             await tasks[kind]
         error = raised.value
         assert (error.worker, error.method, error.may_have_run) == ("main", name, False), kind
         assert str(error) == f"worker 'main' is lost: for this test; {name} was not sent"
-    connection.resume_writing()
 
 
 async def test_errors_of_optimizers_and_of_backward() -> None:

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from aiorpc_torch import CallTimeout, RemoteError, WorkerLost, create, remote, timeout
-from aiorpc_torch._client import torch_transfers
 from aiorpc_torch.observe import stats
 from aiorpc_torch.types import RemoteTraceback
-from tests.support.group_members import Node, Unpicklable, no_memory, nodes
+from tests.support.group_members import Node, Unpicklable, nodes
 from tests.support.raw_connections import SOON
+from tests.support.torch_sending import refuse_messages
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -205,7 +205,7 @@ async def test_an_item_that_is_refused_while_it_is_sent(monkeypatch: pytest.Monk
     """Its exception comes in its place, although no answer does."""
     group = await nodes(1)
     await remote(group[0]).add(1)  # from then on, one call is sent within the step that makes it
-    monkeypatch.setattr(torch_transfers, "message_for_torch", no_memory)
+    refuse_messages(monkeypatch)
     async with asyncio.timeout(SOON):
         with pytest.raises(RemoteError):
             await anext(group.map(Node.note, [torch.eye(3).to_sparse()]))

@@ -11,6 +11,7 @@ import anyio
 import pytest
 import torch
 
+import aiorpc_torch as aiorpc
 from aiorpc_torch import (
     CallTimeout,
     Group,
@@ -24,11 +25,10 @@ from aiorpc_torch import (
     remote,
     timeout,
 )
-from aiorpc_torch._client import pool, torch_transfers
-from aiorpc_torch._wire.tensors import INLINE_BYTES
 from aiorpc_torch.autograd import context
 from aiorpc_torch.observe import stats
-from aiorpc_torch.testing import Gate
+from aiorpc_torch.testing import Gate, connection
+from aiorpc_torch.testing.limits import INLINE_BYTES
 from aiorpc_torch.types import RemoteTraceback
 from tests.support.group_members import (
     Counted,
@@ -37,10 +37,10 @@ from tests.support.group_members import (
     Node,
     Unpicklable,
     give_back,
-    no_memory,
     nodes,
 )
 from tests.support.raw_connections import SOON
+from tests.support.torch_sending import refuse_messages
 
 pytestmark = pytest.mark.usefixtures("world")
 
@@ -408,7 +408,7 @@ async def test_a_payload_that_is_refused_while_it_is_sent(monkeypatch: pytest.Mo
     """Each member fails with the reason, awaited and iterated, although no answer comes."""
     group = await nodes(1)
     refused = torch.eye(3).to_sparse()  # torch has to send it
-    monkeypatch.setattr(torch_transfers, "message_for_torch", no_memory)
+    refuse_messages(monkeypatch)
     for take in (awaited, iterated):
         await remote(group[0]).add(
             1
@@ -593,9 +593,7 @@ async def test_an_anyio_scope_ends_it() -> None:
 
 
 async def seconds_left(_: Node) -> Any:
-    from aiorpc_torch._aio.deadlines import deadline_in, time_left
-
-    return time_left(deadline_in(None))
+    return aiorpc.seconds_left()
 
 
 # ── groups as values ────────────────────────────────────────────────────────────────────────────
@@ -817,9 +815,8 @@ async def test_garbage_changes_no_connection_in_place(way: str) -> None:
     else:
         results = aiter(call(group, wait_unless_first, each(numbers)))
     await anext(results)
-    own = pool.current().connection("main")
-    before = own.waiting
+    before = connection("main").pending
     del results
-    assert own.waiting == before > 0
+    assert connection("main").pending == before > 0
     await asyncio.sleep(0)
-    assert own.waiting == 0
+    assert connection("main").pending == 0

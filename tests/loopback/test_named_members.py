@@ -2,7 +2,6 @@
 
 import asyncio
 import copy
-import gc
 import threading
 from typing import Any
 
@@ -15,7 +14,6 @@ from aiorpc_torch import (
     NoMembers,
     NotInWorld,
     WorkerLeft,
-    WorkerLost,
     call,
     each,
     fetch,
@@ -25,8 +23,7 @@ from aiorpc_torch import (
     timeout,
     unregister,
 )
-from aiorpc_torch._client import pool
-from aiorpc_torch._protocol import endpoints
+from aiorpc_torch.testing import connection, drop_connection
 from tests.support.registered import NAME, Env
 from tests.support.two_ends import until
 
@@ -125,50 +122,13 @@ async def test_items_of_a_member_that_leaves(was_sent: bool) -> None:
     if was_sent:
         await remote(envs.any()).add(0)  # the connection is open
     results = asyncio.create_task(_all(envs.map(Env.stay, range(2), in_flight=1)))
-    own = pool.current().connection("main")
-    await until(lambda: leaving.items if was_sent else own.waiting)
-    own.leave("ended", "", WorkerLeft("main"))
+    await until(lambda: leaving.items if was_sent else connection("main").pending)
+    drop_connection("main", WorkerLeft("main"))
     assert leaving.items == [0] * was_sent
     unregister(NAME)
     register(NAME, other)
     async with asyncio.timeout(SOON):
         assert await results == [0, 1]
-
-
-async def test_a_member_that_is_lost_after_the_end_of_a_map() -> None:
-    """Its item has the error of the map: no member gets it any more."""
-    register(NAME, env := Env())
-    results: Any = members(NAME).map(Env.stay, [0])
-    step = asyncio.create_task(anext(results))
-    await until(lambda: env.items)
-    results._run._end(NotInWorld("this worker has left its world"))
-    pool.current().connection("main").leave("ended", "", WorkerLost("main", "died"))
-    async with asyncio.timeout(SOON):
-        with pytest.raises(NotInWorld, match="has left its world"):
-            await step
-
-
-async def test_a_member_that_comes_as_a_map_is_ended() -> None:
-    """It gets no item that waits, as nobody takes the result."""
-    register(NAME, leaving := Env())
-    envs: aiorpc.types.NamedMembers[Env] = members(NAME)
-    await remote(envs.any()).add(0)  # the connection is open
-    results: Any = envs.map(Env.stay, [0])
-    step = asyncio.create_task(anext(results))
-    await until(lambda: leaving.items)
-    own = pool.current().connection("main")
-    own.leave("ended", "", WorkerLeft("main"))
-    ends: list[Any] = []
-    envs._watch.listen(lambda: [end() for end in ends])  # after the map was told
-    ends.append(results._run.stop)
-    unregister(NAME)
-    other = register(NAME, Env())
-    await until(lambda: [*envs] == [other])
-    async with asyncio.timeout(SOON):
-        await remote(other).count()  # meanwhile the map hears of the change
-        assert await remote(other).count() == 0
-    step.cancel()
-    await asyncio.wait((step,))
 
 
 async def _all(results: Any) -> list[Any]:
@@ -191,19 +151,6 @@ async def test_other_event_loops() -> None:
     thread.start()
     await asyncio.to_thread(thread.join)
     assert found == [["a1"], [0, 1, 2]]
-
-
-async def test_nothing_is_kept_of_members_that_are_dropped() -> None:
-    """The object of a name that is not registered any more is freed, also with members alive."""
-    node: Any = endpoints.current()
-    envs = members(NAME)
-    register(NAME, Env())
-    await envs.wait()
-    assert NAME in node.registry._listeners
-    del envs
-    gc.collect()
-    await until(lambda: NAME not in node.registry._listeners)
-    await until(lambda: not node.registry._states)
 
 
 async def test_arguments() -> None:

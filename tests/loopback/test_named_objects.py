@@ -19,7 +19,6 @@ from aiorpc_torch import (
     remote,
     timeout,
 )
-from aiorpc_torch._client import lookup as lookup_module
 from aiorpc_torch.autograd import context
 from aiorpc_torch.observe import stats
 from aiorpc_torch.testing import world as world_of
@@ -61,21 +60,6 @@ async def test_lookup_waits_for_the_registration() -> None:
     assert not looking.done()
     await asyncio.to_thread(aiorpc.register, "late", Node(3))
     assert await remote(await looking).add(1) == 4
-
-
-async def test_a_lookup_tells_what_it_waits_for(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """Once: nobody knows whether the worker that was to register the object is alive."""
-    monkeypatch.setattr(lookup_module, "LOG_DELAY", 0.0)
-    looking = asyncio.create_task(aiorpc.lookup("late", on="main"))
-    while not caplog.records:  # noqa: ASYNC110 - nothing tells of it
-        await asyncio.sleep(0)
-    aiorpc.register("late", Node(1))
-    await looking
-    [record] = caplog.records
-    text = "the lookup of 'late' on worker 'main' waits until it is registered there"
-    assert (record.levelname, record.getMessage()) == ("WARNING", text)
 
 
 async def test_a_lookup_in_time() -> None:

@@ -10,8 +10,7 @@ import pytest
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, call, remote
-from aiorpc_torch._client.call import RemoteCall
-from aiorpc_torch._wire.targets import BoundTarget, MethodTarget
+from tests.support.unchecked_calls import call_bound, past_the_caller
 
 ran: list[str] = []
 
@@ -96,11 +95,6 @@ DATA = {
 }
 
 
-def past_the_caller(rref: Any, name: Any) -> Any:
-    """A call as it would be without the caller's own checks."""
-    return RemoteCall(rref, MethodTarget(rref, name), None)
-
-
 @pytest.fixture(autouse=True)
 def _nothing_ran() -> Any:
     ran.clear()
@@ -172,7 +166,7 @@ async def test_typed_calls_of_private_names(world: aiorpc.types.Worker) -> None:
     with pytest.raises(TypeError, match="must be callable"):
         call(guarded, Guarded.value)  # type: ignore[arg-type]
     with pytest.raises(TypeError, match="callable"):
-        await RemoteCall(guarded, BoundTarget(guarded, 5), None)  # type: ignore[arg-type]
+        await call_bound(guarded, 5)
 
 
 async def test_a_name_of_a_subclass_of_str() -> None:

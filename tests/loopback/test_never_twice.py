@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings, strategies as st
 
 from aiorpc_torch import RRef, WorkerLost, remote
-from aiorpc_torch._client import pool
+from aiorpc_torch.testing import drop_connection
 from aiorpc_torch.types import Worker
 
 SOON = 10.0  # seconds
@@ -39,7 +39,7 @@ async def test_calls_of_an_aborted_connection(world: Worker, waits: list[bool], 
     ]
     for _ in range(turns):
         await asyncio.sleep(0)
-    pool.current().connection(world.name).abort()
+    drop_connection(world.name)
     async with asyncio.timeout(SOON):
         await asyncio.wait(calls)
         for number, each in enumerate(calls):

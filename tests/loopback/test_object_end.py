@@ -14,7 +14,7 @@ from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, create, remote, testing
-from aiorpc_torch._torch import rrefs
+from tests.support.rref_releases import release
 
 ended: list[Any] = []
 
@@ -112,11 +112,6 @@ async def until(count: int) -> list[Any]:
 #
 # torch counts references in the first world of a process only, and this is a later one: `release`
 # drops what the owner keeps in its place. (tests/integration/test_object_end.py: as torch counts)
-
-
-def release() -> None:
-    """Release an object, as torch does when its last RRef goes."""
-    rrefs._table.unpin()
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import RRef, batched, call, remote, testing
-from aiorpc_torch._world import dump
 from aiorpc_torch.observe import PendingCall, pending
 from aiorpc_torch.testing import Gate
 
@@ -119,28 +118,32 @@ async def test_outside_a_world() -> None:
     assert PendingCall("m", "w", 1.0, True).incoming
 
 
-@pytest.mark.usefixtures("world")
-async def test_the_report_names_calls_and_stacks() -> None:
+async def test_the_report_names_calls_and_stacks(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """The stack goes on through the coroutines that a task awaits."""
-    waits = Waits()
-    waiting = asyncio.create_task(remote(RRef(waits)).wait(1), name="caller")  # type: ignore[arg-type]
-    await waits.gate.entered()
-    text = dump.report(asyncio.get_running_loop())
+    monkeypatch.setenv("AIORPC_TORCH_DUMP_ON_SIGUSR1", "1")
+    async with testing.world():
+        waits = Waits()
+        waiting = asyncio.create_task(remote(RRef(waits)).wait(1), name="caller")  # type: ignore[arg-type]
+        await waits.gate.entered()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        await waits.gate.open()
+        assert await waiting == 1
+    text = capfd.readouterr().err
     assert f"2 calls in flight in process {os.getpid()}" in text
     assert "Waits.wait from worker 'main'" in text
     assert "wait to worker 'main'" in text
     assert "Task 'caller':" in text
     assert "in Waits.wait" in text
     assert "in Gate.passed" in text
-    await waits.gate.open()
-    assert await waiting == 1
 
 
 async def test_a_signal_prints_the_report(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Stacks of threads, calls and stacks of tasks; only where the environment asks for it."""
-    monkeypatch.setenv(dump.VARIABLE, "1")
+    monkeypatch.setenv("AIORPC_TORCH_DUMP_ON_SIGUSR1", "1")
     assert signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL
     async with testing.world():
         waits = Waits()
@@ -159,7 +162,7 @@ async def test_a_signal_prints_the_report(
 async def test_the_signal_of_another_handler_is_left_alone(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setenv(dump.VARIABLE, "1")
+    monkeypatch.setenv("AIORPC_TORCH_DUMP_ON_SIGUSR1", "1")
     former = signal.signal(signal.SIGUSR1, signal.SIG_IGN)
     try:
         async with testing.world():

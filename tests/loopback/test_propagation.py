@@ -11,8 +11,6 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, Round, RRef, batched, call, remote, supervised
-from aiorpc_torch._protocol import propagation
-from aiorpc_torch.testing import Gate
 from tests.support.hooks import hooks as hooks
 
 pytestmark = pytest.mark.usefixtures("hooks", "world")
@@ -157,22 +155,6 @@ async def test_values_are_small() -> None:
     assert aiorpc.observe.pending() == []
 
 
-async def test_names_that_the_callee_does_not_know(monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are ignored."""
-    aiorpc.observe.propagate(VAR)
-    VAR.set("unknown there")
-    gate = RRef(Gate())
-    waiting = asyncio.create_task(remote(gate).passed())
-    await remote(gate).entered()
-    seer = RRef(Seer())
-    collected = propagation.collect()
-    monkeypatch.setattr(propagation, "collect", lambda: collected)
-    monkeypatch.setattr(propagation, "variables", {})
-    assert await remote(seer).on_loop() == "default"
-    await remote(gate).open()
-    await waiting
-
-
 async def test_a_value_that_cannot_be_read() -> None:
     """It fails its own call."""
     aiorpc.observe.propagate(VAR)
@@ -236,10 +218,3 @@ def test_what_is_refused() -> None:
     aiorpc.observe.propagate(VAR)
     with pytest.raises(ValueError, match="another context variable"):
         aiorpc.observe.propagate(ContextVar(VAR.name))
-
-
-def test_nothing_is_used_before() -> None:
-    """While there is neither a variable nor an interceptor, a call looks at one flag."""
-    assert not propagation.used
-    aiorpc.observe.propagate(VAR)
-    assert propagation.used

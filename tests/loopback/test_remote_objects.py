@@ -5,10 +5,8 @@ import gc
 import weakref
 
 import pytest
-from torch.distributed import rpc
 
 from aiorpc_torch import RRef, create, remote
-from aiorpc_torch._wire import wire_targets
 from tests.support.actors import Counter
 
 
@@ -37,21 +35,6 @@ async def test_calls_on_every_kind_of_object() -> None:
     await asyncio.gather(*(remote(counter).aadd() for _ in range(50)))
     assert await remote(counter).add(0) == 55
     assert await remote(numbers).total() == 15
-
-
-@pytest.mark.usefixtures("world")
-async def test_a_call_forks_an_rref_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of an object that only torch finds: a fork that nobody receives would keep it alive."""
-    numbers = rpc.remote("main", Slotted)
-    await remote(numbers).push(1)
-    forked = []
-    serialize = wire_targets.serialize_rref
-    monkeypatch.setattr(
-        wire_targets, "serialize_rref", lambda rref: forked.append(rref) or serialize(rref)
-    )
-    for _ in range(3):
-        await remote(numbers).total()
-    assert len(forked) == 3
 
 
 @pytest.mark.promise("calls.lifetime")

@@ -15,9 +15,8 @@ import torch
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, NotInWorld, RRef, call, create, remote
-from aiorpc_torch._client import pool
-from aiorpc_torch._wire.connection_state import INITIAL_CREDIT, credit_cost
-from aiorpc_torch.testing import Gate
+from aiorpc_torch.testing import Gate, connection
+from aiorpc_torch.testing.limits import BYTES_PER_CREDIT, STREAM_CREDIT
 from aiorpc_torch.types import RemoteTraceback
 from tests.support import actors
 from tests.support.actors import Batching, Counter, Notes, Streams, TwoArguments
@@ -46,7 +45,7 @@ kinds = pytest.mark.parametrize("kind", ["count", "count_in_thread"])
 async def test_items_arrive_in_order(kind: str) -> None:
     """All items arrive, of async and plain generators, also beyond the credit."""
     rref = await streams()
-    for number in (0, 1, 10 * INITIAL_CREDIT + 7):
+    for number in (0, 1, 10 * STREAM_CREDIT + 7):
         items = [item async for item in getattr(remote(rref), kind)(number)]
         assert items == list(range(number))
 
@@ -158,11 +157,11 @@ async def test_producer_is_held_back(kind: str) -> None:
     rref = await streams()
     stream = aiter(getattr(remote(rref), kind)(ENDLESS))
     position = 0
-    for number in (0, 1, INITIAL_CREDIT // 2, 3 * INITIAL_CREDIT + 5):
+    for number in (0, 1, STREAM_CREDIT // 2, 3 * STREAM_CREDIT + 5):
         await take(stream, number - position)
         position = number
-        ahead = await made(rref, position + INITIAL_CREDIT // 2) - position
-        assert ahead <= INITIAL_CREDIT
+        ahead = await made(rref, position + STREAM_CREDIT // 2) - position
+        assert ahead <= STREAM_CREDIT
     assert await take(stream, 3) == [position, position + 1, position + 2]
 
 
@@ -172,7 +171,7 @@ async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
     """Credit counts bytes: a few megabytes are in flight, not 64 items."""
     rref = await streams()
     stream = aiter(getattr(remote(rref), kind)(ENDLESS, size=MEGABYTE))
-    most = INITIAL_CREDIT // credit_cost(4 * MEGABYTE) + 1
+    most = STREAM_CREDIT // (1 + 4 * MEGABYTE // BYTES_PER_CREDIT) + 1
     assert most < 10
     for position in (0, 5, 10):
         assert 1 <= await made(rref, position + 1) - position <= most
@@ -181,11 +180,12 @@ async def test_producer_of_large_items_is_held_back_sooner(kind: str) -> None:
 
 @pytest.mark.promise("streams.credit")
 @kinds
-async def test_item_larger_than_the_credit(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_item_larger_than_the_credit(kind: str) -> None:
     """The item is sent nevertheless, and so are later items."""
-    monkeypatch.setattr("aiorpc_torch._wire.connection_state.BYTES_PER_CREDIT", 64)
+    size = 5 * MEGABYTE  # elements of float32
+    assert 4 * size > STREAM_CREDIT * BYTES_PER_CREDIT
     rref = await streams()
-    items = [item async for item in getattr(remote(rref), kind)(5, size=MEGABYTE)]
+    items = [item async for item in getattr(remote(rref), kind)(5, size=size)]
     assert [int(item[0]) for item in items] == [0, 1, 2, 3, 4]
 
 
@@ -237,7 +237,7 @@ async def test_left_before_its_end(kind: str, way: Any) -> None:
     rref = await streams()
     await way(getattr(remote(rref), kind)(ENDLESS))
     await closed(rref)
-    assert await remote(rref).how_many() <= 3 * INITIAL_CREDIT
+    assert await remote(rref).how_many() <= 3 * STREAM_CREDIT
     assert aiorpc.observe.stats().in_flight == 0
 
 
@@ -256,12 +256,11 @@ async def test_garbage_changes_no_connection_in_place() -> None:
     rref = await streams()
     stream = aiter(remote(rref).follow())
     await remote(rref).followed()
-    own = pool.current().connection("main")
-    before = own.waiting
+    before = connection("main").pending
     del stream
-    assert own.waiting == before
+    assert connection("main").pending == before
     await asyncio.sleep(0)
-    assert own.waiting == before - 1
+    assert connection("main").pending == before - 1
 
 
 @pytest.mark.promise("streams.close")
@@ -310,7 +309,7 @@ async def test_end_is_told_again() -> None:
 async def test_exception_comes_after_the_items(kind: str) -> None:
     """The exception has its own class and the remote traceback; then the stream ends."""
     rref = await streams()
-    for number in (0, 3, INITIAL_CREDIT + 1):
+    for number in (0, 3, STREAM_CREDIT + 1):
         stream = aiter(getattr(remote(rref), kind)(number, TwoArguments, 7, "mid-stream"))
         assert await take(stream, number) == list(range(number))
         with pytest.raises(TwoArguments) as raised:
@@ -352,9 +351,9 @@ async def test_items_that_came_in_time_are_read_after_it() -> None:
     """A slow consumer loses no items."""
     rref = await streams()
     stream = aiter(remote(rref, timeout=0.2).count(ENDLESS))
-    assert await made(rref, INITIAL_CREDIT) == INITIAL_CREDIT
+    assert await made(rref, STREAM_CREDIT) == STREAM_CREDIT
     await closed(rref)  # by the deadline
-    assert await take(stream, INITIAL_CREDIT) == list(range(INITIAL_CREDIT))
+    assert await take(stream, STREAM_CREDIT) == list(range(STREAM_CREDIT))
     with pytest.raises(CallTimeout):
         await anext(stream)
 

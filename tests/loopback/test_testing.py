@@ -102,6 +102,92 @@ class TestGate:
         assert complaints == []
 
 
+# ── connections ─────────────────────────────────────────────────────────────────────────────────
+
+
+@pytest.mark.usefixtures("world")
+class TestConnections:
+    """They are seen, dropped and held back."""
+
+    @pytest.mark.promise("testing.connections")
+    @pytest.mark.parametrize("error", [None, aiorpc.WorkerLost("main", "for this test")])
+    async def test_a_dropped_connection(self, error: aiorpc.WorkerLost | None) -> None:
+        """Its calls end at both ends, and the next call has another connection."""
+        gate = Gate()
+        waiting = asyncio.create_task(remote(RRef(gate)).passed())
+        await gate.entered()
+        before = testing.connection("main")
+        assert (before.worker, before.pending) == ("main", 1)
+        testing.drop_connection("main", error)
+        with pytest.raises(aiorpc.WorkerLost) as raised:
+            await waiting
+        assert error is None or raised.value.reason == error.reason
+        async with asyncio.timeout(30.0):
+            await gate.cancelled()
+            assert await call("main", int, "3") == 3
+            await testing.settled()
+        assert [each.number > before.number for each in testing.connections()] == [True]
+
+    @pytest.mark.promise("testing.connections")
+    async def test_a_stalled_connection(self) -> None:
+        """Calls wait unsent until the block ends."""
+        await call("main", int)
+        with testing.stalled("main"):
+            waiting = asyncio.create_task(call("main", int, "3"))
+            with pytest.raises(aiorpc.CallTimeout, match="was not sent"), aiorpc.timeout(0.05):
+                await call("main", int)
+            assert testing.connection("main").pending == 1
+            assert aiorpc.observe.stats().unsent > 0
+        assert await waiting == 3
+
+    @pytest.mark.promise("testing.connections")
+    async def test_settled_waits_for_what_is_in_flight(self) -> None:
+        """For cancelled calls, too, until their callee has ended them."""
+        gate = Gate()
+        waiting = asyncio.create_task(remote(RRef(gate)).passed())
+        await gate.entered()
+        settled = asyncio.create_task(testing.settled())
+        await call("main", int)
+        assert not settled.done()
+        waiting.cancel()
+        async with asyncio.timeout(30.0):
+            await settled
+        assert aiorpc.observe.stats().running == 0
+
+    async def test_the_connections_of_all_loops(self) -> None:
+        """A loop that has ended has none."""
+        await call("main", int)
+
+        async def there() -> int:
+            await call("main", int)
+            return len(testing.connections())
+
+        assert await asyncio.to_thread(lambda: asyncio.run(there())) == 2
+        assert len(testing.connections()) == 1
+
+    async def test_flow_limits(self) -> None:
+        """They hold from the next call on, and what is left out stays."""
+        testing.set_flow_limits("main", calls=1, interval=600.0)
+        gate = Gate()
+        waiting = [asyncio.create_task(remote(RRef(gate)).passed()) for _ in range(3)]
+        await gate.entered()
+        assert aiorpc.observe.stats().unsent == 2
+        testing.set_flow_limits("main", calls=3)
+        await gate.open()
+        assert await asyncio.gather(*waiting) == [None] * 3
+
+
+async def test_connections_outside_a_world() -> None:
+    """There are none to act on."""
+    for act in (testing.connection, testing.drop_connection, testing.set_flow_limits):
+        with pytest.raises(aiorpc.NotInWorld):
+            act("main")
+    with pytest.raises(aiorpc.NotInWorld):
+        testing.connections()
+    with pytest.raises(aiorpc.NotInWorld):
+        await testing.settled()
+
+
 # ── worlds ──────────────────────────────────────────────────────────────────────────────────────
 
 

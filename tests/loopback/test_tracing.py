@@ -19,10 +19,9 @@ from torch.distributed import rpc
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import CallTimeout, Group, RRef, async_execution, batched, call, remote
-from aiorpc_torch._protocol import interception, propagation
 from aiorpc_torch.observe import Tracing
 from aiorpc_torch.testing import Gate
-from tests.support.hooks import hooks as hooks
+from tests.support.hooks import are_looked_for, hooks as hooks
 
 pytestmark = pytest.mark.usefixtures("hooks", "world")
 
@@ -262,7 +261,6 @@ async def test_plain_torch_clients(spans: Spans) -> None:
 @pytest.fixture
 def global_provider(hooks: None, monkeypatch: pytest.MonkeyPatch) -> Callable[[], Spans]:
     """Return what sets a provider, as `trace.set_tracer_provider` does once in a process."""
-    monkeypatch.setattr(interception, "_is_tracing", False)
     monkeypatch.setattr(trace, "_TRACER_PROVIDER", None)
     monkeypatch.setattr(trace, "_TRACER_PROVIDER_SET_ONCE", trace.Once())
 
@@ -279,7 +277,7 @@ async def test_it_begins_by_itself(global_provider: Callable[[], Spans]) -> None
     """Once a provider is set, in the middle of a world; not before."""
     model = remote(RRef(Model()))
     assert await model.answer() == 0
-    assert not propagation.used, "nothing is looked for without a provider"
+    assert not are_looked_for(), "nothing is looked for without a provider"
     spans = global_provider()
     seen = await model.answer()
     assert seen == id_of(spans.one("Model/answer", SpanKind.SERVER))

@@ -14,11 +14,9 @@ from torch import Tensor
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import Group, RRef, batched, call, create, each, fetch, remote
-from aiorpc_torch._client import connection, pool
 from aiorpc_torch.autograd import context
 from aiorpc_torch.observe import stats
-from aiorpc_torch.testing import Gate
-from tests.support.raw_connections import server
+from aiorpc_torch.testing import Gate, connection, settled
 from tests.support.tensor_kinds import SENDABLE, UNSENDABLE, WARNINGS, freed, is_alike, make, ramp
 from tests.support.tensor_ways import TENSOR_WAYS, set_way
 
@@ -147,8 +145,11 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [value]
 
 
-def own_connection() -> connection.Connection:
-    return pool.current().connection("main")
+async def at_rest() -> None:
+    """Wait until neither end of the connection keeps anything of a call."""
+    async with asyncio.timeout(SOON):
+        await settled()
+    assert stats().in_flight == 0
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -158,16 +159,10 @@ async def until(condition: Callable[[], bool]) -> None:
             await asyncio.sleep(0.001)
 
 
-def is_at_rest() -> bool:
-    """Return whether neither end of the connection keeps anything of a call."""
-    caller, callee = own_connection(), server().sessions[own_connection()._key]
-    return not (
-        caller._pending
-        or caller._state.window
-        or len(caller._state)
-        or callee.has_work()
-        or stats().in_flight
-    )
+def is_shared() -> bool:
+    """Return whether both ends have agreed on shared memory."""
+    found = connection("main")
+    return found.carrier == found.result_carrier == "shared memory"
 
 
 async def new_shop(*, shares: bool) -> RRef[Shop]:
@@ -175,10 +170,7 @@ async def new_shop(*, shares: bool) -> RRef[Shop]:
     rref = RRef(Shop())
     await remote(rref).echo(0)
     if shares:
-        session = server().sessions[own_connection()._key]
-        await until(
-            lambda: own_connection()._links.segments.can_send and session._links.segments.can_send
-        )
+        await until(is_shared)
     return rref
 
 
@@ -222,7 +214,7 @@ async def test_what_cannot_be_sent_fails_alone(
         for kind in UNSENDABLE:
             await check(rref, way, kind)
     assert await remote(rref).echo(7) == 7
-    await until(is_at_rest)
+    await at_rest()
 
 
 async def test_what_can_be_sent_arrives_equal(shares: bool, world: aiorpc.types.Worker) -> None:
@@ -232,7 +224,7 @@ async def test_what_can_be_sent_arrives_equal(shares: bool, world: aiorpc.types.
     for index, kind in enumerate(SENDABLE):
         for way in ("in a list", "result", ways[index % len(ways)]):
             await check(rref, way, kind)
-    await until(is_at_rest)
+    await at_rest()
 
 
 @pytest.mark.promise("transport.apart")
@@ -252,7 +244,7 @@ def test_tensors_of_many_kinds_at_once(shares: bool, kinds: list[tuple[str, str]
             rref = await new_shop(shares=shares)
             await asyncio.gather(*(check(rref, way, kind) for way, kind in kinds))
             assert await remote(rref).echo(7) == 7
-            await until(is_at_rest)
+            await at_rest()
 
     asyncio.run(main())
 
@@ -289,7 +281,7 @@ async def test_freed_between_the_call_and_its_frame(
     assert torch.equal(found, y)
     await gate.open()
     await waiting
-    await until(is_at_rest)
+    await at_rest()
 
 
 @pytest.mark.usefixtures("over_torch")
@@ -299,7 +291,7 @@ async def test_a_held_result_that_is_freed(world: aiorpc.types.Worker) -> None:
     with pytest.raises(ValueError, match="its storage was freed or made smaller"):
         await remote(rref).give_and_free("large")
     assert is_alike(await remote(rref).give("large"), make("large"))
-    await until(is_at_rest)
+    await at_rest()
 
 
 async def test_the_error_names_the_call(world: aiorpc.types.Worker) -> None:

@@ -298,9 +298,7 @@ def name_of_worker() -> str:
 
 async def remaining() -> float | None:
     """Seconds left of the caller's time, as the callee sees it."""
-    from aiorpc_torch._aio.deadlines import deadline_in, time_left
-
-    return time_left(deadline_in(None))
+    return aiorpc.seconds_left()
 
 
 def address() -> str:

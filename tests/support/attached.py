@@ -13,6 +13,9 @@ from typing import Any
 
 from torch.distributed import rpc
 
+from aiorpc_torch._protocol import endpoints
+from aiorpc_torch._world.attachments import Attachments
+
 PATIENCE = 20.0  # seconds for anything that a test waits for
 TORCH_THREADS = 3
 
@@ -170,3 +173,30 @@ def gather_names() -> tuple[dict[str, str], list[str]]:
 
     gathered = api._all_gather(rpc.get_worker_info().name)
     return gathered, sorted(api._ALL_WORKER_NAMES)
+
+
+# ── faults in such a process ─────────────────────────────────────────────────────────────────
+
+_tell: list[Any] = []
+
+
+def speak(version: bytes) -> None:
+    """Speak another version of the protocol from now on."""
+    endpoints.VERSION = version  # type: ignore[attr-defined]
+
+
+def keep_leaving_to_itself() -> None:
+    """Let torch's messages tell the peers that this process attaches, not that it leaves."""
+    tell = Attachments.tell
+
+    async def tell_entry(self: Attachments, is_attached: bool) -> None:
+        if is_attached:
+            await tell(self, is_attached)
+
+    _tell.append(tell)
+    Attachments.tell = tell_entry  # type: ignore[method-assign]
+
+
+def tell_again() -> None:
+    """Let those messages tell it again."""
+    Attachments.tell = _tell.pop() if _tell else Attachments.tell  # type: ignore[method-assign]

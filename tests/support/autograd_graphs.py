@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import autograd, rpc
 
 from aiorpc_torch import Round, RRef, batched, call, create, fetch, remote
-from aiorpc_torch._torch.compat import current_context_id
+from aiorpc_torch._torch.compat import current_context_id as open_context
 from aiorpc_torch.testing import Gate
 
 Plan = tuple[Any, ...]
@@ -63,7 +63,7 @@ class Stage:
     @batched(max_size=4)
     def batch_in_thread(self, plans: list[Plan], xs: list[Tensor]) -> Tensor:
         self.sizes.append(len(xs))
-        self.seen.append(current_context_id())
+        self.seen.append(open_context())
         return torch.stack([*map(self.in_thread, plans, xs)])
 
     def by_torch(self, to: str, plan: Plan, x: Tensor) -> Tensor:
@@ -154,10 +154,10 @@ class Stage:
         return [found.get(self.weight), found.get(self.unused)]
 
     async def torchs_context(self) -> int:
-        return current_context_id()
+        return open_context()
 
     def torchs_context_in_thread(self) -> int:
-        return current_context_id()
+        return open_context()
 
     async def batch_sizes(self) -> tuple[list[int], list[int]]:
         return self.sizes, self.seen

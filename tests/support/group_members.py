@@ -1,7 +1,7 @@
 """Members of groups that tests call, and groups of them: importable from everywhere."""
 
 from collections.abc import AsyncIterator, Iterator, Sequence
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import Tensor
 
@@ -87,8 +87,3 @@ async def nodes(count: int = 3) -> Group[Node]:
 
 def give_back(value: Any) -> Any:
     return value
-
-
-def no_memory(*_: object) -> NoReturn:
-    """Fail as torch does while it makes a message."""
-    raise MemoryError

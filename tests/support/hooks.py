@@ -15,7 +15,13 @@ def no_hooks() -> Iterator[None]:
         patch.setattr(propagation, "variables", {})
         patch.setattr(propagation, "used", False)
         patch.setattr(interception, "interceptors", ())
+        patch.setattr(interception, "_is_tracing", False)
         yield
+
+
+def are_looked_for() -> bool:
+    """Return whether calls look for variables, interceptors or spans."""
+    return propagation.used
 
 
 @pytest.fixture

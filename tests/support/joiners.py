@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 import multiprocessing
 import os
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -12,7 +13,12 @@ from typing import Any
 from torch import Tensor
 
 import aiorpc_torch as aiorpc
+from aiorpc_torch._protocol import endpoints
 from aiorpc_torch._world.directory_client import DirectoryClient
+from aiorpc_torch._world.directory_server import (
+    MAX_UNREGISTERED as MAX_UNREGISTERED,
+    DirectoryServer,
+)
 from aiorpc_torch._world.processes import ProcessOptions
 
 PATIENCE = 60.0  # seconds for anything that a test waits for
@@ -147,3 +153,41 @@ class Env:
     @aiorpc.batched(aiorpc.Round(2, timeout=30))
     async def both(self, numbers: list[int]) -> int:
         return sum(numbers)
+
+
+# ── faults in such a process ─────────────────────────────────────────────────────────────────
+
+
+async def cut_from_rank_0(refusals: int) -> bool:
+    """To be called in a child: end its connection to rank 0, and let it connect again."""
+    [client] = [each for each in gc.get_objects() if isinstance(each, DirectoryClient)]
+    meeting: Any = client._meeting
+    connect = meeting.connect
+
+    def refused() -> Any:
+        nonlocal refusals
+        refusals -= 1
+        if refusals < 0:
+            return connect()
+        raise ConnectionRefusedError("as a proxy without an endpoint does")
+
+    meeting.connect = refused
+    first = client._stream
+    assert first is not None
+    first.abort()
+    while client._stream is first:  # noqa: ASYNC110 - nothing tells of it
+        await asyncio.sleep(0.01)
+    return True
+
+
+async def keep_unaware(envs: list[Any]) -> None:
+    """Keep the RRefs here, where no news of workers that leave comes any more."""
+    node: Any = endpoints.current()
+    node.detector.on_leave_message = lambda *_: None
+    kept.append(envs)
+
+
+def strangers_of_directories() -> int:
+    """Return how many connections a directory of this process has from strangers, and may have."""
+    servers = [each for each in gc.get_objects() if type(each) is DirectoryServer]
+    return max(len(each._unregistered) for each in servers)

@@ -17,7 +17,16 @@ from aiorpc_torch._protocol import channel, endpoints
 from aiorpc_torch._server import result_sender, session
 from aiorpc_torch._server.server import Server
 from aiorpc_torch._wire import plain
-from aiorpc_torch._wire.frames import HEADER, RESULTS, FrameReader, frame
+from aiorpc_torch._wire.frames import (
+    CALLS,
+    CLOSE,
+    HEADER,
+    RESULTS,
+    SHARED,
+    SLOT,
+    FrameReader,
+    frame,
+)
 from aiorpc_torch._wire.handshake import (
     NONCE,
     PROOF,
@@ -120,6 +129,9 @@ class Stranger:
                 await self.session.ended.wait()
 
 
+NAMES = {CALLS: "calls", RESULTS: "results", SLOT: "slot", CLOSE: "close", SHARED: "shared"}
+
+
 class Tap:
     """The frames that leave on all connections of this process, in order."""
 
@@ -141,9 +153,18 @@ class Tap:
 
         patch.setattr(channel.Channel, "write", tapped)
 
-    def count(self, kind: int) -> int:
+    @property
+    def names(self) -> list[str]:
+        """The kind of each frame: "calls", "results", "slot", "shared", "close" or "other"."""
+        return [NAMES.get(kind, "other") for _, kind, _ in self.frames]
+
+    def count(self, name: str) -> int:
         """How many frames of that kind there were."""
-        return sum(each[1] == kind for each in self.frames)
+        return self.names.count(name)
+
+    def closes(self) -> list[bytes]:
+        """Return the closing frames of this process's own connections."""
+        return [data for end, kind, data in self.frames if kind == CLOSE and end == "Connection"]
 
 
 # ── callers ─────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from aiorpc_torch._wire.tensors import INLINE_BYTES
+from aiorpc_torch.testing.limits import INLINE_BYTES
 
 LARGE = INLINE_BYTES // 4 + 3  # elements of float32 that no frame holds
 

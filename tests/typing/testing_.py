@@ -4,7 +4,7 @@ from typing import Any, assert_type
 
 from torch.futures import Future
 
-from aiorpc_torch import RRef, call, create, testing
+from aiorpc_torch import RRef, WorkerLost, call, create, testing
 from aiorpc_torch.testing import Gate, Workers
 from aiorpc_torch.types import LocalWorker
 
@@ -27,6 +27,19 @@ async def worlds() -> None:
         assert_type(await call(gate, Gate.entered, 2), int)
     async with testing.no_leaks():
         pass
+
+
+async def connections() -> None:
+    """They are read, dropped and held back by the name of a worker."""
+    assert_type(testing.connection("a"), testing.ConnectionInfo)
+    assert_type(testing.connections(), list[testing.ConnectionInfo])
+    assert_type(testing.limits.INLINE_BYTES, int)
+    testing.drop_connection("a")
+    testing.drop_connection("a", WorkerLost("a", "for this test"))
+    testing.drop_connection(0)  # type: ignore[arg-type]  # pyright: ignore
+    testing.set_flow_limits("a", calls=1, size=1000, interval=0.5)
+    with testing.stalled("a"):
+        await testing.settled()
 
 
 def futures() -> None:

@@ -1,6 +1,7 @@
 """Every promise of the documentation is held by a test, and docs/promises.md says by which."""
 
 import ast
+from pathlib import Path
 
 import pytest
 
@@ -51,3 +52,11 @@ class TestTwo:
     ]
     with pytest.raises(ValueError, match="helper has a promise and is no test"):
         list(marked(ast.parse('@pytest.mark.promise("a.b")\ndef helper(): ...')))
+
+
+def test_every_test_has_a_tier() -> None:
+    """Each file lies in the folder of a tier, from which it gets its mark."""
+    tiers = {"unit", "loopback", "faults", "fuzz", "torch_facts"}
+    tiers |= {"integration", "network", "gpu", "examples"}
+    tests = Path(__file__).parents[1]
+    assert {path.relative_to(tests).parts[0] for path in tests.rglob("test_*.py")} == tiers

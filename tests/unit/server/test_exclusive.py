@@ -3,18 +3,14 @@
 import asyncio
 import functools
 import gc
-import threading
 import weakref
 from collections.abc import AsyncIterator
 from typing import Any
 
-import hypothesis.strategies as st
 import pytest
-from hypothesis import given
 
 import aiorpc_torch as aiorpc
 from aiorpc_torch import batched
-from aiorpc_torch._protocol.exclusive import Turn, Turns, turns_of
 
 
 class Busy:
@@ -170,16 +166,6 @@ async def test_a_local_stream_gets_what_is_sent_and_thrown() -> None:
     assert await streams.echo_inside() == expected
 
 
-async def test_a_stream_that_fails_to_close_ends_its_turn() -> None:
-    streams = Streams()
-    stream: Any = streams.fails_to_close()
-    assert await anext(stream) == 1
-    with pytest.raises(LookupError, match="close"):
-        await stream.aclose()
-    assert turns_of(streams).holder is None
-    assert await streams.work() == "worked"
-
-
 async def test_inherited_methods_for_torch_clients_take_turns() -> None:
     class Base:
         inside = 0
@@ -222,18 +208,6 @@ async def test_a_batch_that_every_caller_has_left_is_not_run() -> None:
     assert busy.log == ["first", "last"]
 
 
-async def test_a_cancelled_coroutine_frees_its_place() -> None:
-    """One that waits, and one that holds the turn."""
-    busy = Inherits()
-    holds, waits, last = (asyncio.create_task(busy.work(n, 10)) for n in range(3))
-    await asyncio.sleep(0)
-    waits.cancel()
-    holds.cancel()
-    assert await last == 2
-    assert busy.log == [0, 2]
-    assert turns_of(busy).holder is None
-
-
 async def test_a_deadline_that_passes_frees_the_place() -> None:
     busy, gate = Inherits(), asyncio.Event()
 
@@ -273,71 +247,6 @@ async def test_a_task_that_outlives_its_call_waits_again() -> None:
     task = await leaves.leave()
     found = await asyncio.gather(leaves.work(1, 5), task, leaves.work(2, 5))
     assert found == [1, "left", 2]
-
-
-def test_turns_go_on_after_a_loop_has_ended() -> None:
-    """A waiting coroutine whose loop is closed does not keep its place."""
-    busy, held = Inherits(), threading.Event()
-    ended = threading.Event()
-
-    async def hold() -> None:
-        async def inner() -> None:
-            held.set()
-            await asyncio.to_thread(ended.wait)
-
-        turns = turns_of(busy)
-        turn = await turns.wait("hold")
-        await inner()
-        turn.leave()
-
-    holder = threading.Thread(target=asyncio.run, args=(hold(),))
-    holder.start()
-    held.wait()
-    loop = asyncio.new_event_loop()
-    waiting = busy.work("lost")
-    step = loop.create_task(waiting)
-    loop.call_soon(loop.stop)
-    loop.run_forever()
-    loop.close()
-    ended.set()
-    holder.join()
-    assert turns_of(busy).holder is None
-    assert asyncio.run(busy.work("next")) == "next"
-    step._log_destroy_pending = False  # type: ignore[attr-defined]
-    del step
-    waiting.close()
-
-
-@given(st.lists(st.lists(st.booleans(), max_size=6), min_size=1, max_size=4))
-def test_threads_take_turns(plans: list[list[bool]]) -> None:
-    """Any number of threads: one at a time, and every turn is given on. True: leave before it."""
-    turns, inside, most = Turns(), 0, 0
-    lock = threading.Lock()
-
-    def run(plan: list[bool]) -> None:
-        nonlocal inside, most
-        for gives_up in plan:
-            begun = threading.Event()
-            turn = Turn(turns, begun.set)
-            if turns.enter(turn, "run", ()):
-                begun.set()
-            if not gives_up:
-                begun.wait()
-                with lock:
-                    inside += 1
-                    most = max(most, inside)
-                with lock:
-                    inside -= 1
-            turn.leave()
-
-    threads = [threading.Thread(target=run, args=(plan,)) for plan in plans]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10.0)
-    assert not any(thread.is_alive() for thread in threads)
-    assert most <= 1
-    assert turns.holder is None
 
 
 async def test_turns_do_not_keep_objects_alive() -> None:

@@ -6,12 +6,9 @@ from operator import add
 
 import pytest
 
-from aiorpc_torch import RemoteError, WorkerLeft, WorkerLost, call
-from aiorpc_torch._wire.frames import RESULTS, frame
+from aiorpc_torch import WorkerLeft, WorkerLost, call
 from tests.support.raw_connections import Tap
 from tests.support.two_ends import SOON, TwoEnds, gated, two_ends, until
-
-UNKNOWN = 99  # a kind of frame
 
 
 @pytest.fixture
@@ -30,7 +27,7 @@ async def test_results_of_one_iteration_share_a_frame(
     ends.gate.open()
     async with asyncio.timeout(SOON):
         assert await calls == [0, 1, 2, 3, 4]
-    assert tap.count(RESULTS) == 1
+    assert tap.count("results") == 1
     assert not ends.session.has_work()
 
 
@@ -46,21 +43,6 @@ async def test_the_calls_of_a_connection_that_ends_are_cancelled(ends: TwoEnds) 
     assert session.ended.is_set()
     assert not ends.server.sessions
     assert not session.calls
-
-
-async def test_a_frame_that_it_cannot_read_ends_it(
-    ends: TwoEnds, caplog: pytest.LogCaptureFixture
-) -> None:
-    """The calls that run are cancelled; the caller is told why, and connects anew."""
-    running, session = asyncio.ensure_future(call("far", gated, 1)), ends.session
-    await ends.gate.wait_for()
-    ends.connection.write(frame(UNKNOWN, b""))
-    with pytest.raises(RemoteError, match=r"'far' has closed the connection: .* kind 99"):
-        await running
-    assert "rejected an unreadable frame" in caplog.text
-    await until(lambda: session.ended.is_set() and ends.gate.cancelled)
-    assert await call("far", add, 1, 2) == 3
-    assert ends.session is not session
 
 
 @pytest.mark.promise("joining.retire")

@@ -1,0 +1,55 @@
+"""Frames of lone calls, and a result that cannot be encoded."""
+
+import asyncio
+from typing import Any
+
+import pytest
+import torch
+
+from aiorpc_torch import RRef, remote
+from aiorpc_torch._server import session
+from aiorpc_torch._wire.frames import CALLS, RESULTS, SEGMENTS, FrameReader
+from aiorpc_torch._wire.messages import decode_reply, load_calls
+from tests.unit.wire.test_messages import same
+
+from .test_lone_calls import Echo
+
+
+@pytest.mark.promise("order.lone")
+async def test_a_lone_call_and_its_result_are_all_that_is_sent(
+    world: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A lone call of a connection that is open, and its result."""
+    seen: list[tuple[int, bytes]] = []
+    take = FrameReader.next
+
+    def watched(reader: FrameReader) -> Any:
+        found = take(reader)
+        if found is not None and found[0] != SEGMENTS:  # the two ends begin with those
+            seen.append(found)
+        return found
+
+    monkeypatch.setattr(FrameReader, "next", watched)
+    echo = remote(RRef(Echo()))
+    await echo.on_loop(1)
+    seen.clear()
+    await echo.on_loop(torch.ones(4))
+    assert [kind for kind, _ in seen] == [CALLS, RESULTS]
+    (_, call), (_, result) = seen
+    assert [group.columns for group in load_calls(call)] == [[torch.ones(4).numpy().tobytes()]]
+    ((_, value),) = decode_reply(result)
+    assert same(value, torch.ones(4))
+
+
+async def test_a_result_that_cannot_be_encoded(world: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch reports a lack of memory as a RuntimeError: its caller is answered all the same."""
+    echo = remote(RRef(Echo()))
+    await echo.on_loop(1)
+
+    def fail(*_: Any) -> bytes:
+        monkeypatch.undo()
+        raise RuntimeError("can't allocate memory")
+
+    monkeypatch.setattr(session, "encode_lone_result", fail)
+    async with asyncio.timeout(30.0):
+        assert await echo.on_loop(2) == 2
