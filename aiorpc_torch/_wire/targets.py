@@ -7,7 +7,7 @@ from functools import partial, partialmethod, singledispatchmethod
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple, Union
 
-from .._torch.compat import RRefBase
+from .._torch.compat import CachedForward, RRefBase
 from .._torch.rrefs import RRefId, known_class
 from .by_value import is_among
 from .plain import wire_text
@@ -186,4 +186,5 @@ def _no_method(name: str, found: Any) -> TypeError:
 
 
 _FUNCTIONS = (FunctionType, MethodType, partial)
-_METHODS = (classmethod, staticmethod, partialmethod, singledispatchmethod)
+# With what computes the `forward` of script modules, which is a method.
+_METHODS = (classmethod, staticmethod, partialmethod, singledispatchmethod, CachedForward)
