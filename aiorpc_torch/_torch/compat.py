@@ -23,11 +23,13 @@ try:
 
     # The base class of torch.futures.Future, and faster to make.
     from torch._C import (
+        CompilationUnit,
         DisableTorchFunctionSubclass,
         DispatchKey,
         DispatchKeySet,
         Future as RawFuture,
         _dispatch_keys as dispatch_keys,
+        import_ir_module_from_buffer,
     )
     from torch._C._autograd import _profiler_enabled as profiler_enabled
     from torch._C._distributed_autograd import (
@@ -56,12 +58,15 @@ try:
     from torch.distributed.rpc import api as _api
     from torch.distributed.rpc.internal import PythonUDF, RemoteException, serialize
     from torch.jit import _state as _jit_state
+    from torch.jit._recursive import wrap_cpp_module
     from torch.jit._script import ScriptMeta, _CachedForward as CachedForward
     from torch.utils._pytree import tree_leaves
 
     begin_record: Callable[[str, None], Any] = torch.ops.profiler._record_function_enter_new
     current_agent: Callable[[], Any] = _api._get_current_rpc_agent  # type: ignore[attr-defined]
     _rpc._init_counter  # noqa: B018 - read by `init_rpc_count`
+    load_script: Callable[..., Any] = import_ir_module_from_buffer
+    wrap_script: Callable[[Any], Any] = wrap_cpp_module
     _can_compile: Callable[[Any], bool] = _jit_internal.can_compile_class
     _script_class: Callable[[Any], Any] = _jit_state._get_script_class
     _profiler._disable_profiler  # type: ignore[attr-defined]  # noqa: B018 - wrapped below

@@ -13,13 +13,23 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 from torch import Tensor
+from torch.jit import ScriptFunction
+from torch.nn import Module
 
 from .._torch.compat import RRefBase
 from .._torch.cuda import fence_tensors
 from .._torch.devices import check_sendable
+from .._torch.modules import reduce_module
 from .._torch.rrefs import SharingMode, deserialize_rref, serialize_rref
 from .._torch.sendable import COMPRESSED, check_subclass, compressed_parts
-from .by_value import NAMED, NotByName, dump_by_value, explain, refuse_by_value
+from .by_value import (
+    NAMED,
+    NotByName,
+    dump_by_value,
+    explain,
+    reduce_script_function,
+    refuse_by_value,
+)
 from .exceptions import RemoteFailure, copy_exception, reduce_exception, try_add_note
 from .shared_tensors import share
 from .tensors import TensorKind, compact_at_call, from_bytes, size_of, small_tensor
@@ -158,7 +168,9 @@ class _ValuePickler(pickle.Pickler):
             return read_rref, self._rrefs[id(obj)]
         if isinstance(obj, BaseException):
             return reduce_exception(obj)
-        return NotImplemented
+        if isinstance(obj, Module):
+            return reduce_module(obj)
+        return reduce_script_function(obj) if isinstance(obj, ScriptFunction) else NotImplemented
 
     def _reduce_tensor(self, tensor: Tensor) -> Any:
         if type(tensor) is not Tensor:  # it reduces itself, to plain tensors or to its storage
