@@ -14,7 +14,6 @@ from tests.support.kinds_of_objects import increase, script, trace
 from tests.support.scripts import program, run
 
 pytestmark = [
-    pytest.mark.promise("calls.torch_modules"),
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:FutureWarning"),  # of torch.jit.load itself
     pytest.mark.filterwarnings("ignore:.*torch.jit.*:DeprecationWarning"),
 ]
@@ -46,6 +45,7 @@ def load(path: Path) -> Any:
         return torch.jit.load(path)
 
 
+@pytest.mark.promise("calls.torch_modules")
 @pytest.mark.parametrize("kind", ["script", "trace"])
 async def test_script_modules(kind: str, tmp_path: Path) -> None:
     """As arguments, results, in containers, behind RRefs, as copies, for one worker and many."""
@@ -68,6 +68,7 @@ async def test_script_modules(kind: str, tmp_path: Path) -> None:
         assert torch.equal((await remote(loaded)(X)).detach(), expected)
 
 
+@pytest.mark.promise("calls.torch_modules")
 async def test_torchs_own_load_is_a_factory(tmp_path: Path) -> None:
     """`create(worker, torch.jit.load, path)`."""
     async with world(), asyncio.timeout(60.0):
@@ -83,6 +84,7 @@ def local_script_function() -> Any:
     return script(double)
 
 
+@pytest.mark.promise("calls.torch_modules")
 async def test_script_functions() -> None:
     """As what is called, arguments and results: by name, or with their code if they have none."""
     async with world(["a"]), asyncio.timeout(60.0):
@@ -133,6 +135,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.promise("calls.torch_modules")
 def test_remote_modules(tmp_path: Path) -> None:
     """They arrive with their module's RRef, at workers that have not imported torch's class.
 
