@@ -177,8 +177,8 @@ class _ValuePickler(pickle.Pickler):
             check_subclass(tensor)
             return NotImplemented
         if (found := small_tensor(tensor)) is not None:
-            (dtype, shape), data = found
-            return read_small, ((dtype, tuple(shape)), data)
+            (dtype, shape, strides), data = found
+            return read_small, ((dtype, tuple(shape), strides), data)
         if tensor.layout in COMPRESSED:
             return _read_compressed, (*compressed_parts(tensor), tuple(tensor.shape), tensor.layout)
         self.tensors.append(compact_at_call(tensor))
