@@ -94,7 +94,10 @@ def _bytes_of_one(kind: TensorKind | str) -> int:
 
 def _are_inside(shape: Sequence[int], strides: Sequence[int], count: int) -> bool:
     """Return whether strides lead to `count` elements at most."""
-    are_valid = len(shape) == len(strides) and min(shape) > 0 and min(strides) >= 0
+    if len(shape) != len(strides) or min(shape) <= 0:
+        return False
+    # The stride of an axis of one element leads nowhere, but torch takes no larger number.
+    are_valid = min(strides) >= 0 and max(strides) < 1 << 63
     return are_valid and last_element(shape, strides) <= count
 
 

@@ -105,6 +105,7 @@ LIES: dict[str, Any] = {
     "strides that lead out": [group((("uint8", (2, 2), (1, 3)), b"1234"))],
     "strides that lead back": [group((("uint8", (2, 2), (-1, 2)), b"1234"))],
     "huge strides": [group((("uint8", (2, 2), (1 << 62, 1 << 62)), b"1234"))],
+    "a huge stride of one element": [group((("uint8", (2, 1), (1, 1 << 63)), b"12"))],
     "too few strides": [group((("uint8", (2, 2), (1,)), b"1234"))],
     "strides of fewer than none": [group((("uint8", (-2, -2), (1, 2)), b"1234"))],
     "fewer than none": [group((("uint8", (-1, -2), ()), b"12"))],
